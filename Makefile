@@ -1,0 +1,32 @@
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint types
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+train: $(READY) ## plan and train the GPT benchmark; ARGS= passes options on
+	$(BIN)/python -m benchmarks.gpt $(ARGS)
+
+test: $(READY) ## run the tests; ARGS= passes options on, as in ARGS="-m slow"
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(READY) ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## check types
+	$(BIN)/basedpyright
+
+# pip is the last thing a new environment gets: without it, an earlier attempt was cut short.
+$(READY): pyproject.toml
+	@test -x $(BIN)/pip || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo 'autopar needs Python 3.11 or newer, which "$(PYTHON)" is not; name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }; \
+	  $(PYTHON) -m venv .venv; }
+	@echo 'Installing into .venv (minutes the first time)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
+	@touch $@

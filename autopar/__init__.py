@@ -1,0 +1,1 @@
+"""An ordinary JAX train step, planned for many devices and run."""

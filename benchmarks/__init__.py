@@ -1,0 +1,1 @@
+"""Scripts over autopar's public API; run each from the checkout as `python -m benchmarks.<name>`."""

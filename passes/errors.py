@@ -1,0 +1,22 @@
+"""Every error that planning raises on purpose."""
+
+from __future__ import annotations
+
+
+class PlanningError(Exception):
+    """A program, cluster or option that cannot be planned as it stands; the message says what to change."""
+
+
+class ClusterError(PlanningError):
+    """A cluster description that cannot be read, or that does not exist."""
+
+
+class PlanMismatchError(PlanningError):
+    """A saved plan that does not belong to this function, these shapes or these devices."""
+
+
+class InternalError(Exception):
+    """A broken invariant of autopar itself; please report it with the plan and the traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message}. This is a bug in autopar; please report it with this traceback.")

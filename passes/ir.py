@@ -1,0 +1,183 @@
+"""The program as planning sees it: nodes over typed values, with plain-data parameters.
+
+A `Graph` is a flattened jaxpr without JAX in it. Values are integers that index `Graph.types`; nodes are in
+execution order. Control flow keeps its bodies as `Node.subgraphs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from passes.errors import InternalError
+
+_ITEM_NBYTES = {"bool": 1, "float0": 0, "bfloat16": 2, "int4": 1, "uint4": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorType:
+    """The shape and dtype of a value, dtype by its NumPy or ml_dtypes name (`float32`, `bfloat16`, `key<fry>`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of one element; a typed PRNG key counts as two 32-bit words."""
+        return item_nbytes(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.item_nbytes
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def item_nbytes(dtype: str) -> int:
+    """Bytes of one element of `dtype`. Raises InternalError for a name without a width."""
+    if dtype in _ITEM_NBYTES:
+        return _ITEM_NBYTES[dtype]
+    if dtype.startswith("key<"):
+        return 8
+    if dtype.startswith("float8") or dtype.startswith("float4"):
+        return 1
+    digits = "".join(c for c in dtype if c.isdigit())
+    if not digits:
+        raise InternalError(f"dtype {dtype!r} has no known width")
+    return int(digits) // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One operation: a primitive by name, the values it reads and writes, and its plain-data parameters.
+
+    `source` is the user's `file:line (function)`; `scope` is JAX's name stack, from which phases are read.
+    """
+
+    primitive: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, object] = field(default_factory=dict)
+    subgraphs: tuple[Graph, ...] = ()
+    source: str = ""
+    scope: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A program: `types[v]` is the type of value v; `literals` are scalars known while planning.
+
+    `input_names` and `output_names` are the user's argument paths (`state.params['wte']`), for people.
+    `constants` are arrays captured by the function; lowering supplies their contents.
+    """
+
+    types: tuple[TensorType, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    constants: tuple[int, ...] = ()
+    literals: Mapping[int, float | int | bool | str] = field(default_factory=dict)
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
+
+    @cached_property
+    def producers(self) -> Mapping[int, int]:
+        """The node that writes each value; inputs, constants and literals are absent."""
+        return {value: index for index, node in enumerate(self.nodes) for value in node.outputs}
+
+    @cached_property
+    def consumers(self) -> Mapping[int, tuple[int, ...]]:
+        """The nodes that read each value, in order, once for every operand that reads it."""
+        readers: dict[int, list[int]] = {}
+        for index, node in enumerate(self.nodes):
+            for value in node.inputs:
+                readers.setdefault(value, []).append(index)
+        return {value: tuple(nodes) for value, nodes in readers.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change when operations, shapes, dtypes or wiring change, and not when names do."""
+        return hashlib.sha256(_canonical(self).encode()).hexdigest()[:16]
+
+    def verify(self) -> None:
+        """Raises InternalError unless every value is written once, before it is read."""
+        known: set[int] = set()
+        for value in (*self.inputs, *self.constants, *self.literals):
+            if value in known:
+                raise InternalError(f"value %{value} enters the graph twice")
+            known.add(value)
+        for index, node in enumerate(self.nodes):
+            for value in node.inputs:
+                if value not in known:
+                    raise InternalError(f"node {index} ({node.primitive}) reads %{value} before it is written")
+            for value in node.outputs:
+                if value in known:
+                    raise InternalError(f"node {index} ({node.primitive}) writes %{value} again")
+                known.add(value)
+            for subgraph in node.subgraphs:
+                subgraph.verify()
+        for value in self.outputs:
+            if value not in known:
+                raise InternalError(f"output %{value} is never written")
+        if known and max(known) >= len(self.types):
+            raise InternalError(f"value %{max(known)} has no type")
+
+    def format(self, *, sources: bool = False) -> str:
+        """The graph as text, one line a node, bodies indented; `sources` adds the user's lines."""
+        return "\n".join(_lines(self, sources, ""))
+
+    def __str__(self) -> str:
+        return self.format()
+
+
+def _canonical(graph: Graph) -> str:
+    renamed: dict[int, int] = {}
+
+    def name(value: int) -> str:
+        if value in graph.literals:
+            return f"{graph.literals[value]!r}:{graph.types[value]}"
+        return f"%{renamed.setdefault(value, len(renamed))}:{graph.types[value]}"
+
+    lines = [" ".join(map(name, graph.inputs)), " ".join(map(name, graph.constants))]
+    for node in graph.nodes:
+        reads = " ".join(map(name, node.inputs))
+        writes = " ".join(map(name, node.outputs))
+        bodies = "".join(f"{{{_canonical(body)}}}" for body in node.subgraphs)
+        lines.append(f"{writes}={node.primitive} {reads} {sorted(node.params.items())!r}{bodies}")
+    lines.append(" ".join(map(name, graph.outputs)))
+    return "\n".join(lines)
+
+
+def _lines(graph: Graph, sources: bool, indent: str) -> list[str]:
+    def read(value: int) -> str:
+        return repr(graph.literals[value]) if value in graph.literals else f"%{value}"
+
+    names = dict(zip(graph.inputs, graph.input_names, strict=False))
+    lines = [f"{indent}graph {{"]
+    for kind, values in (("input", graph.inputs), ("constant", graph.constants)):
+        for value in values:
+            name = f"  # {names[value]}" if names.get(value) else ""
+            lines.append(f"{indent}  %{value}: {graph.types[value]} = {kind}{name}")
+    for node in graph.nodes:
+        writes = ", ".join(f"%{v}: {graph.types[v]}" for v in node.outputs)
+        params = ", ".join(f"{key}={value}" for key, value in sorted(node.params.items()))
+        where = f"  # {node.source}" if sources and node.source else ""
+        reads = ", ".join(map(read, node.inputs))
+        lines.append(f"{indent}  {writes} = {node.primitive}({reads})" + (f" {{{params}}}" if params else "") + where)
+        for body in node.subgraphs:
+            lines.extend(_lines(body, sources, indent + "    "))
+    lines.append(f"{indent}  return {', '.join(map(read, graph.outputs))}")
+    lines.append(f"{indent}}}")
+    return lines

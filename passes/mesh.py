@@ -1,0 +1,91 @@
+"""A named grid over the devices of a cluster, and who a device talks to along its axes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from passes.cluster import Cluster, Link
+from passes.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Devices that run one collective together.
+
+    `ranks` devices over `hosts` hosts; `intra` is a device's link inside its host; `inter` is the group's share of one
+    host's network link when all groups of the mesh communicate at once.
+    """
+
+    ranks: int
+    hosts: int
+    intra: Link
+    inter: Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Named axes over the first `size` devices of a cluster, row-major: the last axis joins neighbours."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    cluster: Cluster
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def axis_size(self, axis: str) -> int:
+        return self.sizes[self.axes.index(axis)]
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The devices that differ only in their coordinates along `axes`."""
+        return _group(self, tuple(sorted(axes, key=self.axes.index)))
+
+    def verify(self) -> None:
+        """Raises InternalError unless the axes are distinct and fit the cluster."""
+        if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.sizes):
+            raise InternalError(f"mesh axes {self.axes} and sizes {self.sizes} do not match")
+        if self.size > self.cluster.n_devices:
+            raise InternalError(f"a mesh of {self.size} devices on a cluster of {self.cluster.n_devices}")
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)) or "1 device"
+
+
+@lru_cache(maxsize=4096)
+def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
+    hosts = mesh.cluster.group()
+    strides = [math.prod(mesh.sizes[i + 1 :]) for i in range(len(mesh.sizes))]
+    picked = [(mesh.axis_size(axis), strides[mesh.axes.index(axis)]) for axis in axes]
+    members = [sum(c * stride for c, (_, stride) in zip(coords, picked, strict=True)) for coords in _grid(picked)]
+    spanned = len({member // hosts.devices_per_host for member in members})
+    sharing = max(1, min(hosts.devices_per_host, mesh.size) * spanned // len(members))
+    inter = Link(alpha_seconds=hosts.inter.alpha_seconds, bytes_per_second=hosts.inter.bytes_per_second / sharing)
+    return Group(ranks=len(members), hosts=spanned, intra=hosts.intra, inter=inter)
+
+
+def _grid(picked: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(range(size) for size, _ in picked))
+
+
+def shapes(n_devices: int, *, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
+    """Every factorisation of `n_devices` into at most `max_axes` ordered sizes above 1, fewest axes first.
+
+    A single device gives one shape without axes.
+    """
+    if n_devices == 1:
+        return ((),)
+    found: list[tuple[int, ...]] = [(n_devices,)]
+    for axes in range(2, max_axes + 1):
+        found.extend(_factorisations(n_devices, axes))
+    return tuple(found)
+
+
+def _factorisations(n: int, parts: int) -> list[tuple[int, ...]]:
+    if parts == 1:
+        return [(n,)] if n > 1 else []
+    return [(d, *rest) for d in range(2, n) if n % d == 0 for rest in _factorisations(n // d, parts - 1)]

@@ -1,0 +1,76 @@
+"""Rules of elementwise primitives: every dimension passes through; a size-1 dimension is a broadcast inside the op."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from passes.ir import Node
+from passes.rules.registry import ShardingRule, Types, build, rule
+
+_PLAIN = (
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
+    "conj cos cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le "
+    "lgamma log log1p logistic lt max min ne nextafter not or polygamma population_count pow real reduce_precision rem "
+    "round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
+).split()
+
+_FLOAT_BITS = {"float8": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+
+
+def pointwise(operands: Types, results: Types, linear: tuple[tuple[int, ...], ...] = ()) -> ShardingRule:
+    """The rule of an operation whose operands and results agree dimension by dimension, scalars and size 1 aside."""
+    rank = results[0].rank
+
+    def labels(rank_here: int) -> range | tuple[()]:
+        return range(rank) if rank_here == rank else ()
+
+    return build(
+        [(t, labels(t.rank)) for t in operands],
+        [(t, range(rank)) for t in results],
+        linear=linear,
+    )
+
+
+@rule(*_PLAIN)
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    return pointwise(operands, results)
+
+
+@rule("add", "sub", "add_any")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    return pointwise(operands, results, linear=((0, 1),))
+
+
+@rule("mul")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    return pointwise(operands, results, linear=((0,), (1,)))
+
+
+@rule("neg", "copy", "copy_p", "name", "stop_gradient")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    return pointwise(operands, results, linear=((0,),))
+
+
+@rule("div")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    inexact = results[0].dtype.startswith(("float", "bfloat", "complex"))
+    return pointwise(operands, results, linear=((0,),) if inexact else ())
+
+
+@rule("convert_element_type")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    before, after = (_FLOAT_BITS.get(t.dtype, 0) for t in (operands[0], results[0]))
+    # Narrowing rounds each partial sum by itself, which is not the rounding of the whole.
+    return pointwise(operands, results, linear=((0,),) if 0 < before <= after else ())
+
+
+@rule("select_n")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    cases = tuple(range(1, len(operands)))
+    return pointwise(operands, results, linear=(cases,) if results[0].dtype.startswith("float") else ())
+
+
+@rule("optimization_barrier")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    uncut = build([(t, [None] * t.rank) for t in operands], [(t, [None] * t.rank) for t in results], flops=0.0)
+    return dataclasses.replace(uncut, alias=True)

@@ -1,0 +1,106 @@
+"""Rules of gather, scatter and dynamic slices.
+
+A dimension that the indices select from can be cut: each device answers for the indices that fall into its piece and
+gives zeros for the rest, so a gather comes out as a partial sum (vocabulary-parallel embedding) and a scatter-add drops
+what is not its own.
+
+Reference: Megatron-LM (Shoeybi et al. 2019), section 3; XLA's gather and scatter semantics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import cast
+
+from passes.ir import Node
+from passes.rules.registry import ShardingRule, Types, build, rule
+
+
+@rule("gather")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    numbers = cast("Mapping[str, tuple[int, ...]]", node.params["dimension_numbers"])
+    sizes = cast("tuple[int, ...]", node.params["slice_sizes"])
+    operand, indices = operands
+    source: list[Hashable] = [None] * operand.rank
+    result: list[Hashable] = [None] * results[0].rank
+    index: list[Hashable] = [None] * indices.rank
+    batch_positions = [d for d in range(indices.rank - 1)]
+    result_batch = [d for d in range(results[0].rank) if d not in numbers["offset_dims"]]
+    for from_index, to_result in zip(batch_positions, result_batch, strict=True):
+        index[from_index] = result[to_result] = f"i{from_index}"
+    pairs = zip(numbers["operand_batching_dims"], numbers["start_indices_batching_dims"], strict=True)
+    for in_operand, in_index in pairs:
+        source[in_operand] = f"i{in_index}"
+    removed = {*numbers["collapsed_slice_dims"], *numbers["operand_batching_dims"]}
+    window = [d for d in range(operand.rank) if d not in removed]
+    for in_operand, in_result in zip(window, numbers["offset_dims"], strict=True):
+        if sizes[in_operand] == operand.shape[in_operand] and in_operand not in numbers["start_index_map"]:
+            source[in_operand] = result[in_result] = f"w{in_operand}"
+    selected = _selected(numbers["start_index_map"], numbers["collapsed_slice_dims"])
+    summable = results[0].dtype.startswith(("float", "bfloat", "int", "uint"))
+    if selected is not None and summable:
+        source[selected] = "v"
+    return build(
+        [(operand, source), (indices, index)],
+        [(results[0], result)],
+        reduce={"v": "add"},
+        light=False,
+    )
+
+
+@rule("scatter-add")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """Index batch dimensions reduce: each device scatters its own updates onto a partial sum of the operand."""
+    numbers = cast("Mapping[str, tuple[int, ...]]", node.params["dimension_numbers"])
+    operand, indices, updates = operands
+    target: list[Hashable] = [None] * operand.rank
+    index: list[Hashable] = [None] * indices.rank
+    update: list[Hashable] = [None] * updates.rank
+    positions = [d for d in range(updates.rank) if d not in numbers["update_window_dims"]]
+    batching = dict(zip(numbers["scatter_indices_batching_dims"], numbers["operand_batching_dims"], strict=True))
+    reduced: dict[Hashable, str] = {}
+    for from_index, in_update in enumerate(positions):
+        label = f"i{from_index}"
+        index[from_index] = update[in_update] = label
+        if from_index in batching:
+            target[batching[from_index]] = label
+        else:
+            reduced[label] = "add"
+    removed = {*numbers["inserted_window_dims"], *numbers["operand_batching_dims"]}
+    window = [d for d in range(operand.rank) if d not in removed]
+    for in_operand, in_update in zip(window, numbers["update_window_dims"], strict=True):
+        full = operand.shape[in_operand] == updates.shape[in_update]
+        if full and in_operand not in numbers["scatter_dims_to_operand_dims"]:
+            target[in_operand] = update[in_update] = f"w{in_operand}"
+    selected = _selected(numbers["scatter_dims_to_operand_dims"], numbers["inserted_window_dims"])
+    if selected is not None:
+        target[selected] = "v"
+    return build(
+        [(operand, target), (indices, index), (updates, update)],
+        [(results[0], target)],
+        reduce=reduced,
+        partial={label: (0,) for label in reduced},
+        flops=float(updates.size),
+        light=False,
+    )
+
+
+def _selected(mapped: tuple[int, ...], collapsed: tuple[int, ...]) -> int | None:
+    """The one operand dimension that the indices select single elements from, if there is exactly one."""
+    return mapped[0] if len(mapped) == 1 and mapped[0] in collapsed else None
+
+
+@rule("dynamic_slice")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    pairs = zip(operands[0].shape, results[0].shape, strict=True)
+    labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
+    starts = [(t, ()) for t in operands[1:]]
+    return build([(operands[0], labels), *starts], [(results[0], labels)], flops=0.0)
+
+
+@rule("dynamic_update_slice")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    pairs = zip(operands[0].shape, operands[1].shape, strict=True)
+    labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
+    starts = [(t, ()) for t in operands[2:]]
+    return build([(operands[0], labels), (operands[1], labels), *starts], [(results[0], labels)], flops=0.0)

@@ -1,0 +1,55 @@
+"""Rules of reductions: kept dimensions pass through, reduced ones leave the result partial."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from passes.ir import Node
+from passes.rules.registry import ShardingRule, Types, build, rule
+
+_KINDS = {
+    "reduce_sum": "add",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_or": "or",
+    "reduce_and": "and",
+}
+
+
+@rule(*_KINDS)
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    axes = cast("tuple[int, ...]", node.params["axes"])
+    rank = operands[0].rank
+    # A boolean `or` is summed in no dtype that collectives have: it is cut only where it is not reduced.
+    kind = _KINDS[node.primitive]
+    cut = {d: kind for d in axes} if kind in ("add", "max", "min") else {}
+    labels = [d if d in cut or d not in axes else None for d in range(rank)]
+    return build(
+        [(operands[0], labels)],
+        [(results[0], [d for d in range(rank) if d not in axes])],
+        reduce=cut,
+        linear=((0,),) if kind == "add" else (),
+        flops=float(operands[0].size),
+    )
+
+
+@rule("argmax", "argmin", "reduce_prod")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    axes = cast("tuple[int, ...]", node.params["axes"])
+    kept = [d for d in range(operands[0].rank) if d not in axes]
+    labels = [d if d in kept else None for d in range(operands[0].rank)]
+    return build([(operands[0], labels)], [(t, kept) for t in results], flops=float(operands[0].size))
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    along = cast("int", node.params["axis"])
+    labels = [None if d == along else d for d in range(operands[0].rank)]
+    return build([(operands[0], labels)], [(results[0], labels)])
+
+
+@rule("sort")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    along = cast("int", node.params["dimension"])
+    labels = [None if d == along else d for d in range(operands[0].rank)]
+    return build([(t, labels) for t in operands], [(t, labels) for t in results], light=False)

@@ -1,0 +1,197 @@
+"""Sharding rules: which dimensions of one operation may be cut together, and what cutting them leaves undone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.errors import InternalError, PlanningError
+from passes.ir import Graph, Node, TensorType
+from passes.mesh import Mesh
+from passes.resharding import placed
+from passes.sharding import ShardingSpec
+
+Types = tuple[TensorType, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """A named dimension shared by operands and results.
+
+    `size` must be divisible by the devices that cut it; 0 is a factor without a dimension, which any axis may take.
+    Cutting a factor with a `reduction` leaves the results partial; `partial` lists operands that must come in partial.
+    """
+
+    size: int
+    reduction: str = ""
+    partial: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingRule:
+    """The factors of one operation; `operands[o][d]` is the factor of dimension d of operand o, -1 if never cut.
+
+    `flops` counts the whole operation. `light` operators are fused with their neighbours and follow their sharding.
+    An `alias` passes operand i through as result i in any placement. `reason` says why nothing can be cut.
+
+    Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+    flops: float = 0.0
+    light: bool = True
+    alias: bool = False
+    reason: str = ""
+
+    def operand_spec(self, operand: int, assignment: Assignment) -> ShardingSpec:
+        """The placement in which `operand` must arrive when each axis of `assignment` cuts its factor."""
+        partial = tuple(axis for axis, factor in assignment if operand in self.factors[factor].partial)
+        return placed(_dims(self.operands[operand], assignment), partial, "add")
+
+    def result_spec(self, result: int, assignment: Assignment) -> ShardingSpec:
+        """The placement in which `result` leaves."""
+        reduced = [(axis, self.factors[factor].reduction) for axis, factor in assignment]
+        partial = tuple(axis for axis, reduction in reduced if reduction)
+        kinds = {reduction for _, reduction in reduced if reduction}
+        if len(kinds) > 1:
+            raise InternalError(f"one result is partial by {sorted(kinds)} at once")
+        return placed(_dims(self.results[result], assignment), partial, kinds.pop() if kinds else "add")
+
+    def allows(self, assignment: Assignment, mesh: Mesh) -> bool:
+        """Whether every axis divides its factor and no result mixes reductions."""
+        cut: dict[int, int] = {}
+        for axis, factor in assignment:
+            cut[factor] = cut.get(factor, 1) * mesh.axis_size(axis)
+        if any(self.factors[factor].size and self.factors[factor].size % parts for factor, parts in cut.items()):
+            return False
+        return len({self.factors[factor].reduction for factor in cut} - {""}) <= 1
+
+    def assignments(self, mesh: Mesh) -> list[Assignment]:
+        """Every legal way to give each mesh axis one factor or none, axes that share a factor in every order."""
+        options = (None, *range(len(self.factors)))
+        found: dict[Assignment, None] = {}
+        for order in itertools.permutations(mesh.axes):
+            for picks in itertools.product(options, repeat=len(order)):
+                pairs = tuple((axis, f) for axis, f in zip(order, picks, strict=True) if f is not None)
+                assignment = canonical(pairs, mesh)
+                if assignment not in found and self.allows(assignment, mesh):
+                    found[assignment] = None
+        return list(found)
+
+
+Assignment = tuple[tuple[str, int], ...]
+"""(mesh axis, factor) pairs; axes of one factor stand major first, factors in mesh order of their first axis."""
+
+
+def canonical(pairs: Assignment, mesh: Mesh) -> Assignment:
+    """The one spelling of an assignment: grouped by factor, groups in mesh order, order inside a group kept."""
+    groups: dict[int, list[str]] = {}
+    for axis, factor in pairs:
+        groups.setdefault(factor, []).append(axis)
+    ordered = sorted(groups.items(), key=lambda item: min(mesh.axes.index(axis) for axis in item[1]))
+    return tuple((axis, factor) for factor, axes in ordered for axis in axes)
+
+
+def _dims(factors: tuple[int, ...], assignment: Assignment) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(axis for axis, cut in assignment if cut == f and f >= 0) for f in factors)
+
+
+RuleFunction = Callable[[Node, Types, Types], ShardingRule]
+
+_RULES: dict[str, RuleFunction] = {}
+
+
+def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
+    """A decorator that registers a rule for primitives, by name. Raises PlanningError for one that already has a rule."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for primitive in primitives:
+            if primitive in _RULES:
+                raise PlanningError(f"primitive {primitive!r} already has a sharding rule")
+            _RULES[primitive] = function
+        return function
+
+    return register
+
+
+def known_primitives() -> frozenset[str]:
+    """The primitives that have a rule."""
+    return frozenset(_RULES)
+
+
+def rule_of(node: Node, graph: Graph) -> ShardingRule:
+    """The sharding rule of one node; a primitive without a rule is replicated, with the reason."""
+    operands = tuple(graph.types[value] for value in node.inputs)
+    results = tuple(graph.types[value] for value in node.outputs)
+    if node.primitive not in _RULES:
+        return replicate(operands, results, f"no sharding rule for {node.primitive!r}")
+    return _RULES[node.primitive](node, operands, results)
+
+
+def replicate(operands: Types, results: Types, reason: str) -> ShardingRule:
+    """The rule of an operation that every device computes whole."""
+    return ShardingRule(
+        factors=(),
+        operands=tuple((-1,) * t.rank for t in operands),
+        results=tuple((-1,) * t.rank for t in results),
+        flops=float(sum(t.size for t in results)),
+        light=False,
+        reason=reason,
+    )
+
+
+def build(
+    operands: Sequence[tuple[TensorType, Sequence[Hashable]]],
+    results: Sequence[tuple[TensorType, Sequence[Hashable]]],
+    *,
+    reduce: Mapping[Hashable, str] | None = None,
+    partial: Mapping[Hashable, tuple[int, ...]] | None = None,
+    sizes: Mapping[Hashable, int] | None = None,
+    linear: Sequence[tuple[int, ...]] = (),
+    flops: float | None = None,
+    light: bool = True,
+) -> ShardingRule:
+    """The rule that labels describe: dimensions with equal labels are one factor, None is never cut.
+
+    `reduce` names the reduction of labels that the results lack, `partial` the operands that must come in partial over
+    a label, `sizes` a label's size where its dimension is larger. Each set of `linear` operands may come in partial
+    together and leave the result partial.
+    """
+    reduce, partial, sizes = reduce or {}, partial or {}, sizes or {}
+    found: dict[Hashable, int] = {}
+    factors: list[Factor] = []
+    for type, labels in (*operands, *results):
+        for size, label in zip(type.shape, labels, strict=True):
+            if label is None or size == 1:
+                continue
+            if label not in found:
+                found[label] = len(factors)
+                factors.append(
+                    Factor(
+                        size=sizes.get(label, size),
+                        reduction=reduce.get(label, ""),
+                        partial=partial.get(label, ()),
+                    )
+                )
+
+    def dims(type: TensorType, labels: Sequence[Hashable]) -> tuple[int, ...]:
+        cut = zip(type.shape, labels, strict=True)
+        return tuple(-1 if label is None or size == 1 else found[label] for size, label in cut)
+
+    factors.extend(Factor(size=0, reduction="add", partial=tuple(together)) for together in linear)
+    return ShardingRule(
+        factors=tuple(factors),
+        operands=tuple(dims(*operand) for operand in operands),
+        results=tuple(dims(*result) for result in results),
+        flops=float(sum(t.size for t, _ in results)) if flops is None else flops,
+        light=light,
+    )
+
+
+def size_of(shape: Sequence[int]) -> int:
+    """The number of elements of a shape."""
+    return math.prod(shape)

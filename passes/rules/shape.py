@@ -1,0 +1,118 @@
+"""Rules of primitives that move data without computing."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from passes.ir import Node
+from passes.rules.registry import ShardingRule, Types, build, rule
+
+
+@rule("transpose")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    order = cast("tuple[int, ...]", node.params["permutation"])
+    return build([(operands[0], range(len(order)))], [(results[0], order)], linear=((0,),), flops=0.0)
+
+
+@rule("squeeze")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    gone = cast("tuple[int, ...]", node.params["dimensions"])
+    kept = [d for d in range(operands[0].rank) if d not in gone]
+    return build([(operands[0], range(operands[0].rank))], [(results[0], kept)], linear=((0,),), flops=0.0)
+
+
+@rule("expand_dims")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    added = cast("tuple[int, ...]", node.params["dimensions"])
+    old = [d for d in range(results[0].rank) if d not in added]
+    return build([(operands[0], old)], [(results[0], range(results[0].rank))], linear=((0,),), flops=0.0)
+
+
+@rule("broadcast_in_dim")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    placed = cast("tuple[int, ...]", node.params["broadcast_dimensions"])
+    labels = range(results[0].rank)
+    return build([(operands[0], placed)], [(results[0], labels)], linear=((0,),), flops=0.0)
+
+
+@rule("iota")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    return build([], [(results[0], range(results[0].rank))])
+
+
+@rule("reshape")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """The major-most dimension of each merged or split group is shared; the rest of the group stays whole.
+
+    Reference: intra_op.md section 6; a piece of the major dimension is contiguous on both sides.
+    """
+    before, after = operands[0].shape, results[0].shape
+    left: list[int | None] = [None] * len(before)
+    right: list[int | None] = [None] * len(after)
+    sizes: dict[int, int] = {}
+    for group, (i, j) in enumerate(_major_pairs(before, after)):
+        left[i] = right[j] = group
+        sizes[group] = min(before[i], after[j])
+    return build([(operands[0], left)], [(results[0], right)], sizes=sizes, linear=((0,),), flops=0.0)
+
+
+def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The first dimension of size above 1 on either side of every group of dimensions with equal products."""
+    if 0 in before or 0 in after:
+        return []
+    pairs: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        if before[i] == 1:
+            i += 1
+        elif after[j] == 1:
+            j += 1
+        else:
+            first = (i, j)
+            left, right = before[i], after[j]
+            while left != right:
+                if left < right:
+                    i += 1
+                    left *= before[i]
+                else:
+                    j += 1
+                    right *= after[j]
+            # Cutting by k cuts both majors only if one is a multiple of the other.
+            small, large = sorted((before[first[0]], after[first[1]]))
+            if large % small == 0:
+                pairs.append(first)
+            i, j = i + 1, j + 1
+    return pairs
+
+
+@rule("slice")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    return _whole(operands, results, linear=((0,),))
+
+
+@rule("rev")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    turned = cast("tuple[int, ...]", node.params["dimensions"])
+    labels = [None if d in turned else d for d in range(operands[0].rank)]
+    return build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+
+
+@rule("pad")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    return _whole(operands, results, linear=((0, 1),))
+
+
+@rule("concatenate")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    along = cast("int", node.params["dimension"])
+    labels = [None if d == along else d for d in range(results[0].rank)]
+    every = tuple(range(len(operands)))
+    return build([(t, labels) for t in operands], [(results[0], labels)], linear=(every,), flops=0.0)
+
+
+def _whole(operands: Types, results: Types, linear: tuple[tuple[int, ...], ...]) -> ShardingRule:
+    """Dimensions that keep their size pass through; those that the operation cuts or pads stay whole."""
+    pairs = zip(operands[0].shape, results[0].shape, strict=True)
+    labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
+    scalars = [(t, ()) for t in operands[1:]]
+    return build([(operands[0], labels), *scalars], [(results[0], labels)], linear=linear, flops=0.0)

@@ -1,0 +1,19 @@
+"""Eight CPU devices for every test; the GPU only for a run that asks for it with `-m gpu`."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Both settings count only before JAX starts its backend, hence here and not in a fixture.
+    jax.config.update("jax_num_cpu_devices", 8)
+    asks_for_gpu = "gpu" in config.getoption("markexpr").replace("not gpu", "")
+    if not asks_for_gpu:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU and a run with -m gpu")

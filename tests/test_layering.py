@@ -1,0 +1,166 @@
+"""Which module may import which, and what no module may touch: read from the source, so nothing needs to run.
+
+A check is a function from sources (module name -> text) to complaints. A package's own file is named
+`package.__init__`, which makes the parent of every module its name less the last part.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("autopar", "benchmarks", "models", "passes", "tests")
+
+ORDER = (
+    "errors",
+    "ir",
+    "cluster",
+    "devices",
+    "mesh",
+    "sharding",
+    "collectives",
+    "resharding",
+    "rules",
+    "phases",
+    "cost",
+    "strategies",
+    "clusters",
+    "intra_op",
+    "memory",
+    "plan",
+    "planner",
+)
+CLOSED_WORLD = sys.stdlib_module_names | {"highspy", "numpy", "passes", "pulp", "scipy"}
+BARRED = {"autopar": {"benchmarks", "models", "tests"}, "models": {"autopar", "passes"}}
+TALKERS = {"autopar.cli", "autopar.report"}
+
+Sources = Mapping[str, str]
+Check = Callable[[Sources], list[str]]
+
+
+def read_tree() -> Sources:
+    """The source of every module of the checkout."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in paths}
+
+
+def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything imported, wherever the statement stands."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=base, names=names, level=level):
+                parents = module.split(".")[:-level] if level else []
+                stem = [*parents, *([base] if base else [])]
+                yield from ((node.lineno, ".".join([*stem, alias.name])) for alias in names)
+            case _:
+                pass
+
+
+def mentions(module: str, source: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything imported, read or called (a call keeps its opening bracket)."""
+    yield from imports(module, source)
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute():
+                yield node.lineno, ast.unparse(node)
+            case ast.Call(func=ast.Name(id=name)):
+                yield node.lineno, f"{name}("
+            case _:
+                pass
+
+
+def is_within(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def owner(name: str, known: Sources) -> str | None:
+    """The module of `known` that holds `name`: itself, or the nearest parent that is a file."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((file for prefix in prefixes for file in (prefix, f"{prefix}.__init__") if file in known), None)
+
+
+def leaving_the_closed_world(sources: Sources) -> list[str]:
+    return [
+        f"{module}:{line} imports {name}; passes may import the standard library and {sorted(CLOSED_WORLD - STDLIB)}"
+        for module, source in sources.items()
+        if is_within(module, "passes")
+        for line, name in imports(module, source)
+        if name.partition(".")[0] not in CLOSED_WORLD
+    ]
+
+
+def importing_upwards(sources: Sources) -> list[str]:
+    return [
+        f"{module}:{line} imports {name}; {folder} must not import {sorted(barred)}"
+        for folder, barred in BARRED.items()
+        for module, source in sources.items()
+        if is_within(module, folder)
+        for line, name in imports(module, source)
+        if name.partition(".")[0] in barred
+    ]
+
+
+def missing_from_order(sources: Sources) -> list[str]:
+    return [
+        f"{module} has no place in ORDER of tests/test_layering.py; give it one"
+        for module in sources
+        if is_within(module, "passes") and room(module) not in (*ORDER, "__init__")
+    ]
+
+
+def importing_out_of_order(sources: Sources) -> list[str]:
+    """Complaints about imports of a later room; the package's own file comes after every room."""
+    rank = {name: place for place, name in enumerate((*ORDER, "__init__"))}
+    return [
+        f"{module}:{line} imports {target}, which comes later in ORDER"
+        for module, source in sources.items()
+        if is_within(module, "passes")
+        for line, name in imports(module, source)
+        if (target := owner(name, sources)) and is_within(target, "passes")
+        if rank.get(room(target), -1) > rank.get(room(module), len(rank))
+    ]
+
+
+def room(module: str) -> str:
+    """The entry of ORDER that a module of passes belongs to; all of `passes.rules` is one."""
+    return module.split(".")[1]
+
+
+def going_round_in_circles(sources: Sources) -> list[str]:
+    graph = {module: {owner(name, sources) for _, name in imports(module, source)} - {None}
+             for module, source in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [f"import cycle: {' <- '.join(error.args[1])}"]
+    return []
+
+
+def private_jax(sources: Sources) -> list[str]:
+    return [
+        f"{module}:{line} uses {name}; only autopar/jax_compat.py may"
+        for module, source in sources.items()
+        if module != "autopar.jax_compat"
+        for line, name in mentions(module, source)
+        if is_within(name, "jax._src")
+    ]
+
+
+def ambient_state(sources: Sources) -> list[str]:
+    return [
+        f"{module}:{line} uses {name}; only {sorted(TALKERS)} may"
+        for module, source in sources.items()
+        if (is_within(module, "passes") or is_within(module, "autopar")) and module not in TALKERS
+        for line, name in mentions(module, source)
+        if name in ("print(", "os.getenv") or is_within(name, "os.environ")
+    ]
