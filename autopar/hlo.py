@@ -58,7 +58,7 @@ _FLOAT = re.compile(r"f(\d+)(e\w+)?")
 _INTEGER = {"s": "int", "u": "uint", "c": "complex"}
 
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
-_GROUPS = re.compile(r"replica_groups=(\{(?:\{[\d,]*\},?)*\}|\[[^ ]*\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\].*? \{.*?\})")
+_GROUPS = re.compile(r"replica_groups=(?:\{(?:\{[\d,]*\},?)*\}|\[[\d,]+\]<=\S+\]\S*[\d)\]]|mesh\[.*?\].*? \{.*?\})")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}")
 _MESH_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -154,7 +154,7 @@ def _read(
 ) -> list[HloCollective]:
     """The tensors of the collective on `line`; none if it only names one, finishes one or stays on one device."""
     try:
-        result, opcode, attributes = _split(line)
+        result, opcode, attributes, metadata = _split(line)
         if not _MENTION.match(f" {opcode}(") or opcode.endswith(("-done", "-update")):
             return []
         kind = _KINDS[opcode.removesuffix("-start")]
@@ -163,8 +163,8 @@ def _read(
             return []
         tensors = _tensors(kind, opcode.endswith("-start"), result, pieces="dimensions=" not in attributes)
     except (KeyError, ValueError, IndexError) as error:
-        raise InternalError(f"a collective in the compiled program cannot be read ({error!r}): {line.strip()}") from error
-    op_name, source = _metadata(attributes, sources)
+        raise InternalError(f"a collective of the compiled program cannot be read, {error!r}: {line.strip()}") from error
+    op_name, source = _metadata(metadata, sources)
     return [
         HloCollective(
             kind=kind,
@@ -180,8 +180,8 @@ def _read(
     ]
 
 
-def _split(line: str) -> tuple[str, str, str]:
-    """An instruction's result type, opcode, and the rest."""
+def _split(line: str) -> tuple[str, str, str, str]:
+    """An instruction's result type, opcode, operands with attributes, and metadata."""
     assignment = _ASSIGNMENT.match(line)
     if not assignment:
         raise ValueError("not an instruction")
@@ -190,7 +190,8 @@ def _split(line: str) -> tuple[str, str, str]:
     opcode = _OPCODE.match(line, end)
     if not opcode:
         raise ValueError("no opcode after the result type")
-    return line[start:end], opcode[1], line[opcode.end() :]
+    attributes, _, metadata = line[opcode.end() :].partition("metadata={")
+    return line[start:end], opcode[1], attributes, metadata
 
 
 def _closing(line: str, start: int) -> int:
@@ -348,9 +349,8 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
 
 
-def _metadata(attributes: str, sources: Mapping[str, str]) -> tuple[str, str]:
+def _metadata(text: str, sources: Mapping[str, str]) -> tuple[str, str]:
     """An instruction's op_name and source, each empty where XLA dropped it."""
-    text = attributes.partition("metadata={")[2]
     op_name, frame, source = _OP_NAME.search(text), _FRAME_ID.search(text), _SOURCE.search(text)
     name = op_name[1].replace('\\"', '"') if op_name else ""
     if source:

@@ -66,7 +66,7 @@ def moves(
     backward: set[int] = set()
 
     def bring(value: int, wanted: ShardingSpec, when: Phase, anchor: int | None) -> Move | None:
-        when = when if value in weights else "forward"
+        when = "backward" if when == "backward" and value in weights else "forward"
         if value in graph.literals or value in free or home[value] == wanted or (value, wanted, when) in done:
             return None
         done.add((value, wanted, when))

@@ -6,13 +6,16 @@ from typing import Literal
 
 from passes.ir import Node
 
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "apply"]
 
 
 def phase(node: Node) -> Phase:
-    """`backward` for a node that differentiation transposed, else `forward` (the optimizer included).
+    """`backward` for a node that differentiation transposed, `forward` for one it traced, `apply` for the rest.
 
-    `jax.grad` stamps `transpose(jvp(...))` on every backward equation and `rematted_computation` on what
-    `jax.checkpoint` computes again.
+    `jax.grad` stamps `jvp(...)` on the equations of the differentiated function, `transpose(jvp(...))` on their
+    transposes and `rematted_computation` on what `jax.checkpoint` computes again. A step without a gradient is all
+    `apply`.
     """
-    return "backward" if "transpose(" in node.scope or "rematted_computation" in node.scope else "forward"
+    if "transpose(" in node.scope or "rematted_computation" in node.scope:
+        return "backward"
+    return "forward" if "jvp(" in node.scope else "apply"

@@ -37,7 +37,8 @@ ORDER = (
     "plan",
     "planner",
 )
-CLOSED_WORLD = sys.stdlib_module_names | {"highspy", "numpy", "passes", "pulp", "scipy"}
+LIBRARIES = {"highspy", "numpy", "pulp", "scipy"}
+CLOSED_WORLD = sys.stdlib_module_names | LIBRARIES | {"passes"}
 BARRED = {"autopar": {"benchmarks", "models", "tests"}, "models": {"autopar", "passes"}}
 TALKERS = {"autopar.cli", "autopar.report"}
 
@@ -53,7 +54,7 @@ def read_tree() -> Sources:
 
 def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything imported, wherever the statement stands."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source, module)):
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)
@@ -61,21 +62,17 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
                 parents = module.split(".")[:-level] if level else []
                 stem = [*parents, *([base] if base else [])]
                 yield from ((node.lineno, ".".join([*stem, alias.name])) for alias in names)
-            case _:
-                pass
 
 
 def mentions(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything imported, read or called (a call keeps its opening bracket)."""
     yield from imports(module, source)
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source, module)):
         match node:
             case ast.Attribute():
                 yield node.lineno, ast.unparse(node)
             case ast.Call(func=ast.Name(id=name)):
                 yield node.lineno, f"{name}("
-            case _:
-                pass
 
 
 def is_within(name: str, package: str) -> bool:
@@ -91,7 +88,7 @@ def owner(name: str, known: Sources) -> str | None:
 
 def leaving_the_closed_world(sources: Sources) -> list[str]:
     return [
-        f"{module}:{line} imports {name}; passes may import the standard library and {sorted(CLOSED_WORLD - STDLIB)}"
+        f"{module}:{line} imports {name}; passes may import the standard library and {sorted(LIBRARIES)}"
         for module, source in sources.items()
         if is_within(module, "passes")
         for line, name in imports(module, source)
@@ -137,8 +134,10 @@ def room(module: str) -> str:
 
 
 def going_round_in_circles(sources: Sources) -> list[str]:
-    graph = {module: {owner(name, sources) for _, name in imports(module, source)} - {None}
-             for module, source in sources.items()}
+    graph = {
+        module: {target for _, name in imports(module, source) if (target := owner(name, sources))}
+        for module, source in sources.items()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -162,5 +161,58 @@ def ambient_state(sources: Sources) -> list[str]:
         for module, source in sources.items()
         if (is_within(module, "passes") or is_within(module, "autopar")) and module not in TALKERS
         for line, name in mentions(module, source)
-        if name in ("print(", "os.getenv") or is_within(name, "os.environ")
+        if name in ("print(", "os.environ", "os.getenv")
     ]
+
+
+def loaded_after_importing(modules: list[str]) -> set[str]:
+    """The top-level modules of a fresh interpreter that has imported `modules`."""
+    script = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+# What each check must catch: the offending sources and the words of the complaint.
+CAUGHT: list[tuple[Check, Sources, str]] = [
+    (leaving_the_closed_world, {"passes.ir": "def f():\n    from jax import numpy"}, "passes.ir:2 imports jax.numpy"),
+    (leaving_the_closed_world, {"passes.ir": "if TYPE_CHECKING:\n    import autopar.api"}, "imports autopar.api"),
+    (importing_upwards, {"autopar.api": "from models import gpt"}, "autopar.api:1 imports models.gpt"),
+    (importing_upwards, {"models.gpt": "import passes.ir as ir"}, "models.gpt:1 imports passes.ir"),
+    (missing_from_order, {"passes.helpers": ""}, "passes.helpers has no place"),
+    (importing_out_of_order, {"passes.ir": "from passes import cost", "passes.cost": ""}, "imports passes.cost"),
+    (importing_out_of_order, {"passes.ir": "from .cost import f", "passes.cost": ""}, "imports passes.cost"),
+    (importing_out_of_order, {"passes.ir": "import passes", "passes.__init__": ""}, "imports passes.__init__"),
+    (
+        going_round_in_circles,
+        {"passes.rules.a": "from . import b", "passes.rules.b": "from passes.rules.a import f"},
+        "import cycle: passes.rules.",
+    ),
+    (private_jax, {"autopar.trace": "from jax import _src"}, "autopar.trace:1 uses jax._src"),
+    (private_jax, {"tests.test_it": "import jax\njax._src.core.Jaxpr"}, "tests.test_it:2 uses jax._src.core"),
+    (ambient_state, {"passes.cost": "import os\nos.environ['A']"}, "passes.cost:2 uses os.environ"),
+    (ambient_state, {"autopar.api": "from os import environ"}, "autopar.api:1 uses os.environ"),
+    (ambient_state, {"autopar.api": "print('hello')"}, "autopar.api:1 uses print("),
+]
+CHECKS = list(dict.fromkeys(check for check, _, _ in CAUGHT))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_tree_is_clean_of(check: Check) -> None:
+    assert not check(read_tree())
+
+
+@pytest.mark.parametrize(("check", "sources", "complaint"), CAUGHT)
+def test_a_check_catches_its_offender(check: Check, sources: Sources, complaint: str) -> None:
+    assert any(complaint in line for line in check(sources))
+
+
+def test_importing_every_pass_leaves_jax_unloaded() -> None:
+    modules = [module.removesuffix(".__init__") for module in read_tree() if is_within(module, "passes")]
+    loaded = loaded_after_importing(modules)
+    assert "passes" in loaded
+    assert not loaded & {"autopar", "flax", "jax", "jaxlib", "optax"}
+
+
+def test_what_a_module_loads_is_seen() -> None:
+    assert "colorsys" in loaded_after_importing(["colorsys"])

@@ -45,6 +45,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         [(results[0], result)],
         reduce={"v": "add"},
         light=False,
+        sparse=(0,),
     )
 
 

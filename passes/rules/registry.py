@@ -33,7 +33,7 @@ class Factor:
 class ShardingRule:
     """The factors of one operation; `operands[o][d]` is the factor of dimension d of operand o, -1 if never cut.
 
-    `flops` counts the whole operation. `light` operators are fused with their neighbours and follow their sharding.
+    `flops` counts the whole operation; of `sparse` operands only as many elements as the result has are read. `light` operators are fused with their neighbours and follow their sharding.
     An `alias` passes operand i through as result i in any placement. `reason` says why nothing can be cut.
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
@@ -45,6 +45,7 @@ class ShardingRule:
     flops: float = 0.0
     light: bool = True
     alias: bool = False
+    sparse: tuple[int, ...] = ()
     reason: str = ""
 
     def operand_spec(self, operand: int, assignment: Assignment) -> ShardingSpec:
@@ -154,6 +155,7 @@ def build(
     linear: Sequence[tuple[int, ...]] = (),
     flops: float | None = None,
     light: bool = True,
+    sparse: tuple[int, ...] = (),
 ) -> ShardingRule:
     """The rule that labels describe: dimensions with equal labels are one factor, None is never cut.
 
@@ -189,6 +191,7 @@ def build(
         results=tuple(dims(*result) for result in results),
         flops=float(sum(t.size for t, _ in results)) if flops is None else flops,
         light=light,
+        sparse=sparse,
     )
 
 

@@ -1,6 +1,7 @@
 """The GPT model: its shapes, its counts against the literature's formulas, and the laws any such model must obey."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,19 @@ from models import gpt
 from models.gpt import Config
 
 SMALL = Config(vocab_size=40, sequence_length=8, hidden=16, layers=2, heads=2)
-ONE_BLOCK = replace(SMALL, layers=1)  # where a test compiles a gradient, to stay fast
+ONE_BLOCK = replace(SMALL, layers=1)  # where a test compiles much, to stay fast
+
+quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles twice as fast
 
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(gpt.init, static_argnums=0)(SMALL, jax.random.key(0))
+    return quick_jit(gpt.init, static_argnums=0)(SMALL, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
 def batch():
-    return gpt.example_batch(SMALL, 3, jax.random.key(1))
+    return quick_jit(lambda key: gpt.example_batch(SMALL, 3, key))(jax.random.key(1))
 
 
 def first_block(params):
@@ -72,7 +75,7 @@ def equations(jaxpr):
                 yield from equations(getattr(inner, "jaxpr", inner))
 
 
-@pytest.mark.parametrize("config", [SMALL, replace(SMALL, mlp_factor=3), Config.preset("tiny"), Config.preset("1.3B")])
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, mlp_factor=3), Config.preset("tiny")])
 def test_parameters_counts_the_leaves(config):
     assert gpt.parameters(config) == count(shapes(config))
 
@@ -107,7 +110,7 @@ def test_flops_without_remat_run_one_forward_less():
 
 
 def test_a_token_does_not_change_earlier_logits(params, batch):
-    logits = jax.jit(lambda inputs: gpt.logits(SMALL, params, inputs))
+    logits = quick_jit(lambda inputs: gpt.logits(SMALL, params, inputs))
     changed = batch["inputs"].at[:, 5].add(1) % SMALL.vocab_size
     before, after = logits(batch["inputs"]), logits(changed)
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
@@ -116,7 +119,7 @@ def test_a_token_does_not_change_earlier_logits(params, batch):
 
 def test_dropout_depends_on_its_key_alone(params, batch):
     config = replace(ONE_BLOCK, dropout=0.3)
-    loss = jax.jit(lambda key: gpt.loss(config, first_block(params), batch, key))
+    loss = quick_jit(lambda key: gpt.loss(config, first_block(params), batch, key))
     first, again, other = (float(loss(jax.random.key(seed))) for seed in (0, 0, 1))
     assert first == again != other
 
@@ -133,7 +136,7 @@ def test_dropout_needs_a_key_and_a_rate(params, batch):
 
 def test_remat_changes_neither_loss_nor_gradients(params, batch):
     def value_and_grad(config):
-        return jax.jit(jax.value_and_grad(lambda p: gpt.loss(config, p, batch, jax.random.key(2))))(first_block(params))
+        return quick_jit(jax.value_and_grad(lambda p: gpt.loss(config, p, batch, jax.random.key(2))))(first_block(params))
 
     config = replace(ONE_BLOCK, dropout=0.3)
     plain, remat = value_and_grad(config), value_and_grad(replace(config, remat=True))
@@ -151,21 +154,20 @@ def test_remat_keeps_the_parameter_tree():
 
 
 def test_an_untrained_model_guesses_evenly(params, batch):
-    loss = jax.jit(lambda: gpt.loss(SMALL, params, batch))()
+    loss = quick_jit(lambda: gpt.loss(SMALL, params, batch))()
     assert float(loss) == pytest.approx(np.log(SMALL.vocab_size), rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_keeps_float32_parameters_gradients_and_loss(params, batch, dtype):
-    config = replace(SMALL, dtype=dtype)
+def test_half_precision_keeps_float32_parameters_gradients_and_loss(params, batch):
+    config = replace(SMALL, dtype="float16")
     outputs = jax.eval_shape(jax.value_and_grad(lambda p: gpt.loss(config, p, batch)), params)
     assert {leaf.dtype for leaf in jax.tree.leaves(outputs)} == {jnp.dtype("float32")}
-    assert jax.eval_shape(lambda: gpt.logits(config, params, batch["inputs"])).dtype == dtype
+    assert jax.eval_shape(lambda: gpt.logits(config, params, batch["inputs"])).dtype == jnp.float16
 
 
 def test_half_precision_gives_about_the_same_logits(params, batch):
     half, full = (
-        jax.jit(lambda config=config: gpt.logits(config, first_block(params), batch["inputs"]))()
+        quick_jit(lambda config=config: gpt.logits(config, first_block(params), batch["inputs"]))()
         for config in (replace(ONE_BLOCK, dtype="bfloat16"), ONE_BLOCK)
     )
     np.testing.assert_allclose(half.astype(jnp.float32), full, atol=0.01)

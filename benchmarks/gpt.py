@@ -1,0 +1,325 @@
+"""Train a GPT with an ordinary train step that autopar plans: `python -m benchmarks.gpt --help`.
+
+The step is plain JAX, flax and optax; one decorator makes it parallel. On a CPU the devices are virtual: they share
+the machine's cores, so the run shows that a plan is right, not that it is fast.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import jax
+import optax
+from flax.training.train_state import TrainState
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import autopar
+from benchmarks import corpus
+from models import gpt
+
+PLANNERS = ("auto", "dp", "megatron", "zero3", "jit")
+
+EDGE_STEPS = 5  # how many losses make up the "first" and the "last" that are printed
+HELD_OUT_BATCHES = 8
+LINES = 20  # of progress, where there is no terminal for a bar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a training run measured: a loss (nats per token) and seconds for each step, and the state it ended in."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    state: TrainState
+
+    @property
+    def first_loss(self) -> float:
+        """Mean loss of the first few steps."""
+        return statistics.fmean(self.losses[:EDGE_STEPS])
+
+    @property
+    def last_loss(self) -> float:
+        """Mean loss of the last few steps."""
+        return statistics.fmean(self.losses[-EDGE_STEPS:])
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of a step after the first, which compiles; of the first if there is no other."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpt",
+        description="Train a byte-level GPT on the Python standard library's own sources, in parallel as autopar plans.",
+        epilog="example: python -m benchmarks.gpt --planner megatron --tensor 2 --steps 50 --compare jit",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", default="tiny", choices=gpt.PRESETS, help="size of the model")
+    model.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability of dropping a feature")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=positive, default=100, metavar="N", help="number of optimizer steps")
+    training.add_argument("--batch", type=positive, default=64, metavar="N", help="sequences in a step, over all devices")
+    training.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd has momentum 0.9")
+    training.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="constant learning rate")
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters, batches and dropout")
+
+    planning = parser.add_argument_group("parallelism")
+    planning.add_argument(
+        "--planner",
+        default="auto",
+        choices=PLANNERS,
+        help="who chooses the parallelism: autopar's search, one of the hand-made plans, or nobody (jit is plain "
+        "jax.jit on one device, the baseline)",
+    )
+    planning.add_argument(
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="virtual devices to make on a CPU (8 if not given); elsewhere autopar takes every device there is",
+    )
+    planning.add_argument(
+        "--tensor", type=positive, default=2, metavar="N", help="tensor-parallel devices of the megatron planner"
+    )
+
+    results = parser.add_argument_group("results")
+    results.add_argument("--out", default="plan.json", metavar="PATH", help="where to write the plan (none with jit)")
+    results.add_argument(
+        "--compare",
+        choices=("jit",),
+        help="afterwards, train again with plain jax.jit from the same start, and print how far the losses differ",
+    )
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """`text` as a whole number of at least 1; argparse reports the ValueError of any other."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def start_devices(requested: int | None) -> int:
+    """The number of devices JAX runs on, after making virtual ones if it is on the CPU; JAX must not have started.
+
+    Raises SystemExit if `requested` devices cannot be had.
+    """
+    if (jax.config.jax_platforms or "cpu").split(",")[0] == "cpu":
+        jax.config.update("jax_num_cpu_devices", requested or 8)
+    found = jax.device_count()
+    if requested not in (None, found):
+        raise SystemExit(
+            f"--devices {requested}, but this machine has {found} of kind {jax.devices()[0].device_kind}: leave the "
+            "option out to use them all, or hide some (CUDA_VISIBLE_DEVICES)"
+        )
+    return found
+
+
+def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
+    """The optimizer called `name`, with gradients clipped to a global norm of 1."""
+    match name:
+        case "adamw":
+            update = optax.adamw(learning_rate, b2=0.95, weight_decay=0.1)
+        case "sgd":
+            update = optax.sgd(learning_rate, momentum=0.9)
+        case _:
+            raise ValueError(f"no optimizer is called {name!r}; there are adamw, sgd")
+    return optax.chain(optax.clip_by_global_norm(1.0), update)
+
+
+def make_state(config: gpt.Config, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    """The state at step 0: parameters and the optimizer's own, on one device."""
+
+    @jax.jit
+    def create(key: jax.Array) -> TrainState:
+        return TrainState.create(apply_fn=None, params=gpt.init(config, key), tx=optimizer)
+
+    return create(jax.random.key(seed))
+
+
+def make_step(config: gpt.Config, seed: int) -> Callable[..., Any]:
+    """An ordinary train step (state, batch) -> (state, loss), as one would write it for `jax.jit`."""
+
+    def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step) if config.dropout else None
+        loss, gradients = jax.value_and_grad(lambda params: gpt.loss(config, params, batch, key))(state.params)
+        return state.apply_gradients(grads=gradients), loss
+
+    return train_step
+
+
+def make_planner(name: str, devices: int, tensor: int) -> Any:
+    """autopar's planner called `name`; `tensor` devices of `devices` split each matrix if it is megatron.
+
+    Raises SystemExit if `tensor` does not divide `devices`.
+    """
+    match name:
+        case "auto":
+            return autopar.Auto()
+        case "dp":
+            return autopar.DataParallel()
+        case "megatron" if devices % tensor:
+            raise SystemExit(f"--tensor {tensor} does not divide the {devices} devices: choose a divisor")
+        case "megatron":
+            return autopar.Megatron(data=devices // tensor, tensor=tensor)
+        case "zero3":
+            return autopar.Zero(3)
+        case _:
+            raise ValueError(f"no planner is called {name!r}; there are {', '.join(PLANNERS)}")
+
+
+def train(
+    step: Callable[..., Any],
+    state: TrainState,
+    batches: Iterator[dict[str, Any]],
+    *,
+    steps: int,
+    tokens: int,
+    console: Console,
+) -> Run:
+    """The run of `steps` steps of `tokens` tokens each, from `state`, which is used up; shows its progress."""
+    losses, seconds = [], []
+    with progress(console, steps) as show:
+        for batch in islice(batches, steps):
+            start = time.perf_counter()
+            state, loss = step(state, batch)
+            losses.append(float(loss))  # waits for the step, so that the time is the step's own
+            seconds.append(time.perf_counter() - start)
+            show(losses[-1], tokens / seconds[-1])
+    return Run(losses=tuple(losses), seconds=tuple(seconds), state=state)
+
+
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[Callable[[float, float], None]]:
+    """A function of (loss, tokens per second) to call after each step: moves a bar, or without a terminal prints."""
+    if console.is_terminal:
+        columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[rates]}"), console=console) as bar:
+            task = bar.add_task("training", total=steps, rates="compiling")
+            yield lambda loss, rate: bar.update(task, advance=1, rates=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+        return
+
+    done = 0
+    every = max(1, steps // LINES)
+
+    def print_line(loss: float, rate: float) -> None:
+        nonlocal done
+        done += 1
+        if done in (1, steps) or done % every == 0:
+            console.print(f"step {done:>{len(str(steps))}}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s")
+
+    yield print_line
+
+
+def held_out_loss(config: gpt.Config, params: Any, text: Any, batch_size: int) -> float:
+    """Mean loss in nats per token on the text held out, without dropout, on one device."""
+    params = jax.device_get(params)
+    loss = jax.jit(partial(gpt.loss, config))
+    batches = corpus.batches(text, batch_size=batch_size, sequence_length=config.sequence_length, seed=0)
+    return statistics.fmean(float(loss(params, batch)) for batch in islice(batches, HELD_OUT_BATCHES))
+
+
+def plan_table(plan: Any) -> Table:
+    """The plan in a few lines: what it expects of a step, and its collectives summed by kind and mesh axes."""
+    table = Table(title="plan", show_header=False, title_justify="left")
+    table.add_row("mesh", str(plan.mesh))
+    table.add_row("step", f"{plan.step_seconds * 1e3:,.3f} ms, predicted")
+    table.add_row("peak memory", f"{plan.peak_nbytes / 1e6:,.1f} MB a device, predicted")
+    table.add_row("optimality gap", "unknown" if plan.gap is None else f"{plan.gap:.2%}")
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
+    for collective in plan.collectives:
+        key = (str(collective.kind), ", ".join(map(str, collective.axes)))
+        count, nbytes = totals.get(key, (0, 0))
+        totals[key] = (count + collective.count, nbytes + collective.count * collective.nbytes)
+    for (kind, axes), (count, nbytes) in sorted(totals.items()):
+        table.add_row(f"{kind} over {axes}", f"{count} x, {nbytes / 1e6:,.2f} MB")
+    return table
+
+
+def result_table(run: Run, tokens: int, flops: float, held_out: float) -> Table:
+    """What the run measured, to print at its end."""
+    table = Table(title="result", show_header=False, title_justify="left")
+    table.add_row("first loss", f"{run.first_loss:.3f} nats a byte, mean of {min(EDGE_STEPS, len(run.losses))} steps")
+    table.add_row("last loss", f"{run.last_loss:.3f}")
+    table.add_row("held-out loss", f"{held_out:.3f}, or {held_out / math.log(2):.3f} bits a byte")
+    table.add_row("step", f"{run.step_seconds * 1e3:,.1f} ms, median after the first")
+    table.add_row("first step", f"{run.seconds[0]:.1f} s, with compilation")
+    table.add_row("all steps", f"{sum(run.seconds):.1f} s")
+    table.add_row("speed", f"{tokens / run.step_seconds:,.0f} tokens/s, {flops / run.step_seconds / 1e9:,.1f} GFLOP/s")
+    return table
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Trains as the command line says, and prints the plan and the results."""
+    args = arguments(argv)
+    console = Console(highlight=False)
+    devices = start_devices(args.devices)
+    config = replace(gpt.Config.preset(args.preset), dropout=args.dropout)
+    optimizer = make_optimizer(args.optimizer, args.learning_rate)
+    text = corpus.read()
+    tokens = args.batch * config.sequence_length
+    train_step = make_step(config, args.seed)
+    console.print(
+        f"GPT {args.preset}: {gpt.parameters(config):,} parameters, {tokens:,} tokens a step, {len(text.train):,} bytes "
+        f"of text; {devices} x {jax.devices()[0].device_kind}, planner {args.planner}"
+    )
+
+    def run(step: Callable[..., Any]) -> Run:
+        batches = corpus.batches(
+            text.train, batch_size=args.batch, sequence_length=config.sequence_length, seed=args.seed
+        )
+        state = make_state(config, optimizer, args.seed)
+        return train(step, state, batches, steps=args.steps, tokens=tokens, console=console)
+
+    plain_step = jax.jit(train_step, donate_argnums=(0,))
+    step = plain_step if args.planner == "jit" else planned(args, config, optimizer, train_step, devices, console)
+    result = run(step)
+    held_out = held_out_loss(config, result.state.params, text.held_out, args.batch)
+    console.print(result_table(result, tokens, gpt.flops(config, args.batch), held_out))
+    if args.compare == "jit":
+        console.print("again, with plain jax.jit on one device")
+        plain = run(plain_step)
+        difference = max(abs(a - b) for a, b in zip(result.losses, plain.losses, strict=True))
+        console.print(
+            f"greatest difference of a loss: {difference:.2e}; last loss {result.last_loss:.3f} ({args.planner}) and "
+            f"{plain.last_loss:.3f} (jit); a step {result.step_seconds * 1e3:,.1f} ms and "
+            f"{plain.step_seconds * 1e3:,.1f} ms"
+        )
+
+
+def planned(
+    args: argparse.Namespace,
+    config: gpt.Config,
+    optimizer: optax.GradientTransformation,
+    train_step: Callable[..., Any],
+    devices: int,
+    console: Console,
+) -> Callable[..., Any]:
+    """`train_step` made parallel, its plan printed and saved."""
+    planner = make_planner(args.planner, devices, args.tensor)
+    step = autopar.parallelize(train_step, planner=planner, donate_argnums=(0,))
+    start = time.perf_counter()
+    state = jax.eval_shape(lambda: make_state(config, optimizer, args.seed))
+    batch = jax.eval_shape(lambda: gpt.example_batch(config, args.batch, jax.random.key(0)))
+    plan = step.plan(state, batch)
+    console.print(plan_table(plan))
+    plan.save(args.out)
+    console.print(f"planned in {time.perf_counter() - start:.1f} s; written to {args.out}")
+    return step
+
+
+if __name__ == "__main__":
+    main()

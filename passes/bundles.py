@@ -1,0 +1,220 @@
+"""Operators that are decided together: each heavy operator alone, light operators with the value they follow.
+
+XLA fuses elementwise operators, reductions and reshapes into their neighbours, and a plan that reshards between them
+gains nothing, so one choice covers them all. Inside a bundle, dimensions that the members' rules identify form one
+*class*; a strategy gives every mesh axis one class, or none, or lets the bundle's values stay partial over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from passes.ir import Graph
+from passes.moves import is_free
+from passes.phases import Phase, phase
+from passes.rules import ShardingRule, rule_of
+
+
+@dataclass(slots=True, kw_only=True)
+class Bundle:
+    """Members in order, the graph inputs they absorb, and the class of every member factor and value dimension.
+
+    Built up by `group` and not changed afterwards.
+    """
+
+    phase: Phase
+    light: bool
+    members: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    factor_classes: dict[int, list[int]] = field(default_factory=dict)
+    value_classes: dict[int, list[int]] = field(default_factory=dict)
+
+    def find(self, cls: int) -> int:
+        """The representative of a class."""
+        while cls >= 0 and self.parents[cls] != cls:
+            cls = self.parents[cls]
+        return cls
+
+    def new_class(self) -> int:
+        self.parents.append(len(self.parents))
+        return len(self.parents) - 1
+
+    def unite(self, a: int, b: int) -> bool:
+        """Makes two classes one, unless some value or operator has both; says whether they are one now."""
+        a, b = self.find(a), self.find(b)
+        if a == b:
+            return True
+        for classes in (*self.value_classes.values(), *self.factor_classes.values()):
+            found = {self.find(cls) for cls in classes}
+            if a in found and b in found:
+                return False
+        self.parents[max(a, b)] = min(a, b)
+        return True
+
+    @property
+    def classes(self) -> list[int]:
+        """The distinct classes, in order of appearance."""
+        return list(dict.fromkeys(self.find(cls) for classes in self.factor_classes.values() for cls in classes if cls >= 0))
+
+    def join(self, index: int, graph: Graph, rule: ShardingRule) -> None:
+        """Adds a node; its dimensions take the classes of the operands that the bundle already holds."""
+        node = graph.nodes[index]
+        classes = [-1] * len(rule.factors)
+        for value, factors in zip(node.inputs, rule.operands, strict=True):
+            for dim, factor in enumerate(factors):
+                if factor < 0 or value not in self.value_classes:
+                    continue
+                held = self.find(self.value_classes[value][dim])
+                if held < 0:
+                    continue
+                taken = {self.find(cls) for f, cls in enumerate(classes) if f != factor and cls >= 0}
+                if classes[factor] < 0 and held not in taken:
+                    classes[factor] = held
+                elif classes[factor] >= 0 and held not in taken:
+                    self.unite(classes[factor], held)
+        for factor, properties in enumerate(rule.factors):
+            if properties.size and classes[factor] < 0:
+                classes[factor] = self.new_class()
+        self.members.append(index)
+        self.factor_classes[index] = classes
+        for value, factors in zip(node.outputs, rule.results, strict=True):
+            self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouping:
+    """The bundles of a graph; `home[v]` is the bundle that makes or absorbs value v; `roots` sees through aliases.
+
+    `rules` are the nodes' sharding rules; `loose` are graph inputs that several operators read: each is decided alone.
+    """
+
+    bundles: tuple[Bundle, ...]
+    home: dict[int, int]
+    roots: dict[int, int]
+    rules: tuple[ShardingRule, ...]
+    free: frozenset[int]
+    loose: tuple[int, ...]
+
+
+class _Grouper:
+    def __init__(self, graph: Graph, rules: Sequence[ShardingRule]) -> None:
+        self.graph = graph
+        self.rules = rules
+        self.bundles: list[Bundle] = []
+        self.home: dict[int, int] = {}
+        self.roots: dict[int, int] = {}
+        self.free: set[int] = set()
+        self.followers: dict[tuple[int, Phase], int] = {}
+        self.single = {v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in graph.outputs}
+
+    def run(self) -> Grouping:
+        for index, node in enumerate(self.graph.nodes):
+            if is_free(self.graph, index):
+                self.free.update(node.outputs)
+            elif self.rules[index].alias:
+                for value, result in zip(node.inputs, node.outputs, strict=True):
+                    self.roots[result] = self.roots.get(value, value)
+            else:
+                self._place(index)
+        bundles = [bundle for bundle in self.bundles if bundle.members]
+        renumbered = {id(bundle): i for i, bundle in enumerate(bundles)}
+        home = {value: renumbered[id(self.bundles[b])] for value, b in self.home.items()}
+        return Grouping(
+            bundles=tuple(bundles),
+            home=home,
+            roots=self.roots,
+            rules=tuple(self.rules),
+            free=frozenset(self.free),
+            loose=tuple(value for value in self.graph.inputs if value not in home),
+        )
+
+    def _place(self, index: int) -> None:
+        node, rule = self.graph.nodes[index], self.rules[index]
+        host = self._host(index) if rule.light else None
+        if host is None:
+            self.bundles.append(Bundle(phase=phase(node), light=rule.light))
+            host = len(self.bundles) - 1
+        bundle = self.bundles[host]
+        for value in dict.fromkeys(node.inputs):
+            if rule.light and value in self.home and self.home[value] != host:
+                self._absorb_bundle(host, self.home[value], index)
+        bundle.join(index, self.graph, rule)
+        for operand, value in enumerate(node.inputs):
+            if value in self.single and value not in self.home:
+                classes = bundle.factor_classes[index]
+                bundle.value_classes[value] = [classes[f] if f >= 0 else -1 for f in rule.operands[operand]]
+                bundle.inputs.append(value)
+                self.home[value] = host
+        self.home.update(dict.fromkeys(node.outputs, host))
+
+    def _host(self, index: int) -> int | None:
+        """The bundle that a light node joins: that of its largest operand, the latest of equals, in its own phase."""
+        graph, node = self.graph, self.graph.nodes[index]
+        when = phase(node)
+        scalar = all(graph.types[v].rank == 0 for v in (*node.inputs, *node.outputs))
+        operands = [self.roots.get(v, v) for v in node.inputs if v not in graph.literals and v not in self.free]
+        ranked = sorted(enumerate(operands), key=lambda item: (graph.types[item[1]].size, graph.producers.get(item[1], -1)))
+        for _, value in reversed(ranked):
+            if value not in graph.producers:
+                continue
+            made_by = self.home[value]
+            bundle = self.bundles[made_by]
+            if bundle.light and bundle.phase == when:
+                made_of_scalars = all(graph.types[v].rank == 0 for v in bundle.value_classes)
+                if scalar and not made_of_scalars:
+                    continue
+                return made_by
+            if not scalar:
+                key = (value, when)
+                if key not in self.followers:
+                    self.bundles.append(Bundle(phase=when, light=True))
+                    self.followers[key] = len(self.bundles) - 1
+                return self.followers[key]
+        return None
+
+    def _absorb_bundle(self, host: int, other: int, index: int) -> None:
+        """Moves a bundle that only transforms graph inputs for this node (a moment scaled by its decay) into the host."""
+        source, target = self.bundles[other], self.bundles[host]
+        graph = self.graph
+        inside = {*source.members, *target.members, index}
+        only_inputs = source.light and source.phase == target.phase
+        for member in source.members if only_inputs else ():
+            reads = (v for v in graph.nodes[member].inputs if v not in graph.literals and v not in self.free)
+            only_inputs &= all(v not in graph.producers or self.home.get(v) == other for v in reads)
+            only_inputs &= all(set(graph.consumers.get(v, ())) <= inside for v in graph.nodes[member].outputs)
+            only_inputs &= not any(v in graph.outputs for v in graph.nodes[member].outputs)
+        if not only_inputs or not source.members:
+            return
+        if any(graph.types[v].rank for v in source.value_classes) != any(graph.types[v].rank for v in target.value_classes):
+            return
+        offset = len(target.parents)
+        target.parents.extend(parent + offset for parent in source.parents)
+        moved = lambda classes: [cls + offset if cls >= 0 else -1 for cls in classes]  # noqa: E731
+        target.factor_classes |= {member: moved(classes) for member, classes in source.factor_classes.items()}
+        target.value_classes |= {value: moved(classes) for value, classes in source.value_classes.items()}
+        target.members.extend(source.members)
+        target.inputs.extend(source.inputs)
+        self.home.update(dict.fromkeys((*source.value_classes,), host))
+        self.bundles[other] = Bundle(phase=source.phase, light=True)
+
+
+def group(graph: Graph) -> Grouping:
+    """The bundles of a graph, in order of their first member.
+
+    Reference: clusters in design/intra_op.md 3.1 (light operators join the cluster of their largest, latest operand).
+    """
+    known: dict[object, ShardingRule] = {}
+    rules: list[ShardingRule] = []
+    for node in graph.nodes:
+        key = (
+            node.primitive,
+            repr(node.params),
+            tuple(graph.types[v] for v in node.inputs),
+            tuple(graph.types[v] for v in node.outputs),
+        )
+        if key not in known:
+            known[key] = rule_of(node, graph)
+        rules.append(known[key])
+    return _Grouper(graph, rules).run()

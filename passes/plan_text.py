@@ -1,0 +1,175 @@
+"""The tables of a plan, each from the part of the plan that it shows."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from passes import quantities
+from passes.cluster import Cluster
+from passes.collectives import Collective
+from passes.ir import TensorType
+from passes.mesh import Mesh
+from passes.moves import Placement
+from passes.plan_parts import Operator, Solution
+from passes.sharding import ShardingSpec
+from passes.tables import Column, Table
+
+_PLAIN = (Column(heading=""), Column(heading="", flexible=True))
+
+
+def header(fingerprint: str, cluster: Cluster, mesh: Mesh, solution: Solution, microbatches: int) -> Table:
+    """What was planned, for which devices, by whom, and how sure the answer is."""
+    planning = sum(solution.phase_seconds.values())
+    phases = ", ".join(f"{name} {quantities.seconds(value)}" for name, value in solution.phase_seconds.items())
+    rows = [
+        ("program", fingerprint),
+        ("cluster", f"{cluster.name}, {quantities.count(cluster.n_devices, 'device')}"),
+        ("mesh", f"{mesh}, {quantities.count(mesh.size, 'device')}" if mesh.axes else str(mesh)),
+        ("planner", solution.planner),
+        ("solver", f"{solution.status}, gap {gap(solution)}"),
+        ("planning", quantities.seconds(planning) + (f" ({phases})" if phases else "")),
+    ]
+    if microbatches > 1:
+        rows.append(("microbatches", f"{microbatches:,}"))
+    return Table(title="plan", columns=_PLAIN, rows=tuple(rows))
+
+
+def gap(solution: Solution) -> str:
+    """The gap in percent, or `unknown` for a planner that gave no bound."""
+    bounded = 0 < solution.bound < float("inf") or solution.objective == solution.bound
+    return f"{100 * solution.gap:.2f} %" if bounded else "unknown"
+
+
+def seconds_table(seconds: Mapping[str, float]) -> Table:
+    """The predicted step time by cause."""
+    total = sum(seconds.values())
+    rows = [(cause, quantities.seconds(s), quantities.share(s, total)) for cause, s in seconds.items()]
+    return Table(
+        title=f"predicted step time: {quantities.seconds(total)}",
+        columns=(Column(heading="cause"), Column(heading="time", right=True), Column(heading="share", right=True)),
+        rows=tuple(rows),
+    )
+
+
+def nbytes_table(nbytes: Mapping[str, int]) -> Table:
+    """The predicted peak memory of one device by cause."""
+    total = sum(nbytes.values())
+    rows = [(cause, quantities.nbytes(n), quantities.share(n, total)) for cause, n in nbytes.items()]
+    return Table(
+        title=f"predicted peak memory of one device: {quantities.nbytes(total)}",
+        columns=(Column(heading="cause"), Column(heading="memory", right=True), Column(heading="share", right=True)),
+        rows=tuple(rows),
+    )
+
+
+def collectives_table(collectives: Sequence[Collective], *, every: bool = False) -> Table:
+    """Collectives of one step, most bytes first: one row a kind and axes, or `every` source line by itself."""
+    groups: dict[tuple[str, ...], list[Collective]] = {}
+    for c in collectives:
+        key = (c.kind, "+".join(c.axes), c.where) if every else (c.kind, "+".join(c.axes))
+        groups.setdefault(key, []).append(c)
+    ordered = sorted(groups.items(), key=lambda item: (-_sent(item[1]), item[0]))
+    rows = [
+        (kind, axes, f"{sum(c.count for c in group):,}", quantities.nbytes(_sent(group)), _where(group))
+        for (kind, axes, *_), group in ordered
+    ]
+    return Table(
+        title=f"collectives of one step: {sum(c.count for c in collectives):,}",
+        columns=(
+            Column(heading="kind"),
+            Column(heading="axes"),
+            Column(heading="tensors", right=True),
+            Column(heading="bytes", right=True),
+            Column(heading="where", flexible=True),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _sent(collectives: Iterable[Collective]) -> int:
+    return sum(c.nbytes * c.count for c in collectives)
+
+
+def _where(group: Sequence[Collective]) -> str:
+    """The line with the most bytes, and how many others there are."""
+    sent: dict[str, int] = {}
+    for c in group:
+        sent[c.where] = sent.get(c.where, 0) + c.nbytes * c.count
+    first = max(sent, key=lambda where: sent[where])
+    return first + (f" and {quantities.count(len(sent) - 1, 'more line')}" if len(sent) > 1 else "")
+
+
+def inputs_table(names: Sequence[str], types: Sequence[TensorType], specs: Sequence[ShardingSpec], mesh: Mesh) -> Table:
+    """The sharded inputs, equal ones of numbered names in one row, and how much the replicated ones hold."""
+    shown = types or (None,) * len(specs)
+    groups: dict[tuple[str, TensorType | None, ShardingSpec], list[str]] = {}
+    for name, type, spec in zip(names, shown, specs, strict=True):
+        if not spec.is_replicated:
+            groups.setdefault((re.sub(r"\d+", "*", name), type, spec), []).append(name)
+    rows = [
+        (common(members), f"{len(members):,}", str(type) if type else "?", str(spec), _local(type, spec, mesh))
+        for (_, type, spec), members in groups.items()
+    ]
+    copies = [type for type, spec in zip(shown, specs, strict=True) if spec.is_replicated]
+    held = f", {quantities.nbytes(sum(type.nbytes for type in copies if type))}" if types else ""
+    return Table(
+        title=f"sharded inputs: {len(specs) - len(copies):,} of {len(specs):,}",
+        columns=(
+            Column(heading="input", flexible=True),
+            Column(heading="count", right=True),
+            Column(heading="type"),
+            Column(heading="placement", flexible=True),
+            Column(heading="each device", right=True),
+        ),
+        rows=tuple(rows),
+        note=f"{quantities.count(len(copies), 'input')} on every device{held}" if copies else "",
+    )
+
+
+def common(names: Sequence[str]) -> str:
+    """One name for names that differ in numbers alone, with `*` where they differ: `h_*.kernel`."""
+    split = [re.split(r"(\d+)", name) for name in names]
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
+
+
+def _local(type: TensorType | None, spec: ShardingSpec, mesh: Mesh) -> str:
+    return quantities.nbytes(spec.local_nbytes(type, mesh)) if type else "?"
+
+
+def replicated_table(replicated: Sequence[str]) -> Table:
+    """Operators that no rule covers, which every device computes whole."""
+    counted: dict[str, int] = {}
+    for entry in replicated:
+        counted[entry] = counted.get(entry, 0) + 1
+    return Table(
+        title=f"operators computed whole on every device: {len(replicated):,}",
+        columns=(Column(heading="count", right=True), Column(heading="operator", flexible=True)),
+        rows=tuple((f"{count:,}", entry) for entry, count in counted.items()),
+        note="No sharding rule covers them; see docs for how to add one.",
+    )
+
+
+def operators_table(operators: Sequence[Operator]) -> Table:
+    """Every operator in order, under the source line and scope that it comes from."""
+    rows: list[tuple[str, str, str]] = []
+    numbered = enumerate(operators)
+    for (source, scope), run in itertools.groupby(numbered, key=lambda item: (item[1].source, item[1].scope)):
+        rows.append(("", source or "(no source)", scope))
+        rows += [(f"{i}", op.primitive, placement_text(op.placement)) for i, op in run]
+    return Table(
+        title=f"operators: {len(operators):,}",
+        columns=(
+            Column(heading="node", right=True),
+            Column(heading="operator", flexible=True),
+            Column(heading="placement", flexible=True),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def placement_text(placement: Placement) -> str:
+    """`[x, -] [-, y] -> [x, y]`: operands, then results."""
+    operands, results = (" ".join(map(str, specs)) for specs in (placement.operands, placement.results))
+    return f"{operands} -> {results}".strip()

@@ -1,0 +1,232 @@
+"""From a graph on a mesh to the sharding problem that the integer program solves, and back from its answer to placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from passes.bundles import Grouping
+from passes.intra_op import Edge, Floats, Indices, ShardingProblem
+from passes.ir import Graph, TensorType
+from passes.mesh import Mesh
+from passes.moves import Placement
+from passes.resharding import Resharder
+from passes.rules import Assignment
+from passes.sharding import ShardingSpec, replicated
+from passes.strategies import Table, Tabulator, outline
+
+Specs = tuple[ShardingSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """Where a value is made: the node of the problem, and the value's placement under each of its strategies."""
+
+    node: int
+    specs: Specs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Assembly:
+    """A sharding problem and what its nodes stand for: bundles first, then the graph's loose inputs.
+
+    `borders[v]` says where value v lives; `tables[b]` holds the strategies of bundle b.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    grouping: Grouping
+    tables: tuple[Table, ...]
+    borders: dict[int, Border]
+    problem: ShardingProblem
+    tied: tuple[tuple[int, int], ...]
+
+    def assignments(self, choice: Sequence[int]) -> dict[int, Assignment]:
+        """The assignment of every graph node that belongs to a bundle."""
+        found: dict[int, Assignment] = {}
+        for bundle, table, chosen in zip(self.grouping.bundles, self.tables, choice, strict=False):
+            found |= zip(sorted(bundle.members), table.strategies[chosen].assignments, strict=True)
+        return found
+
+    def compute_seconds(self, choice: Sequence[int]) -> float:
+        """Seconds of the bundles themselves, reshardings apart."""
+        chosen = zip(self.tables, choice, strict=False)
+        return sum(table.strategies[c].compute_seconds for table, c in chosen)
+
+    def placements(self, choice: Sequence[int]) -> tuple[Specs, tuple[Placement, ...], Specs]:
+        """(input specs, one placement per graph node, output specs) of an answer."""
+        graph = self.graph
+        assignments = self.assignments(choice)
+        home = {value: border.specs[choice[border.node]] for value, border in self.borders.items()}
+        home |= {value: replicated(graph.types[value].rank) for value in (*graph.constants, *graph.literals)}
+        placements: list[Placement] = []
+        for index, node in enumerate(graph.nodes):
+            rule = self.grouping.rules[index]
+            if index in assignments:
+                operands = tuple(rule.operand_spec(o, assignments[index]) for o in range(len(node.inputs)))
+                results = tuple(rule.result_spec(r, assignments[index]) for r in range(len(node.outputs)))
+            elif rule.alias:
+                operands = results = tuple(home[value] for value in node.inputs)
+            else:
+                operands = tuple(replicated(graph.types[v].rank) for v in node.inputs)
+                results = tuple(replicated(graph.types[v].rank) for v in node.outputs)
+            home.update(zip(node.outputs, results, strict=True))
+            placements.append(Placement(operands=operands, results=results))
+        inputs = tuple(home[value] for value in graph.inputs)
+        back = dict(self.tied)
+        outputs = tuple(
+            inputs[back[o]] if o in back else full_target(graph.types[v], home[v], Resharder(self.mesh))
+            for o, v in enumerate(graph.outputs)
+        )
+        return inputs, tuple(placements), outputs
+
+
+def full_target(type: TensorType, spec: ShardingSpec, resharder: Resharder) -> ShardingSpec:
+    """The placement without partial axes that is cheapest to reach."""
+    if not spec.partial:
+        return spec
+    return min(full_placements(type, resharder), key=lambda target: resharder.cost(type, spec, target))
+
+
+def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec]:
+    """Every placement without partial axes whose axes divide, replicated first. Typed keys stay whole."""
+    seconds = resharder.seconds(type)[0]
+    every = resharder.placements(type.rank)
+    if type.dtype.startswith("key<"):
+        return [every[0]]
+    return [spec for spec, reach in zip(every, seconds, strict=True) if not spec.partial and np.isfinite(reach)]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Builder:
+    graph: Graph
+    mesh: Mesh
+    grouping: Grouping
+    resharder: Resharder
+    tied: tuple[tuple[int, int], ...]
+    tables: list[Table] = field(default_factory=list)
+    borders: dict[int, Border] = field(default_factory=dict)
+    reads: list[list[int]] = field(default_factory=list)
+    seconds: list[Floats] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    groups: dict[tuple[object, ...], int] = field(default_factory=dict)
+    known: dict[tuple[TensorType, Specs, Specs], tuple[Floats, Indices, Indices, Specs]] = field(default_factory=dict)
+
+    def run(self) -> Assembly:
+        self._tabulate()
+        self._add_inputs()
+        for bundle, table in enumerate(self.tables):
+            for position, specs in table.ports:
+                value = self.reads[bundle][position]
+                self._connect(value, bundle, specs, self._share(value, bundle))
+        self._add_outputs()
+        problem = ShardingProblem(seconds=tuple(self.seconds), edges=tuple(self.edges))
+        return Assembly(
+            graph=self.graph,
+            mesh=self.mesh,
+            grouping=self.grouping,
+            tables=tuple(self.tables),
+            borders=self.borders,
+            problem=problem,
+            tied=self.tied,
+        )
+
+    def _tabulate(self) -> None:
+        visible = _visible(self.graph, self.grouping)
+        tabulator = Tabulator(self.graph, self.grouping, self.mesh, self.resharder)
+        for index, bundle in enumerate(self.grouping.bundles):
+            shape, held, read = outline(bundle, self.graph, self.grouping, visible)
+            table = tabulator.table(bundle, shape, held, read)
+            self.tables.append(table)
+            self.reads.append(read)
+            self.seconds.append(table.seconds.copy())
+            for position, specs in table.makes.items():
+                self.borders[held[position]] = Border(node=index, specs=specs)
+
+    def _add_inputs(self) -> None:
+        for value in self.grouping.loose:
+            specs = tuple(full_placements(self.graph.types[value], self.resharder))
+            self.borders[value] = Border(node=len(self.seconds), specs=specs)
+            self.seconds.append(np.zeros(len(specs)))
+
+    def _share(self, value: int, bundle: int) -> tuple[object, ...]:
+        """What must agree for two readers to share one resharding; weights are fetched again for the backward pass."""
+        if value not in self.graph.inputs:
+            return (value,)
+        late = self.grouping.bundles[bundle].phase == "backward"
+        return (value, late)
+
+    def _connect(self, value: int, target: int, after: Specs, share: tuple[object, ...]) -> None:
+        """The cost of bringing `value` to where `target` reads it: an edge, or a cost of the target alone."""
+        root = self.grouping.roots.get(value, value)
+        type = self.graph.types[value]
+        if root in self.grouping.free or root in self.graph.literals:
+            return
+        if root in self.graph.constants:
+            whole = replicated(type.rank)
+            self.seconds[target] += np.array([self.resharder.cost(type, whole, spec) for spec in after])
+            return
+        border = self.borders[root]
+        seconds, rows, columns, labels = self._matrix(type, border.specs, after)
+        if border.node == target:
+            self.seconds[target] += seconds[rows, columns]
+        elif np.any(seconds > 0):
+            self.edges.append(
+                Edge(
+                    source=border.node,
+                    target=target,
+                    before=rows,
+                    after=columns,
+                    seconds=seconds,
+                    labels=labels,
+                    group=self.groups.setdefault(share, len(self.groups)),
+                )
+            )
+
+    def _matrix(self, type: TensorType, before: Specs, after: Specs) -> tuple[Floats, Indices, Indices, Specs]:
+        key = (type, before, after)
+        if key not in self.known:
+            sources, targets = dict.fromkeys(before), dict.fromkeys(after)
+            row, column = ({spec: i for i, spec in enumerate(specs)} for specs in (sources, targets))
+            costs = [[self.resharder.cost(type, source, target) for target in targets] for source in sources]
+            rows, columns = np.array([row[s] for s in before]), np.array([column[s] for s in after])
+            self.known[key] = (np.array(costs), rows, columns, tuple(targets))
+        return self.known[key]
+
+    def _add_outputs(self) -> None:
+        back = dict(self.tied)
+        for position, value in enumerate(self.graph.outputs):
+            root = self.grouping.roots.get(value, value)
+            if root not in self.borders:
+                continue
+            if position in back:
+                state = self.borders[self.graph.inputs[back[position]]]
+                self._connect(value, state.node, state.specs, (value,))
+                continue
+            type = self.graph.types[value]
+            border = self.borders[root]
+            reach = [0.0 if not s.partial else self._finish_seconds(type, s) for s in border.specs]
+            self.seconds[border.node] += np.array(reach)
+
+    def _finish_seconds(self, type: TensorType, spec: ShardingSpec) -> float:
+        return min(self.resharder.cost(type, spec, target) for target in full_placements(type, self.resharder))
+
+
+def _visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
+    """Values that leave their bundle: outputs, and what another bundle or an alias reads."""
+    seen = set(graph.outputs)
+    for index, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            outside = grouping.rules[index].alias or grouping.home.get(value) != grouping.home.get(node.outputs[0])
+            if value in grouping.home and outside:
+                seen.add(value)
+    return frozenset(seen)
+
+
+def assemble(
+    graph: Graph, mesh: Mesh, grouping: Grouping, resharder: Resharder, tied: tuple[tuple[int, int], ...]
+) -> Assembly:
+    """The sharding problem of a graph on one mesh; `tied` pairs (output, input) positions that are one state."""
+    return _Builder(graph=graph, mesh=mesh, grouping=grouping, resharder=resharder, tied=tied).run()

@@ -1,0 +1,111 @@
+"""The integer program against brute force, its two solvers against each other, and tying against the whole problem."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from passes.errors import PlanningError
+from passes.intra_op import Edge, ShardingProblem, SolverOptions, solve, tie
+
+
+def random_problem(rng, nodes: int = 6) -> ShardingProblem:
+    """A small random problem with shared groups, forbidden pairs and several strategies at one placement."""
+    seconds = [rng.integers(0, 20, size=rng.integers(1, 4)) * 1e-6 for _ in range(nodes)]
+    edges = []
+    for group in range(nodes):
+        source = int(rng.integers(nodes))
+        before = rng.integers(0, 3, size=seconds[source].size)
+        for target in set(rng.integers(nodes, size=2).tolist()) - {source}:
+            after = rng.integers(0, 3, size=seconds[target].size)
+            cost = rng.integers(0, 30, size=(3, 3)) * 1e-6
+            cost[rng.random((3, 3)) < 0.1] = np.inf
+            edges.append(
+                Edge(
+                    source=source,
+                    target=target,
+                    before=before,
+                    after=after,
+                    seconds=cost,
+                    labels=("a", "b", "c"),
+                    group=group,
+                )
+            )
+    # One resharding of one value has one price, whoever reads it.
+    first = {}
+    edges = [replace(e, seconds=first.setdefault(e.group, e.seconds)) for e in edges]
+    return ShardingProblem(seconds=tuple(seconds), edges=tuple(edges))
+
+
+def brute_force(problem: ShardingProblem) -> float:
+    return min(problem.evaluate(c) for c in itertools.product(*(range(s.size) for s in problem.seconds)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_optimum_equals_brute_force(seed):
+    problem = random_problem(np.random.default_rng(seed))
+    best = brute_force(problem)
+    if not np.isfinite(best):
+        with pytest.raises(PlanningError):
+            solve(problem, SolverOptions(tie_radius=None))
+        return
+    answer = solve(problem, SolverOptions(tie_radius=None))
+    assert answer.objective == pytest.approx(best, abs=1e-12)
+    assert answer.bound <= answer.objective + 1e-12
+    assert problem.evaluate(answer.choice) == pytest.approx(answer.objective)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cbc_agrees_with_highs(seed):
+    problem = random_problem(np.random.default_rng(100 + seed))
+    if not np.isfinite(brute_force(problem)):
+        pytest.skip("infeasible instance")
+    answers = [solve(problem, SolverOptions(solver=name, tie_radius=None)).objective for name in ("highs", "cbc")]
+    assert answers[0] == pytest.approx(answers[1], abs=1e-12)
+
+
+def copies(problem: ShardingProblem, count: int) -> ShardingProblem:
+    """The same problem several times side by side: tying must find the copies and change nothing."""
+    nodes, groups = len(problem.seconds), 1 + max((e.group for e in problem.edges), default=0)
+    edges = tuple(
+        replace(e, source=e.source + c * nodes, target=e.target + c * nodes, group=e.group + c * groups)
+        for c in range(count)
+        for e in problem.edges
+    )
+    return ShardingProblem(seconds=problem.seconds * count, edges=edges)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tying_copies_keeps_the_optimum(seed):
+    one = random_problem(np.random.default_rng(seed))
+    best = brute_force(one)
+    if not np.isfinite(best):
+        pytest.skip("infeasible instance")
+    problem = copies(one, 4)
+    tied, classes = tie(problem, 2)
+    assert len(tied.seconds) <= len(one.seconds)
+    assert len(classes) == len(problem.seconds)
+    answer = solve(problem, SolverOptions(tie_radius=2))
+    assert answer.objective == pytest.approx(problem.evaluate(answer.choice))
+    # Nodes of one copy that look alike up to the radius are tied too, which may cost something; never gain.
+    assert answer.objective >= 4 * best - 1e-12
+    if len(tied.seconds) == len(one.seconds):
+        assert answer.objective == pytest.approx(4 * best, abs=1e-12)
+
+
+def test_a_shared_resharding_is_paid_once():
+    order = np.arange(2)
+    cost = np.array([[0.0, 5e-6], [5e-6, 0.0]])
+    edges = tuple(
+        Edge(source=0, target=t, before=order, after=order, seconds=cost, labels=("a", "b"), group=0) for t in (1, 2)
+    )
+    never = np.array([np.inf, 0.0])
+    problem = ShardingProblem(seconds=(np.array([0.0, np.inf]), never, never), edges=edges)
+    assert solve(problem).objective == pytest.approx(5e-6)
+
+
+def test_no_legal_strategy_is_an_error():
+    problem = ShardingProblem(seconds=(np.array([np.inf]),), edges=())
+    with pytest.raises(PlanningError, match="no legal strategy"):
+        solve(problem)
