@@ -6,9 +6,10 @@ XLA's CPU backend merges unrelated all-reduces; it also widens what its transpor
 float32, float8 float16, int4 int8), and that is what its HLO, hence `dtype` and `nbytes`, say.
 
 Device ids in HLO are positions in the executable's device assignment, so a mesh is a row-major grid over them whatever
-the physical order. Checked on the text of jaxlib 0.10.2 and 0.11.2, which write replica groups in three syntaxes.
+the physical order. Checked on the text of jaxlib 0.10.2 and 0.11.2, which between them write
+replica groups in three syntaxes.
 
-Reference: XLA, `xla/hlo/ir/replica_group.cc`, `mesh_and_axis.cc` (`ToString`) and `tile_assignment.h`.
+Reference: XLA, `ToString` in `xla/hlo/ir/mesh_and_axis.cc` and `replica_group.cc`.
 """
 
 from __future__ import annotations
@@ -50,17 +51,18 @@ _MENTION = re.compile(r" (?:ragged-)?(?:all-(?:reduce|gather|to-all)|reduce-scat
 _ASSIGNMENT = re.compile(r"\s*(?:ROOT )?%?[\w.\-]+ = ")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) [({]")
-_CALLEES = re.compile(r"(?:body|condition|to_apply|calls|[a-z]+_computations?)=(?:\{([^}]*)\}|%?([\w.\-]+))")
+_CALLEES = re.compile(r"(?:body|condition|to_apply|calls|_computations?)=(?:\{([^}]*)\}|%?([\w.\-]+))")
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 
 _TYPE_TOKEN = re.compile(r"\(|\)|(\w+)\[([^\]]*)\](?:\{[^}]*\})?")
 _FLOAT = re.compile(r"f(\d+)(e\w+)?")
-_INTEGER = {"s": "int", "u": "uint", "c": "complex"}
+_PREFIXES = {"s": "int", "u": "uint", "c": "complex"}
 
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
-_GROUPS = re.compile(r"replica_groups=(?:\{(?:\{[\d,]*\},?)*\}|\[[\d,]+\]<=\S+\]\S*[\d)\]]|mesh\[.*?\].*? \{.*?\})")
+_LISTED = re.compile(r"\{(?:\{[\d,]*\},?)*\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((\S*)\))? \{([^}]*)\}")
+_GROUPS = re.compile(rf"replica_groups=(?:{_LISTED.pattern}|{_IOTA.pattern}|{_MESH.pattern})")
 _MESH_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _SUB_AXIS = re.compile(r"(.*):\((\d+)\)(\d+)")
 
@@ -70,7 +72,6 @@ _SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _LOCATION = re.compile(r"file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
-
 
 _Tree = TensorType | list["_Tree"]
 
@@ -128,11 +129,11 @@ def _scan(lines: Iterable[str]) -> tuple[list[tuple[str, str]], Mapping[str, lis
         if line.endswith("{") and (header := _HEADER.match(line)):
             computation = header[1]
             continue
-        if _MENTION.search(line):
+        called = line.partition(", metadata=")[0]
+        if _MENTION.search(called):
             mentions.append((computation, line))
-        # A computation that a metadata string only seems to call does not exist, and nobody asks for its callers.
-        for several, one in _CALLEES.findall(line):
-            trips = _TRIPS.search(line) if " while(" in line else None
+        trips = _TRIPS.search(line) if " while(" in called else None
+        for several, one in _CALLEES.findall(called):
             for callee in several.split(",") if several else (one,):
                 callers[callee.strip().removeprefix("%")].append((computation, int(trips[1]) if trips else 1))
     return mentions, callers
@@ -163,7 +164,7 @@ def _read(
             return []
         tensors = _tensors(kind, opcode.endswith("-start"), result, pieces="dimensions=" not in attributes)
     except (KeyError, ValueError, IndexError) as error:
-        raise InternalError(f"a collective of the compiled program cannot be read, {error!r}: {line.strip()}") from error
+        raise InternalError(f"a compiled collective cannot be read, {error!r}: {line.strip()}") from error
     op_name, source = _metadata(metadata, sources)
     return [
         HloCollective(
@@ -249,7 +250,7 @@ def _dtype(primitive_type: str) -> str:
     if float_type := _FLOAT.fullmatch(primitive_type):
         width, format_name = float_type.groups()
         return f"float{width}_{format_name}" if format_name else f"float{width}"
-    return f"{_INTEGER[primitive_type[0]]}{int(primitive_type[1:])}"
+    return f"{_PREFIXES[primitive_type[0]]}{int(primitive_type[1:])}"
 
 
 def _who(kind: str, attributes: str) -> str:
@@ -299,7 +300,7 @@ def _partition(spanned: set[int], sizes: tuple[int, ...]) -> set[frozenset[int]]
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     """The device groups of any of the three syntaxes; none where `{}` stands for one group of all devices."""
-    if text.startswith("{"):
+    if _LISTED.fullmatch(text):
         return _nested(text[1:-1])
     if iota := _IOTA.fullmatch(text):
         return tuple(map(tuple, _iota(iota[2], iota[3]).reshape(_numbers(iota[1])).tolist()))

@@ -5,21 +5,63 @@ Checked on jax 0.10.2 (Python 3.11) and 0.11.2 (Python 3.12).
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import re
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import jax
+from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
-from jax._src.lib.mlir import ir as _mlir  # noqa: F401  (jax initialises its MLIR bindings on import)
 from jax.extend import core as jex_core
 from jax.extend.random import threefry2x32_p
+from jax.lax import convert_element_type_p, optimization_barrier_p
 
 Jaxpr = jex_core.Jaxpr
 ClosedJaxpr = jex_core.ClosedJaxpr
 JaxprEqn = jex_core.JaxprEqn
 Literal = jex_core.Literal
+Primitive = jex_core.Primitive
 Var = jex_core.Var
 
-__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var", "threefry2x32_p"]
+# What JAX exports under these names is no type to a type checker.
+Device = Any
+PyTreeDef = Any
+
+__all__ = [
+    "ClosedJaxpr",
+    "Device",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "PyTreeDef",
+    "Var",
+    "bind_params",
+    "has_ambient_mesh",
+    "is_array_type",
+    "is_jaxpr",
+    "key_data",
+    "no_mesh",
+    "open_jaxpr",
+    "optimization_barrier_p",
+    "scope_of",
+    "source_of",
+    "threefry2x32_p",
+    "unkept_effect",
+    "with_weakness",
+]
+
+_OURS = os.path.dirname(__file__) + os.sep
+_FRAMEWORK = re.compile(r"[\\/](?:site|dist)-packages[\\/](?:flax|optax|chex|haiku|equinox)[\\/]")
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+class HasPrimitive(Protocol):
+    """A JAX equation, or a value of ours that stands for one."""
+
+    @property
+    def primitive(self) -> Primitive: ...
 
 
 def is_jaxpr(value: object) -> bool:
@@ -33,12 +75,26 @@ def open_jaxpr(value: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(value, "jaxpr", value), constants
 
 
-def source_of(equation: Any) -> str:
-    """`file:line (function)` of the user's code that made an equation, empty if unknown."""
-    frame = source_info_util.user_frame(equation.source_info.traceback)
-    if frame is None:
-        return ""
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+def is_array_type(aval: Any) -> bool:
+    """Whether a JAX type is an array's; mutable references have a shape too, and tokens have none."""
+    return hasattr(aval, "shape") and hasattr(aval, "dtype") and not hasattr(aval, "inner_aval")
+
+
+def source_of(equation: Any, call: str = "") -> str:
+    """`file:line (function)` of the user's code that made an equation, empty if unknown.
+
+    JAX and its neural-network libraries are not the user's code. Where nothing else led to an equation, it is the line
+    of the `call` around it, then a library's own.
+    """
+    innermost = ""
+    for frame in source_info_util.user_frames(equation.source_info.traceback):
+        if frame.file_name.startswith(_OURS):
+            break
+        here = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+        if not _FRAMEWORK.search(frame.file_name):
+            return here
+        innermost = innermost or here
+    return call or innermost
 
 
 def scope_of(equation: Any) -> str:
@@ -46,10 +102,42 @@ def scope_of(equation: Any) -> str:
     return str(equation.source_info.name_stack)
 
 
-def bind_params(equation: Any, params: dict[str, Any]) -> dict[str, Any]:
+def unkept_effect(equation: Any) -> str:
+    """What an equation does besides computing that a plan cannot keep, in words; empty if nothing."""
+    if any(not is_array_type(v.aval) for v in (*equation.invars, *equation.outvars)):
+        return "uses a mutable reference"
+    for effect in equation.effects:
+        if isinstance(effect, _effects.JaxprInputEffect):
+            return "uses a mutable reference"
+        if _effects.ordered_effects.contains(effect):
+            return "has a side effect that must happen in program order"
+    return ""
+
+
+def bind_params(equation: HasPrimitive, params: dict[str, Any]) -> dict[str, Any]:
     """The parameters to bind an equation's primitive with; both versions return one dict."""
     found = equation.primitive.get_bind_params(params)
     return dict(found[-1]) if isinstance(found, tuple) else dict(found)
+
+
+def no_mesh() -> AbstractContextManager[Any]:
+    """A context in which no mesh is ambient, whatever `jax.set_mesh` the caller has made."""
+    try:
+        return jax.set_mesh(None)
+    except ValueError:  # inside a trace, where only the abstract mesh counts
+        return jax.sharding.use_abstract_mesh(_NO_MESH)
+
+
+def has_ambient_mesh() -> bool:
+    """Whether the caller has set a mesh, which would leak into what is traced and clash with the plan's own."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
+    """`x` typed weakly if `weak`, as results of Python scalars are; `jax.lax.convert_element_type` cannot say so."""
+    if not weak or x.weak_type:
+        return x
+    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def key_data(key: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ import autopar
 from benchmarks import corpus
 from models import gpt
 
+OPTIMIZERS = ("adamw", "sgd")
 PLANNERS = ("auto", "dp", "megatron", "zero3", "jit")
 
 EDGE_STEPS = 5  # how many losses make up the "first" and the "last" that are printed
@@ -61,45 +62,55 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpt",
-        description="Train a byte-level GPT on the Python standard library's own sources, in parallel as autopar plans.",
+        description="Train a GPT on the Python standard library's own sources, in parallel as autopar plans it.",
         epilog="example: python -m benchmarks.gpt --planner megatron --tensor 2 --steps 50 --compare jit",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    number = {"type": positive, "metavar": "N"}
+
     model = parser.add_argument_group("model")
-    model.add_argument("--preset", default="tiny", choices=gpt.PRESETS, help="size of the model")
-    model.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability of dropping a feature")
+    model.add_argument("--preset", default="tiny", choices=gpt.PRESETS, help="its size (default: %(default)s)")
+    model.add_argument(
+        "--dropout",
+        default=0.0,
+        type=float,
+        metavar="P",
+        help="probability of dropping a feature (default: %(default)s)",
+    )
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=positive, default=100, metavar="N", help="number of optimizer steps")
-    training.add_argument("--batch", type=positive, default=64, metavar="N", help="sequences in a step, over all devices")
-    training.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd has momentum 0.9")
-    training.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="constant learning rate")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters, batches and dropout")
+    training.add_argument("--steps", default=200, **number, help="optimizer steps (default: %(default)s)")
+    training.add_argument("--batch", default=16, **number, help="sequences a step, all devices (default: %(default)s)")
+    training.add_argument(
+        "--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum 0.9 (default: %(default)s)"
+    )
+    training.add_argument(
+        "--learning-rate", default=1e-3, type=float, metavar="X", help="constant (default: %(default)s)"
+    )
+    training.add_argument(
+        "--seed", default=0, type=int, metavar="N", help="of parameters, batches and dropout (default: %(default)s)"
+    )
 
-    planning = parser.add_argument_group("parallelism")
-    planning.add_argument(
+    parallelism = parser.add_argument_group("parallelism")
+    parallelism.add_argument(
         "--planner",
         default="auto",
         choices=PLANNERS,
-        help="who chooses the parallelism: autopar's search, one of the hand-made plans, or nobody (jit is plain "
-        "jax.jit on one device, the baseline)",
+        help="who chooses it: autopar's search (auto), a hand-made plan (dp, megatron, zero3), or nobody (jit: plain "
+        "jax.jit on one device, the baseline) (default: %(default)s)",
     )
-    planning.add_argument(
-        "--devices",
-        type=positive,
-        metavar="N",
-        help="virtual devices to make on a CPU (8 if not given); elsewhere autopar takes every device there is",
+    parallelism.add_argument(
+        "--devices", **number, help="virtual devices to make on a CPU (default: 8, or 1 with jit); others are all used"
     )
-    planning.add_argument(
-        "--tensor", type=positive, default=2, metavar="N", help="tensor-parallel devices of the megatron planner"
+    parallelism.add_argument(
+        "--tensor", default=2, **number, help="devices that split each matrix, with megatron (default: %(default)s)"
     )
 
     results = parser.add_argument_group("results")
-    results.add_argument("--out", default="plan.json", metavar="PATH", help="where to write the plan (none with jit)")
     results.add_argument(
-        "--compare",
-        choices=("jit",),
-        help="afterwards, train again with plain jax.jit from the same start, and print how far the losses differ",
+        "--out", default="plan.json", metavar="PATH", help="where to save the plan; jit has none (default: %(default)s)"
+    )
+    results.add_argument(
+        "--compare", choices=("jit",), help="train again with plain jax.jit and print how far the losses differ"
     )
     return parser.parse_args(argv)
 
@@ -112,20 +123,19 @@ def positive(text: str) -> int:
     return number
 
 
-def start_devices(requested: int | None) -> int:
-    """The number of devices JAX runs on, after making virtual ones if it is on the CPU; JAX must not have started.
+def start_devices(requested: int | None, planner: str) -> int:
+    """The number of devices the run uses, after starting JAX, with virtual devices if it is on the CPU.
 
     Raises SystemExit if `requested` devices cannot be had.
     """
-    if (jax.config.jax_platforms or "cpu").split(",")[0] == "cpu":
-        jax.config.update("jax_num_cpu_devices", requested or 8)
+    jax.config.update("jax_num_cpu_devices", requested or (1 if planner == "jit" else 8))  # no other platform minds
     found = jax.device_count()
     if requested not in (None, found):
         raise SystemExit(
             f"--devices {requested}, but this machine has {found} of kind {jax.devices()[0].device_kind}: leave the "
             "option out to use them all, or hide some (CUDA_VISIBLE_DEVICES)"
         )
-    return found
+    return 1 if planner == "jit" else found
 
 
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
@@ -136,7 +146,7 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
         case "sgd":
             update = optax.sgd(learning_rate, momentum=0.9)
         case _:
-            raise ValueError(f"no optimizer is called {name!r}; there are adamw, sgd")
+            raise ValueError(f"no optimizer is called {name!r}; there are {', '.join(OPTIMIZERS)}")
     return optax.chain(optax.clip_by_global_norm(1.0), update)
 
 
@@ -219,7 +229,9 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[float, float], 
         nonlocal done
         done += 1
         if done in (1, steps) or done % every == 0:
-            console.print(f"step {done:>{len(str(steps))}}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s")
+            console.print(
+                f"step {done:>{len(str(steps))}}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s", soft_wrap=True
+            )
 
     yield print_line
 
@@ -230,23 +242,6 @@ def held_out_loss(config: gpt.Config, params: Any, text: Any, batch_size: int) -
     loss = jax.jit(partial(gpt.loss, config))
     batches = corpus.batches(text, batch_size=batch_size, sequence_length=config.sequence_length, seed=0)
     return statistics.fmean(float(loss(params, batch)) for batch in islice(batches, HELD_OUT_BATCHES))
-
-
-def plan_table(plan: Any) -> Table:
-    """The plan in a few lines: what it expects of a step, and its collectives summed by kind and mesh axes."""
-    table = Table(title="plan", show_header=False, title_justify="left")
-    table.add_row("mesh", str(plan.mesh))
-    table.add_row("step", f"{plan.step_seconds * 1e3:,.3f} ms, predicted")
-    table.add_row("peak memory", f"{plan.peak_nbytes / 1e6:,.1f} MB a device, predicted")
-    table.add_row("optimality gap", "unknown" if plan.gap is None else f"{plan.gap:.2%}")
-    totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for collective in plan.collectives:
-        key = (str(collective.kind), ", ".join(map(str, collective.axes)))
-        count, nbytes = totals.get(key, (0, 0))
-        totals[key] = (count + collective.count, nbytes + collective.count * collective.nbytes)
-    for (kind, axes), (count, nbytes) in sorted(totals.items()):
-        table.add_row(f"{kind} over {axes}", f"{count} x, {nbytes / 1e6:,.2f} MB")
-    return table
 
 
 def result_table(run: Run, tokens: int, flops: float, held_out: float) -> Table:
@@ -262,63 +257,71 @@ def result_table(run: Run, tokens: int, flops: float, held_out: float) -> Table:
     return table
 
 
+def comparison_table(planner: str, run: Run, plain: Run) -> Table:
+    """How `run`, of `planner`, differs from the `plain` one of jax.jit over the same batches."""
+    table = Table("", planner, "jit", title="comparison", title_justify="left")
+    table.add_row("last loss", f"{run.last_loss:.3f}", f"{plain.last_loss:.3f}")
+    table.add_row("step", f"{run.step_seconds * 1e3:,.1f} ms", f"{plain.step_seconds * 1e3:,.1f} ms")
+    differences = [abs(a - b) for a, b in zip(run.losses, plain.losses, strict=True)]
+    table.add_row("loss differs by", f"{differences[0]:.1e} in step 1", f"at most {max(differences):.1e}")
+    return table
+
+
+def planned(
+    args: argparse.Namespace,
+    train_step: Callable[..., Any],
+    state: TrainState,
+    batch: dict[str, Any],
+    devices: int,
+    console: Console,
+) -> Callable[..., Any]:
+    """`train_step` made parallel, its plan printed and saved; of `state` and `batch` only the shapes matter."""
+    planner = make_planner(args.planner, devices, args.tensor)
+    step = autopar.parallelize(train_step, planner=planner, donate_argnums=(0,))
+    start = time.perf_counter()
+    plan = step.plan(state, batch)
+    seconds = time.perf_counter() - start
+    console.print(plan.format(width=console.width), markup=False, soft_wrap=True)
+    plan.save(args.out)
+    console.print(f"planned in {seconds:.1f} s, saved to {args.out}", soft_wrap=True)
+    return step
+
+
 def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says, and prints the plan and the results."""
     args = arguments(argv)
     console = Console(highlight=False)
-    devices = start_devices(args.devices)
+    devices = start_devices(args.devices, args.planner)
     config = replace(gpt.Config.preset(args.preset), dropout=args.dropout)
     optimizer = make_optimizer(args.optimizer, args.learning_rate)
+    train_step = make_step(config, args.seed)
     text = corpus.read()
     tokens = args.batch * config.sequence_length
-    train_step = make_step(config, args.seed)
     console.print(
-        f"GPT {args.preset}: {gpt.parameters(config):,} parameters, {tokens:,} tokens a step, {len(text.train):,} bytes "
-        f"of text; {devices} x {jax.devices()[0].device_kind}, planner {args.planner}"
+        f"GPT {args.preset}, {gpt.parameters(config):,} parameters; {tokens:,} tokens a step from "
+        f"{len(text.train):,} bytes of text; {devices} x {jax.devices()[0].device_kind}, planner {args.planner}",
+        soft_wrap=True,
     )
 
+    plain_step = jax.jit(train_step, donate_argnums=(0,))
+    step = plain_step
+    if args.planner != "jit":
+        state = jax.eval_shape(lambda: make_state(config, optimizer, args.seed))
+        batch = jax.eval_shape(lambda: gpt.example_batch(config, args.batch, jax.random.key(0)))
+        step = planned(args, train_step, state, batch, devices, console)
+
     def run(step: Callable[..., Any]) -> Run:
-        batches = corpus.batches(
-            text.train, batch_size=args.batch, sequence_length=config.sequence_length, seed=args.seed
-        )
+        sizes = {"batch_size": args.batch, "sequence_length": config.sequence_length}
+        batches = corpus.batches(text.train, **sizes, seed=args.seed)
         state = make_state(config, optimizer, args.seed)
         return train(step, state, batches, steps=args.steps, tokens=tokens, console=console)
 
-    plain_step = jax.jit(train_step, donate_argnums=(0,))
-    step = plain_step if args.planner == "jit" else planned(args, config, optimizer, train_step, devices, console)
     result = run(step)
     held_out = held_out_loss(config, result.state.params, text.held_out, args.batch)
     console.print(result_table(result, tokens, gpt.flops(config, args.batch), held_out))
     if args.compare == "jit":
         console.print("again, with plain jax.jit on one device")
-        plain = run(plain_step)
-        difference = max(abs(a - b) for a, b in zip(result.losses, plain.losses, strict=True))
-        console.print(
-            f"greatest difference of a loss: {difference:.2e}; last loss {result.last_loss:.3f} ({args.planner}) and "
-            f"{plain.last_loss:.3f} (jit); a step {result.step_seconds * 1e3:,.1f} ms and "
-            f"{plain.step_seconds * 1e3:,.1f} ms"
-        )
-
-
-def planned(
-    args: argparse.Namespace,
-    config: gpt.Config,
-    optimizer: optax.GradientTransformation,
-    train_step: Callable[..., Any],
-    devices: int,
-    console: Console,
-) -> Callable[..., Any]:
-    """`train_step` made parallel, its plan printed and saved."""
-    planner = make_planner(args.planner, devices, args.tensor)
-    step = autopar.parallelize(train_step, planner=planner, donate_argnums=(0,))
-    start = time.perf_counter()
-    state = jax.eval_shape(lambda: make_state(config, optimizer, args.seed))
-    batch = jax.eval_shape(lambda: gpt.example_batch(config, args.batch, jax.random.key(0)))
-    plan = step.plan(state, batch)
-    console.print(plan_table(plan))
-    plan.save(args.out)
-    console.print(f"planned in {time.perf_counter() - start:.1f} s; written to {args.out}")
-    return step
+        console.print(comparison_table(args.planner, result, run(plain_step)))
 
 
 if __name__ == "__main__":

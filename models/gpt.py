@@ -7,7 +7,7 @@ reshape: one projection yields query, key and value of all heads as [batch, sequ
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import flax.linen as nn
 import jax
@@ -225,9 +225,9 @@ def logits(config: Config, params: Any, inputs: jax.Array, key: jax.Array | None
             f"inputs has shape {list(inputs.shape)}, where [batch, {config.sequence_length}] is needed: the model has "
             f"one learned position for each of sequence_length={config.sequence_length} tokens"
         )
-    if key is None or config.dropout == 0:
-        return GPT(config).apply({"params": params}, inputs)
-    return GPT(config, deterministic=False).apply({"params": params}, inputs, rngs={"dropout": key})
+    rngs = {"dropout": key} if key is not None and config.dropout else {}
+    model = GPT(config, deterministic=not rngs)
+    return cast(jax.Array, model.apply({"params": params}, inputs, rngs=rngs))
 
 
 def loss(config: Config, params: Any, batch: dict[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
@@ -257,11 +257,7 @@ def parameters(config: Config) -> int:
     attention = 4 * hidden * hidden + 4 * hidden
     mlp = 2 * hidden * wide + wide + hidden
     norm = 2 * hidden
-    return (
-        config.layers * (attention + mlp + 2 * norm)
-        + norm
-        + (config.vocab_size + config.sequence_length) * hidden
-    )
+    return config.layers * (attention + mlp + 2 * norm) + norm + (config.vocab_size + config.sequence_length) * hidden
 
 
 def flops(config: Config, batch_size: int) -> float:

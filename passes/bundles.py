@@ -20,11 +20,13 @@ from passes.rules import ShardingRule, rule_of
 class Bundle:
     """Members in order, the graph inputs they absorb, and the class of every member factor and value dimension.
 
-    Built up by `group` and not changed afterwards.
+    `value_classes` covers values that members read from elsewhere too: two readers of one value agree on its
+    dimensions. A `rooted` bundle transforms graph inputs only. Built up by `group` and not changed afterwards.
     """
 
     phase: Phase
     light: bool
+    rooted: bool = True
     members: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -79,8 +81,10 @@ class Bundle:
                 classes[factor] = self.new_class()
         self.members.append(index)
         self.factor_classes[index] = classes
-        for value, factors in zip(node.outputs, rule.results, strict=True):
-            self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors]
+        values = (*zip(node.inputs, rule.operands, strict=True), *zip(node.outputs, rule.results, strict=True))
+        for value, factors in values:
+            if value not in graph.literals:
+                self.value_classes.setdefault(value, [classes[f] if f >= 0 else -1 for f in factors])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +145,11 @@ class _Grouper:
             if rule.light and value in self.home and self.home[value] != host:
                 self._absorb_bundle(host, self.home[value], index)
         bundle.join(index, self.graph, rule)
-        for operand, value in enumerate(node.inputs):
+        for value in node.inputs:
             if value in self.single and value not in self.home:
-                classes = bundle.factor_classes[index]
-                bundle.value_classes[value] = [classes[f] if f >= 0 else -1 for f in rule.operands[operand]]
                 bundle.inputs.append(value)
                 self.home[value] = host
+        bundle.rooted &= all(v not in self.graph.producers or self.home.get(v, host) == host for v in node.inputs)
         self.home.update(dict.fromkeys(node.outputs, host))
 
     def _host(self, index: int) -> int | None:
@@ -155,15 +158,18 @@ class _Grouper:
         when = phase(node)
         scalar = all(graph.types[v].rank == 0 for v in (*node.inputs, *node.outputs))
         operands = [self.roots.get(v, v) for v in node.inputs if v not in graph.literals and v not in self.free]
-        ranked = sorted(enumerate(operands), key=lambda item: (graph.types[item[1]].size, graph.producers.get(item[1], -1)))
-        for _, value in reversed(ranked):
-            if value not in graph.producers:
-                continue
+        made = [value for value in operands if value in graph.producers]
+
+        def rank(value: int) -> tuple[int, bool, int]:
+            home = self.home.get(value)
+            rooted = home is not None and self.bundles[home].rooted
+            return graph.types[value].size, not rooted, graph.producers[value]
+
+        for value in sorted(made, key=rank, reverse=True):
             made_by = self.home[value]
             bundle = self.bundles[made_by]
             if bundle.light and bundle.phase == when:
-                made_of_scalars = all(graph.types[v].rank == 0 for v in bundle.value_classes)
-                if scalar and not made_of_scalars:
+                if scalar and any(bundle.value_classes.values()):
                     continue
                 return made_by
             if not scalar:
@@ -179,24 +185,24 @@ class _Grouper:
         source, target = self.bundles[other], self.bundles[host]
         graph = self.graph
         inside = {*source.members, *target.members, index}
-        only_inputs = source.light and source.phase == target.phase
-        for member in source.members if only_inputs else ():
-            reads = (v for v in graph.nodes[member].inputs if v not in graph.literals and v not in self.free)
-            only_inputs &= all(v not in graph.producers or self.home.get(v) == other for v in reads)
-            only_inputs &= all(set(graph.consumers.get(v, ())) <= inside for v in graph.nodes[member].outputs)
-            only_inputs &= not any(v in graph.outputs for v in graph.nodes[member].outputs)
-        if not only_inputs or not source.members:
+        made = [value for member in source.members for value in graph.nodes[member].outputs]
+        if not (source.light and source.rooted and source.members and source.phase == target.phase):
             return
-        if any(graph.types[v].rank for v in source.value_classes) != any(graph.types[v].rank for v in target.value_classes):
+        if any(v in graph.outputs or not inside.issuperset(graph.consumers.get(v, ())) for v in made):
+            return
+        if target.members and any(source.value_classes.values()) != any(target.value_classes.values()):
             return
         offset = len(target.parents)
         target.parents.extend(parent + offset for parent in source.parents)
         moved = lambda classes: [cls + offset if cls >= 0 else -1 for cls in classes]  # noqa: E731
         target.factor_classes |= {member: moved(classes) for member, classes in source.factor_classes.items()}
-        target.value_classes |= {value: moved(classes) for value, classes in source.value_classes.items()}
+        for value, classes in source.value_classes.items():
+            for theirs, ours in zip(moved(classes), target.value_classes.setdefault(value, moved(classes)), strict=True):
+                if theirs >= 0 and ours >= 0:
+                    target.unite(theirs, ours)
         target.members.extend(source.members)
         target.inputs.extend(source.inputs)
-        self.home.update(dict.fromkeys((*source.value_classes,), host))
+        self.home.update(dict.fromkeys((*made, *source.inputs), host))
         self.bundles[other] = Bundle(phase=source.phase, light=True)
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Self, cast
 
 from passes.errors import ClusterError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A network under the alpha-beta model: `alpha_seconds` a message, then `bytes_per_second` in one direction."""
+    """A network under the alpha-beta model: `alpha_seconds` a message, then `bytes_per_second` in one direction.
+
+    `reduces`: the switch adds what passes through it (NVLink SHARP). `congestion` is the exponent by which a shared
+    network slows as more hosts talk at once: over h hosts, h^-congestion of the bandwidth is left; 0 is a full fabric.
+    """
 
     alpha_seconds: float
     bytes_per_second: float
+    reduces: bool = False
+    congestion: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +33,7 @@ class DeviceSpec:
     """
 
     name: str
-    flops_per_second: Mapping[str, float]
+    flops_per_second: Mapping[str, float] = field(hash=False)
     matmul_efficiency: float
     memory_nbytes: int
     memory_bytes_per_second: float
@@ -71,5 +79,133 @@ class Cluster:
     def group(self) -> HostGroup:
         """The only host group. Raises ClusterError for a cluster of several kinds of hosts."""
         if len(self.groups) != 1:
-            raise ClusterError(f"cluster {self.name!r} mixes {len(self.groups)} kinds of hosts; plan each kind by itself")
+            raise ClusterError(f"cluster {self.name!r} has {len(self.groups)} kinds of hosts; plan each kind by itself")
         return self.groups[0]
+
+    def to_json(self) -> dict[str, object]:
+        """The cluster as plain dictionaries and lists; `from_json` gives an equal cluster back."""
+        return {"name": self.name, "groups": [asdict(group) for group in self.groups]}
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """The cluster that `to_json` described. Raises ClusterError, naming the field, for anything that is not one."""
+        read = _Fields.of(data, "the cluster", ("name", "groups"))
+        return cls(name=read.text("name"), groups=tuple(_host_group(fields) for fields in read.objects("groups")))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def explain(what: str, rule: str, known: str, remedy: str) -> str:
+    """The four parts of an error about a cluster as text: what was written, the rule, what is known, what to change."""
+    return f"{what}: {rule}\n  {known}\n  {remedy}"
+
+
+def close(name: str, names: Iterable[str]) -> str:
+    """`did you mean ...?` with the names closest to `name`; empty where none is close."""
+    matches = difflib.get_close_matches(name, list(names), cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields:
+    """The fields of one JSON object, read by name and kind; `where` is its place in the cluster."""
+
+    data: Mapping[str, object]
+    where: str
+
+    @classmethod
+    def of(cls, data: object, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> Self:
+        """Raises ClusterError unless `data` is an object with the needed fields and no unknown ones."""
+        names = needed + optional
+        known = f"its fields are {', '.join(names)}"
+        if not isinstance(data, dict):
+            raise ClusterError(explain(where, f"should be an object, and is {data!r:.60}", known, "write an object"))
+        fields = cast(dict[str, object], data)
+        for name in (name for name in fields if name not in names):
+            remedy = close(name, names) or "remove it"
+            raise ClusterError(explain(where, f"has a field {name!r}, which means nothing here", known, remedy))
+        for name in needed:
+            if name not in fields:
+                raise ClusterError(explain(where, f"has no field {name!r}", known, "add it"))
+        return cls(data=fields, where=where)
+
+    def text(self, name: str) -> str:
+        value = self.data[name]
+        if not isinstance(value, str):
+            raise self._wrong(name, "should be text", "put it in quotes")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.data.get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "should be true or false", "write true or false, without quotes")
+        return value
+
+    def count(self, name: str) -> int:
+        value = self.data[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
+            raise self._wrong(name, "should be a whole number from 1", "count hosts, devices and bytes one by one")
+        return int(value)
+
+    def rate(self, name: str) -> float:
+        """A number above 0."""
+        value = self.at_least_0(name)
+        if value == 0:
+            raise self._wrong(name, "should be above 0", "give what one second moves or computes")
+        return value
+
+    def at_least_0(self, name: str, default: float = 0.0) -> float:
+        value = self.data.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise self._wrong(name, "should be a finite number from 0", "give it in seconds, bytes or flops, unscaled")
+        return value
+
+    def objects(self, name: str) -> list[_Fields]:
+        value = self.data[name]
+        if not isinstance(value, list) or not value:
+            raise self._wrong(name, "should be a list of at least one group of hosts", "write [{...}]")
+        needed = ("hosts", "devices_per_host", "device", "intra", "inter")
+        entries = enumerate(cast(list[object], value))
+        return [_Fields.of(entry, f"{name}[{index}]", needed) for index, entry in entries]
+
+    def object(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> _Fields:
+        return _Fields.of(self.data[name], f"{self.where}.{name}", needed, optional)
+
+    def _wrong(self, name: str, rule: str, remedy: str) -> ClusterError:
+        return ClusterError(explain(f"{self.where}.{name}", rule, f"it is {self.data[name]!r:.60}", remedy))
+
+
+def _host_group(read: _Fields) -> HostGroup:
+    return HostGroup(
+        hosts=read.count("hosts"),
+        devices_per_host=read.count("devices_per_host"),
+        device=_device(read.object("device", tuple(DeviceSpec.__dataclass_fields__))),
+        intra=_link(read, "intra"),
+        inter=_link(read, "inter"),
+    )
+
+
+def _device(read: _Fields) -> DeviceSpec:
+    peaks = cast(Mapping[str, object], read.data["flops_per_second"])
+    dtypes = tuple(peaks) if isinstance(peaks, dict) and peaks else ("float32",)
+    rates = read.object("flops_per_second", dtypes)
+    return DeviceSpec(
+        name=read.text("name"),
+        flops_per_second={dtype: rates.rate(dtype) for dtype in dtypes},
+        matmul_efficiency=read.rate("matmul_efficiency"),
+        memory_nbytes=read.count("memory_nbytes"),
+        memory_bytes_per_second=read.rate("memory_bytes_per_second"),
+        launch_seconds=read.at_least_0("launch_seconds"),
+        source=read.text("source"),
+    )
+
+
+def _link(parent: _Fields, name: str) -> Link:
+    read = parent.object(name, ("alpha_seconds", "bytes_per_second"), ("reduces", "congestion"))
+    return Link(
+        alpha_seconds=read.at_least_0("alpha_seconds"),
+        bytes_per_second=read.rate("bytes_per_second"),
+        reduces=read.flag("reduces", False),
+        congestion=read.at_least_0("congestion"),
+    )

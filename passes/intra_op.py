@@ -284,7 +284,7 @@ class _Program:
     def run(self, options: SolverOptions, seconds: float) -> str:
         """Solves and says how it ended, `optimal` or the solver's own word."""
         highs = options.solver == "highs" and pulp.HiGHS(msg=False).available()
-        chosen: Any = pulp.HiGHS if highs else pulp.COIN_CMD
+        chosen: Any = pulp.HiGHS if highs else pulp.PULP_CBC_CMD
         solver = chosen(msg=False, timeLimit=seconds, threads=1, gapRel=1e-6)
         self.lp.solve(solver)
         return "optimal" if self.lp.status == pulp.LpStatusOptimal else pulp.LpStatus[self.lp.status].lower()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import numpy as np
 
 from passes.cluster import Cluster, Link
 from passes.errors import InternalError
@@ -58,18 +59,17 @@ class Mesh:
 
 @lru_cache(maxsize=4096)
 def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
+    """The widest of the groups along `axes`: they need not fall on hosts alike, and the mesh waits for the slowest."""
     hosts = mesh.cluster.group()
-    strides = [math.prod(mesh.sizes[i + 1 :]) for i in range(len(mesh.sizes))]
-    picked = [(mesh.axis_size(axis), strides[mesh.axes.index(axis)]) for axis in axes]
-    members = [sum(c * stride for c, (_, stride) in zip(coords, picked, strict=True)) for coords in _grid(picked)]
-    spanned = len({member // hosts.devices_per_host for member in members})
-    sharing = max(1, min(hosts.devices_per_host, mesh.size) * spanned // len(members))
-    inter = Link(alpha_seconds=hosts.inter.alpha_seconds, bytes_per_second=hosts.inter.bytes_per_second / sharing)
-    return Group(ranks=len(members), hosts=spanned, intra=hosts.intra, inter=inter)
-
-
-def _grid(picked: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(size) for size, _ in picked))
+    ranks = math.prod(mesh.axis_size(axis) for axis in axes)
+    host_of = (np.arange(mesh.size) // hosts.devices_per_host).reshape(mesh.sizes)
+    last = range(-len(axes), 0)
+    rows = np.moveaxis(host_of, [mesh.axes.index(axis) for axis in axes], list(last)).reshape(-1, ranks)
+    spans = [set(row.tolist()) for row in rows]
+    talkers = Counter(host for span in spans if len(span) > 1 for host in span)
+    sharing = max(talkers.values(), default=1)
+    inter = replace(hosts.inter, bytes_per_second=hosts.inter.bytes_per_second / sharing)
+    return Group(ranks=ranks, hosts=max(map(len, spans)), intra=hosts.intra, inter=inter)
 
 
 def shapes(n_devices: int, *, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:

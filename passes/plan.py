@@ -13,16 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from passes import plan_diff, plan_json, plan_text, quantities
+from passes import legality, plan_diff, plan_json, plan_text
 from passes.cluster import Cluster
 from passes.collectives import Collective
 from passes.errors import InternalError, PlanMismatchError, PlanningError
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
-from passes.moves import Placement, is_free
 from passes.plan_diff import PlanDiff
 from passes.plan_parts import Operator, Solution, Stage
-from passes.rules import Factor, ShardingRule, rule_of
 from passes.sharding import ShardingSpec
 from passes.tables import Table
 
@@ -82,58 +80,17 @@ class Plan:
         if graph.fingerprint != self.fingerprint:
             raise PlanMismatchError(
                 f"the plan was made for program {self.fingerprint} ({len(self.operators)} operators, "
-                f"{len(self.inputs)} inputs), this function traces to {graph.fingerprint} ({len(graph.nodes)} operators, "
-                f"{len(graph.inputs)} inputs); a plan belongs to one function, its shapes and its dtypes. "
+                f"{len(self.inputs)} inputs), this function traces to {graph.fingerprint} ({len(graph.nodes)} "
+                f"operators, {len(graph.inputs)} inputs); a plan belongs to one function, its shapes and its dtypes. "
                 "Plan again, or call the function with the arguments that the plan was made for"
             )
         self.verify(graph)
 
     def verify(self, graph: Graph) -> None:
         """Raises PlanMismatchError unless every placement fits its types and is one that the operator's rule allows."""
-        for kind, specs, values in (("input", self.inputs, graph.inputs), ("output", self.outputs, graph.outputs)):
-            if len(specs) != len(values):
-                raise PlanMismatchError(f"the plan places {len(specs)} {kind}s, the function has {len(values)}")
-            names = self.input_names if kind == "input" else self.output_names
-            for i, (spec, value) in enumerate(zip(specs, values, strict=True)):
-                _verify_spec(spec, graph.types[value], self.mesh, f"{kind} {names[i] if names else i}")
-        if len(self.operators) != len(graph.nodes):
-            raise PlanMismatchError(
-                f"the plan places {len(self.operators)} operators, the function has {len(graph.nodes)}"
-            )
-        legal: dict[_Shape, frozenset[Placement]] = {}
-        for index in range(len(graph.nodes)):
-            self._verify_operator(index, graph, legal)
-
-    def _verify_operator(self, index: int, graph: Graph, legal: dict[_Shape, frozenset[Placement]]) -> None:
-        node, operator = graph.nodes[index], self.operators[index]
-        where = f"operator {index} ({operator.primitive}{f' at {operator.source}' if operator.source else ''})"
-        if node.primitive != operator.primitive:
-            raise PlanMismatchError(f"{where} is {node.primitive} in the function")
-        if is_free(graph, index):
-            return
-        rule = rule_of(node, graph)
-        sides = [("result", operator.placement.results, node.outputs)]
-        if not rule.alias:
-            sides.insert(0, ("operand", operator.placement.operands, node.inputs))
-        for side, specs, values in sides:
-            if len(specs) != len(values):
-                raise PlanMismatchError(f"{where} has {len(values)} {side}s, the plan places {len(specs)}")
-            for i, (spec, value) in enumerate(zip(specs, values, strict=True)):
-                _verify_spec(spec, graph.types[value], self.mesh, f"{where}, {side} {i}")
-        if rule.alias:
-            return
-        shape = (rule.factors, rule.operands, rule.results)
-        if shape not in legal:
-            legal[shape] = _placements(rule, self.mesh)
-        if operator.placement not in legal[shape]:
-            nearest = min(legal[shape], key=lambda p: (_distance(p, operator.placement), str(p)))
-            raise PlanMismatchError(
-                f"{where} is placed {plan_text.placement_text(operator.placement)}, which no sharding of it gives "
-                f"({quantities.count(len(legal[shape]), 'placement')} would be legal on mesh {self.mesh}); "
-                f"the nearest legal one is {plan_text.placement_text(nearest)}"
-            )
-
-    # The text form
+        legality.verify_values("input", self.inputs, self.input_names, graph.inputs, graph, self.mesh)
+        legality.verify_values("output", self.outputs, self.output_names, graph.outputs, graph, self.mesh)
+        legality.verify_operators(self.operators, graph, self.mesh)
 
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
         """The plan as tables, header first; `operators` adds every operator and every line that communicates."""
@@ -145,7 +102,7 @@ class Plan:
             plan_text.inputs_table(self.input_names, self.input_types, self.inputs, self.mesh),
         ]
         if self.replicated:
-            found.append(plan_text.replicated_table(self.replicated))
+            found.append(plan_text.replicated_table(self.replicated, self.operators))
         if operators:
             found.append(plan_text.operators_table(self.operators))
         return tuple(found)
@@ -182,8 +139,6 @@ class Plan:
             aligned=aligned,
         )
 
-    # Files
-
     def to_json(self) -> dict[str, object]:
         """The plan as JSON data; `from_json` gives an equal plan back."""
         if self.mesh.cluster != self.cluster:
@@ -208,38 +163,44 @@ class Plan:
     @classmethod
     def from_json(cls, data: object) -> Self:
         """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
-        if not isinstance(data, dict) or "schema" not in data or "fingerprint" not in data:
-            raise PlanningError("this is not a plan: it has no schema and fingerprint. `autopar plan --out` writes plans")
-        read = plan_json.Fields(data)
-        if read.of("schema") != SCHEMA:
-            raise PlanningError(
-                f"the plan has schema {read.of('schema')!r}, written by autopar {data.get('autopar', 'of unknown version')}; "
-                f"this autopar reads schema {SCHEMA}. Plan again"
-            )
-        cluster = Cluster.from_json(read.object("cluster"))
+        match data:
+            case {"schema": schema, "fingerprint": str(fingerprint), **rest} if schema == SCHEMA:
+                read = plan_json.Fields(rest)
+            case {"schema": schema, "autopar": made_by, "fingerprint": _}:
+                raise PlanningError(
+                    f"the plan has schema {schema!r}, written by autopar {made_by}; this is autopar "
+                    f"{plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use the autopar that wrote it"
+                )
+            case _:
+                raise PlanningError(
+                    "this is not a plan: it has no schema and no fingerprint; `autopar plan` writes plans"
+                )
+        cluster = Cluster.from_json(read.object("cluster").data)
         mesh = plan_json.mesh_from_json(read.object("mesh"), cluster)
-        input_names, input_types, inputs = plan_json.values_from_json(read.of("inputs"), mesh, "input")
-        output_names, output_types, outputs = plan_json.values_from_json(read.of("outputs"), mesh, "output")
+        inputs = plan_json.values_from_json(read.list("inputs"), mesh, "input")
+        outputs = plan_json.values_from_json(read.list("outputs"), mesh, "output")
+        seconds, nbytes = read.object("seconds"), read.object("nbytes")
+        collectives, replicated = read.list("collectives"), read.list("replicated")
         return cls(
-            fingerprint=read.text("fingerprint"),
+            fingerprint=fingerprint,
             cluster=cluster,
             mesh=mesh,
-            operators=plan_json.operators_from_json(read.of("operators"), mesh),
-            inputs=inputs,
-            outputs=outputs,
-            input_names=input_names,
-            output_names=output_names,
+            operators=plan_json.operators_from_json(read.list("operators"), mesh),
+            inputs=inputs.specs,
+            outputs=outputs.specs,
+            input_names=inputs.names,
+            output_names=outputs.names,
             collectives=tuple(
-                plan_json.collective_from_json(entry, f"collectives[{i}]")
-                for i, entry in enumerate(read.list("collectives"))
+                plan_json.collective_from_json(plan_json.as_object(entry, f"collectives[{i}]"))
+                for i, entry in enumerate(collectives)
             ),
-            seconds={k: plan_json.as_float(v, f"seconds.{k}") for k, v in read.object("seconds").items()},
-            nbytes={k: plan_json.as_int(v, f"nbytes.{k}") for k, v in read.object("nbytes").items()},
-            solution=plan_json.solution_from_json(read.of("solution")),
-            replicated=tuple(plan_json.as_text(v, f"replicated[{i}]") for i, v in enumerate(read.list("replicated"))),
-            microbatches=plan_json.as_int(read.of("microbatches"), "microbatches"),
-            input_types=input_types,
-            output_types=output_types,
+            seconds={cause: seconds.float(cause) for cause in seconds.data},
+            nbytes={cause: nbytes.int(cause) for cause in nbytes.data},
+            solution=plan_json.solution_from_json(read.object("solution")),
+            replicated=tuple(plan_json.as_text(entry, f"replicated[{i}]") for i, entry in enumerate(replicated)),
+            microbatches=read.int("microbatches"),
+            input_types=inputs.types,
+            output_types=outputs.types,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -266,41 +227,3 @@ class Plan:
             return cls.from_json(data)
         except PlanningError as error:
             raise type(error)(f"{path}: {error}") from error
-
-
-_Shape = tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
-"""What the legal placements of a rule depend on."""
-
-
-def _placements(rule: ShardingRule, mesh: Mesh) -> frozenset[Placement]:
-    return frozenset(
-        Placement(
-            operands=tuple(rule.operand_spec(i, assignment) for i in range(len(rule.operands))),
-            results=tuple(rule.result_spec(i, assignment) for i in range(len(rule.results))),
-        )
-        for assignment in rule.assignments(mesh)
-    )
-
-
-def _distance(a: Placement, b: Placement) -> int:
-    """How many operands and results differ."""
-    return sum(x != y for x, y in zip((*a.operands, *a.results), (*b.operands, *b.results), strict=True))
-
-
-def _verify_spec(spec: ShardingSpec, type: TensorType, mesh: Mesh, where: str) -> None:
-    used = [axis for axes in (*spec.dims, spec.partial) for axis in axes]
-    if len(spec.dims) != type.rank:
-        raise PlanMismatchError(f"{where}: {spec} has {len(spec.dims)} dimensions, {type} has {type.rank}")
-    if unknown := set(used) - set(mesh.axes):
-        raise PlanMismatchError(f"{where}: {spec} uses axis {min(unknown)!r}, which mesh {mesh} lacks")
-    if twice := [axis for axis in used if used.count(axis) > 1]:
-        raise PlanMismatchError(f"{where}: {spec} uses axis {twice[0]!r} twice")
-    for dimension, (size, axes) in enumerate(zip(type.shape, spec.dims, strict=True)):
-        parts = 1
-        for axis in axes:
-            parts *= mesh.axis_size(axis)
-        if size % parts:
-            raise PlanMismatchError(
-                f"{where}: {spec} cuts dimension {dimension} of {type}, of size {size}, by {'+'.join(axes)} in {parts} "
-                f"parts, which do not divide it"
-            )

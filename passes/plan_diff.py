@@ -37,8 +37,8 @@ class Amount:
 class PlanDiff:
     """Everything that differs, empty where nothing does.
 
-    `seconds` and `nbytes` list every cause when any differs; `tensors` and `sent_nbytes` only the collectives (kind and
-    axes) that differ. `operators` is empty for plans of different programs, which `aligned` tells.
+    `seconds` and `nbytes` list every cause when any differs; `tensors` and `sent_nbytes`, one for one, only the
+    collectives (kind and axes) that differ. `operators` is empty where the programs differ, which `aligned` tells.
     """
 
     words: tuple[Change, ...]
@@ -98,20 +98,23 @@ def collective_amounts(
     before: Sequence[Collective], after: Sequence[Collective]
 ) -> tuple[tuple[Amount, ...], tuple[Amount, ...]]:
     """Tensors and bytes of each kind and axes where either differs."""
-    (tensors_a, sent_a), (tensors_b, sent_b) = _totals(before), _totals(after)
-    differ = {k for k in (*tensors_a, *tensors_b) if (tensors_a.get(k), sent_a.get(k)) != (tensors_b.get(k), sent_b.get(k))}
-    tensors, sent = amounts(tensors_a, tensors_b), amounts(sent_a, sent_b)
-    return tuple(a for a in tensors if a.name in differ), tuple(a for a in sent if a.name in differ)
+    old, new = _totals(before), _totals(after)
+    names = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
+    none = (0, 0)
+    return (
+        tuple(Amount(name=n, before=old.get(n, none)[0], after=new.get(n, none)[0]) for n in names),
+        tuple(Amount(name=n, before=old.get(n, none)[1], after=new.get(n, none)[1]) for n in names),
+    )
 
 
-def _totals(collectives: Sequence[Collective]) -> tuple[dict[str, int], dict[str, int]]:
-    tensors: dict[str, int] = {}
-    sent: dict[str, int] = {}
+def _totals(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
+    """Tensors and bytes of each kind and axes."""
+    totals: dict[str, tuple[int, int]] = {}
     for c in collectives:
         name = f"{c.kind} {'+'.join(c.axes)}"
-        tensors[name] = tensors.get(name, 0) + c.count
-        sent[name] = sent.get(name, 0) + c.count * c.nbytes
-    return tensors, sent
+        tensors, sent = totals.get(name, (0, 0))
+        totals[name] = (tensors + c.count, sent + c.count * c.nbytes)
+    return totals
 
 
 def value_changes(
@@ -125,9 +128,7 @@ def value_changes(
 def operator_changes(before: Sequence[Operator], after: Sequence[Operator]) -> tuple[Change, ...]:
     """Operators, one by one, whose placement differs; the plans must be of one program."""
     return tuple(
-        Change(
-            name=a.primitive, before=placement_text(a.placement), after=placement_text(b.placement), where=a.source
-        )
+        Change(name=a.primitive, before=placement_text(a.placement), after=placement_text(b.placement), where=a.source)
         for a, b in zip(before, after, strict=True)
         if a.placement != b.placement
     )
@@ -154,15 +155,25 @@ def _amounts_table(title: str, found: Sequence[Amount], text: quantities.Text) -
 
 
 def _collectives_table(tensors: Sequence[Amount], sent: Sequence[Amount]) -> Table:
-    nbytes = {a.name: a for a in sent}
-    rows: list[tuple[str, ...]] = []
-    for t in tensors:
-        n = nbytes[t.name]
-        moved = (quantities.nbytes(n.before), quantities.nbytes(n.after))
-        rows.append((t.name, f"{t.before:,}", f"{t.after:,}", *moved, quantities.change(n.before, n.after)))
-    headings = ("tensors before", "after", "bytes before", "after", "change")
-    columns = (Column(heading="collective"), *(Column(heading=heading, right=True) for heading in headings))
-    return Table(title="collectives of one step", columns=columns, rows=tuple(rows))
+    rows = [
+        (
+            t.name,
+            f"{t.before:,} -> {t.after:,}",
+            f"{quantities.nbytes(n.before)} -> {quantities.nbytes(n.after)}",
+            quantities.change(n.before, n.after),
+        )
+        for t, n in zip(tensors, sent, strict=True)
+    ]
+    return Table(
+        title="collectives of one step",
+        columns=(
+            Column(heading="collective", flexible=True),
+            Column(heading="tensors", right=True),
+            Column(heading="bytes", right=True),
+            Column(heading="change", right=True),
+        ),
+        rows=tuple(rows),
+    )
 
 
 def _inputs_table(found: Sequence[Change]) -> Table:

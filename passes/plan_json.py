@@ -11,10 +11,12 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
-from typing import cast
+from typing import cast, get_args
 
-from passes.collectives import Collective
+from passes.cluster import Cluster
+from passes.collectives import Collective, Kind
 from passes.errors import PlanningError
 from passes.ir import TensorType
 from passes.mesh import Mesh
@@ -22,8 +24,6 @@ from passes.moves import Placement
 from passes.plan_parts import Operator, Solution
 from passes.plan_text import placement_text
 from passes.sharding import ShardingSpec, parse_spec
-
-Json = Mapping[str, object]
 
 _SPEC = re.compile(r"\[[^\[\]]*\](?: \w+@[^\s\[\]]+)?")
 _AXIS = r"[A-Za-z_]\w*"
@@ -40,43 +40,75 @@ def version() -> str:
 
 
 def text(data: Mapping[str, object]) -> str:
-    """JSON text with every list of the top level, and every run of operators, one entry a line."""
-    fields = ",\n".join(f"  {json.dumps(key)}: {_lines(value, '  ')}" for key, value in data.items())
-    return "{\n" + fields + "\n}\n"
+    """JSON text, one entry a line in the lists of the top level, and in every run of operators."""
+    fields = [f"  {_dump(key)}: {_entries(value, '  ') if isinstance(value, list) else _dump(value)}"
+              for key, value in data.items()]  # fmt: skip
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def _lines(value: object, indent: str) -> str:
+def _entries(value: list[object], indent: str) -> str:
+    if not value:
+        return "[]"
+    lines = ",\n".join(f"{indent}  {_entry(entry, indent + '  ')}" for entry in value)
+    return f"[\n{lines}\n{indent}]"
+
+
+def _entry(value: object, indent: str) -> str:
     match value:
-        case {"source": _, "scope": _, "run": run}:
-            head = json.dumps({key: item for key, item in cast(Json, value).items() if key != "run"})
-            return f'{head[:-1]}, "run": {_lines(run, indent)}}}'
-        case list() if value and (indent == "  " or isinstance(value[0], list)):
-            inner = indent + "  "
-            entries = ",\n".join(f"{inner}{_lines(item, inner)}" for item in cast(list[object], value))
-            return f"[\n{entries}\n{indent}]" if indent == "  " or isinstance(value[0], list) else json.dumps(value)
+        case {"run": list(run), **head}:
+            return f'{_dump(head)[:-1]}, "run": {_entries(cast(list[object], run), indent)}}}'
         case _:
-            return json.dumps(value, ensure_ascii=False)
+            return _dump(value)
 
 
-# Reading values of a known kind
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def field(data: Json, name: str, where: str = "the plan") -> object:
-    """`data[name]`. Raises PlanningError where it is missing."""
-    if name not in data:
-        raise PlanningError(f"{where} has no field {name!r}; it was cut short or edited. Plan again to get a whole one")
-    return data[name]
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a JSON object, read by name and kind; `where` is the object's place in the file."""
+
+    data: Mapping[str, object]
+    where: str = ""
+
+    def of(self, name: str) -> object:
+        """The field. Raises PlanningError where it is missing, as the readers below do for another kind."""
+        if name not in self.data:
+            raise PlanningError(
+                f"{self.where or 'the plan'} has no field {name!r}; it was cut short or edited. "
+                "Plan again to get a whole one"
+            )
+        return self.data[name]
+
+    def place(self, name: str) -> str:
+        return f"{self.where}.{name}".lstrip(".")
+
+    def text(self, name: str) -> str:
+        return as_text(self.of(name), self.place(name))
+
+    def int(self, name: str) -> int:
+        return as_int(self.of(name), self.place(name))
+
+    def float(self, name: str) -> float:
+        return as_float(self.of(name), self.place(name))
+
+    def list(self, name: str) -> Sequence[object]:
+        return as_list(self.of(name), self.place(name))
+
+    def object(self, name: str) -> Fields:
+        return as_object(self.of(name), self.place(name))
 
 
 def _wrong(value: object, wanted: str, where: str) -> PlanningError:
     return PlanningError(f"{where} should be {wanted}, and is {json.dumps(value, default=repr)[:60]}")
 
 
-def as_object(value: object, where: str) -> Json:
-    """`value` as a JSON object. Raises PlanningError for anything else, as the readers below do."""
+def as_object(value: object, where: str) -> Fields:
+    """`value` as an object. Raises PlanningError for anything else, as the readers below do."""
     if not isinstance(value, dict):
         raise _wrong(value, "an object", where)
-    return cast(Json, value)
+    return Fields(cast(Mapping[str, object], value), where)
 
 
 def as_list(value: object, where: str) -> Sequence[object]:
@@ -110,12 +142,21 @@ def number(value: float) -> float | str:
     return value if math.isfinite(value) else repr(float(value))
 
 
-# Parts
+def mesh_from_json(axes: Fields, cluster: Cluster) -> Mesh:
+    """The mesh of `{axis: size}`. Raises PlanningError for axes that cannot be, or too few devices."""
+    for name in axes.data:
+        if not re.fullmatch(_AXIS, name):
+            raise PlanningError(f"mesh axis {name!r} is not a name; write letters, digits and underscores")
+        if axes.int(name) < 1:
+            raise PlanningError(f"mesh axis {name!r} has size {axes.int(name)}; the least is 1")
+    mesh = Mesh(axes=tuple(axes.data), sizes=tuple(axes.int(name) for name in axes.data), cluster=cluster)
+    if mesh.size > cluster.n_devices:
+        raise PlanningError(f"mesh {mesh} needs {mesh.size} devices; cluster {cluster.name!r} has {cluster.n_devices}")
+    return mesh
 
 
-def spec_from_text(value: object, mesh: Mesh, where: str) -> ShardingSpec:
+def spec_from_text(written: str, mesh: Mesh, where: str) -> ShardingSpec:
     """The spec of a text form. Raises PlanningError unless it parses and uses axes of `mesh`, each once."""
-    written = as_text(value, where)
     if not _WELL_FORMED.fullmatch(written):
         raise PlanningError(
             f"{where}: {written!r} is not a placement; write one entry a dimension, as in '[x, -]' or '[x+y, -] add@z'"
@@ -126,13 +167,12 @@ def spec_from_text(value: object, mesh: Mesh, where: str) -> ShardingSpec:
         if axis not in mesh.axes:
             raise PlanningError(f"{where}: {written} uses axis {axis!r}; the mesh has {', '.join(mesh.axes) or 'none'}")
         if used.count(axis) > 1:
-            raise PlanningError(f"{where}: {written} uses axis {axis!r} twice; one axis can cut one dimension of a value")
+            raise PlanningError(f"{where}: {written} uses axis {axis!r} twice; an axis can cut only one dimension")
     return spec
 
 
-def placement_from_text(value: object, mesh: Mesh, where: str) -> Placement:
-    """The placement whose text is `[x, -] [-, y] -> [x, y]`."""
-    written = as_text(value, where)
+def placement_from_text(written: str, mesh: Mesh, where: str) -> Placement:
+    """The placement whose text is `[x, -] [-, y] -> [x, y]`. Raises PlanningError for one that cannot be."""
     operands, arrow, results = written.partition("->")
     if not arrow or _SPEC.sub("", operands + results).strip():
         raise PlanningError(
@@ -153,16 +193,16 @@ def operators_to_json(operators: Sequence[Operator]) -> list[object]:
     ]
 
 
-def operators_from_json(value: object, mesh: Mesh) -> tuple[Operator, ...]:
+def operators_from_json(entries: Sequence[object], mesh: Mesh) -> tuple[Operator, ...]:
+    """The operators of all runs, in order."""
     found: list[Operator] = []
-    for r, entry in enumerate(as_list(value, "operators")):
+    for r, entry in enumerate(entries):
         run = as_object(entry, f"operators[{r}]")
-        source = as_text(field(run, "source", f"operators[{r}]"), f"operators[{r}].source")
-        scope = as_text(field(run, "scope", f"operators[{r}]"), f"operators[{r}].scope")
-        for pair in as_list(field(run, "run", f"operators[{r}]"), f"operators[{r}].run"):
+        source, scope = run.text("source"), run.text("scope")
+        for pair in run.list("run"):
             match pair:
                 case [str(primitive), str(written)]:
-                    where = f"operator {len(found)} ({primitive} at {source})" if source else f"operator {len(found)}"
+                    where = f"operator {len(found)} ({primitive}{f' at {source}' if source else ''})"
                     placement = placement_from_text(written, mesh, where)
                     found.append(Operator(primitive=primitive, source=source, scope=scope, placement=placement))
                 case _:
@@ -178,45 +218,59 @@ def values_to_json(names: Sequence[str], types: Sequence[TensorType], specs: Seq
     ]
 
 
-def values_from_json(
-    value: object, mesh: Mesh, kind: str
-) -> tuple[tuple[str, ...], tuple[TensorType, ...], tuple[ShardingSpec, ...]]:
-    """Names, types and specs of inputs or outputs; no types where any is missing."""
-    entries = [as_object(entry, f"{kind}s[{i}]") for i, entry in enumerate(as_list(value, f"{kind}s"))]
-    names = tuple(as_text(field(e, "name", f"{kind}s[{i}]"), f"{kind}s[{i}].name") for i, e in enumerate(entries))
-    where = [f"{kind} {name}" for name in names]
-    specs = tuple(spec_from_text(field(e, "placement", w), mesh, w) for e, w in zip(entries, where, strict=True))
-    types = tuple(type_from_text(e["type"], w) for e, w in zip(entries, where, strict=True) if "type" in e)
-    return names, types if len(types) == len(entries) else (), specs
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """Inputs or outputs as read; `types` is empty where any is missing."""
+
+    names: tuple[str, ...]
+    types: tuple[TensorType, ...]
+    specs: tuple[ShardingSpec, ...]
 
 
-def type_from_text(value: object, where: str) -> TensorType:
+def values_from_json(entries: Sequence[object], mesh: Mesh, kind: str) -> Values:
+    """The `kind` (`input` or `output`) values of a plan."""
+    fields = [as_object(entry, f"{kind}s[{i}]") for i, entry in enumerate(entries)]
+    named = [(f, f"{kind} {f.text('name')}") for f in fields]
+    types = tuple(_type(f.text("type"), where) for f, where in named if "type" in f.data)
+    return Values(
+        names=tuple(f.text("name") for f in fields),
+        types=types if len(types) == len(fields) else (),
+        specs=tuple(spec_from_text(f.text("placement"), mesh, where) for f, where in named),
+    )
+
+
+def _type(written: str, where: str) -> TensorType:
     """The type whose text form is `float32[8,64]`."""
-    found = re.fullmatch(r"([^\[\]]+)\[((?:\d+(?:,\d+)*)?)\]", as_text(value, where))
+    found = re.fullmatch(r"([^\[\]]+)\[((?:\d+(?:,\d+)*)?)\]", written)
     if not found:
-        raise _wrong(value, "a type like float32[8,64]", where)
+        raise _wrong(written, "a type like float32[8,64]", where)
     dtype, sizes = found.groups()
     return TensorType(shape=tuple(int(size) for size in sizes.split(",") if size), dtype=dtype)
 
 
 def collective_to_json(c: Collective) -> dict[str, object]:
-    axes = list(c.axes)
-    return dict(kind=c.kind, axes=axes, dtype=c.dtype, nbytes=c.nbytes, count=c.count, where=c.where)
+    """One collective, its axes as `x+y`."""
+    axes = "+".join(c.axes)
+    return {"kind": c.kind, "axes": axes, "dtype": c.dtype, "nbytes": c.nbytes, "count": c.count, "where": c.where}
 
 
-def collective_from_json(value: object, where: str) -> Collective:
-    data = as_object(value, where)
+def collective_from_json(data: Fields) -> Collective:
+    """One collective. Raises PlanningError for a kind that does not exist."""
+    kind = data.text("kind")
+    if kind not in get_args(Kind):
+        raise PlanningError(f"{data.place('kind')} is {kind!r}; the kinds are {', '.join(get_args(Kind))}")
     return Collective(
-        kind=as_text(field(data, "kind", where), where),  # type: ignore[arg-type]
-        axes=tuple(as_text(axis, where) for axis in as_list(field(data, "axes", where), where)),
-        dtype=as_text(field(data, "dtype", where), where),
-        nbytes=as_int(field(data, "nbytes", where), where),
-        count=as_int(field(data, "count", where), where),
-        where=as_text(field(data, "where", where), where),
+        kind=cast(Kind, kind),
+        axes=tuple(data.text("axes").split("+")),
+        dtype=data.text("dtype"),
+        nbytes=data.int("nbytes"),
+        count=data.int("count"),
+        where=data.text("where"),
     )
 
 
 def solution_to_json(solution: Solution) -> dict[str, object]:
+    """How the plan was found; seconds in the names, as in the file."""
     return {
         "planner": solution.planner,
         "status": solution.status,
@@ -226,13 +280,13 @@ def solution_to_json(solution: Solution) -> dict[str, object]:
     }
 
 
-def solution_from_json(value: object) -> Solution:
-    data = as_object(value, "solution")
-    phases = as_object(field(data, "phase_seconds", "solution"), "solution.phase_seconds")
+def solution_from_json(data: Fields) -> Solution:
+    """How the plan was found."""
+    phases = data.object("phase_seconds")
     return Solution(
-        planner=as_text(field(data, "planner", "solution"), "solution.planner"),
-        status=as_text(field(data, "status", "solution"), "solution.status"),
-        objective=as_float(field(data, "objective_seconds", "solution"), "solution.objective_seconds"),
-        bound=as_float(field(data, "bound_seconds", "solution"), "solution.bound_seconds"),
-        phase_seconds={name: as_float(seconds, f"solution.phase_seconds.{name}") for name, seconds in phases.items()},
+        planner=data.text("planner"),
+        status=data.text("status"),
+        objective=data.float("objective_seconds"),
+        bound=data.float("bound_seconds"),
+        phase_seconds={name: phases.float(name) for name in phases.data},
     )

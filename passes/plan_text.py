@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from passes import quantities
@@ -138,16 +139,15 @@ def _local(type: TensorType | None, spec: ShardingSpec, mesh: Mesh) -> str:
     return quantities.nbytes(spec.local_nbytes(type, mesh)) if type else "?"
 
 
-def replicated_table(replicated: Sequence[str]) -> Table:
-    """Operators that no rule covers, which every device computes whole."""
-    counted: dict[str, int] = {}
-    for entry in replicated:
-        counted[entry] = counted.get(entry, 0) + 1
+def replicated_table(replicated: Sequence[str], operators: Sequence[Operator]) -> Table:
+    """Operators that no rule cuts, which every device computes whole, and how many of each there are."""
+    counted = Counter(f"{op.primitive} at {op.source}" for op in operators)
+    rows = [(max(1, counted[entry]), entry) for entry in dict.fromkeys(replicated)]
     return Table(
-        title=f"operators computed whole on every device: {len(replicated):,}",
+        title=f"operators computed whole on every device: {sum(count for count, _ in rows):,}",
         columns=(Column(heading="count", right=True), Column(heading="operator", flexible=True)),
-        rows=tuple((f"{count:,}", entry) for entry, count in counted.items()),
-        note="No sharding rule covers them; see docs for how to add one.",
+        rows=tuple((f"{count:,}", entry) for count, entry in rows),
+        note="No sharding rule cuts them. CONTRIBUTING.md says how to add a rule.",
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GAP = "  "
 NARROWEST = 12
@@ -27,52 +28,55 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
 
-    def to_json(self) -> list[dict[str, str]]:
-        """The rows as objects with the headings as keys."""
-        return [{c.heading: cell for c, cell in zip(self.columns, row, strict=True)} for row in self.rows]
+    def fitted(self, width: int) -> Table:
+        """The same table with flexible cells broken into lines, so that its rows stay within `width` if they can."""
+        widths = self._widths(width)
+        rows = (tuple("\n".join(wrap(c, size)) for c, size in zip(row, widths, strict=True)) for row in self.rows)
+        return replace(self, rows=tuple(rows))
 
     def format(self, width: int = 80) -> str:
-        """The table as text that no line of leaves `width`, unless its fixed columns alone do."""
+        """The table as plain text."""
         widths = self._widths(width)
+        headings = tuple(column.heading for column in self.columns)
         lines = [self.title] if self.title else []
-        if any(column.heading for column in self.columns):
-            lines += self._line(tuple(column.heading for column in self.columns), widths)
-        for row in self.rows:
-            lines += self._line(row, widths)
+        if any(headings):
+            lines += self._lines(headings, widths)
+        for row in self.fitted(width).rows:
+            lines += self._lines(row, widths)
         if self.note:
             lines += textwrap.wrap(self.note, width, initial_indent=GAP, subsequent_indent=GAP)
         return "\n".join(lines)
 
     def _widths(self, width: int) -> list[int]:
+        """Characters of each column: the widest flexible ones give way until the row fits."""
         cells = [tuple(column.heading for column in self.columns), *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        flexible = [i for i, column in enumerate(self.columns) if column.flexible]
+        flexible = [i for i, column in enumerate(self.columns) if column.flexible and widths[i] > NARROWEST]
         while sum(widths) + len(GAP) * len(widths) > width and flexible:
             widest = max(flexible, key=lambda i: widths[i])
-            if widths[widest] <= NARROWEST:
-                break
             widths[widest] -= 1
+            flexible = [i for i in flexible if widths[i] > NARROWEST]
         return widths
 
-    def _line(self, cells: tuple[str, ...], widths: list[int]) -> list[str]:
-        pieces = [wrap(cell, size) for cell, size in zip(cells, widths, strict=True)]
-        lines: list[str] = []
-        for i in range(max(map(len, pieces))):
-            parts = [piece[i] if i < len(piece) else "" for piece in pieces]
-            padded = [
-                part.rjust(size) if column.right else part.ljust(size)
+    def _lines(self, cells: tuple[str, ...], widths: list[int]) -> list[str]:
+        lines = itertools.zip_longest(*(cell.split("\n") for cell in cells), fillvalue="")
+        return [
+            "".join(
+                GAP + (part.rjust(size) if column.right else part.ljust(size))
                 for part, size, column in zip(parts, widths, self.columns, strict=True)
-            ]
-            lines.append((GAP + GAP.join(padded)).rstrip())
-        return lines
+            ).rstrip()
+            for parts in lines
+        ]
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """`text` in lines of at most `width`, broken at spaces and, in one long word, after `.`, `/` or `]`."""
+    """`text` in lines of at most `width`, broken at a space outside brackets, else at any space or after `.` `/` `]`."""
     lines: list[str] = []
-    rest = text
-    while len(rest) > width:
-        cut = next((i for i in range(width, width // 2, -1) if rest[i] == " " or rest[i - 1] in " ./]"), width)
-        lines.append(rest[:cut].rstrip())
-        rest = rest[cut:].lstrip()
-    return [*lines, rest]
+    while len(text) > width:
+        ends = range(width, width // 2, -1)
+        spaces = (i for i in ends if text[i] == " " and text.count("[", 0, i) == text.count("]", 0, i))
+        others = (i for i in ends if text[i] == " " or text[i - 1] in " ./]")
+        end = next(itertools.chain(spaces, others), width)
+        lines.append(text[:end].rstrip())
+        text = text[end:].lstrip()
+    return [*lines, text]

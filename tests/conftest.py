@@ -9,7 +9,7 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     # Both settings count only before JAX starts its backend, hence here and not in a fixture.
     jax.config.update("jax_num_cpu_devices", 8)
-    asks_for_gpu = "gpu" in config.getoption("markexpr").replace("not gpu", "")
+    asks_for_gpu = "gpu" in str(config.getoption("markexpr")).replace("not gpu", "")
     if not asks_for_gpu:
         jax.config.update("jax_platforms", "cpu")
 

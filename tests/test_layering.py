@@ -18,8 +18,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("autopar", "benchmarks", "models", "passes", "tests")
 
+# The rooms of passes, each of which may import only rooms above it.
 ORDER = (
     "errors",
+    "quantities",
+    "tables",
     "ir",
     "cluster",
     "devices",
@@ -29,11 +32,19 @@ ORDER = (
     "resharding",
     "rules",
     "phases",
+    "moves",
     "cost",
+    "bundles",
     "strategies",
-    "clusters",
     "intra_op",
+    "problem",
+    "restrictions",
     "memory",
+    "plan_parts",
+    "plan_text",
+    "plan_diff",
+    "plan_json",
+    "legality",
     "plan",
     "planner",
 )
@@ -119,7 +130,7 @@ def importing_out_of_order(sources: Sources) -> list[str]:
     """Complaints about imports of a later room; the package's own file comes after every room."""
     rank = {name: place for place, name in enumerate((*ORDER, "__init__"))}
     return [
-        f"{module}:{line} imports {target}, which comes later in ORDER"
+        f"{module}:{line} imports {name}; {target} comes later in ORDER"
         for module, source in sources.items()
         if is_within(module, "passes")
         for line, name in imports(module, source)
@@ -180,9 +191,9 @@ CAUGHT: list[tuple[Check, Sources, str]] = [
     (importing_upwards, {"autopar.api": "from models import gpt"}, "autopar.api:1 imports models.gpt"),
     (importing_upwards, {"models.gpt": "import passes.ir as ir"}, "models.gpt:1 imports passes.ir"),
     (missing_from_order, {"passes.helpers": ""}, "passes.helpers has no place"),
-    (importing_out_of_order, {"passes.ir": "from passes import cost", "passes.cost": ""}, "imports passes.cost"),
-    (importing_out_of_order, {"passes.ir": "from .cost import f", "passes.cost": ""}, "imports passes.cost"),
-    (importing_out_of_order, {"passes.ir": "import passes", "passes.__init__": ""}, "imports passes.__init__"),
+    (importing_out_of_order, {"passes.ir": "from passes import cost", "passes.cost": ""}, "passes.cost comes later"),
+    (importing_out_of_order, {"passes.ir": "from .cost import f", "passes.cost": ""}, "passes.cost comes later"),
+    (importing_out_of_order, {"passes.ir": "import passes", "passes.__init__": ""}, "passes.__init__ comes later"),
     (
         going_round_in_circles,
         {"passes.rules.a": "from . import b", "passes.rules.b": "from passes.rules.a import f"},
@@ -199,7 +210,8 @@ CHECKS = list(dict.fromkeys(check for check, _, _ in CAUGHT))
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_tree_is_clean_of(check: Check) -> None:
-    assert not check(read_tree())
+    complaints = check(read_tree())
+    assert complaints == []
 
 
 @pytest.mark.parametrize(("check", "sources", "complaint"), CAUGHT)

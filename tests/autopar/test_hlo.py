@@ -160,7 +160,7 @@ def test_the_cpu_backend_widens_bfloat16() -> None:
 
 def test_axes_of_one_device_do_not_communicate() -> None:
     def body(a: jax.Array) -> tuple[jax.Array, ...]:
-        return lax.psum(a, "x"), lax.all_gather(a, "z", tiled=True), lax.pmax(a, ("x", "y")), lax.pmin(a, "xyz")
+        return lax.psum(a, "x"), lax.all_gather(a, "z", tiled=True), lax.pmax(a, ("x", "y")), lax.pmin(a, ("y", "z"))
 
     assert moved(compiled(body, (1, 8, 1)), (1, 8, 1)) == [("all_reduce", ("y",), NBYTES, 1)] * 2
 
@@ -287,10 +287,16 @@ def test_source_target_pairs(pairs: str, axes: tuple[str, ...]) -> None:
         ("(f32[16]{0}, f32[8]{0}) all-reduce-start(%p, %q)", [("all_reduce", (8,)), ("all_reduce", (16,))]),
         ("((f32[16]{0}), f32[16]{0}, u32[]) all-reduce-start(%p)", [("all_reduce", (16,))]),
         ("(f32[4]{0}, f32[16]{0}) all-gather-start(%p)", [("all_gather", (16,))]),
-        ("((f32[4], f32[2]), (f32[16], f32[8])) all-gather-start(%p, %q)", [("all_gather", (8,)), ("all_gather", (16,))]),
+        (
+            "((f32[4], f32[2]), (f32[16], f32[8])) all-gather-start(%p, %q)",
+            [("all_gather", (8,)), ("all_gather", (16,))],
+        ),
         ("((f32[16]{0}), f32[4]{0}) reduce-scatter-start(%p)", [("reduce_scatter", (4,))]),
         ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p)", [("permute", (8,))]),
-        ("((f32[8], f32[2]), (f32[8], f32[2])) collective-permute-start(%p, %q)", [("permute", (2,)), ("permute", (8,))]),
+        (
+            "((f32[8], f32[2]), (f32[8], f32[2])) collective-permute-start(%p, %q)",
+            [("permute", (2,)), ("permute", (8,))],
+        ),
         ("((f32[2], f32[2]), (f32[2], f32[2])) all-to-all-start(%p, %q)", [("all_to_all", (2, 2))]),
         ("((f32[2,4]), f32[2,4]) all-to-all-start(%p), dimensions={1}", [("all_to_all", (2, 4))]),
         ("f32[2,4]{1,0} all-to-all(%p), dimensions={1}", [("all_to_all", (2, 4))]),
@@ -348,7 +354,7 @@ PROGRAM = """HloModule jit_f, is_scheduled=true, num_partitions=8
 }
 
 %shared (p: f32[16]) -> f32[16] {
-  ROOT %ar = f32[16]{0} all-reduce(%p), replica_groups={}, metadata={op_name="\\"a\\"" source_file="b c.py" source_line=7}
+  ROOT %ar = f32[16]{0} all-reduce(%p), replica_groups={}, metadata={op_name="\\"a\\"" source_file="b.py" source_line=7}
 }
 
 ENTRY %main (a: f32[16]) -> f32[16] {
@@ -364,7 +370,7 @@ def test_counts_add_over_call_sites() -> None:
     scatter, reduce = collectives(PROGRAM, ("x", "y"), (2, 4))
     assert (scatter.kind, scatter.axes, scatter.count) == ("reduce_scatter", ("y",), 6)
     assert (reduce.kind, reduce.count) == ("all_reduce", 1 + 4 + 1)
-    assert (reduce.op_name, reduce.source) == ('"a"', "b c.py:7")
+    assert (reduce.op_name, reduce.source) == ('"a"', "b.py:7")
 
 
 @pytest.mark.parametrize(

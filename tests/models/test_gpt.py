@@ -11,8 +11,8 @@ import pytest
 from models import gpt
 from models.gpt import Config
 
-SMALL = Config(vocab_size=40, sequence_length=8, hidden=16, layers=2, heads=2)
-ONE_BLOCK = replace(SMALL, layers=1)  # where a test compiles much, to stay fast
+SMALL = Config(vocab_size=40, sequence_length=8, hidden=16, layers=1, heads=2)
+DEEPER = replace(SMALL, layers=2)
 
 quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles twice as fast
 
@@ -27,8 +27,9 @@ def batch():
     return quick_jit(lambda key: gpt.example_batch(SMALL, 3, key))(jax.random.key(1))
 
 
-def first_block(params):
-    return {name: value for name, value in params.items() if name != "Block_1"}
+@pytest.fixture(scope="module")
+def logits(params):
+    return quick_jit(lambda inputs: gpt.logits(SMALL, params, inputs))
 
 
 def count(tree) -> int:
@@ -52,7 +53,8 @@ def test_logits_and_loss_have_their_shapes_and_dtypes(params, batch):
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
-def test_parameters_are_named_and_shaped_for_splitting(params):
+def test_parameters_are_named_and_shaped_for_splitting():
+    params = shapes(DEEPER)
     assert set(params) == {"embed", "positions", "Block_0", "Block_1", "norm"}
     assert params["Block_0"]["attention"]["qkv"]["kernel"].shape == (16, 3, 2, 8)
     assert params["Block_0"]["attention"]["out"]["kernel"].shape == (2, 8, 16)
@@ -75,7 +77,7 @@ def equations(jaxpr):
                 yield from equations(getattr(inner, "jaxpr", inner))
 
 
-@pytest.mark.parametrize("config", [SMALL, replace(SMALL, mlp_factor=3), Config.preset("tiny")])
+@pytest.mark.parametrize("config", [DEEPER, replace(DEEPER, mlp_factor=3), Config.preset("tiny")])
 def test_parameters_counts_the_leaves(config):
     assert gpt.parameters(config) == count(shapes(config))
 
@@ -85,7 +87,8 @@ def test_presets_follow_the_published_formulas(name):
     config = Config.preset(name)
     v, s, h, layers = config.vocab_size, config.sequence_length, config.hidden, config.layers
     published = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))
-    assert gpt.parameters(config) - published == pytest.approx(2 * h)  # the last layer norm, which the formula leaves out
+    last_norm = 2 * h  # which the formula leaves out
+    assert gpt.parameters(config) == pytest.approx(published + last_norm, abs=0.5)
     k = 96 if config.remat else 72
     step = k * 1024 * s * layers * h**2 * (1 + s / (6 * h)) + 6 * 1024 * s * h * v
     assert gpt.flops(config, 1024) == pytest.approx(step)
@@ -109,8 +112,7 @@ def test_flops_without_remat_run_one_forward_less():
     assert gpt.flops(config, 2) == 21_440_476_741_632 * 3 / 4 + 1_288_490_188_800
 
 
-def test_a_token_does_not_change_earlier_logits(params, batch):
-    logits = quick_jit(lambda inputs: gpt.logits(SMALL, params, inputs))
+def test_a_token_does_not_change_earlier_logits(logits, batch):
     changed = batch["inputs"].at[:, 5].add(1) % SMALL.vocab_size
     before, after = logits(batch["inputs"]), logits(changed)
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
@@ -118,8 +120,8 @@ def test_a_token_does_not_change_earlier_logits(params, batch):
 
 
 def test_dropout_depends_on_its_key_alone(params, batch):
-    config = replace(ONE_BLOCK, dropout=0.3)
-    loss = quick_jit(lambda key: gpt.loss(config, first_block(params), batch, key))
+    config = replace(SMALL, dropout=0.3)
+    loss = quick_jit(lambda key: gpt.loss(config, params, batch, key))
     first, again, other = (float(loss(jax.random.key(seed))) for seed in (0, 0, 1))
     assert first == again != other
 
@@ -136,21 +138,22 @@ def test_dropout_needs_a_key_and_a_rate(params, batch):
 
 def test_remat_changes_neither_loss_nor_gradients(params, batch):
     def value_and_grad(config):
-        return quick_jit(jax.value_and_grad(lambda p: gpt.loss(config, p, batch, jax.random.key(2))))(first_block(params))
+        loss = partial(gpt.loss, config, batch=batch, key=jax.random.key(2))
+        return quick_jit(jax.value_and_grad(loss))(params)
 
-    config = replace(ONE_BLOCK, dropout=0.3)
+    config = replace(SMALL, dropout=0.3)
     plain, remat = value_and_grad(config), value_and_grad(replace(config, remat=True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), plain, remat)
 
 
-def test_remat_recomputes_every_block(params, batch):
-    config = replace(SMALL, remat=True)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda p: gpt.loss(config, p, batch)))(params)
+def test_remat_recomputes_every_block(batch):
+    config = replace(DEEPER, remat=True)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: gpt.loss(config, p, batch)))(shapes(config))
     assert sum(equation.primitive.name == "remat2" for equation in equations(jaxpr.jaxpr)) == config.layers
 
 
 def test_remat_keeps_the_parameter_tree():
-    assert shapes(SMALL) == shapes(replace(SMALL, remat=True))
+    assert shapes(DEEPER) == shapes(replace(DEEPER, remat=True))
 
 
 def test_an_untrained_model_guesses_evenly(params, batch):
@@ -165,12 +168,9 @@ def test_half_precision_keeps_float32_parameters_gradients_and_loss(params, batc
     assert jax.eval_shape(lambda: gpt.logits(config, params, batch["inputs"])).dtype == jnp.float16
 
 
-def test_half_precision_gives_about_the_same_logits(params, batch):
-    half, full = (
-        quick_jit(lambda config=config: gpt.logits(config, first_block(params), batch["inputs"]))()
-        for config in (replace(ONE_BLOCK, dtype="bfloat16"), ONE_BLOCK)
-    )
-    np.testing.assert_allclose(half.astype(jnp.float32), full, atol=0.01)
+def test_half_precision_gives_about_the_same_logits(params, logits, batch):
+    half = quick_jit(lambda inputs: gpt.logits(replace(SMALL, dtype="bfloat16"), params, inputs))(batch["inputs"])
+    np.testing.assert_allclose(half.astype(jnp.float32), logits(batch["inputs"]), atol=0.01)
 
 
 def test_float64_stays_float64():

@@ -1,0 +1,166 @@
+"""`@parallelize`: an ordinary JAX function, planned for many devices at its first call and run by that plan.
+
+The meaning of a function and of every option is `jax.jit`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import jax
+
+from autopar.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
+from autopar.errors import DeviceError, explain
+from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
+from autopar.jax_compat import Device
+from autopar.plan import Plan
+from autopar.trace import Traced, trace
+from passes.cluster import Cluster
+from passes.devices import local_cluster, parse_cluster
+from passes.planner import Auto, Planner
+
+__all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
+
+_Key = tuple[Any, tuple[Any, ...], tuple[Type, ...]]
+
+
+def parallelize(
+    fun: Callable[..., Any] | None = None,
+    *,
+    cluster: str | Cluster | None = None,
+    planner: Planner | None = None,
+    devices: Sequence[Device] | None = None,
+    static_argnums: Positions = None,
+    static_argnames: Names = None,
+    donate_argnums: Positions = None,
+    donate_argnames: Names = None,
+) -> Any:
+    """`fun` as a ParallelFunction; a decorator that makes one, without `fun`.
+
+    `cluster` is what to plan for, by description (`"8x8:a100-80g"`) or value; by default the `devices`, which are by
+    default all of JAX's. `planner` chooses, `Auto()` by default. The other options are `jax.jit`'s.
+
+    Raises ClusterError for a description that cannot be read.
+    """
+    options = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+    }
+
+    def decorate(fun: Callable[..., Any]) -> ParallelFunction:
+        return ParallelFunction(fun, cluster=cluster, planner=planner, devices=devices, options=options)
+
+    return decorate if fun is None else decorate(fun)
+
+
+@dataclass(slots=True)
+class _Program:
+    """A function at given types: its trace; then its plan, its jitted form and what runs it, once they are wanted."""
+
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    traced: Traced
+    plan: Plan | None = None
+    prepared: Prepared | None = None
+    executable: Executable | None = None
+
+
+class ParallelFunction:
+    """A function that plans itself for a cluster; made by `parallelize`.
+
+    It keeps one program for each pytree, set of types and static values that it meets, as `jax.jit` does.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        *,
+        cluster: str | Cluster | None,
+        planner: Planner | None,
+        devices: Sequence[Device] | None,
+        options: dict[str, Any],
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+        self._planner = Auto() if planner is None else planner
+        self._devices = None if devices is None else tuple(devices)
+        self._options = options
+        self._signature: Signature = signature_of(fun, options["static_argnums"], options["static_argnames"])
+        self._programs: dict[_Key, _Program] = {}
+        jax.jit(fun, **options)  # an option that jit refuses is refused here and now
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dynamic, statics = self._signature.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        program = self._programs.get((tree, statics, types_of(leaves)))
+        if program is None or program.executable is None:
+            program = self._program(args, kwargs)
+            program.executable = self._prepared(program).executable()
+        return program.executable(leaves)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """The program of `fun(*args, **kwargs)` as planning sees it; shapes are enough."""
+        return self._program(args, kwargs).traced
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """How `fun(*args, **kwargs)` will run; `jax.ShapeDtypeStruct`s are enough. No device is touched.
+
+        Without a `cluster`, JAX is asked which devices there are. Raises PlanningError where no plan is possible.
+        """
+        return self._planned(self._program(args, kwargs))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """`fun(*args, **kwargs)` lowered for the plan's devices, which must be here; `.compile()` comes next."""
+        program = self._program(args, kwargs)
+        return lower(self._prepared(program), program.structs)
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+        dynamic, statics = self._signature.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(abstract(dynamic, self._signature, len(args)))
+        key = (tree, statics, types_of(leaves))
+        if key not in self._programs:
+            self._programs[key] = _Program(tuple(leaves), trace(self._fun, args, kwargs, **self._options))
+        return self._programs[key]
+
+    def _planned(self, program: _Program) -> Plan:
+        if program.plan is None:
+            traced = program.traced
+            cluster = self._cluster or local_cluster(self._present_devices())
+            plan = self._planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
+            program.plan = Plan.bind(plan, traced.in_tree, traced.out_tree)
+        return program.plan
+
+    def _prepared(self, program: _Program) -> Prepared:
+        if program.prepared is None:
+            plan = self._planned(program)
+            program.prepared = prepare(self._signature, program.traced, plan, self._present(plan))
+        return program.prepared
+
+    def _present_devices(self) -> Sequence[Device]:
+        return jax.devices() if self._devices is None else self._devices
+
+    def _present(self, plan: Plan) -> tuple[Device, ...]:
+        """The devices that a plan runs on. Raises DeviceError if there are too few."""
+        devices = tuple(self._present_devices())
+        if len(devices) < plan.mesh.size:
+            kinds = ", ".join(sorted({d.device_kind for d in devices}))
+            raise DeviceError(
+                explain(
+                    f"{self._signature.function} is planned for {plan.mesh.size} devices ({plan.mesh}) of "
+                    f"cluster {plan.cluster.name!r}",
+                    f"{len(devices)} are here ({kinds})",
+                    self._signature.source,
+                    "run it where the cluster is, leave out cluster= to plan for the devices that are here, or ask "
+                    "only for .plan(...), which needs no devices",
+                )
+            )
+        return devices[: plan.mesh.size]

@@ -1,0 +1,186 @@
+"""What a call's arguments are: which are static, what the others are named in the user's words, what types they have.
+
+Static arguments follow `jax.jit`'s own rules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, cast
+
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from autopar import jax_compat
+from autopar.errors import ArgumentError, explain
+
+Positions = int | Sequence[int] | None
+Names = str | Iterable[str] | None
+Type = tuple[tuple[int, ...], Any, bool]
+"""Shape, dtype and whether the dtype is weak: what tells two traces apart."""
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_TYPE = attrgetter("shape", "dtype", "weak_type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """How a function's calls are read.
+
+    `function` is its name and `source` where it starts. `parameters` are the names of positional parameters, `rest`
+    that of `*args`.
+    """
+
+    function: str
+    parameters: tuple[str, ...]
+    rest: str
+    static_positions: tuple[int, ...]
+    static_names: tuple[str, ...]
+    source: str
+
+    @property
+    def has_statics(self) -> bool:
+        return bool(self.static_positions or self.static_names)
+
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        """((dynamic args, dynamic kwargs), static values as a key). Raises ArgumentError for an unhashable static."""
+        if not self.has_statics:
+            return (args, kwargs), ()
+        positions = self._positions(len(args))
+        statics = [(self.name(i), args[i]) for i in positions]
+        statics += [(name, kwargs[name]) for name in self.static_names if name in kwargs]
+        for name, value in statics:
+            self._check_hashable(name, value)
+        dynamic = tuple(value for i, value in enumerate(args) if i not in positions)
+        named = {name: value for name, value in kwargs.items() if name not in self.static_names}
+        return (dynamic, named), tuple((name, type(value), value) for name, value in statics)
+
+    def merge(self, dynamic: tuple[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """(args, kwargs) with the dynamic arguments replaced by those of `dynamic`."""
+        static = self._positions(len(args))
+        replaced = iter(dynamic[0])
+        return tuple(a if i in static else next(replaced) for i, a in enumerate(args)), {**kwargs, **dynamic[1]}
+
+    def name(self, position: int) -> str:
+        """What the user calls the argument at `position`."""
+        if position < len(self.parameters):
+            return self.parameters[position]
+        return f"{self.rest or 'args'}[{position - len(self.parameters)}]"
+
+    def names(self, dynamic: tuple[tuple[Any, ...], Mapping[str, Any]], n_args: int) -> tuple[str, ...]:
+        """The path of each leaf of the dynamic arguments, such as `state.params['wte']`.
+
+        `n_args` counts the call's positional arguments, static ones included.
+        """
+        static = self._positions(n_args)
+        positions = [i for i in range(n_args) if i not in static]
+        named: list[str] = []
+        for path, _ in tree_flatten_with_path(dynamic)[0]:
+            side, argument, *inner = cast("tuple[Any, ...]", path)
+            whole = self.name(positions[argument.idx]) if side.idx == 0 else argument.key
+            named.append(whole + keystr(tuple(inner)))
+        return tuple(named)
+
+    def _positions(self, n_args: int) -> tuple[int, ...]:
+        counted = (i if i >= 0 else n_args + i for i in self.static_positions)
+        return tuple(i for i in counted if 0 <= i < n_args)
+
+    def _check_hashable(self, name: str, value: Any) -> None:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ArgumentError(
+                explain(
+                    f"static argument {name} = {_short(value)} of type {type(value).__name__}",
+                    f"a static argument must be hashable, to tell one compiled program from another ({error})",
+                    self.source,
+                    "pass a hashable value (a tuple for a list, a frozen dataclass for a dict), or take "
+                    f"{name} off static_argnums and static_argnames if it holds arrays",
+                )
+            ) from error
+
+
+def signature_of(fun: Callable[..., Any], static_argnums: Positions, static_argnames: Names) -> Signature:
+    """The signature of `fun`, with each of the two ways to name static arguments completed from the other."""
+    try:
+        found = list(inspect.signature(fun).parameters.values())
+    except (ValueError, TypeError):
+        found = []
+    positions = _tuple(static_argnums, int)
+    names = _tuple(static_argnames, str)
+    either_way = [(i, p.name) for i, p in enumerate(found) if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if static_argnums is None:
+        positions = tuple(i for i, name in either_way if name in names)
+    elif static_argnames is None:
+        names = tuple(name for i, name in either_way if i in positions)
+    return Signature(
+        function=getattr(fun, "__name__", type(fun).__name__),
+        parameters=tuple(p.name for p in found if p.kind in _POSITIONAL),
+        rest=next((p.name for p in found if p.kind is inspect.Parameter.VAR_POSITIONAL), ""),
+        static_positions=positions,
+        static_names=names,
+        source=_source(fun),
+    )
+
+
+def types_of(leaves: Sequence[Any]) -> tuple[Type, ...]:
+    """The type of each leaf as `jax.jit` tells them apart; fast for arrays, which are most of what a step takes."""
+    try:
+        return tuple(map(_TYPE, leaves))
+    except AttributeError:
+        return tuple(map(_type_of, leaves))
+
+
+def abstract(dynamic: Any, signature: Signature, n_args: int) -> Any:
+    """The dynamic arguments with a plain `jax.ShapeDtypeStruct` for each leaf: shape, dtype, weakness, no sharding.
+
+    Raises ArgumentError, with the argument's path, for a leaf that is no array.
+    """
+    leaves, tree = jax.tree.flatten(dynamic)
+    structs: list[jax.ShapeDtypeStruct] = []
+    for index, leaf in enumerate(leaves):
+        aval = _typeof(leaf)
+        if aval is None:
+            name = signature.names(dynamic, n_args)[index]
+            raise ArgumentError(
+                explain(
+                    f"argument {name} = {_short(leaf)} of type {type(leaf).__name__}",
+                    "an argument is a pytree of arrays, NumPy arrays, numbers and jax.ShapeDtypeStructs",
+                    signature.source,
+                    f"pass an array, or name it in static_argnames if {name} is an option of the program",
+                )
+            )
+        structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type))
+    return jax.tree.unflatten(tree, structs)
+
+
+def _typeof(leaf: Any) -> Any:
+    """JAX's type of an array or of what it takes for one, else None."""
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        return None
+    return aval if jax_compat.is_array_type(aval) else None
+
+
+def _type_of(leaf: Any) -> Type:
+    aval = jax.typeof(leaf)
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
+
+
+def _tuple(given: Any, one: type) -> tuple[Any, ...]:
+    return () if given is None else (given,) if isinstance(given, one) else tuple(given)
+
+
+def _source(fun: Callable[..., Any]) -> str:
+    """`file:line (function)` of the user's function, empty for one without source."""
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})" if code else ""
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,38 @@
+"""Errors about what the user handed to autopar, each in four parts: what, the rule it breaks, where, what to change."""
+
+from __future__ import annotations
+
+from passes.errors import ClusterError, InternalError, PlanMismatchError, PlanningError
+
+__all__ = [
+    "ArgumentError",
+    "ClusterError",
+    "DeviceError",
+    "InternalError",
+    "PlanMismatchError",
+    "PlanningError",
+    "UnboundPlanError",
+    "UnsupportedError",
+    "explain",
+]
+
+
+class ArgumentError(PlanningError, TypeError, ValueError):
+    """An argument that the function cannot be planned for; `jax.jit` raises TypeError or ValueError for the same."""
+
+
+class UnsupportedError(PlanningError, NotImplementedError):
+    """An operation in the user's function that no plan can keep."""
+
+
+class DeviceError(PlanningError, RuntimeError):
+    """A plan for devices that are not here."""
+
+
+class UnboundPlanError(PlanningError):
+    """A question about arguments put to a plan that knows no function, such as one just loaded from a file."""
+
+
+def explain(what: str, rule: str, where: str, remedy: str) -> str:
+    """The four parts of an error as text; `where` is the user's `file:line (function)` and may be empty."""
+    return "\n  ".join((f"{what}: {rule}", *([f"at {where}"] if where else []), remedy))

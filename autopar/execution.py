@@ -1,0 +1,198 @@
+"""Planned programs as JAX runs them: one `jax.jit` of the lowered program, called on the flat arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from autopar import jax_compat
+from autopar.arguments import Signature, Type, types_of
+from autopar.errors import ArgumentError, explain
+from autopar.jax_compat import Device, PyTreeDef
+from autopar.lower import build
+from autopar.plan import Plan
+from autopar.trace import Traced
+
+_SHARDING = attrgetter("sharding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A traced and planned program as a jitted function of flat arguments, nothing lowered yet.
+
+    `signature` reads the calls of the user's function.
+    """
+
+    signature: Signature
+    traced: Traced
+    plan: Plan
+    jitted: Any
+    in_shardings: tuple[Sharding, ...]
+    out_shardings: tuple[Sharding, ...]
+
+    def executable(self, run: Callable[..., Sequence[jax.Array]] | None = None) -> Executable:
+        """The program as calls run it, by `run` in place of the jitted function if it is compiled."""
+        return Executable(
+            run=run or self.jitted,
+            in_shardings=self.in_shardings,
+            donated=self.traced.donated,
+            out_tree=self.traced.out_tree,
+        )
+
+
+def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[Device]) -> Prepared:
+    """The jitted function of a plan on its devices."""
+    program = build(traced, plan, devices)
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
+        results = program.function(*leaves)
+        # Weakness decides promotions in the next call's trace, so what jit returns weak must not come back strong.
+        return tuple(map(jax_compat.with_weakness, results, traced.weak))
+
+    flat.__name__ = flat.__qualname__ = signature.function
+    jitted = jax.jit(
+        flat,
+        in_shardings=program.in_shardings,
+        out_shardings=program.out_shardings,
+        donate_argnums=tuple(i for i, donated in enumerate(traced.donated) if donated),
+    )
+    return Prepared(
+        signature=signature,
+        traced=traced,
+        plan=plan,
+        jitted=jitted,
+        in_shardings=program.in_shardings,
+        out_shardings=program.out_shardings,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executable:
+    """A program on flat arguments: each goes where the plan wants it, unless it is there already.
+
+    A donated argument is gone after the call even where it had to move first, as with `jax.jit`.
+    """
+
+    run: Callable[..., Sequence[jax.Array]]
+    in_shardings: tuple[Sharding, ...]
+    donated: tuple[bool, ...]
+    out_tree: PyTreeDef
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        if not jax_compat.has_ambient_mesh():
+            return self._call(leaves)
+        with jax_compat.no_mesh():
+            return self._call(leaves)
+
+    def _call(self, leaves: list[Any]) -> Any:
+        if _shardings_of(leaves) == self.in_shardings:
+            return jax.tree.unflatten(self.out_tree, self.run(*leaves))
+        moving = [i for i, wanted in enumerate(self.in_shardings) if getattr(leaves[i], "sharding", None) != wanted]
+        placed = list(leaves)
+        moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
+        for i, array in zip(moving, moved, strict=True):
+            placed[i] = array
+        results = self.run(*placed)
+        for i in moving:
+            if self.donated[i] and isinstance(leaves[i], jax.Array) and not leaves[i].is_deleted():
+                leaves[i].delete()
+        return jax.tree.unflatten(self.out_tree, results)
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A program in StableHLO for its plan's devices; `compile()` is the next step."""
+
+    _prepared: Prepared
+    _types: tuple[Type, ...]
+    _lowered: Any
+
+    @property
+    def plan(self) -> Plan:
+        return self._prepared.plan
+
+    def as_text(self) -> str:
+        """The StableHLO."""
+        return self._lowered.as_text()
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+        """The executable; `compiler_options` are XLA's."""
+        compiled = self._lowered.compile(compiler_options=compiler_options)
+        return Compiled(self._prepared, self._types, compiled, self._prepared.executable(compiled))
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A program compiled for its plan's devices, callable with arguments of the types that it was lowered for."""
+
+    _prepared: Prepared
+    _types: tuple[Type, ...]
+    _compiled: Any
+    _executable: Executable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dynamic, _ = self._prepared.signature.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        self._check(tree, types_of(leaves))
+        return self._executable(leaves)
+
+    @property
+    def plan(self) -> Plan:
+        return self._prepared.plan
+
+    @property
+    def input_shardings(self) -> tuple[Any, Any]:
+        """The sharding of each argument, as the pair (args, kwargs) without static arguments."""
+        return jax.tree.unflatten(self._prepared.traced.in_tree, self._prepared.in_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """The sharding of each result, in the function's own pytree."""
+        return jax.tree.unflatten(self._prepared.traced.out_tree, self._prepared.out_shardings)
+
+    def as_text(self) -> str:
+        """The optimized HLO."""
+        return self._compiled.as_text()
+
+    def memory_analysis(self) -> Any:
+        """XLA's account of one device's memory, as from `jax.stages.Compiled`."""
+        return self._compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        """XLA's estimate of flops and bytes on one device; it counts the body of a loop once."""
+        return self._compiled.cost_analysis()
+
+    def _check(self, tree: PyTreeDef, types: tuple[Type, ...]) -> None:
+        traced, source = self._prepared.traced, self._prepared.signature.source
+        again = "lower and compile again for these arguments, or call the function itself, which does"
+        if tree != traced.in_tree:
+            what = f"arguments (args, kwargs) with the structure {tree}"
+            raise ArgumentError(explain(what, f"the program was compiled for {traced.in_tree}", source, again))
+        for name, found, wanted in zip(traced.graph.input_names, types, self._types, strict=True):
+            if found != wanted:
+                rule = f"the program was compiled for {_words(wanted)}"
+                raise ArgumentError(explain(f"argument {name} is {_words(found)}", rule, source, again))
+
+
+def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
+    """The program lowered for flat arguments of these types."""
+    with jax_compat.no_mesh():
+        return Lowered(prepared, types_of(structs), prepared.jitted.lower(*structs))
+
+
+def _shardings_of(leaves: list[Any]) -> tuple[Sharding, ...] | None:
+    """Where the arguments lie; None if one lies nowhere yet, as numbers, NumPy arrays and traced values do."""
+    try:
+        return tuple(map(_SHARDING, leaves))
+    except AttributeError:
+        return None
+
+
+def _words(type: Type) -> str:
+    shape, dtype, weak = type
+    return f"{dtype.name}[{','.join(map(str, shape))}]" + (" (weakly typed)" if weak else "")

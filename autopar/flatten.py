@@ -1,0 +1,312 @@
+"""A jaxpr as the planner's `Graph`: calls inlined, scalars as numbers, parameters as plain data, dead nodes gone.
+
+`scan`, `while` and `cond` stay nodes with their bodies as subgraphs. Sharding constraints of the user's are dropped:
+they speak to another partitioner, and the plan answers their question itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.errors import UnsupportedError, explain
+from passes.ir import Graph, Node, TensorType
+
+# Primitives that are only a call, and the parameter that holds what they call.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "core_call": "call_jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+# Primitives that stay nodes, and the parameters that hold their bodies in the order of `Node.subgraphs`.
+_CONTROL = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
+
+_HINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+# What a program fingerprints must be the same in another process: large arrays in parameters count by size alone.
+_LARGEST_ARRAY_PARAM = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equation:
+    """What lowering binds for one node: `primitive.bind(*inputs, **jax_compat.bind_params(equation, params))`.
+
+    `params` are JAX's own, jaxprs and callables included. `bodies` belong to the node's `subgraphs`, one for one.
+    """
+
+    primitive: jax_compat.Primitive
+    params: Mapping[str, Any] = field(default_factory=dict)
+    bodies: tuple[Body, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A graph with what it takes to run it: `equations[i]` is node i's, `constants[i]` the array of constant i."""
+
+    graph: Graph
+    equations: tuple[Equation, ...]
+    constants: tuple[Any, ...]
+
+
+def flatten(jaxpr: Any, *, input_names: tuple[str, ...] = (), output_names: tuple[str, ...] = ()) -> Body:
+    """The body of a closed jaxpr. Raises UnsupportedError for a side effect or reference that no plan can keep."""
+    opened, consts = jax_compat.open_jaxpr(jaxpr)
+    build = _Builder()
+    inputs = [build.fresh(var.aval) for var in opened.invars]
+    outputs = build.inline(opened, consts, inputs, _Site())
+    return build.finish(inputs, outputs, input_names, output_names)
+
+
+def type_of(aval: Any) -> TensorType:
+    """The planner's name for a JAX type."""
+    name = aval.dtype.name
+    return TensorType(shape=tuple(int(d) for d in aval.shape), dtype="float0" if name == "void" else name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Where an equation stands: the name stack and the user's line, of the call around it where it has none itself."""
+
+    scope: str = ""
+    source: str = ""
+
+    def inside(self, equation: Any) -> _Site:
+        scope = "/".join(filter(None, (self.scope, jax_compat.scope_of(equation))))
+        return _Site(scope, jax_compat.source_of(equation, self.source))
+
+
+class _Builder:
+    """A graph being written: values are numbered as they appear and renumbered at the end."""
+
+    def __init__(self) -> None:
+        self.types: list[TensorType] = []
+        self.nodes: list[Node] = []
+        self.equations: list[Equation] = []
+        self.kept: set[int] = set()  # nodes with an effect, which live without a reader
+        self.literals: dict[int, float | int | bool | str] = {}
+        self.constants: dict[int, Any] = {}
+        self._literal_values: dict[tuple[str, str], int] = {}
+        self._constant_values: dict[int, int] = {}
+
+    def fresh(self, aval: Any) -> int:
+        self.types.append(type_of(aval))
+        return len(self.types) - 1
+
+    def constant(self, array: Any, aval: Any) -> int:
+        """The value of a captured array, one for each array however often it is captured."""
+        if id(array) not in self._constant_values:
+            self._constant_values[id(array)] = value = self.fresh(aval)
+            self.constants[value] = array
+        return self._constant_values[id(array)]
+
+    def literal(self, literal: Any) -> int:
+        """The value of a literal: a number if it is one, else a constant."""
+        dtype = literal.aval.dtype
+        number = _number(literal.val, dtype) if literal.aval.shape == () else None
+        if number is None:
+            return self.constant(literal.val, literal.aval)
+        key = (repr(number), dtype.name)
+        if key not in self._literal_values:
+            self._literal_values[key] = value = self.fresh(literal.aval)
+            self.literals[value] = number
+        return self._literal_values[key]
+
+    def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], call: _Site) -> list[int]:
+        """The output values of an open jaxpr called at `call`, its equations appended."""
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, array in zip(jaxpr.constvars, consts, strict=True):
+            values[var] = self.constant(array, var.aval)
+
+        def read(atom: Any) -> int:
+            return self.literal(atom) if isinstance(atom, jax_compat.Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            results = self.add(equation, tuple(map(read, equation.invars)), call.inside(equation))
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def add(self, equation: Any, inputs: tuple[int, ...], site: _Site) -> Sequence[int]:
+        """The output values of an equation."""
+        name = equation.primitive.name
+        if name in _HINTS:
+            return inputs
+        if name in _CALLS:
+            inputs = self._barrier(equation, inputs, site)
+            inner, consts = jax_compat.open_jaxpr(equation.params[_CALLS[name]])
+            return self.inline(inner, consts, inputs, site)
+        if reason := jax_compat.unkept_effect(equation):
+            raise UnsupportedError(_unsupported(name, reason, site.source))
+        bodies = tuple(flatten(jaxpr) for key in _CONTROL.get(name, ()) for jaxpr in _several(equation.params[key]))
+        if equation.effects:
+            self.kept.add(len(self.nodes))
+        return self.append(
+            Node(
+                primitive=name,
+                inputs=inputs,
+                outputs=tuple(self.fresh(var.aval) for var in equation.outvars),
+                params=plain_params(equation.params),
+                subgraphs=tuple(body.graph for body in bodies),
+                source=site.source,
+                scope=site.scope,
+            ),
+            Equation(primitive=equation.primitive, params=equation.params, bodies=bodies),
+        )
+
+    def append(self, node: Node, equation: Equation) -> tuple[int, ...]:
+        self.nodes.append(node)
+        self.equations.append(equation)
+        return node.outputs
+
+    def _barrier(self, equation: Any, inputs: tuple[int, ...], site: _Site) -> tuple[int, ...]:
+        """The inputs of a recomputation behind a barrier: without it XLA merges it with the first computation."""
+        wanted = equation.params.get("differentiated") and equation.params.get("prevent_cse")
+        if not wanted:
+            return inputs
+        every = wanted if isinstance(wanted, tuple) else (True,) * len(inputs)
+        held = [v for v, hold in zip(inputs, every, strict=True) if hold and v not in self.literals]
+        unique = tuple(dict.fromkeys(held))
+        if not unique:
+            return inputs
+        outputs = tuple(range(len(self.types), len(self.types) + len(unique)))
+        self.types.extend(self.types[v] for v in unique)
+        primitive = jax_compat.optimization_barrier_p
+        node = Node(primitive=primitive.name, inputs=unique, outputs=outputs, source=site.source, scope=site.scope)
+        behind = dict(zip(unique, self.append(node, Equation(primitive=primitive)), strict=True))
+        return tuple(behind.get(v, v) if hold else v for v, hold in zip(inputs, every, strict=True))
+
+    def finish(
+        self, inputs: list[int], outputs: list[int], input_names: tuple[str, ...], output_names: tuple[str, ...]
+    ) -> Body:
+        """What was written, without what nothing reads, values numbered in order of appearance."""
+        live = set(outputs)
+        picked: list[int] = []
+        for index in reversed(range(len(self.nodes))):
+            node = self.nodes[index]
+            if index in self.kept or not live.isdisjoint(node.outputs):
+                live.update(node.inputs)
+                picked.append(index)
+        picked.reverse()
+        constants = [v for v in self.constants if v in live]
+        literals = [v for v in self.literals if v in live]
+        order = [*inputs, *constants, *literals, *(v for i in picked for v in self.nodes[i].outputs)]
+        number = {value: index for index, value in enumerate(order)}
+
+        def renumber(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(number[v] for v in values)
+
+        graph = Graph(
+            types=tuple(self.types[v] for v in order),
+            nodes=tuple(_rewired(self.nodes[i], renumber) for i in picked),
+            inputs=renumber(inputs),
+            outputs=renumber(outputs),
+            constants=renumber(constants),
+            literals={number[v]: self.literals[v] for v in literals},
+            input_names=input_names,
+            output_names=output_names,
+        )
+        graph.verify()
+        return Body(
+            graph=graph,
+            equations=tuple(self.equations[i] for i in picked),
+            constants=tuple(self.constants[v] for v in constants),
+        )
+
+
+def plain_params(params: Mapping[str, Any]) -> dict[str, object]:
+    """Parameters as plain data that reads the same in every process; jaxprs and callables are left out."""
+    return {key: _plain(value) for key, value in params.items() if not _is_code(value)}
+
+
+def _plain(value: Any) -> object:
+    match value:
+        case None | str():
+            return value
+        case enum.Enum():
+            return value.name
+        case bool() | np.bool_():
+            return bool(value)
+        case int() | np.integer():
+            return int(value)
+        case float() | np.floating():
+            return float(value)
+        case np.dtype():
+            return value.name
+        case tuple() if hasattr(value, "_fields"):
+            fields = zip(getattr(value, "_fields", ()), value, strict=True)
+            return {key: _plain(item) for key, item in fields if not _is_code(item)}
+        case tuple() | list():
+            return tuple(_plain(item) for item in value if not _is_code(item))
+        case Mapping():
+            return {str(key): _plain(item) for key, item in sorted(value.items(), key=str) if not _is_code(item)}
+        case frozenset() | set():
+            return tuple(sorted(map(str, value)))
+        case np.ndarray() if value.size <= _LARGEST_ARRAY_PARAM:
+            return _plain(value.tolist())
+        case np.ndarray():
+            return f"{value.dtype.name}{list(value.shape)}"
+        case type() if issubclass(value, np.generic):
+            return np.dtype(value).name
+    return _ADDRESS.sub("", str(value))
+
+
+def _is_code(value: Any) -> bool:
+    """Whether a parameter is a program rather than data, be it one or a collection of them; types are data."""
+    if isinstance(value, tuple | list):
+        return len(value) > 0 and all(map(_is_code, value))
+    return jax_compat.is_jaxpr(value) or (callable(value) and not isinstance(value, type))
+
+
+def _number(value: Any, dtype: Any) -> float | int | bool | None:
+    """A scalar as a Python number, None for one that is no bool, integer or real (keys, complex numbers)."""
+    if dtype.name == "bool":
+        return bool(value)
+    if np.issubdtype(dtype, np.integer) or dtype.name.startswith(("int", "uint")):
+        return int(value)
+    if dtype.name.startswith(("float", "bfloat")):
+        return float(value)
+    return None
+
+
+def _several(jaxprs: Any) -> tuple[Any, ...]:
+    return tuple(jaxprs) if isinstance(jaxprs, tuple | list) else (jaxprs,)
+
+
+def _rewired(node: Node, renumber: Any) -> Node:
+    return Node(
+        primitive=node.primitive,
+        inputs=renumber(node.inputs),
+        outputs=renumber(node.outputs),
+        params=node.params,
+        subgraphs=node.subgraphs,
+        source=node.source,
+        scope=node.scope,
+    )
+
+
+def _unsupported(primitive: str, reason: str, source: str) -> str:
+    if "reference" in reason:
+        remedy = "carry the value through the function as an argument and a result instead of updating it in place"
+    else:
+        remedy = "drop ordered=True, or move the callback out of the planned function"
+    return explain(
+        f"{primitive} {reason}",
+        "a plan may run the program's operations on many devices at once, in any order that its values allow",
+        source,
+        remedy,
+    )

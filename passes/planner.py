@@ -1,0 +1,225 @@
+"""The whole algorithm: group operators, lay out a mesh, tabulate strategies, solve, and read the plan off the answer.
+
+    group      light operators follow heavy ones                                     passes/bundles.py
+    lay out    every way to arrange the devices as one or two axes                   passes/mesh.py
+    tabulate   each bundle's legal shardings, priced; reshardings between them       passes/problem.py
+    solve      one strategy per bundle at the least total seconds                    passes/intra_op.py
+    read off   placements, then the moves between them, then collectives and bytes   passes/moves.py, passes/memory.py
+
+Hand-made planners run the same path on a mesh and under restrictions of their own (passes/restrictions.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from passes import collectives, restrictions
+from passes.bundles import Grouping, group
+from passes.cluster import Cluster
+from passes.errors import PlanMismatchError
+from passes.intra_op import Answer, SolverOptions, solve
+from passes.ir import Graph
+from passes.memory import peak_nbytes
+from passes.mesh import Mesh, shapes
+from passes.moves import Move, moves
+from passes.moves import collectives as collectives_of
+from passes.plan import Operator, Plan, Solution
+from passes.problem import Assembly, assemble
+from passes.resharding import Resharder
+
+Tied = tuple[tuple[int, int], ...]
+Restriction = Callable[[Assembly], Assembly]
+
+
+class Planner(Protocol):
+    """Anything that turns a graph and a cluster into a plan."""
+
+    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+        """The plan of `graph` on `cluster`; `tied` pairs (output, input) positions that are one state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """The cheapest placements on the best logical mesh of at most `max_axes` axes."""
+
+    max_axes: int = 2
+    solver: SolverOptions = field(default_factory=SolverOptions)
+
+    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+        meshes = [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(cluster.n_devices, max_axes=self.max_axes))]
+        return _best("auto", graph, meshes, tied, donated, self.solver)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """The batch over all devices, everything else whole: one gradient reduction per parameter."""
+
+    solver: SolverOptions = field(default_factory=SolverOptions)
+
+    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+        mesh = _named(cluster, ("data", cluster.n_devices))
+        return _best("data parallel", graph, [mesh], tied, donated, self.solver, restrictions.data_parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Data parallelism with optimizer state cut over the devices (`stage` 1 or 2) and parameters too (3).
+
+    Reference: Rajbhandari et al., "ZeRO" (SC 2020). Stages 1 and 2 differ only in how long gradients live; here they
+    are scattered as soon as they are summed, which is stage 2.
+    """
+
+    stage: int = 3
+    solver: SolverOptions = field(default_factory=SolverOptions)
+
+    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+        restrict = restrictions.zero(self.stage)
+        mesh = _named(cluster, ("data", cluster.n_devices))
+        return _best(f"zero-{self.stage}", graph, [mesh], tied, donated, self.solver, restrict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron:
+    """The batch over `data` devices and every weight matrix over `tensor` devices; which dimension is cut is solved for.
+
+    Reference: Shoeybi et al., "Megatron-LM" (2019), section 3.
+    """
+
+    data: int
+    tensor: int
+    solver: SolverOptions = field(default_factory=SolverOptions)
+
+    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+        restrictions.check_sizes({"data": self.data, "tensor": self.tensor}, cluster)
+        mesh = _named(cluster, ("data", self.data), ("tensor", self.tensor))
+        name = f"megatron {self.data}x{self.tensor}"
+        return _best(name, graph, [mesh], tied, donated, self.solver, restrictions.megatron)
+
+
+@dataclass(frozen=True, slots=True)
+class Manual:
+    """A saved or edited plan (a path or a Plan), replayed without solving."""
+
+    source: str | Path | Plan
+
+    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+        plan = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
+        plan.check(graph)
+        if plan.mesh.size > cluster.n_devices:
+            raise PlanMismatchError(
+                f"the plan was made for {plan.mesh.size} devices ({plan.mesh}), the cluster {cluster.name!r} has "
+                f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
+            )
+        return plan
+
+
+def _best(
+    name: str,
+    graph: Graph,
+    meshes: Sequence[Mesh],
+    tied: Tied,
+    donated: Sequence[bool],
+    options: SolverOptions,
+    restrict: Restriction | None = None,
+) -> Plan:
+    """The cheapest plan over the meshes."""
+    start = time.perf_counter()
+    grouping = group(graph)
+    grouped = time.perf_counter()
+    phases = {"bundles": grouped - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
+    found: list[tuple[Assembly, Answer, Resharder]] = []
+    for mesh in meshes:
+        began = time.perf_counter()
+        resharder = Resharder(mesh)
+        assembly = assemble(graph, mesh, grouping, resharder, tied)
+        assembly = restrict(assembly) if restrict else assembly
+        phases["tables"] += time.perf_counter() - began
+        answer = solve(assembly.problem, options)
+        phases["build"] += answer.build_seconds
+        phases["solve"] += answer.solve_seconds
+        found.append((assembly, answer, resharder))
+    assembly, answer, resharder = min(found, key=lambda one: one[1].objective)
+    return _read_off(name, assembly, answer, resharder, tied, donated, phases)
+
+
+def _read_off(
+    name: str,
+    assembly: Assembly,
+    answer: Answer,
+    resharder: Resharder,
+    tied: Tied,
+    donated: Sequence[bool],
+    phases: dict[str, float],
+) -> Plan:
+    """The plan that an answer stands for: placements, the moves between them, and what both cost."""
+    graph, mesh, grouping = assembly.graph, assembly.mesh, assembly.grouping
+    inputs, placements, outputs = assembly.placements(answer.choice)
+    schedule = moves(graph, inputs, placements, outputs, resharder)
+    donated = donated or (False,) * len(graph.inputs)
+    operators = tuple(
+        Operator(primitive=node.primitive, source=node.source, scope=node.scope, placement=placement)
+        for node, placement in zip(graph.nodes, placements, strict=True)
+    )
+    unknown = (f"{n.primitive} at {n.source}" for n, r in zip(graph.nodes, grouping.rules, strict=True) if r.reason)
+    return Plan(
+        fingerprint=graph.fingerprint,
+        cluster=mesh.cluster,
+        mesh=mesh,
+        operators=operators,
+        inputs=inputs,
+        outputs=outputs,
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+        collectives=collectives_of(graph, schedule, mesh),
+        seconds={"compute": assembly.compute_seconds(answer.choice), **_move_seconds(graph, schedule, mesh)},
+        nbytes=peak_nbytes(graph, grouping, mesh, inputs, placements, outputs, schedule, tied, donated),
+        solution=Solution(
+            planner=name,
+            status=answer.status,
+            objective=answer.objective,
+            bound=answer.bound,
+            phase_seconds=phases,
+        ),
+        replicated=tuple(dict.fromkeys(unknown)),
+    )
+
+
+def _move_seconds(graph: Graph, schedule: Sequence[Sequence[Move]], mesh: Mesh) -> dict[str, float]:
+    """Seconds of all moves, by kind of collective; `copies` are the local steps."""
+    device = mesh.cluster.group().device
+    totals: dict[str, float] = {}
+    for move in (move for before in schedule for move in before):
+        spec = move.before
+        for step in move.steps:
+            larger = spec.local_nbytes(graph.types[move.value], mesh)
+            spec = step.apply(spec)
+            after = spec.local_nbytes(graph.types[move.value], mesh)
+            if step.is_local:
+                spent = device.launch_seconds / 4 + 2 * after / device.memory_bytes_per_second
+            else:
+                payload = float(max(larger, after))
+                spent = float(collectives.seconds(step.kind, payload, mesh.group(step.axes))) + device.launch_seconds
+            cause = "copies" if step.is_local else step.kind
+            totals[cause] = totals.get(cause, 0.0) + spent
+    return totals
+
+
+def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
+    return Mesh(axes=("x", "y", "z")[: len(sizes)], sizes=sizes, cluster=cluster)
+
+
+def _named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
+    used = [(name, size) for name, size in axes if size > 1]
+    return Mesh(axes=tuple(name for name, _ in used), sizes=tuple(size for _, size in used), cluster=cluster)
+
+
+def _distinct(cluster: Cluster, sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    """The shapes that differ on this cluster: on one host all devices are equally far apart, so order is only naming."""
+    if cluster.group().hosts > 1:
+        return list(sizes)
+    return list(dict.fromkeys(tuple(sorted(shape)) for shape in sizes))

@@ -1,0 +1,574 @@
+"""What a traced function looks like to planning: names, types, wiring, phases, and what must not get through."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import Partial
+
+from autopar import jax_compat
+from autopar.errors import ArgumentError, UnsupportedError
+from autopar.flatten import Body
+from autopar.trace import Traced, trace
+from passes.ir import Graph, Node, TensorType
+from passes.phases import phase
+
+ROOT = Path(__file__).parents[2]
+F32 = jnp.float32
+
+
+def struct(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def traced(fun: Any, *args: Any, **options: Any) -> Traced:
+    return trace(fun, args, {}, **options)
+
+
+def primitives(graph: Graph) -> list[str]:
+    return [node.primitive for node in graph.nodes]
+
+
+def only(graph: Graph, primitive: str) -> Node:
+    (node,) = (node for node in graph.nodes if node.primitive == primitive)
+    return node
+
+
+def run(body: Traced | Body, *inputs: Any) -> list[Any]:
+    """The graph executed node by node on whole arrays, as a lowering would on one device."""
+    graph = body.graph
+    values = dict(zip(graph.inputs, inputs, strict=True)) | dict(zip(graph.constants, body.constants, strict=True))
+    for value, number in graph.literals.items():
+        values[value] = jnp.asarray(number, dtype=graph.types[value].dtype)
+    for node, equation in zip(graph.nodes, body.equations, strict=True):
+        params = jax_compat.bind_params(equation, dict(equation.params))
+        results = equation.primitive.bind(*(values[v] for v in node.inputs), **params)
+        results = results if equation.primitive.multiple_results else [results]
+        values.update(zip(node.outputs, results, strict=True))
+    return [values[v] for v in graph.outputs]
+
+
+# A model, its training step, and the same step without flax.
+
+
+class Layer(nn.Module):
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.gelu(nn.Dense(self.features, name="dense")(x))
+
+
+class Perceptron(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer) if self.remat else Layer
+        return layer(4, name="down")(layer(16, name="up")(x))
+
+
+def train_step(state, batch):
+    def loss(params):
+        predicted = state.apply_fn({"params": params}, batch["inputs"])
+        return jnp.mean((predicted - batch["targets"]) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=gradient), value
+
+
+def example(remat: bool = False):
+    model = Perceptron(remat)
+
+    def init(key):
+        params = model.init(key, jnp.zeros((1, 8)))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+    batch = {"inputs": struct(32, 8), "targets": struct(32, 4)}
+    return jax.eval_shape(init, jax.random.key(0)), batch
+
+
+@pytest.fixture(scope="module")
+def step() -> Traced:
+    return traced(train_step, *example(), donate_argnums=0)
+
+
+def test_step_has_one_flat_graph(step: Traced):
+    step.graph.verify()
+    assert not {"jit", "pjit", "custom_jvp_call", "custom_vjp_call"} & set(primitives(step.graph))
+    assert len(step.equations) == len(step.graph.nodes)
+    assert all(e.primitive.name == n.primitive for e, n in zip(step.equations, step.graph.nodes, strict=True))
+
+
+def test_names_are_paths_in_the_users_words(step: Traced):
+    assert "state.params['up']['dense']['kernel']" in step.graph.input_names
+    assert "batch['inputs']" in step.graph.input_names
+    assert "out[0].params['up']['dense']['kernel']" in step.graph.output_names
+    assert step.graph.output_names[-1] == "out[1]"
+    assert len(step.graph.input_names) == len(step.graph.inputs) == len(step.donated)
+    assert len(step.graph.output_names) == len(step.graph.outputs) == len(step.weak)
+
+
+def test_state_is_tied_leaf_by_leaf_and_donated(step: Traced):
+    names = [
+        (step.graph.output_names[output].removeprefix("out[0]"), step.graph.input_names[input].removeprefix("state"))
+        for output, input in step.tied
+    ]
+    assert len(names) == len(step.graph.outputs) - 1
+    assert all(output == input for output, input in names)
+    assert [name.startswith("state") for name in step.graph.input_names] == list(step.donated)
+
+
+def test_phases_come_from_scopes(step: Traced):
+    phases = Counter(map(phase, step.graph.nodes))
+    assert set(phases) == {"forward", "backward", "apply"}
+    products = [node for node in step.graph.nodes if node.primitive == "dot_general"]
+    assert [(phase(node), node.scope.split("/")[1]) for node in products] == [
+        ("forward", "up"),
+        ("forward", "down"),
+        ("backward", "down"),
+        ("backward", "down"),
+        ("backward", "up"),
+    ]
+
+
+def test_phases_of_a_plain_function_with_nested_calls():
+    @jax.jit
+    def layer(w, x):
+        return jax.nn.relu(x @ w)
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: layer(w, x).sum())(w)
+
+    graph = traced(step, struct(8, 8), struct(4, 8)).graph
+    products = [phase(node) for node in graph.nodes if node.primitive == "dot_general"]
+    assert products == ["forward", "backward"]
+    assert phase(only(graph, "sub")) == "apply"
+
+
+def test_sources_are_lines_of_the_user(step: Traced):
+    products = [node.source for node in step.graph.nodes if node.primitive == "dot_general"]
+    assert all(source.startswith(f"{__file__}:") and source.endswith("(Layer.__call__)") for source in products)
+    assert all("site-packages" not in node.source for node in step.graph.nodes)
+    assert all(node.source for node in step.graph.nodes)
+
+
+# What a graph keeps and what it drops.
+
+
+def test_scalars_are_numbers_and_arrays_are_constants():
+    table = np.arange(8, dtype=np.float32)
+
+    def f(x):
+        return x * 2 + table, x * 2.0 - jnp.asarray(table)
+
+    found = traced(f, struct(8))
+    assert sorted(found.graph.literals.values()) == [2.0]
+    assert [found.graph.types[v] for v in found.graph.constants] == [TensorType(shape=(8,), dtype="float32")] * len(
+        found.constants
+    )
+    assert all(np.array_equal(constant, table) for constant in found.constants)
+
+
+def test_literals_of_different_types_stay_apart():
+    graph = traced(lambda x, i: (x + 1, i + 1, i > 0), struct(), struct(dtype=jnp.int32)).graph
+    assert {(repr(n), graph.types[v].dtype) for v, n in graph.literals.items()} == {
+        ("1.0", "float32"),
+        ("1", "int32"),
+        ("0", "int32"),
+    }
+
+
+def test_what_nothing_reads_is_gone():
+    table = np.arange(8, dtype=np.float32)
+
+    def f(x):
+        jnp.sin(x) + table
+        largest, _ = jax.lax.top_k(x, 2)
+        return largest
+
+    found = traced(f, struct(8))
+    assert primitives(found.graph) == ["top_k"]
+    assert not found.constants
+    assert not found.graph.literals
+    assert len(only(found.graph, "top_k").outputs) == 2
+
+
+def test_prints_are_kept():
+    def f(x):
+        jax.debug.print("{}", x)
+        return x
+
+    assert len(traced(f, struct()).graph.nodes) == 1
+
+
+def test_inputs_and_constants_may_be_outputs():
+    found = traced(lambda x, y: (y, 3.0, x, jnp.arange(3), y), struct(2), struct(3))
+    graph = found.graph
+    assert graph.outputs[0] == graph.outputs[4] == graph.inputs[1]
+    assert graph.outputs[2] == graph.inputs[0]
+    assert graph.literals[graph.outputs[1]] == 3.0
+
+
+def test_function_of_nothing():
+    found = traced(lambda: jnp.ones(3) + 1)
+    assert not found.graph.inputs
+    np.testing.assert_array_equal(run(found)[0], np.full(3, 2.0))
+
+
+def test_recomputation_stands_behind_a_barrier():
+    state, batch = example(remat=True)
+    graph = traced(train_step, state, batch).graph
+    assert not {"remat2", "checkpoint"} & set(primitives(graph))
+    barriers = [node for node in graph.nodes if node.primitive == "optimization_barrier"]
+    assert len(barriers) == 2
+    recomputed = [i for i, n in enumerate(graph.nodes) if "rematted_computation" in n.scope]
+    behind = {v for node in barriers for v in node.outputs}
+    assert recomputed
+    assert behind & {v for i in recomputed for v in graph.nodes[i].inputs}
+    assert all([graph.types[v] for v in n.inputs] == [graph.types[v] for v in n.outputs] for n in barriers)
+
+
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_no_barrier_where_jax_has_none(differentiate: bool):
+    prevent = not differentiate
+    f = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent)
+    graph = traced(jax.grad(f) if differentiate else f, struct()).graph
+    assert "optimization_barrier" not in primitives(graph)
+
+
+def test_user_sharding_hints_are_dropped():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def f(x):
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, PartitionSpec("a")))
+
+    assert primitives(traced(f, struct(8)).graph) == ["mul"]
+
+
+# Control flow.
+
+
+def loop(x, w):
+    def body(carry, row):
+        return jax.nn.relu(carry @ w), row.sum()
+
+    return jax.lax.scan(body, x, jnp.ones((5, 3)))
+
+
+def test_scan_is_a_node_with_its_body():
+    found = traced(loop, struct(4, 4), struct(4, 4))
+    node = only(found.graph, "scan")
+    (body,) = node.subgraphs
+    assert {"dot_general", "max", "reduce_sum"} <= set(primitives(body))
+    assert node.params["length"] == 5
+    assert "jaxpr" not in node.params
+    equation = found.equations[found.graph.nodes.index(node)]
+    assert equation.bodies[0].graph is body
+    assert len(equation.bodies[0].equations) == len(body.nodes)
+    x, w = np.eye(4, dtype=np.float32), np.full((4, 4), 0.5, np.float32)
+    for ours, jax_own in zip(run(found, x, w), loop(x, w), strict=True):
+        np.testing.assert_allclose(ours, jax_own)
+
+
+def test_while_and_cond_have_two_bodies():
+    def f(x, n):
+        x = jax.lax.while_loop(lambda c: c[1] < n, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0]
+        return jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+
+    found = traced(f, struct(4), struct(dtype=jnp.int32))
+    condition, body = only(found.graph, "while").subgraphs
+    assert primitives(condition)[-1] == "lt"
+    assert set(primitives(body)) == {"mul", "add"}
+    assert [primitives(branch) for branch in only(found.graph, "cond").subgraphs] == [["cos"], ["sin"]]
+
+
+def test_recomputation_in_a_loop_is_backward():
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x: jnp.tanh(x @ w))
+        return jax.lax.scan(lambda c, _: (layer(c), None), x, None, length=3)[0].sum()
+
+    graph = traced(jax.grad(loss), struct(4, 4), struct(2, 4)).graph
+    assert [phase(node) for node in graph.nodes if node.primitive == "scan"] == ["forward", "backward"]
+
+
+# Parameters.
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
+    return all(map(is_plain, value)) if type(value) is tuple else type(value) in PLAIN
+
+
+def everything(x, i, key):
+    rows = x[i]
+    image = x.reshape(1, 8, 8, 1)
+    kernel = jnp.ones((3, 3, 1, 2))
+    return (
+        rows,
+        x.at[i].add(1.0),
+        x @ x.T,
+        jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        jax.random.normal(key, (4,)),
+        jax.random.split(key),
+        jnp.sort(x, axis=0),
+        jnp.cumsum(x, axis=1),
+        x.astype(jnp.bfloat16),
+        jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 2), (1, 1), "VALID"),
+        jax.scipy.linalg.cholesky(x),
+        jax.lax.scan(lambda c, r: (c + r, c), x[0], x),
+    )
+
+
+EVERYTHING = (struct(8, 8), struct(3, dtype=jnp.int32), jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def test_params_are_plain_data():
+    graph = traced(everything, *EVERYTHING).graph
+    for node in graph.nodes:
+        assert is_plain(dict(node.params)), (node.primitive, node.params)
+        assert "0x" not in repr(node.params)
+
+
+def test_params_read_as_rules_want_them():
+    graph = traced(everything, *EVERYTHING).graph
+    gather = next(node for node in graph.nodes if node.primitive == "gather")
+    assert gather.params["dimension_numbers"] == {
+        "offset_dims": (1,),
+        "collapsed_slice_dims": (0,),
+        "start_index_map": (0,),
+        "operand_batching_dims": (),
+        "start_indices_batching_dims": (),
+    }
+    assert gather.params["slice_sizes"] == (1, 8)
+    scatter = only(graph, "scatter-add")
+    assert scatter.params["dimension_numbers"] == {
+        "update_window_dims": (1,),
+        "inserted_window_dims": (0,),
+        "scatter_dims_to_operand_dims": (0,),
+        "operand_batching_dims": (),
+        "scatter_indices_batching_dims": (),
+    }
+    assert "update_jaxpr" not in scatter.params
+    assert only(graph, "dot_general").params["dimension_numbers"] == (((1,), (0,)), ((), ()))
+    assert any(node.params.get("new_dtype") == "bfloat16" for node in graph.nodes)
+
+
+def test_nodes_compute_what_the_function_does():
+    x = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    x = x @ x.T + 8 * np.eye(8, dtype=np.float32)
+    arguments = (x, np.array([1, 2, 3], np.int32), jax.random.key(3))
+    found = traced(everything, *arguments)
+    for ours, jax_own in zip(run(found, *arguments), jax.tree.leaves(jax.jit(everything)(*arguments)), strict=True):
+        if jnp.issubdtype(jax_own.dtype, jax.dtypes.prng_key):
+            ours, jax_own = jax.random.key_data(ours), jax.random.key_data(jax_own)
+        np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(jax_own, np.float64), rtol=1e-5, atol=1e-5)
+
+
+# Fingerprints.
+
+
+def test_same_program_same_fingerprint(step: Traced):
+    again = traced(train_step, *example(), donate_argnums=0)
+    assert again.graph.fingerprint == step.graph.fingerprint
+    assert traced(train_step, *example(remat=True)).graph.fingerprint != step.graph.fingerprint
+    wider = {"inputs": struct(64, 8), "targets": struct(64, 4)}
+    assert traced(train_step, example()[0], wider).graph.fingerprint != step.graph.fingerprint
+
+
+@pytest.mark.slow
+def test_same_fingerprint_in_another_process():
+    graph = traced(everything, *EVERYTHING).graph
+    code = "import test_trace as t; print(t.traced(t.everything, *t.EVERYTHING).graph.fingerprint)"
+    path = f"{ROOT}:{Path(__file__).parent}"
+    for seed in ("1", "2"):
+        env = {"PYTHONPATH": path, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == graph.fingerprint
+
+
+# Arguments.
+
+
+def test_types_follow_jit():
+    graph = traced(lambda *leaves: leaves, 1, 2.0, np.float64(3), True, np.arange(3), jax.random.key(0)).graph
+    assert [str(graph.types[v]) for v in graph.inputs] == [
+        "int32[]",
+        "float32[]",
+        "float32[]",
+        "bool[]",
+        "int32[3]",
+        "key<fry>[]",
+    ]
+    assert graph.input_names == tuple(f"leaves[{i}]" for i in range(6))
+
+
+def test_python_scalars_are_weak_as_in_jit():
+    half = struct(4, dtype=jnp.bfloat16)
+    for scalar in (2.0, jax.ShapeDtypeStruct((), F32, weak_type=True), jnp.asarray(2.0), np.float32(2)):
+        found = traced(lambda x, y: (x * y, y + 1), half, scalar)
+        expected = jax.jit(lambda x, y: (x * y, y + 1)).trace(half, scalar).out_info
+        assert [found.graph.types[v].dtype for v in found.graph.outputs] == [e.dtype.name for e in expected]
+        assert found.weak == (False, not isinstance(scalar, np.float32))
+
+
+@pytest.mark.parametrize("ambient", [False, True])
+def test_shardings_of_arguments_and_ambient_meshes_do_not_get_in(ambient: bool):
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, PartitionSpec("a")))
+    placed = jax.ShapeDtypeStruct((8, 8), F32, sharding=x.sharding)
+
+    def f(x, y):
+        return (x @ y.T).sum()
+
+    plain = traced(f, struct(8, 8), struct(8, 8)).graph
+    if not ambient:
+        assert traced(f, x, placed).graph == plain
+        return
+    with jax.set_mesh(mesh):
+        assert traced(f, x, placed).graph == plain
+
+
+def test_keyword_and_static_arguments():
+    def f(x, mode, *, scale, power=2):
+        return (x * scale["s"] if mode == "scale" else x) ** power
+
+    found = trace(f, (struct(4), "scale"), {"scale": {"s": 1.5}, "power": 3}, static_argnames=("mode", "power"))
+    assert found.graph.input_names == ("x", "scale['s']")
+    assert only(found.graph, "integer_pow").params["y"] == 3
+    by_position = trace(
+        f, (struct(4), "scale"), {"scale": {"s": 1.5}, "power": 3}, static_argnums=1, static_argnames="power"
+    )
+    assert by_position.graph == found.graph
+    last = trace(lambda *xs: xs[0] * xs[-1], (struct(4), 3), {}, static_argnums=-1)
+    assert last.graph.input_names == ("xs[0]",)
+
+
+def test_unhashable_static_argument_is_explained():
+    def f(x, sizes):
+        return x.reshape(sizes)
+
+    with pytest.raises(ArgumentError, match=r"static argument sizes = \[2, 2\] of type list") as caught:
+        traced(f, struct(4), [2, 2], static_argnames="sizes")
+    assert isinstance(caught.value, ValueError)
+    assert f"at {__file__}:" in str(caught.value)
+    assert "tuple" in str(caught.value)
+
+
+def test_argument_that_is_no_array_is_explained():
+    with pytest.raises(ArgumentError, match=r"argument options\['mode'\] = 'fast' of type str") as caught:
+        traced(lambda x, options: x, struct(4), {"mode": "fast"})
+    assert isinstance(caught.value, TypeError)
+    assert "static_argnames" in str(caught.value)
+
+
+@pytest.mark.parametrize("callback", ["print", "io"])
+def test_ordered_effects_are_refused_with_their_line(callback: str):
+    def f(x):
+        if callback == "print":
+            jax.debug.print("{}", x, ordered=True)
+            return x
+        return jax.experimental.io_callback(lambda x: x, x, x, ordered=True)
+
+    with pytest.raises(UnsupportedError, match="program order") as caught:
+        traced(f, struct())
+    assert f"at {__file__}:" in str(caught.value)
+    assert "ordered=True" in str(caught.value)
+
+
+def test_references_are_refused_with_their_line():
+    def f(x):
+        ref = jax.new_ref(x)
+        ref[...] += 1.0
+        return ref[...]
+
+    with pytest.raises(UnsupportedError, match="mutable reference") as caught:
+        traced(f, struct())
+    assert f"at {__file__}:" in str(caught.value)
+
+
+def test_errors_of_the_function_are_its_own():
+    def f(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        traced(f, struct())
+    with pytest.raises(TypeError, match="missing"):
+        traced(lambda x, y: x, struct())
+
+
+def test_any_callable_can_be_traced():
+    partial = Partial(lambda scale, x: x * scale, 2.0)
+    assert traced(partial, struct(3)).graph.input_names == ("x",)
+
+
+# Tied state.
+
+
+class Carry(NamedTuple):
+    a: Any
+    b: Any
+
+
+def tied(fun: Any, *args: Any, **options: Any) -> list[tuple[str, str]]:
+    found = traced(fun, *args, **options)
+    return [(found.graph.output_names[o], found.graph.input_names[i]) for o, i in found.tied]
+
+
+def test_tied_whole_output():
+    assert tied(lambda s, x: Carry(s.a + x, s.b), Carry(struct(4), struct(2)), 1.0) == [
+        ("out.a", "s.a"),
+        ("out.b", "s.b"),
+    ]
+
+
+def test_tied_parts_in_order_each_once():
+    def f(params, moments):
+        return {"new": (params, moments), "loss": params["w"].sum()}
+
+    params = {"w": struct(4), "b": struct(2)}
+    assert tied(f, params, params) == [
+        ("out['new'][0]['b']", "params['b']"),
+        ("out['new'][0]['w']", "params['w']"),
+        ("out['new'][1]['b']", "moments['b']"),
+        ("out['new'][1]['w']", "moments['w']"),
+    ]
+
+
+def test_donated_arguments_choose_first():
+    def f(old, params):
+        return params
+
+    params = {"w": struct(4), "b": struct(2)}
+    assert [i for _, i in tied(f, params, params)] == ["old['b']", "old['w']"]
+    assert [i for _, i in tied(f, params, params, donate_argnums=1)] == ["params['b']", "params['w']"]
+
+
+def test_a_lone_array_is_state_only_if_donated():
+    def f(w, x):
+        return w - x, (w * x).sum()
+
+    assert tied(f, struct(4), struct(4)) == []
+    assert tied(f, struct(4), struct(4), donate_argnums=0) == [("out[0]", "w")]
+
+
+def test_other_shapes_are_not_tied():
+    def f(s):
+        return Carry(s.a[:2], s.b), Carry(s.a.astype(jnp.bfloat16), s.b)
+
+    assert tied(f, Carry(struct(4), struct(2))) == []
