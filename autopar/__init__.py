@@ -1,1 +1,36 @@
 """An ordinary JAX train step, planned for many devices and run."""
+
+from autopar.api import ParallelFunction, parallelize
+from autopar.errors import (
+    ArgumentError,
+    ClusterError,
+    DeviceError,
+    InternalError,
+    PlanMismatchError,
+    PlanningError,
+    UnboundPlanError,
+    UnsupportedError,
+)
+from autopar.plan import Plan
+from passes.cluster import Cluster
+from passes.planner import Auto, DataParallel, Manual, Megatron, Zero
+
+__all__ = [
+    "ArgumentError",
+    "Auto",
+    "Cluster",
+    "ClusterError",
+    "DataParallel",
+    "DeviceError",
+    "InternalError",
+    "Manual",
+    "Megatron",
+    "ParallelFunction",
+    "Plan",
+    "PlanMismatchError",
+    "PlanningError",
+    "UnboundPlanError",
+    "UnsupportedError",
+    "Zero",
+    "parallelize",
+]

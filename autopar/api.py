@@ -25,7 +25,7 @@ from passes.planner import Auto, Planner
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
-_Key = tuple[Any, tuple[Any, ...], tuple[Type, ...]]
+_Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...]]
 
 
 def parallelize(

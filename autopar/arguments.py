@@ -126,8 +126,11 @@ def signature_of(fun: Callable[..., Any], static_argnums: Positions, static_argn
     )
 
 
-def types_of(leaves: Sequence[Any]) -> tuple[Type, ...]:
-    """The type of each leaf as `jax.jit` tells them apart; fast for arrays, which are most of what a step takes."""
+def types_of(leaves: Sequence[Any]) -> tuple[Type | None, ...]:
+    """The type of each leaf as `jax.jit` tells them apart, None for what is no array.
+
+    Fast for arrays, which are most of what a step takes.
+    """
     try:
         return tuple(map(_TYPE, leaves))
     except AttributeError:
@@ -166,9 +169,9 @@ def _typeof(leaf: Any) -> Any:
     return aval if jax_compat.is_array_type(aval) else None
 
 
-def _type_of(leaf: Any) -> Type:
-    aval = jax.typeof(leaf)
-    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
+def _type_of(leaf: Any) -> Type | None:
+    aval = _typeof(leaf)
+    return None if aval is None else (aval.shape, aval.dtype, aval.weak_type)
 
 
 def _tuple(given: Any, one: type) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ _PLANNERS = """\
 planners:
   auto                  the cheapest placements that the solver finds (default)
   dp                    data parallel: the batch over all devices
-  zero3                 ZeRO stage 3: parameters and optimizer state cut as well;
+  zero3                 ZeRO stage 3: cuts parameters and optimizer state too;
                         zero1 and zero2 cut the optimizer state alone
   megatron:DATAxTENSOR  the batch over DATA devices, weights over TENSOR
   manual:PATH           the saved plan in PATH, checked against the function"""
@@ -194,13 +194,13 @@ def _print(found: str | Sequence[Table]) -> None:
     console = Console(highlight=False)
     for table in found:
         console.print(Text(table.title, style="bold"))
-        console.print(_rich(table.fitted(console.width)))
+        if table.rows:
+            console.print(_rich(table.fitted(console.width)))
         console.print(Text(f"{table.note}\n" if table.note else ""))
 
 
 def _rich(table: Table) -> RichTable:
-    headed = any(column.heading for column in table.columns)
-    drawn = RichTable(box=box.SIMPLE_HEAD, show_header=headed, show_edge=False, padding=(0, 1, 0, 0))
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_header=table.is_headed, show_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         drawn.add_column(Text(column.heading), justify="right" if column.right else "left", no_wrap=True)
     for row in table.rows:

@@ -14,7 +14,6 @@ from autopar import jax_compat
 from autopar.arguments import Signature, Type, types_of
 from autopar.errors import ArgumentError, explain
 from autopar.jax_compat import Device, PyTreeDef
-from autopar.lower import build
 from autopar.plan import Plan
 from autopar.trace import Traced
 
@@ -47,7 +46,13 @@ class Prepared:
 
 def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[Device]) -> Prepared:
     """The jitted function of a plan on its devices."""
+    from autopar.lower import build
+
     program = build(traced, plan, devices)
+    # One object for equal shardings: results come back with it, and finding them in place is a test of identity.
+    known: dict[Sharding, Sharding] = {}
+    in_shardings = tuple(known.setdefault(s, s) for s in program.in_shardings)
+    out_shardings = tuple(known.setdefault(s, s) for s in program.out_shardings)
 
     def flat(*leaves: Any) -> tuple[Any, ...]:
         results = program.function(*leaves)
@@ -57,8 +62,8 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
     flat.__name__ = flat.__qualname__ = signature.function
     jitted = jax.jit(
         flat,
-        in_shardings=program.in_shardings,
-        out_shardings=program.out_shardings,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
         donate_argnums=tuple(i for i, donated in enumerate(traced.donated) if donated),
     )
     return Prepared(
@@ -66,8 +71,8 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
         traced=traced,
         plan=plan,
         jitted=jitted,
-        in_shardings=program.in_shardings,
-        out_shardings=program.out_shardings,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
     )
 
 
@@ -99,7 +104,7 @@ class Executable:
             placed[i] = array
         results = self.run(*placed)
         for i in moving:
-            if self.donated[i] and isinstance(leaves[i], jax.Array) and not leaves[i].is_deleted():
+            if self.donated[i] and jax_compat.is_concrete(leaves[i]) and not leaves[i].is_deleted():
                 leaves[i].delete()
         return jax.tree.unflatten(self.out_tree, results)
 
@@ -109,7 +114,7 @@ class Lowered:
     """A program in StableHLO for its plan's devices; `compile()` is the next step."""
 
     _prepared: Prepared
-    _types: tuple[Type, ...]
+    _types: tuple[Type | None, ...]
     _lowered: Any
 
     @property
@@ -131,7 +136,7 @@ class Compiled:
     """A program compiled for its plan's devices, callable with arguments of the types that it was lowered for."""
 
     _prepared: Prepared
-    _types: tuple[Type, ...]
+    _types: tuple[Type | None, ...]
     _compiled: Any
     _executable: Executable
 
@@ -167,7 +172,7 @@ class Compiled:
         """XLA's estimate of flops and bytes on one device; it counts the body of a loop once."""
         return self._compiled.cost_analysis()
 
-    def _check(self, tree: PyTreeDef, types: tuple[Type, ...]) -> None:
+    def _check(self, tree: PyTreeDef, types: tuple[Type | None, ...]) -> None:
         traced, source = self._prepared.traced, self._prepared.signature.source
         again = "lower and compile again for these arguments, or call the function itself, which does"
         if tree != traced.in_tree:
@@ -193,6 +198,8 @@ def _shardings_of(leaves: list[Any]) -> tuple[Sharding, ...] | None:
         return None
 
 
-def _words(type: Type) -> str:
+def _words(type: Type | None) -> str:
+    if type is None:
+        return "no array"
     shape, dtype, weak = type
     return f"{dtype.name}[{','.join(map(str, shape))}]" + (" (weakly typed)" if weak else "")

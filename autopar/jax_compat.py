@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
+from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend.random import threefry2x32_p
 from jax.lax import convert_element_type_p, optimization_barrier_p
@@ -40,6 +41,7 @@ __all__ = [
     "bind_params",
     "has_ambient_mesh",
     "is_array_type",
+    "is_concrete",
     "is_jaxpr",
     "key_data",
     "no_mesh",
@@ -138,6 +140,11 @@ def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
     if not weak or x.weak_type:
         return x
     return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
+def is_concrete(x: object) -> bool:
+    """Whether `x` is an array with contents rather than a number or a value that is being traced."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 def key_data(key: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ and w the slower of the two that are used:
                   all-gather      S + (n-1)/n B / w                   and reduce-scatter
     tree          all-reduce      2 log2(r) a_i + 2 log2(h) a_x + 2 B / w
     one-shot      all-reduce      a_i + (n-1) B / w_i                 on one host: everybody sends everything
-    switch        all-reduce      2 a_i + B / (0.73 w_i)              on one host whose switch adds (NVLink SHARP)
+    switch        all-reduce      2 a_i + B / (0.72 w_i)              on one host whose switch adds (NVLink SHARP)
     hierarchical  all-reduce      reduce-scatter in the host, all-reduce across, all-gather in the host, as a
                                   pipeline: latencies add up, the slowest stage sets the rate
     pairwise      all-to-all      (r-1) a_i + (h-1) a_x + max((n-1)/n B / w_i, r (n-r)/n B / w_x)
@@ -39,7 +39,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "perm
 
 Floats = NDArray[np.float64]
 
-SWITCH_EFFICIENCY = 0.73
+SWITCH_EFFICIENCY = 0.72
 """Bytes all-reduced by NVLink SHARP per byte of ring bandwidth: 270 of 366 GB/s on H200, 479 of 682 on B200.
 
 Source: stas00/ml-engineering, network/README.md, 8 GiB over 8 devices, SHARP on and off.

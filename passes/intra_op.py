@@ -6,12 +6,16 @@ With $x_{n,s} \in \{0,1\}$ for strategy s of node n and $e_{k,i,j} \in [0,1]$ fo
     subject to  sum_s x_{n,s} = 1                                   for every node n              (`_one_strategy`)
                 sum_j e_{k,i,j} = sum_{s: before_k(s) = i} x_{u,s}  for every edge k = (u, v), i   (`_marginals`)
                 sum_i e_{k,i,j} = sum_{t: after_k(t) = j} x_{v,t}   for every edge k = (u, v), j   (`_marginals`)
-                w_{g,i,j} >= e_{k,i,j}                              for every edge k of group g    (`_shared`)
+                w_{g,i,j} >= e_{k,i,j}                              for every edge k of group g    (`_share`)
 
 c are the seconds of a node, R those of a resharding, m how often a tied group occurs. Edges of a group read one value:
 a resharding that several of them want is paid once. A group of one edge needs no w. Edge variables stand on distinct
 *placements*, not on strategies, and only x is integral: with x fixed, e is a product of marginals that are 0 or 1.
-The relaxation is solved first; only if some x comes out fractional does the solver branch.
+
+The relaxation is solved first, and at first with the mean of a group's e in the place of w: the mean is below the
+maximum, so the bound is valid, and where readers agree it is exact. Groups whose readers disagree get their w and the
+relaxation is solved again. Every relaxation is rounded and polished to an answer; the search ends when answer and bound
+meet, branches if rows run out first, and always returns the best answer with its bound.
 
 Reference: the edge formulation of Alpa (Zheng et al., OSDI 2022, eq. 1-4) with equality marginals over placements;
 design/intra_op.md 3.1-3.4.
@@ -30,11 +34,16 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
-from passes.errors import InternalError, PlanningError
+from passes.errors import PlanningError
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
+Cells = dict[tuple[int, int], Any]
+"""The edge variables of an edge by (placement before, placement after)."""
+
+_TOLERANCE = 1e-6
+_POLISH_ROUNDS = 8
 _MICROSECONDS = 1e6
 """The program is stated in microseconds: solver tolerances are absolute."""
 
@@ -92,10 +101,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
-    """`time_limit` in seconds for one solve; `tie_radius` rounds of colour refinement, None to solve every node apart."""
+    """`time_limit` in seconds for one solve, which ends at a relative `gap` of answer and bound; `tie_radius` rounds of colour refinement, None to solve every node apart."""
 
     solver: Literal["highs", "cbc"] = "highs"
     time_limit: float = 60.0
+    gap: float = 1e-6
     tie_radius: int | None = 2
 
 
@@ -168,63 +178,109 @@ def _digest(content: bytes) -> str:
 
 def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
     start = time.perf_counter()
+    if any(not np.isfinite(own).any() for own in problem.seconds):
+        node = next(n for n, own in enumerate(problem.seconds) if not np.isfinite(own).any())
+        raise PlanningError(f"node {node} of the program has no legal strategy under this planner")
     program = _Program(problem)
     built = time.perf_counter()
-    relaxed = program.run(options, options.time_limit)
-    branched = relaxed == "optimal" and program.is_fractional()
-    if relaxed != "optimal":
-        raise PlanningError(
-            f"the solver ended with '{relaxed}' on the linear relaxation of {program.size[0]} variables after "
-            f"{options.time_limit:.0f} s: no placement satisfies the planner's restrictions, or the time limit is too "
-            "short. Use planner=Auto(), a mesh whose axes divide the arrays, or a longer time_limit"
-        )
-    bound = program.objective
-    status: Literal["optimal", "time limit"] = "optimal"
-    if branched:
+    best: tuple[int, ...] | None = None
+    objective, bound, branched = float("inf"), 0.0, False
+
+    def closed() -> bool:
+        return bool(np.isfinite(objective)) and objective - bound <= options.gap * objective
+
+    def left() -> float:
+        return options.time_limit - (time.perf_counter() - built)
+
+    while not closed() and left() > 0 and not branched:
+        status = program.run(options, max(1.0, left()))
+        if status == "infeasible":
+            raise PlanningError(
+                "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a mesh "
+                "whose axes divide the arrays"
+            )
+        if status != "optimal":
+            break
+        bound = max(bound, program.objective)
+        rounded = polish(problem, program.choice())
+        if problem.evaluate(rounded) < objective:
+            best, objective = rounded, problem.evaluate(rounded)
+        if not closed() and not program.share_where_readers_disagree():
+            branched = True
+    if branched and left() > 0:
         program.make_integral()
-        left = max(1.0, options.time_limit - (time.perf_counter() - built))
-        if program.run(options, left) != "optimal":
-            status = "time limit"
-    choice = program.choice()
-    objective = problem.evaluate(choice)
-    if not np.isfinite(objective):
-        raise PlanningError(f"no legal plan was found within {options.time_limit:.0f} s; give the solver a longer time_limit")
+        finished = program.run(options, left()) == "optimal"
+        found = polish(problem, program.choice()) if program.has_values() else None
+        if found and problem.evaluate(found) < objective:
+            best, objective = found, problem.evaluate(found)
+        bound = objective if finished else bound
+    if best is None or not np.isfinite(objective):
+        raise PlanningError(
+            f"no legal plan was found within {options.time_limit:.0f} s; give the solver a longer time_limit"
+        )
     return Answer(
-        choice=choice,
+        choice=best,
         objective=objective,
-        bound=objective if status == "optimal" and branched else min(bound, objective),
-        status=status,
+        bound=min(bound, objective),
+        status="optimal" if closed() else "time limit",
         branched=branched,
         build_seconds=built - start,
         solve_seconds=time.perf_counter() - built,
-        variables=program.size[0],
-        rows=program.size[1],
+        variables=program.count,
+        rows=len(program.lp.constraints),
     )
 
 
+def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
+    """An answer at most as costly: every node in turn takes its best strategy while the others stay, until none moves."""
+    current = list(choice)
+    around: list[list[list[Edge]]] = [[] for _ in problem.seconds]
+    groups: dict[int, list[Edge]] = defaultdict(list)
+    for edge in problem.edges:
+        groups[edge.group].append(edge)
+    for edges in groups.values():
+        for node in {n for edge in edges for n in (edge.source, edge.target)}:
+            around[node].append(edges)
+    for _ in range(_POLISH_ROUNDS):
+        before = tuple(current)
+        for node, seconds in enumerate(problem.seconds):
+            costs = seconds.copy()
+            for s in np.flatnonzero(np.isfinite(seconds)):
+                current[node] = int(s)
+                costs[s] += sum(_group_seconds(edges, current) for edges in around[node])
+            keep = before[node]
+            current[node] = keep if costs[keep] <= costs.min() else int(np.argmin(costs))
+        if tuple(current) == before:
+            break
+    return tuple(current)
+
+
+def _group_seconds(edges: list[Edge], choice: Sequence[int]) -> float:
+    paid: dict[tuple[int, object], float] = {}
+    for edge in edges:
+        i, j = int(edge.before[choice[edge.source]]), int(edge.after[choice[edge.target]])
+        paid[(i, edge.labels[j])] = edge.weight * float(edge.seconds[i, j])
+    return sum(paid.values())
+
+
 class _Program:
-    """The integer program of one problem; each method adds the constraints that the module's text names."""
+    """The program of one problem; each method adds the rows that the module's text names."""
 
     def __init__(self, problem: ShardingProblem) -> None:
         self.problem = problem
         self.lp = pulp.LpProblem("intra_op", pulp.LpMinimize)
-        self.terms: list[tuple[Any, float]] = []
-        self.constant = 0.0
         self.count = 0
-        self.rows: list[Any] = []
         self.strategies = self._one_strategy()
-        edges: dict[int, list[Edge]] = defaultdict(list)
+        self.groups: dict[int, list[tuple[Edge, Cells]]] = defaultdict(list)
         for edge in problem.edges:
-            edges[edge.group].append(edge)
-        for group in edges.values():
-            self._shared([(edge, self._marginals(edge)) for edge in group])
-        self._objective()
-        self.size = (self.count, len(self.rows))
+            self.groups[edge.group].append((edge, self._marginals(edge)))
+        self.shared: dict[int, list[tuple[Any, float]]] = {}
 
     @property
     def objective(self) -> float:
         """Seconds of the last solution."""
-        return float(pulp.value(self.lp.objective)) / _MICROSECONDS
+        value: Any = pulp.value(self.lp.objective)
+        return float(value) / _MICROSECONDS
 
     def _variable(self, kind: str) -> Any:
         self.count += 1
@@ -232,77 +288,94 @@ class _Program:
 
     def _one_strategy(self) -> list[dict[int, Any]]:
         nodes: list[dict[int, Any]] = []
-        for node, seconds in enumerate(self.problem.seconds):
-            allowed = np.flatnonzero(np.isfinite(seconds))
-            if not allowed.size:
-                raise PlanningError(f"node {node} of the program has no legal strategy under this planner")
-            chosen = {int(s): self._variable("x") for s in allowed}
-            self.terms.extend((variable, float(seconds[s])) for s, variable in chosen.items())
+        for seconds in self.problem.seconds:
+            chosen = {int(s): self._variable("x") for s in np.flatnonzero(np.isfinite(seconds))}
             self._equal([(variable, 1.0) for variable in chosen.values()], 1.0)
             nodes.append(chosen)
         return nodes
 
-    def _marginals(self, edge: Edge) -> dict[tuple[int, int], Any]:
-        rows: dict[int, list[Any]] = defaultdict(list)
-        columns: dict[int, list[Any]] = defaultdict(list)
+    def _marginals(self, edge: Edge) -> Cells:
+        rows: dict[int, list[tuple[Any, float]]] = defaultdict(list)
+        columns: dict[int, list[tuple[Any, float]]] = defaultdict(list)
         for s, variable in self.strategies[edge.source].items():
-            rows[int(edge.before[s])].append(variable)
+            rows[int(edge.before[s])].append((variable, -1.0))
         for t, variable in self.strategies[edge.target].items():
-            columns[int(edge.after[t])].append(variable)
+            columns[int(edge.after[t])].append((variable, -1.0))
         cells = {(i, j): self._variable("e") for i in rows for j in columns if np.isfinite(edge.seconds[i, j])}
-        for i, sources in rows.items():
-            row = [(e, 1.0) for (a, _), e in cells.items() if a == i]
-            self._equal(row + [(x, -1.0) for x in sources], 0.0)
-        for j, targets in columns.items():
-            column = [(e, 1.0) for (_, b), e in cells.items() if b == j]
-            self._equal(column + [(x, -1.0) for x in targets], 0.0)
+        for (i, j), variable in cells.items():
+            rows[i].append((variable, 1.0))
+            columns[j].append((variable, 1.0))
+        for terms in (*rows.values(), *columns.values()):
+            self._equal(terms, 0.0)
         return cells
 
-    def _shared(self, group: list[tuple[Edge, dict[tuple[int, int], Any]]]) -> None:
+    def _equal(self, terms: list[tuple[Any, float]], right: float) -> None:
+        self.lp.addConstraint(pulp.LpAffineExpression(terms) == right)
+
+    def _wanted(self, group: int) -> dict[tuple[int, object], list[tuple[Any, float]]]:
+        """The edge variables of every resharding (placement before, label after) of a group, with its seconds."""
         wanted: dict[tuple[int, object], list[tuple[Any, float]]] = defaultdict(list)
-        for edge, cells in group:
+        for edge, cells in self.groups[group]:
             for (i, j), variable in cells.items():
                 if edge.seconds[i, j] > 0:
-                    wanted[(i, edge.labels[j])].append((variable, edge.weight * float(edge.seconds[i, j])))
-        for cells in wanted.values():
+                    seconds = edge.weight * float(edge.seconds[i, j])
+                    wanted[(i, edge.labels[j])].append((variable, seconds))
+        return wanted
+
+    def _share(self, group: int) -> None:
+        terms: list[tuple[Any, float]] = []
+        for cells in self._wanted(group).values():
             if len(cells) == 1:
-                self.terms.append(cells[0])
+                terms.append(cells[0])
                 continue
             paid = self._variable("w")
-            self.terms.append((paid, cells[0][1]))
+            terms.append((paid, cells[0][1]))
             for variable, _ in cells:
-                self.rows.append(pulp.LpAffineExpression([(paid, 1.0), (variable, -1.0)]) >= 0)
+                self.lp.addConstraint(pulp.LpAffineExpression([(paid, 1.0), (variable, -1.0)]) >= 0)
+        self.shared[group] = terms
 
-    def _equal(self, terms: list[tuple[Any, float]], right: float) -> None:
-        self.rows.append(pulp.LpAffineExpression(terms) == right)
+    def share_where_readers_disagree(self) -> bool:
+        """Gives w to the groups that pay less than the maximum of their readers; says whether there were any."""
+        found = False
+        for group in self.groups.keys() - self.shared.keys():
+            for cells in self._wanted(group).values():
+                values = [variable.value() or 0.0 for variable, _ in cells]
+                if max(values) - sum(values) / len(self.groups[group]) > _TOLERANCE:
+                    self._share(group)
+                    found = True
+                    break
+        return found
 
     def _objective(self) -> None:
-        self.lp.setObjective(pulp.LpAffineExpression([(v, c * _MICROSECONDS) for v, c in self.terms]))
-        for row in self.rows:
-            self.lp.addConstraint(row)
+        terms: list[tuple[Any, float]] = []
+        for seconds, chosen in zip(self.problem.seconds, self.strategies, strict=True):
+            terms.extend((variable, float(seconds[s])) for s, variable in chosen.items())
+        for group, edges in self.groups.items():
+            if group in self.shared:
+                terms.extend(self.shared[group])
+            else:
+                means = (cell for cells in self._wanted(group).values() for cell in cells)
+                terms.extend((variable, seconds / len(edges)) for variable, seconds in means)
+        self.lp.setObjective(pulp.LpAffineExpression([(v, c * _MICROSECONDS) for v, c in terms]))
 
     def run(self, options: SolverOptions, seconds: float) -> str:
         """Solves and says how it ended, `optimal` or the solver's own word."""
+        self._objective()
         highs = options.solver == "highs" and pulp.HiGHS(msg=False).available()
         chosen: Any = pulp.HiGHS if highs else pulp.PULP_CBC_CMD
-        solver = chosen(msg=False, timeLimit=seconds, threads=1, gapRel=1e-6)
-        self.lp.solve(solver)
+        self.lp.solve(chosen(msg=False, timeLimit=seconds, threads=1, gapRel=options.gap))
         return "optimal" if self.lp.status == pulp.LpStatusOptimal else pulp.LpStatus[self.lp.status].lower()
 
-    def is_fractional(self) -> bool:
-        return any(1e-5 < (v.value() or 0.0) < 1 - 1e-5 for node in self.strategies for v in node.values())
-
     def make_integral(self) -> None:
+        for group in self.groups.keys() - self.shared.keys():
+            self._share(group)
         for node in self.strategies:
             for variable in node.values():
                 variable.cat = pulp.LpInteger
 
+    def has_values(self) -> bool:
+        return all(v.value() is not None for node in self.strategies for v in node.values())
+
     def choice(self) -> tuple[int, ...]:
         """The strategy with the largest value at every node."""
-        chosen: list[int] = []
-        for node in self.strategies:
-            values = {s: v.value() for s, v in node.items()}
-            if any(value is None for value in values.values()):
-                raise InternalError("the solver returned no values")
-            chosen.append(max(values, key=lambda s: values[s]))
-        return tuple(chosen)
+        return tuple(max(node, key=lambda s: node[s].value()) for node in self.strategies)

@@ -163,18 +163,15 @@ class Plan:
     @classmethod
     def from_json(cls, data: object) -> Self:
         """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
-        match data:
-            case {"schema": schema, "fingerprint": str(fingerprint), **rest} if schema == SCHEMA:
-                read = plan_json.Fields(rest)
-            case {"schema": schema, "autopar": made_by, "fingerprint": _}:
-                raise PlanningError(
-                    f"the plan has schema {schema!r}, written by autopar {made_by}; this is autopar "
-                    f"{plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use the autopar that wrote it"
-                )
-            case _:
-                raise PlanningError(
-                    "this is not a plan: it has no schema and no fingerprint; `autopar plan` writes plans"
-                )
+        read = plan_json.as_object(data, "the plan")
+        if not {"schema", "fingerprint"} <= read.data.keys():
+            raise PlanningError("this is not a plan: it has no schema or no fingerprint; `autopar plan` writes plans")
+        if read.of("schema") != SCHEMA:
+            writer = read.data.get("autopar", "(unknown)")
+            raise PlanningError(
+                f"the plan has schema {read.of('schema')!r}, written by autopar {writer}; this is autopar"
+                f" {plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use that autopar"
+            )
         cluster = Cluster.from_json(read.object("cluster").data)
         mesh = plan_json.mesh_from_json(read.object("mesh"), cluster)
         inputs = plan_json.values_from_json(read.list("inputs"), mesh, "input")
@@ -182,7 +179,7 @@ class Plan:
         seconds, nbytes = read.object("seconds"), read.object("nbytes")
         collectives, replicated = read.list("collectives"), read.list("replicated")
         return cls(
-            fingerprint=fingerprint,
+            fingerprint=read.text("fingerprint"),
             cluster=cluster,
             mesh=mesh,
             operators=plan_json.operators_from_json(read.list("operators"), mesh),

@@ -9,9 +9,12 @@ from dataclasses import asdict, dataclass
 from passes import quantities
 from passes.collectives import Collective
 from passes.plan_parts import Operator
-from passes.plan_text import common, placement_text
+from passes.plan_text import common, placement_text, short
 from passes.sharding import ShardingSpec
 from passes.tables import Column, Table
+
+GROUPS = 20
+"""How many groups of operators the text form spells out, largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,12 +200,17 @@ def _operators_table(found: Sequence[Change], aligned: bool) -> Table:
     groups: dict[tuple[str, str, str], list[Change]] = {}
     for c in found:
         groups.setdefault((c.name, c.before, c.after), []).append(c)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     rows: list[tuple[str, str, str]] = []
-    for (name, before, after), members in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines = {c.where for c in members if c.where}
+    for (name, before, after), members in ordered[:GROUPS]:
+        lines = list(dict.fromkeys(c.where for c in members))
         more = f" and {quantities.count(len(lines) - 1, 'more line')}" if len(lines) > 1 else ""
         rows.append((f"{len(members):,}", name, f"was {before}"))
-        rows.append(("", next((c.where for c in members if c.where), "") + more, f"now {after}"))
+        rows.append(("", short(lines[0]) + more, f"now {after}"))
+    note = "" if aligned else "The plans are of different programs, so their operators are not compared."
+    if rest := ordered[GROUPS:]:
+        operators = quantities.count(sum(len(members) for _, members in rest), "more operator")
+        note = f"{operators} in {quantities.count(len(rest), 'more group')}; the JSON form lists every one."
     return Table(
         title=f"operators placed otherwise: {len(found):,}" if aligned else "operators",
         columns=(
@@ -211,5 +219,5 @@ def _operators_table(found: Sequence[Change], aligned: bool) -> Table:
             Column(heading="placement", flexible=True),
         ),
         rows=tuple(rows),
-        note="" if aligned else "The plans are of different programs, so their operators are not compared.",
+        note=note,
     )

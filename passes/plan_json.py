@@ -41,24 +41,25 @@ def version() -> str:
 
 def text(data: Mapping[str, object]) -> str:
     """JSON text, one entry a line in the lists of the top level, and in every run of operators."""
-    fields = [f"  {_dump(key)}: {_entries(value, '  ') if isinstance(value, list) else _dump(value)}"
-              for key, value in data.items()]  # fmt: skip
-    return "{\n" + ",\n".join(fields) + "\n}\n"
+    fields = ",\n".join(f"  {_dump(key)}: {_field(value, '  ')}" for key, value in data.items())
+    return f"{{\n{fields}\n}}\n"
 
 
-def _entries(value: list[object], indent: str) -> str:
-    if not value:
-        return "[]"
-    lines = ",\n".join(f"{indent}  {_entry(entry, indent + '  ')}" for entry in value)
+def _field(value: object, indent: str) -> str:
+    if not isinstance(value, list) or not value:
+        return _dump(value)
+    inner = indent + "  "
+    lines = ",\n".join(inner + _entry(entry, inner) for entry in cast(list[object], value))
     return f"[\n{lines}\n{indent}]"
 
 
 def _entry(value: object, indent: str) -> str:
-    match value:
-        case {"run": list(run), **head}:
-            return f'{_dump(head)[:-1]}, "run": {_entries(cast(list[object], run), indent)}}}'
-        case _:
-            return _dump(value)
+    """One line, except for a run of operators, which is the last field of its object."""
+    if not isinstance(value, dict) or "run" not in value:
+        return _dump(value)
+    head = dict(cast(Mapping[str, object], value))
+    run = head.pop("run")
+    return f'{_dump(head)[:-1]}, "run": {_field(run, indent)}}}'
 
 
 def _dump(value: object) -> str:

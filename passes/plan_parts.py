@@ -17,7 +17,7 @@ class Solution:
     status: str
     objective: float
     bound: float
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    phase_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def gap(self) -> float:

@@ -99,7 +99,7 @@ def _where(group: Sequence[Collective]) -> str:
     for c in group:
         sent[c.where] = sent.get(c.where, 0) + c.nbytes * c.count
     first = max(sent, key=lambda where: sent[where])
-    return first + (f" and {quantities.count(len(sent) - 1, 'more line')}" if len(sent) > 1 else "")
+    return short(first) + (f" and {quantities.count(len(sent) - 1, 'more line')}" if len(sent) > 1 else "")
 
 
 def inputs_table(names: Sequence[str], types: Sequence[TensorType], specs: Sequence[ShardingSpec], mesh: Mesh) -> Table:
@@ -109,23 +109,23 @@ def inputs_table(names: Sequence[str], types: Sequence[TensorType], specs: Seque
     for name, type, spec in zip(names, shown, specs, strict=True):
         if not spec.is_replicated:
             groups.setdefault((re.sub(r"\d+", "*", name), type, spec), []).append(name)
-    rows = [
-        (common(members), f"{len(members):,}", str(type) if type else "?", str(spec), _local(type, spec, mesh))
-        for (_, type, spec), members in groups.items()
-    ]
+    columns = (
+        Column(heading="input", flexible=True),
+        Column(heading="count", right=True),
+        Column(heading="placement", flexible=True),
+    )
+    rows: list[tuple[str, ...]] = [(common(m), f"{len(m):,}", str(spec)) for (_, _, spec), m in groups.items()]
+    if types:
+        columns = (*columns, Column(heading="type"), Column(heading="each device", right=True))
+        sizes = [(str(t), quantities.nbytes(spec.local_nbytes(t, mesh)) if t else "") for _, t, spec in groups]
+        rows = [(*row, *size) for row, size in zip(rows, sizes, strict=True)]
     copies = [type for type, spec in zip(shown, specs, strict=True) if spec.is_replicated]
     held = f", {quantities.nbytes(sum(type.nbytes for type in copies if type))}" if types else ""
     return Table(
         title=f"sharded inputs: {len(specs) - len(copies):,} of {len(specs):,}",
-        columns=(
-            Column(heading="input", flexible=True),
-            Column(heading="count", right=True),
-            Column(heading="type"),
-            Column(heading="placement", flexible=True),
-            Column(heading="each device", right=True),
-        ),
+        columns=columns,
         rows=tuple(rows),
-        note=f"{quantities.count(len(copies), 'input')} on every device{held}" if copies else "",
+        note=f"{quantities.count(len(copies), 'input')} whole on every device{held}" if copies else "",
     )
 
 
@@ -135,8 +135,10 @@ def common(names: Sequence[str]) -> str:
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
 
 
-def _local(type: TensorType | None, spec: ShardingSpec, mesh: Mesh) -> str:
-    return quantities.nbytes(spec.local_nbytes(type, mesh)) if type else "?"
+def short(source: str) -> str:
+    """A source with the last two parts of its path: `models/gpt.py:120 (MLP.__call__)`."""
+    path, line, rest = source.partition(".py:")
+    return "/".join(path.split("/")[-2:]) + line + rest
 
 
 def replicated_table(replicated: Sequence[str], operators: Sequence[Operator]) -> Table:
@@ -146,9 +148,14 @@ def replicated_table(replicated: Sequence[str], operators: Sequence[Operator]) -
     return Table(
         title=f"operators computed whole on every device: {sum(count for count, _ in rows):,}",
         columns=(Column(heading="count", right=True), Column(heading="operator", flexible=True)),
-        rows=tuple((f"{count:,}", entry) for count, entry in rows),
+        rows=tuple((f"{count:,}", _short_entry(entry)) for count, entry in rows),
         note="No sharding rule cuts them. CONTRIBUTING.md says how to add a rule.",
     )
+
+
+def _short_entry(entry: str) -> str:
+    primitive, at, source = entry.partition(" at ")
+    return primitive + at + short(source)
 
 
 def operators_table(operators: Sequence[Operator]) -> Table:
@@ -156,7 +163,7 @@ def operators_table(operators: Sequence[Operator]) -> Table:
     rows: list[tuple[str, str, str]] = []
     numbered = enumerate(operators)
     for (source, scope), run in itertools.groupby(numbered, key=lambda item: (item[1].source, item[1].scope)):
-        rows.append(("", source or "(no source)", scope))
+        rows.append(("", short(source) or "(no source)", scope))
         rows += [(f"{i}", op.primitive, placement_text(op.placement)) for i, op in run]
     return Table(
         title=f"operators: {len(operators):,}",

@@ -28,7 +28,7 @@ from passes.mesh import Mesh, shapes
 from passes.moves import Move, moves
 from passes.moves import collectives as collectives_of
 from passes.plan import Operator, Plan, Solution
-from passes.problem import Assembly, assemble
+from passes.problem import Assembly, assemble, without_dominated
 from passes.resharding import Resharder
 
 Tied = tuple[tuple[int, int], ...]
@@ -139,7 +139,7 @@ def _best(
         assembly = assemble(graph, mesh, grouping, resharder, tied)
         assembly = restrict(assembly) if restrict else assembly
         phases["tables"] += time.perf_counter() - began
-        answer = solve(assembly.problem, options)
+        answer = solve(without_dominated(assembly, resharder), options)
         phases["build"] += answer.build_seconds
         phases["solve"] += answer.solve_seconds
         found.append((assembly, answer, resharder))

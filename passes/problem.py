@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from passes.bundles import Grouping
 from passes.intra_op import Edge, Floats, Indices, ShardingProblem
@@ -28,11 +29,21 @@ class Border:
     specs: Specs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value at the border of a node: its placement under each strategy, and whether it comes in or goes out."""
+
+    type: TensorType
+    specs: Specs
+    incoming: bool
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assembly:
     """A sharding problem and what its nodes stand for: bundles first, then the graph's loose inputs.
 
-    `borders[v]` says where value v lives; `tables[b]` holds the strategies of bundle b.
+    `borders[v]` says where value v lives; `tables[b]` holds the strategies of bundle b; `crossings[n]` are the values
+    on the edges of node n.
     """
 
     graph: Graph
@@ -40,6 +51,7 @@ class Assembly:
     grouping: Grouping
     tables: tuple[Table, ...]
     borders: dict[int, Border]
+    crossings: tuple[tuple[Crossing, ...], ...]
     problem: ShardingProblem
     tied: tuple[tuple[int, int], ...]
 
@@ -113,6 +125,7 @@ class _Builder:
     edges: list[Edge] = field(default_factory=list)
     groups: dict[tuple[object, ...], int] = field(default_factory=dict)
     known: dict[tuple[TensorType, Specs, Specs], tuple[Floats, Indices, Indices, Specs]] = field(default_factory=dict)
+    crossings: dict[int, dict[Crossing, None]] = field(default_factory=dict)
 
     def run(self) -> Assembly:
         self._tabulate()
@@ -129,6 +142,7 @@ class _Builder:
             grouping=self.grouping,
             tables=tuple(self.tables),
             borders=self.borders,
+            crossings=tuple(tuple(self.crossings.get(node, ())) for node in range(len(self.seconds))),
             problem=problem,
             tied=self.tied,
         )
@@ -173,6 +187,8 @@ class _Builder:
         if border.node == target:
             self.seconds[target] += seconds[rows, columns]
         elif np.any(seconds > 0):
+            for node, specs, incoming in ((border.node, border.specs, False), (target, after, True)):
+                self.crossings.setdefault(node, {})[Crossing(type=type, specs=specs, incoming=incoming)] = None
             self.edges.append(
                 Edge(
                     source=border.node,
@@ -230,3 +246,36 @@ def assemble(
 ) -> Assembly:
     """The sharding problem of a graph on one mesh; `tied` pairs (output, input) positions that are one state."""
     return _Builder(graph=graph, mesh=mesh, grouping=grouping, resharder=resharder, tied=tied).run()
+
+
+def without_dominated(assembly: Assembly, resharder: Resharder) -> ShardingProblem:
+    """The problem without strategies that another one replaces at no extra cost, whatever the neighbours choose.
+
+    Strategy s is dominated by t if t, plus taking every value that s reads from where s wants it to where t does, and
+    every value that t makes to where s makes it, costs no more than s. Chains of reshardings are shortest paths, so the
+    optimum does not change.
+    """
+    known: dict[tuple[object, ...], NDArray[np.bool_]] = {}
+    masked: list[Floats] = []
+    for seconds, crossings in zip(assembly.problem.seconds, assembly.crossings, strict=True):
+        key = (seconds.tobytes(), crossings)
+        if key not in known:
+            known[key] = _undominated(seconds, crossings, resharder)
+        masked.append(np.where(known[key], seconds, np.inf))
+    return ShardingProblem(seconds=tuple(masked), edges=assembly.problem.edges)
+
+
+def _undominated(seconds: Floats, crossings: tuple[Crossing, ...], resharder: Resharder) -> NDArray[np.bool_]:
+    """Which strategies stay; `replacing[s, t]` is what t costs in the place of s."""
+    replacing = np.broadcast_to(seconds, (seconds.size, seconds.size)).copy()
+    for crossing in crossings:
+        specs = list(dict.fromkeys(crossing.specs))
+        between = np.array([[resharder.cost(crossing.type, a, b) for b in specs] for a in specs])
+        at = np.array([specs.index(spec) for spec in crossing.specs])
+        detour = between[np.ix_(at, at)]
+        replacing += detour if crossing.incoming else detour.T
+    kept = np.zeros(seconds.size, dtype=bool)
+    for s in np.argsort(seconds, kind="stable"):
+        # Equal up to rounding counts as dominated: the relation is transitive, so one of a tie always stays.
+        kept[s] = np.isfinite(seconds[s]) and not np.any(replacing[s, kept] <= seconds[s] * (1 + 1e-12))
+    return kept

@@ -21,7 +21,7 @@ def seconds(value: float) -> str:
 
 
 def nbytes(value: float) -> str:
-    """Bytes in powers of 1024: `17 B`, `4.5 GiB`."""
+    """Bytes in powers of 1024: `17 B`, `4.50 GiB`."""
     power = 0
     while _digits(abs(value) / 1024**power) >= 1000 and power < len(_NBYTES) - 1:
         power += 1
@@ -53,5 +53,5 @@ def _digits(value: float) -> float:
 
 def _three(value: float) -> str:
     """Three significant digits, without an exponent: 1.23, 12.3, 123, 1020."""
-    whole = len(f"{abs(_digits(value)):.0f}") if abs(_digits(value)) >= 1 else 0
-    return f"{value:.{max(0, 3 - max(1, whole))}f}"
+    whole = len(str(int(abs(_digits(value)))))
+    return f"{value:.{max(0, 3 - whole)}f}"

@@ -148,6 +148,9 @@ class _Tabulation:
             if placed is None:
                 continue
             strategy, reads, home = placed
+            kept = frozenset[str]().union(*(home[v].partial for v in self.shape.visible))
+            if any(cls == PARTIAL and axis not in kept for axis, cls in choice):
+                continue  # reduced inside: the strategy without this axis does the same
             border = (*(spec for _, spec in reads), *(home[v] for v in (*self.shape.visible, *self.shape.absorbed)))
             best = found.get(border)
             seconds = strategy.compute_seconds + strategy.reshard_seconds

@@ -28,6 +28,11 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
 
+    @property
+    def is_headed(self) -> bool:
+        """Whether there are headings to show, and rows to show them over."""
+        return bool(self.rows) and any(column.heading for column in self.columns)
+
     def fitted(self, width: int) -> Table:
         """The same table with flexible cells broken into lines, so that its rows stay within `width` if they can."""
         widths = self._widths(width)
@@ -39,7 +44,7 @@ class Table:
         widths = self._widths(width)
         headings = tuple(column.heading for column in self.columns)
         lines = [self.title] if self.title else []
-        if any(headings):
+        if self.is_headed:
             lines += self._lines(headings, widths)
         for row in self.fitted(width).rows:
             lines += self._lines(row, widths)
@@ -50,7 +55,7 @@ class Table:
     def _widths(self, width: int) -> list[int]:
         """Characters of each column: the widest flexible ones give way until the row fits."""
         cells = [tuple(column.heading for column in self.columns), *self.rows]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         flexible = [i for i, column in enumerate(self.columns) if column.flexible and widths[i] > NARROWEST]
         while sum(widths) + len(GAP) * len(widths) > width and flexible:
             widest = max(flexible, key=lambda i: widths[i])
@@ -70,7 +75,7 @@ class Table:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """`text` in lines of at most `width`, broken at a space outside brackets, else at any space or after `.` `/` `]`."""
+    """`text` in lines of at most `width`, broken at spaces outside brackets, else at any space or after `.` `/` `]`."""
     lines: list[str] = []
     while len(text) > width:
         ends = range(width, width // 2, -1)

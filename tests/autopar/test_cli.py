@@ -150,6 +150,7 @@ def test_it_runs_as_a_program():
 
 # Planning
 
+
 @pytest.mark.parametrize("function", ["example", "example_with_keywords"])
 def test_plan_shows_and_saves(capsys, train, function):
     assert main(["plan", f"train:{function}", "--cluster", "1x4:a100-80g", "--out", "plan.json"]) == 0

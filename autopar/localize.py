@@ -1,0 +1,284 @@
+"""One node as each device runs it: its primitive bound on local pieces, inside `jax.shard_map`.
+
+Most primitives compute a piece of their result from pieces of their operands as they are. The few whose parameters name
+shapes or positions, or whose results depend on where a piece lies, have a localizer here. What comes out is checked
+against the shape that the placement promises: a primitive that needed a localizer and has none does not pass in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.lax import GatherScatterMode
+
+from autopar import jax_compat
+from autopar.errors import UnsupportedError, explain
+from autopar.flatten import Equation
+from passes.errors import InternalError
+from passes.ir import Graph, Node, TensorType
+from passes.mesh import Mesh
+from passes.moves import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A node and how it is cut; `operands` and `results` are the types of the whole values."""
+
+    node: Node
+    equation: Equation
+    operands: tuple[TensorType, ...]
+    results: tuple[TensorType, ...]
+    placement: Placement
+    mesh: Mesh
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device runs the node on whole operands; partial ones are whole too."""
+        return not any(axes for spec in (*self.placement.operands, *self.placement.results) for axes in spec.dims)
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self.equation.params
+
+    def local_shape(self, result: int = 0) -> tuple[int, ...]:
+        """The shape of one device's piece of a result."""
+        return self.placement.results[result].local_shape(self.results[result].shape, self.mesh)
+
+
+Arrays = Sequence[jax.Array]
+Localizer = Callable[[Cut, Arrays], Arrays]
+
+_LOCALIZERS: dict[str, Localizer] = {}
+
+
+def localizes(primitive: str) -> Callable[[Localizer], Localizer]:
+    """A decorator that registers how a primitive runs on pieces, by name."""
+
+    def register(localizer: Localizer) -> Localizer:
+        _LOCALIZERS[primitive] = localizer
+        return localizer
+
+    return register
+
+
+def cut_of(graph: Graph, index: int, equation: Equation, placement: Placement, mesh: Mesh) -> Cut:
+    """A node of a graph under a placement."""
+    node = graph.nodes[index]
+    return Cut(
+        node=node,
+        equation=equation,
+        operands=tuple(graph.types[value] for value in node.inputs),
+        results=tuple(graph.types[value] for value in node.outputs),
+        placement=placement,
+        mesh=mesh,
+    )
+
+
+def bind(cut: Cut, operands: Arrays) -> Arrays:
+    """One device's results of a node, from its pieces of the operands; partial results are one summand each.
+
+    Raises InternalError for a primitive that does not give the promised shapes, and UnsupportedError for random bits
+    that cannot be drawn in pieces.
+    """
+    localizer = None if cut.is_whole else _LOCALIZERS.get(cut.node.primitive)
+    try:
+        results = localizer(cut, operands) if localizer else _rebind(cut, operands)
+    except (TypeError, ValueError) as error:
+        raise InternalError(f"{_words(cut)} cannot run on pieces {[x.shape for x in operands]}: {error}") from error
+    found = [tuple(x.shape) for x in results]
+    wanted = [cut.local_shape(i) for i in range(len(cut.results))]
+    if found != wanted:
+        raise InternalError(f"{_words(cut)} gives pieces {found}, the plan wants {wanted}")
+    return results
+
+
+def piece_index(axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """Which piece of a dimension this device has, int32[]; the first of the axes is the major one."""
+    index = jnp.int32(0)
+    for axis in axes:
+        index = index * mesh.axis_size(axis) + lax.axis_index(axis)
+    return index
+
+
+def _words(cut: Cut) -> str:
+    where = f" at {cut.node.source}" if cut.node.source else ""
+    operands = ", ".join(f"{t} {s}" for t, s in zip(cut.operands, cut.placement.operands, strict=True))
+    return f"{cut.node.primitive}({operands}){where}"
+
+
+def _rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
+    """The primitive on pieces, with some parameters changed and none that speak to another partitioner."""
+    params = dict(cut.params) | changed
+    if not cut.is_whole:
+        params |= {name: None for name in ("sharding", "out_sharding") if name in params}
+    primitive = cut.equation.primitive
+    results = primitive.bind(*operands, **jax_compat.bind_params(cut.equation, params))
+    return results if primitive.multiple_results else (results,)
+
+
+def _offset(cut: Cut, axes: tuple[str, ...], extent: int, dtype: Any = np.int32) -> jax.Array:
+    """Where this device's piece of a dimension begins, given the piece's extent."""
+    return piece_index(axes, cut.mesh).astype(dtype) * np.asarray(extent, dtype)
+
+
+@localizes("broadcast_in_dim")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    return _rebind(cut, operands, shape=cut.local_shape())
+
+
+@localizes("reshape")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    return _rebind(cut, operands, new_sizes=cut.local_shape())
+
+
+@localizes("slice")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """A dimension that is cut is one that the slice keeps whole."""
+    shape, params = operands[0].shape, cut.params
+    held = [bool(axes) for axes in cut.placement.operands[0].dims]
+    limits = tuple(n if h else e for n, h, e in zip(shape, held, params["limit_indices"], strict=True))
+    return _rebind(cut, operands, limit_indices=limits)
+
+
+@localizes("dynamic_slice")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    return _rebind(cut, operands, slice_sizes=cut.local_shape())
+
+
+@localizes("iota")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """The positions count in integers first: a sum of rounded floats is not the rounded sum."""
+    shape, dimension, dtype = cut.local_shape(), cut.params["dimension"], jnp.dtype(cut.params["dtype"])
+    counter = dtype if jnp.issubdtype(dtype, np.integer) else np.dtype(np.int32)
+    begin = _offset(cut, cut.placement.results[0].dims[dimension], shape[dimension])
+    counts = lax.broadcasted_iota(counter, shape, dimension) + begin.astype(counter)
+    return (counts.astype(dtype),)
+
+
+@localizes("gather")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """Where the selected dimension is cut, each device answers for its own indices and gives zeros for the rest.
+
+    An index that is out of bounds for the whole operand is the first device's to fill.
+    """
+    numbers, mode = cut.params["dimension_numbers"], _mode(cut)
+    source, indices = operands
+    spec = cut.placement.operands[0]
+    sizes = tuple(
+        n if axes and s > 1 else s
+        for s, n, axes in zip(cut.params["slice_sizes"], source.shape, spec.dims, strict=True)
+    )
+    (selected, axes), *_ = [(d, spec.dims[d]) for d in numbers.start_index_map if spec.dims[d]] or [(0, ())]
+    if not axes:
+        return _rebind(cut, operands, slice_sizes=sizes)
+    whole, local = cut.operands[0].shape[selected], source.shape[selected]
+    indices = _signed(indices, whole)
+    wanted = jnp.clip(indices, 0, whole - 1) if mode == GatherScatterMode.CLIP else indices
+    mine = wanted - _offset(cut, axes, local, wanted.dtype)
+    (found,) = _rebind(
+        cut,
+        (source, mine),
+        slice_sizes=sizes,
+        mode=GatherScatterMode.FILL_OR_DROP,
+        fill_value=0,
+        indices_are_sorted=False,
+    )
+    if mode != GatherScatterMode.FILL_OR_DROP:
+        return (found,)
+    outside = ((indices < 0) | (indices >= whole))[..., 0]
+    outside = lax.expand_dims(outside, sorted(numbers.offset_dims)) & (piece_index(axes, cut.mesh) == 0)
+    return (jnp.where(outside, _fill(cut.params["fill_value"], found.dtype), found),)
+
+
+@localizes("scatter-add")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """Where the selected dimension is cut, updates of other pieces fall outside this one and are dropped."""
+    target, indices, updates = operands
+    spec = cut.placement.operands[0]
+    numbers = cut.params["dimension_numbers"]
+    (selected, axes), *_ = [(d, spec.dims[d]) for d in numbers.scatter_dims_to_operand_dims if spec.dims[d]] or [
+        (0, ())
+    ]
+    if not axes:
+        return _rebind(cut, operands)
+    whole, local = cut.operands[0].shape[selected], target.shape[selected]
+    indices = _signed(indices, whole)
+    wanted = jnp.clip(indices, 0, whole - 1) if _mode(cut) == GatherScatterMode.CLIP else indices
+    mine = wanted - _offset(cut, axes, local, wanted.dtype)
+    return _rebind(cut, (target, mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
+
+
+def _mode(cut: Cut) -> GatherScatterMode:
+    return GatherScatterMode.from_any(cut.params["mode"])
+
+
+def _signed(indices: jax.Array, whole: int) -> jax.Array:
+    """Indices in a type that can be shifted below zero; what was out of bounds (`whole` or more) still is."""
+    if np.issubdtype(indices.dtype, np.unsignedinteger):
+        indices = jnp.minimum(indices, min(whole, np.iinfo(indices.dtype).max))
+    return indices.astype(np.int64 if indices.dtype.itemsize == 8 else np.int32)
+
+
+def _fill(value: Any, dtype: Any) -> Any:
+    """What a gather gives for an index out of bounds: `value`, or JAX's default for the dtype."""
+    if value is not None:
+        return np.asarray(value).astype(dtype)
+    if jnp.issubdtype(dtype, np.inexact):
+        return jnp.asarray(np.nan, dtype)
+    info = jnp.iinfo(dtype)
+    return jnp.asarray(info.min if jnp.issubdtype(dtype, np.signedinteger) else info.max, dtype)
+
+
+@localizes("random_bits")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """Each element's bits are the hash of its position in the whole, so a piece is drawn from its own positions.
+
+    Reference: JAX, `jax_threefry_partitionable`; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    """
+    if not cast("Any", jax.config).jax_threefry_partitionable:
+        rule = (
+            "with jax_threefry_partitionable off, each bit depends on the whole shape and pieces cannot be drawn alone"
+        )
+        remedy = 'drop jax.config.update("jax_threefry_partitionable", False); on is JAX\'s default'
+        raise UnsupportedError(explain(f"random bits {cut.results[0]}", rule, cut.node.source, remedy))
+    key = jax_compat.key_data(operands[0])
+    high, low = jax_compat.threefry2x32_p.bind(key[0], key[1], *_positions(cut))
+    (type,), width = cut.results, cut.params["bit_width"]
+    dtype = jnp.dtype(type.dtype)
+    if width == 64:
+        return (lax.shift_left(high.astype(dtype), jnp.asarray(32, dtype)) | low.astype(dtype),)
+    return ((high ^ low).astype(dtype),)
+
+
+def _positions(cut: Cut) -> tuple[jax.Array, jax.Array]:
+    """The row-major position in the whole result of each element of the piece, as uint32 halves (high, low).
+
+    Positions build up a dimension at a time, so only the last one costs work on every element.
+    """
+    local, shape = cut.local_shape(), cut.results[0].shape
+    high = low = jnp.zeros((1,) * len(shape), np.uint32)
+    for d, (size, extent, axes) in enumerate(zip(shape, local, cut.placement.results[0].dims, strict=True)):
+        high, low = _multiply(high, low, size)
+        along = tuple(extent if i == d else 1 for i in range(len(shape)))
+        counts = lax.broadcasted_iota(np.uint32, along, d) + _offset(cut, axes, extent, np.uint32)
+        total = low + counts
+        high, low = high + (total < counts).astype(np.uint32), total
+    return jnp.broadcast_to(high, local), jnp.broadcast_to(low, local)
+
+
+def _multiply(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+    """(high, low) times `factor` modulo 2^64, by 16-bit digits: 64-bit integers are off by default in JAX."""
+    if factor >= 1 << 32:
+        raise InternalError(f"random bits along a dimension of {factor}")
+    top, bottom = np.uint32(factor >> 16), np.uint32(factor & 0xFFFF)
+    upper, lower = low >> 16, low & np.uint32(0xFFFF)
+    middle = upper * bottom + (lower * bottom >> 16)
+    cross = lower * top + (middle & np.uint32(0xFFFF))
+    carried = upper * top + (middle >> 16) + (cross >> 16)
+    return high * np.uint32(factor) + carried, low * np.uint32(factor)

@@ -1,0 +1,271 @@
+"""A plan as a program: the graph walked on local pieces inside one `jax.shard_map`, with the planned collectives.
+
+    walk      node by node: bring operands to where the node wants them, bind it, keep its results   `walk`
+    bind      the primitive on pieces                                                               autopar/localize.py
+    move      the planned steps, one `lax` collective each                                          `_STEPS`
+
+What a step does to a piece is said once, here; which steps are taken was decided by `passes.moves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
+
+from autopar import localize
+from autopar.jax_compat import Device
+from autopar.localize import Arrays, Cut
+from autopar.plan import partition_specs
+from autopar.trace import Traced
+from passes.errors import InternalError
+from passes.ir import Graph, TensorType
+from passes.mesh import Mesh
+from passes.moves import Move, Placement, is_free, moves
+from passes.phases import Phase, phase
+from passes.plan import Plan
+from passes.resharding import Resharder, Step
+from passes.rules import rule_of
+from passes.sharding import ShardingSpec, replicated
+
+Schedule = tuple[tuple[Move, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A planned program: `function` takes and returns whole arrays, flat; `schedule` holds the moves it makes."""
+
+    function: Callable[..., tuple[Any, ...]]
+    in_shardings: tuple[Sharding, ...]
+    out_shardings: tuple[Sharding, ...]
+    schedule: Schedule
+
+
+def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
+    """The program that a plan describes, on the first devices; on one device it is the traced program as it was.
+
+    Raises UnsupportedError where JAX is configured so that random bits cannot be drawn in pieces.
+    """
+    schedule = scheduled(traced, plan)
+    run = partial(walk, traced, plan, schedule, OnPieces(plan.mesh))
+    if not plan.mesh.axes:
+        whole = SingleDeviceSharding(devices[0])
+        return Program(
+            function=lambda *inputs: run(inputs),
+            in_shardings=(whole,) * len(plan.inputs),
+            out_shardings=(whole,) * len(plan.outputs),
+            schedule=schedule,
+        )
+    mesh = device_mesh(plan.mesh, devices)
+    in_specs, out_specs = partition_specs(plan.inputs), partition_specs(plan.outputs)
+    function = jax.shard_map(
+        lambda *inputs: run(inputs), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return Program(
+        function=function,
+        in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
+        out_shardings=tuple(NamedSharding(mesh, spec) for spec in out_specs),
+        schedule=schedule,
+    )
+
+
+def scheduled(traced: Traced, plan: Plan) -> Schedule:
+    """The moves of a plan, before each node and after the last."""
+    placements = [operator.placement for operator in plan.operators]
+    return moves(traced.graph, plan.inputs, placements, plan.outputs, Resharder(plan.mesh))
+
+
+def device_mesh(mesh: Mesh, devices: Sequence[Device]) -> jax.sharding.Mesh:
+    """JAX's mesh over the first devices, row-major like the planner's."""
+    grid = np.asarray(devices[: mesh.size], dtype=object).reshape(mesh.sizes)
+    return jax.sharding.Mesh(grid, mesh.axes, axis_types=(AxisType.Auto,) * len(mesh.axes))
+
+
+class Semantics(Protocol):
+    """What the walk's operations do to arrays."""
+
+    def bind(self, cut: Cut, operands: Arrays) -> Arrays:
+        """The results of a node."""
+        ...
+
+    def move(self, array: jax.Array, move: Move) -> jax.Array:
+        """A value in another placement."""
+        ...
+
+    def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
+        """A value that every device can make by itself, so that over the partial axes of `spec` it counts once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnPieces:
+    """Arrays are one device's pieces and moves are collectives; for the inside of a `shard_map` over `mesh`."""
+
+    mesh: Mesh
+
+    def bind(self, cut: Cut, operands: Arrays) -> Arrays:
+        return localize.bind(cut, operands)
+
+    def move(self, array: jax.Array, move: Move) -> jax.Array:
+        for step in move.steps:
+            array = take(step, array, move, self.mesh)
+        return array
+
+    def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
+        return _keep(array, spec.partial, self.mesh) if spec.partial else array
+
+
+def walk(traced: Traced, plan: Plan, schedule: Schedule, semantics: Semantics, inputs: Arrays) -> tuple[Any, ...]:
+    """The program's outputs in their planned placements, from its inputs in theirs."""
+    state = _State(traced, plan, semantics, inputs)
+    for index, node in enumerate(traced.graph.nodes):
+        state.bring(schedule[index])
+        if is_free(traced.graph, index):
+            state.free.update(dict.fromkeys(node.outputs, index))
+        else:
+            state.run(index, plan.operators[index].placement)
+    state.bring(schedule[-1])
+    outputs = zip(traced.graph.outputs, plan.outputs, strict=True)
+    return tuple(state.read(value, spec, "forward") for value, spec in outputs)
+
+
+class _State:
+    """Every value where it is: at home, in the placement its node gave it, and in the placements it was moved to.
+
+    The keys of `moved` are those by which `passes.moves` decides that a move was made before.
+    """
+
+    def __init__(self, traced: Traced, plan: Plan, semantics: Semantics, inputs: Arrays) -> None:
+        self.traced = traced
+        self.graph: Graph = traced.graph
+        self.mesh: Mesh = plan.mesh
+        self.semantics = semantics
+        self.weights = frozenset(self.graph.inputs)
+        self.arrays: dict[int, Any] = dict(zip(self.graph.inputs, inputs, strict=True))
+        self.arrays |= zip(self.graph.constants, traced.constants, strict=True)
+        self.home: dict[int, ShardingSpec] = dict(zip(self.graph.inputs, plan.inputs, strict=True))
+        self.home |= {value: replicated(self.graph.types[value].rank) for value in self.graph.constants}
+        self.moved: dict[tuple[int, ShardingSpec, Phase], Any] = {}
+        self.free: dict[int, int] = {}
+        self.made: dict[tuple[int, ShardingSpec], Any] = {}
+
+    def bring(self, due: Sequence[Move]) -> None:
+        """Makes moves, each from its value's home."""
+        for move in due:
+            array = self.arrays[move.value]
+            with jax.named_scope(f"move_{move.value}"):
+                if move.after_value is not None:
+                    # Without a barrier XLA would merge this gather with the forward pass's and keep the weight whole.
+                    array, _ = lax.optimization_barrier((array, self.arrays[move.after_value]))
+                self.moved[move.value, move.after, move.phase] = self.semantics.move(array, move)
+
+    def run(self, index: int, placement: Placement) -> None:
+        """Binds a node and keeps its results."""
+        node = self.graph.nodes[index]
+        if rule_of(node, self.graph).alias:
+            placement = self._alias(index, placement)
+        when = phase(node)
+        operands = [self.read(v, spec, when) for v, spec in zip(node.inputs, placement.operands, strict=True)]
+        results = self._bind(index, placement, operands)
+        self.arrays.update(zip(node.outputs, results, strict=True))
+        self.home.update(zip(node.outputs, placement.results, strict=True))
+
+    def read(self, value: int, spec: ShardingSpec, when: Phase) -> Any:
+        """A value in the placement that its reader wants; literals and free values are made for each placement."""
+        if value in self.graph.literals or value in self.free:
+            return self._make(value, spec)
+        if self.home[value] == spec:
+            return self.arrays[value]
+        return self.moved[value, spec, "backward" if when == "backward" and value in self.weights else "forward"]
+
+    def _make(self, value: int, spec: ShardingSpec) -> Any:
+        if (value, spec) not in self.made:
+            self.made[value, spec] = self.semantics.share(self._whole(value, spec), spec)
+        return self.made[value, spec]
+
+    def _whole(self, value: int, spec: ShardingSpec) -> Any:
+        """A literal, or a free value on the dimensions of `spec`."""
+        if value in self.graph.literals:
+            return literal(self.graph.literals[value], self.graph.types[value])
+        index = self.free[value]
+        operands = tuple(replicated(0) for _ in self.graph.nodes[index].inputs)
+        scalars = [self.read(v, replicated(0), "forward") for v in self.graph.nodes[index].inputs]
+        unshared = ShardingSpec(dims=spec.dims)
+        return self._bind(index, Placement(operands=operands, results=(unshared,)), scalars)[0]
+
+    def _bind(self, index: int, placement: Placement, operands: Arrays) -> Arrays:
+        cut = localize.cut_of(self.graph, index, self.traced.equations[index], placement, self.mesh)
+        with jax.named_scope(cut.node.scope or cut.node.primitive):
+            return self.semantics.bind(cut, operands)
+
+    def _alias(self, index: int, placement: Placement) -> Placement:
+        """An alias takes its operands where they are. Raises InternalError unless the plan says the same."""
+        node = self.graph.nodes[index]
+        found = tuple(self.home.get(v, spec) for v, spec in zip(node.inputs, placement.results, strict=True))
+        if found != placement.results:
+            raise InternalError(f"node {index} ({node.primitive}) passes on {found}, the plan says {placement.results}")
+        return Placement(operands=found, results=found)
+
+
+def literal(value: Any, type: TensorType) -> jax.Array:
+    """A scalar that planning knows, as an array."""
+    return jnp.asarray(value, dtype=jnp.dtype(type.dtype))
+
+
+def take(step: Step, array: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
+    """One device's piece after a step of a move."""
+    return _STEPS[step.kind](array, step, move.before.reduction if move.before.partial else "add", mesh)
+
+
+def _slice(array: jax.Array, step: Step, reduction: str, mesh: Mesh) -> jax.Array:
+    local = array.shape[step.to_dim] // mesh.axis_size(step.axes[0])
+    begin = localize.piece_index(step.axes, mesh) * local
+    return lax.dynamic_slice_in_dim(array, begin, local, step.to_dim)
+
+
+def _keep(array: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """The array on the first of the devices along `axes`, zeros on the others."""
+    return jnp.where(localize.piece_index(axes, mesh) == 0, array, jnp.zeros_like(array))
+
+
+def _all_gather(array: jax.Array, step: Step, reduction: str, mesh: Mesh) -> jax.Array:
+    return lax.all_gather(array, step.axes[0], axis=step.dim, tiled=True)
+
+
+def _all_to_all(array: jax.Array, step: Step, reduction: str, mesh: Mesh) -> jax.Array:
+    return lax.all_to_all(array, step.axes[0], split_axis=step.to_dim, concat_axis=step.dim, tiled=True)
+
+
+def _all_reduce(array: jax.Array, step: Step, reduction: str, mesh: Mesh) -> jax.Array:
+    if array.dtype == np.bool_:
+        # Collectives have no logic: any is a maximum, all a minimum.
+        return _REDUCTIONS[reduction](array.astype(np.int32), step.axes).astype(np.bool_)
+    return _REDUCTIONS[reduction](array, step.axes)
+
+
+def _reduce_scatter(array: jax.Array, step: Step, reduction: str, mesh: Mesh) -> jax.Array:
+    return lax.psum_scatter(array, step.axes[0], scatter_dimension=step.to_dim, tiled=True)
+
+
+_REDUCTIONS: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
+    {"add": lax.psum, "max": lax.pmax, "min": lax.pmin, "or": lax.pmax, "and": lax.pmin}
+)
+
+_STEPS: Mapping[str, Callable[[jax.Array, Step, str, Mesh], jax.Array]] = MappingProxyType(
+    {
+        "slice": _slice,
+        "keep": lambda array, step, reduction, mesh: _keep(array, step.axes, mesh),
+        "all_gather": _all_gather,
+        "all_to_all": _all_to_all,
+        "all_reduce": _all_reduce,
+        "reduce_scatter": _reduce_scatter,
+    }
+)
