@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
 from passes import plan_json
+from passes.devices import known
 from passes.errors import PlanningError
 from passes.plan import Plan
 from passes.planner import Auto, DataParallel, Manual, Megatron, Planner, Zero
@@ -53,7 +55,16 @@ Plan a train step for a cluster that need not be here, and show the plan.
 
 {_TARGET}"""
 
+_CLUSTERS = f"""\
+clusters:
+  8:h100                one host of 8 devices
+  2x8:a100-80g          two hosts of 8
+  PATH                  a JSON file
+  kinds: {textwrap.fill(", ".join(known()), 70, subsequent_indent=" " * 9)}"""
+
 _PLAN_MORE = f"""\
+{_CLUSTERS}
+
 {_PLANNERS}
 
 example:
@@ -100,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = add("plan", _plan, "make a plan", _PLAN_HELP, _PLAN_MORE)
     plan.add_argument("target", metavar="MODULE:FUNCTION", help="what to plan; see above")
-    plan.add_argument("--cluster", required=True, help="hosts x devices and their kind, as in 2x8:a100-80g")
+    plan.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
     plan.add_argument("--planner", default="auto", help="who plans; see below")
     plan.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")

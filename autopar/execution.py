@@ -14,6 +14,7 @@ from autopar import jax_compat
 from autopar.arguments import Signature, Type, types_of
 from autopar.errors import ArgumentError, explain
 from autopar.jax_compat import Device, PyTreeDef
+from autopar.lower import build
 from autopar.plan import Plan
 from autopar.trace import Traced
 
@@ -46,8 +47,6 @@ class Prepared:
 
 def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[Device]) -> Prepared:
     """The jitted function of a plan on its devices."""
-    from autopar.lower import build
-
     program = build(traced, plan, devices)
     # One object for equal shardings: results come back with it, and finding them in place is a test of identity.
     known: dict[Sharding, Sharding] = {}

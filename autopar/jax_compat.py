@@ -18,26 +18,18 @@ from jax.extend import core as jex_core
 from jax.extend.random import threefry2x32_p
 from jax.lax import convert_element_type_p, optimization_barrier_p
 
-Jaxpr = jex_core.Jaxpr
-ClosedJaxpr = jex_core.ClosedJaxpr
-JaxprEqn = jex_core.JaxprEqn
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
-Var = jex_core.Var
 
 # What JAX exports under these names is no type to a type checker.
 Device = Any
 PyTreeDef = Any
 
 __all__ = [
-    "ClosedJaxpr",
     "Device",
-    "Jaxpr",
-    "JaxprEqn",
     "Literal",
     "Primitive",
     "PyTreeDef",
-    "Var",
     "bind_params",
     "has_ambient_mesh",
     "is_array_type",

@@ -167,51 +167,51 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 
     An index that is out of bounds for the whole operand is the first device's to fill.
     """
-    numbers, mode = cut.params["dimension_numbers"], _mode(cut)
     source, indices = operands
-    spec = cut.placement.operands[0]
-    sizes = tuple(
-        n if axes and s > 1 else s
-        for s, n, axes in zip(cut.params["slice_sizes"], source.shape, spec.dims, strict=True)
-    )
-    (selected, axes), *_ = [(d, spec.dims[d]) for d in numbers.start_index_map if spec.dims[d]] or [(0, ())]
-    if not axes:
+    numbers, mode, spec = cut.params["dimension_numbers"], _mode(cut), cut.placement.operands[0]
+    slices = zip(cut.params["slice_sizes"], source.shape, spec.dims, strict=True)
+    sizes = tuple(local if axes and size > 1 else size for size, local, axes in slices)
+    selected = _selected(cut, numbers.start_index_map)
+    if selected is None:
         return _rebind(cut, operands, slice_sizes=sizes)
-    whole, local = cut.operands[0].shape[selected], source.shape[selected]
-    indices = _signed(indices, whole)
-    wanted = jnp.clip(indices, 0, whole - 1) if mode == GatherScatterMode.CLIP else indices
-    mine = wanted - _offset(cut, axes, local, wanted.dtype)
-    (found,) = _rebind(
-        cut,
-        (source, mine),
-        slice_sizes=sizes,
-        mode=GatherScatterMode.FILL_OR_DROP,
-        fill_value=0,
-        indices_are_sorted=False,
-    )
+    mine = _shifted(cut, selected, indices)
+    dropping: dict[str, Any] = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
+    (found,) = _rebind(cut, (source, mine), slice_sizes=sizes, **dropping)
     if mode != GatherScatterMode.FILL_OR_DROP:
         return (found,)
-    outside = ((indices < 0) | (indices >= whole))[..., 0]
-    outside = lax.expand_dims(outside, sorted(numbers.offset_dims)) & (piece_index(axes, cut.mesh) == 0)
-    return (jnp.where(outside, _fill(cut.params["fill_value"], found.dtype), found),)
+    whole = cut.operands[0].shape[selected]
+    wide = _signed(indices, whole)
+    outside = lax.expand_dims(((wide < 0) | (wide >= whole))[..., 0], numbers.offset_dims)
+    is_first = piece_index(spec.dims[selected], cut.mesh) == 0
+    return (jnp.where(outside & is_first, _fill(cut.params["fill_value"], found.dtype), found),)
 
 
 @localizes("scatter-add")
 def _(cut: Cut, operands: Arrays) -> Arrays:
     """Where the selected dimension is cut, updates of other pieces fall outside this one and are dropped."""
     target, indices, updates = operands
-    spec = cut.placement.operands[0]
-    numbers = cut.params["dimension_numbers"]
-    (selected, axes), *_ = [(d, spec.dims[d]) for d in numbers.scatter_dims_to_operand_dims if spec.dims[d]] or [
-        (0, ())
-    ]
-    if not axes:
+    selected = _selected(cut, cut.params["dimension_numbers"].scatter_dims_to_operand_dims)
+    if selected is None:
         return _rebind(cut, operands)
-    whole, local = cut.operands[0].shape[selected], target.shape[selected]
-    indices = _signed(indices, whole)
-    wanted = jnp.clip(indices, 0, whole - 1) if _mode(cut) == GatherScatterMode.CLIP else indices
-    mine = wanted - _offset(cut, axes, local, wanted.dtype)
+    mine = _shifted(cut, selected, indices)
     return _rebind(cut, (target, mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
+
+
+def _selected(cut: Cut, indexed: Sequence[int]) -> int | None:
+    """The dimension of the operand that is both indexed and cut; a rule cuts at most one."""
+    return next((d for d in indexed if cut.placement.operands[0].dims[d]), None)
+
+
+def _shifted(cut: Cut, selected: int, indices: jax.Array) -> jax.Array:
+    """Indices into this device's piece of the selected dimension, out of bounds where another piece is meant.
+
+    A shift keeps sorted indices sorted and unique ones unique.
+    """
+    whole, axes = cut.operands[0].shape[selected], cut.placement.operands[0].dims[selected]
+    wide = _signed(indices, whole)
+    wanted = jnp.clip(wide, 0, whole - 1) if _mode(cut) == GatherScatterMode.CLIP else wide
+    local = cut.placement.operands[0].local_shape(cut.operands[0].shape, cut.mesh)[selected]
+    return wanted - _offset(cut, axes, local, wanted.dtype)
 
 
 def _mode(cut: Cut) -> GatherScatterMode:
@@ -264,7 +264,7 @@ def _positions(cut: Cut) -> tuple[jax.Array, jax.Array]:
     local, shape = cut.local_shape(), cut.results[0].shape
     high = low = jnp.zeros((1,) * len(shape), np.uint32)
     for d, (size, extent, axes) in enumerate(zip(shape, local, cut.placement.results[0].dims, strict=True)):
-        high, low = _multiply(high, low, size)
+        high, low = multiply(high, low, size)
         along = tuple(extent if i == d else 1 for i in range(len(shape)))
         counts = lax.broadcasted_iota(np.uint32, along, d) + _offset(cut, axes, extent, np.uint32)
         total = low + counts
@@ -272,7 +272,7 @@ def _positions(cut: Cut) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(high, local), jnp.broadcast_to(low, local)
 
 
-def _multiply(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+def multiply(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """(high, low) times `factor` modulo 2^64, by 16-bit digits: 64-bit integers are off by default in JAX."""
     if factor >= 1 << 32:
         raise InternalError(f"random bits along a dimension of {factor}")

@@ -43,7 +43,7 @@ ICI_ALPHA_SECONDS = 1e-6
 
 CPU_CORE_FLOPS_PER_SECOND = 85e9
 CPU_MEMORY_BYTES_PER_SECOND = 24e9
-CPU_VIRTUAL_DEVICES = 8
+"""Of a machine, which its virtual devices share; measured like the rest of `cpu`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,15 @@ def known() -> tuple[str, ...]:
 
 def host_spec(name: str) -> HostSpec:
     """The table's entry. Raises ClusterError for a name it does not have."""
+    return _entry(name, f"device {name!r}")
+
+
+def _entry(name: str, what: str) -> HostSpec:
+    """The table's entry for a name that stands in `what`."""
     found = _HOSTS.get(name.lower())
     if found is None:
         remedy = close(name.lower(), _HOSTS) or "pass a Cluster or a JSON file, or add the device with register_device"
-        raise ClusterError(explain(f"device {name!r}", "is not in the table", f"known: {', '.join(_HOSTS)}", remedy))
+        raise ClusterError(explain(what, f"no device is called {name!r}", f"known: {', '.join(_HOSTS)}", remedy))
     return found
 
 
@@ -95,25 +100,23 @@ _SPEC_TEXT = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<devices>\d+):(?P<device>.+)")
 def parse_cluster(text_or_path: str | os.PathLike[str]) -> Cluster:
     """The cluster of `8:a100-80g` (one host of 8), `2x8:a100-80g` (two such hosts) or a JSON file.
 
-    In the file, a group's `device` may be a name from the table; `devices_per_host`, `intra` and `inter` then default
-    to the table's. Raises ClusterError for what it cannot read.
+    In the file, a group's `device` may be a name from the table; `hosts` then defaults to 1, and `devices_per_host`,
+    `intra` and `inter` to the table's. Raises ClusterError for what it cannot read.
     """
     text = os.fspath(text_or_path).strip()
     if text.lower().endswith(".json") or Path(text).is_file():
         return _read_file(Path(text))
-    rule = "is neither hosts x devices : device nor a JSON file"
     shown = f"cluster {text!r}"
     found = _SPEC_TEXT.fullmatch(text)
     if not found:
-        names = f"known devices: {', '.join(_HOSTS)}"
-        remedy = (
-            f"write, say, '8:{text.lower()}'" if text.lower() in _HOSTS else "write, say, '8:h100' or '2x8:a100-80g'"
-        )
-        raise ClusterError(explain(shown, rule, names, remedy))
+        rule = "should be hosts x devices : device, or a JSON file"
+        example = f"8:{text.lower()}" if text.lower() in _HOSTS else "2x8:a100-80g"
+        remedy = f"write, say, {example!r}"
+        raise ClusterError(explain(shown, rule, f"known devices: {', '.join(_HOSTS)}", remedy))
     hosts, devices = int(found["hosts"] or 1), int(found["devices"])
     if not hosts or not devices:
-        raise ClusterError(explain(shown, "has no devices", f"{hosts} hosts of {devices}", "count both from 1"))
-    return host_spec(found["device"]).cluster(hosts, devices, name=text)
+        raise ClusterError(explain(shown, "should have a device", f"it is {hosts} x {devices}", "count both from 1"))
+    return _entry(found["device"], shown).cluster(hosts, devices, name=text)
 
 
 def _read_file(path: Path) -> Cluster:
@@ -125,7 +128,10 @@ def _read_file(path: Path) -> Cluster:
         raise ClusterError(explain(f"cluster {str(path)!r}", "cannot be read", where, str(error))) from error
     except ValueError as error:
         raise ClusterError(explain(f"cluster {str(path)!r}", "is not JSON", str(error), remedy)) from error
-    return Cluster.from_json(_expanded(data))
+    try:
+        return Cluster.from_json(_expanded(data))
+    except ClusterError as error:
+        raise ClusterError(f"cluster {str(path)!r}: {error}") from error
 
 
 def _expanded(data: object) -> object:
@@ -491,8 +497,8 @@ _TABLE = (
         matmul_efficiency=956 / 1153.5,
     ),
     HostSpec(
-        device=_virtual_cpu(cores=2, memory_nbytes=16 * 2**30, devices=CPU_VIRTUAL_DEVICES),
-        devices_per_host=CPU_VIRTUAL_DEVICES,
+        device=_virtual_cpu(cores=2, memory_nbytes=16 * 2**30, devices=8),
+        devices_per_host=8,
         intra=_link(0.93, alpha_seconds=15e-6),
         inter=_link(1, alpha_seconds=100e-6),
         kinds=("cpu",),

@@ -169,8 +169,8 @@ class Plan:
         if read.of("schema") != SCHEMA:
             writer = read.data.get("autopar", "(unknown)")
             raise PlanningError(
-                f"the plan has schema {read.of('schema')!r}, written by autopar {writer}; this is autopar"
-                f" {plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use that autopar"
+                f"the plan has schema {read.of('schema')!r}, written by autopar {writer}; this is autopar "
+                f"{plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use that autopar"
             )
         cluster = Cluster.from_json(read.object("cluster").data)
         mesh = plan_json.mesh_from_json(read.object("mesh"), cluster)

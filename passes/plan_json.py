@@ -46,18 +46,19 @@ def text(data: Mapping[str, object]) -> str:
 
 
 def _field(value: object, indent: str) -> str:
-    if not isinstance(value, list) or not value:
-        return _dump(value)
+    entries = cast(list[object], value) if isinstance(value, list) else []
+    if not entries:
+        return _dump(cast(object, value))
     inner = indent + "  "
-    lines = ",\n".join(inner + _entry(entry, inner) for entry in cast(list[object], value))
+    lines = ",\n".join(inner + _entry(entry, inner) for entry in entries)
     return f"[\n{lines}\n{indent}]"
 
 
 def _entry(value: object, indent: str) -> str:
     """One line, except for a run of operators, which is the last field of its object."""
-    if not isinstance(value, dict) or "run" not in value:
-        return _dump(value)
-    head = dict(cast(Mapping[str, object], value))
+    head = dict(cast(Mapping[str, object], value)) if isinstance(value, dict) else {}
+    if "run" not in head:
+        return _dump(cast(object, value))
     run = head.pop("run")
     return f'{_dump(head)[:-1]}, "run": {_field(run, indent)}}}'
 

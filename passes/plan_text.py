@@ -44,9 +44,10 @@ def gap(solution: Solution) -> str:
 
 
 def seconds_table(seconds: Mapping[str, float]) -> Table:
-    """The predicted step time by cause."""
+    """The predicted step time by cause, largest first."""
     total = sum(seconds.values())
-    rows = [(cause, quantities.seconds(s), quantities.share(s, total)) for cause, s in seconds.items()]
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    rows = [(cause, quantities.seconds(s), quantities.share(s, total)) for cause, s in ordered]
     return Table(
         title=f"predicted step time: {quantities.seconds(total)}",
         columns=(Column(heading="cause"), Column(heading="time", right=True), Column(heading="share", right=True)),
@@ -136,9 +137,9 @@ def common(names: Sequence[str]) -> str:
 
 
 def short(source: str) -> str:
-    """A source with the last two parts of its path: `models/gpt.py:120 (MLP.__call__)`."""
+    """A source with the last two parts of its path, without `<locals>`: `models/gpt.py:120 (MLP.__call__)`."""
     path, line, rest = source.partition(".py:")
-    return "/".join(path.split("/")[-2:]) + line + rest
+    return "/".join(path.split("/")[-2:]) + line + rest.replace(".<locals>", "")
 
 
 def replicated_table(replicated: Sequence[str], operators: Sequence[Operator]) -> Table:

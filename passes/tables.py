@@ -54,9 +54,9 @@ class Table:
 
     def _widths(self, width: int) -> list[int]:
         """Characters of each column: the widest flexible ones give way until the row fits."""
-        cells = [tuple(column.heading for column in self.columns), *self.rows]
+        cells = (tuple(column.heading for column in self.columns), *self.rows)
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
-        flexible = [i for i, column in enumerate(self.columns) if column.flexible and widths[i] > NARROWEST]
+        flexible: list[int] = [i for i, column in enumerate(self.columns) if column.flexible and widths[i] > NARROWEST]
         while sum(widths) + len(GAP) * len(widths) > width and flexible:
             widest = max(flexible, key=lambda i: widths[i])
             widths[widest] -= 1

@@ -16,6 +16,7 @@ PLAN, OTHER = str(GOLDEN / "plan.json"), str(GOLDEN / "plan_other.json")
 TRAIN = """\
 import jax
 import jax.numpy as jnp
+import autopar
 
 def step(params, batch):
     loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(batch @ p["up"]) @ p["down"]))(params)
@@ -28,6 +29,14 @@ def example():
 def example_with_keywords():
     step, (params, batch) = example()
     return step, (params,), {"batch": batch}
+
+@autopar.parallelize(static_argnames="rate", donate_argnums=0)
+def parallel_step(params, batch, rate):
+    return jax.tree.map(lambda p: p - rate, params), step(params, batch)[1]
+
+def parallel_example():
+    _, (params, batch) = example()
+    return parallel_step, [params, batch], {"rate": 0.5}
 
 def not_an_example():
     return 17
@@ -151,7 +160,7 @@ def test_it_runs_as_a_program():
 # Planning
 
 
-@pytest.mark.parametrize("function", ["example", "example_with_keywords"])
+@pytest.mark.parametrize("function", ["example", "example_with_keywords", "parallel_example"])
 def test_plan_shows_and_saves(capsys, train, function):
     assert main(["plan", f"train:{function}", "--cluster", "1x4:a100-80g", "--out", "plan.json"]) == 0
     assert "predicted step time" in capsys.readouterr().out

@@ -1,0 +1,229 @@
+"""The law of sharding rules: pieces computed by themselves, joined and reduced, equal the whole.
+
+For every primitive with a rule and every legal way to cut it over two devices or a two by two grid: cut the operands,
+bind the primitive on the pieces (autopar/localize.py), join the results along what is cut, reduce what is partial.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from autopar.errors import InternalError, UnsupportedError
+from autopar.localize import Cut, bind, cut_of
+from autopar.lower import device_mesh, literal
+from autopar.trace import Traced, trace
+from passes.cluster import Cluster, DeviceSpec, HostGroup, Link
+from passes.mesh import Mesh
+from passes.moves import Placement
+from passes.rules import known_primitives, rule_of
+from passes.sharding import ShardingSpec
+from tests.autopar.rule_cases import EXEMPT, Case, cases
+
+ASSIGNMENTS = 24
+"""At most so many assignments of the two by two grid to the factors of one node; the rest is sampled away."""
+
+MOVEMENT = frozenset(
+    "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather neg pad reshape rev select_n slice sort "
+    "squeeze transpose".split()
+)
+"""Primitives whose results are exact wherever nothing is partial."""
+
+REDUCTIONS = {"add": np.sum, "max": np.max, "min": np.min}
+
+LINK = Link(alpha_seconds=1e-6, bytes_per_second=1e9)
+DEVICE = DeviceSpec(
+    name="test",
+    flops_per_second={"float32": 1e12},
+    matmul_efficiency=1.0,
+    memory_nbytes=1 << 30,
+    memory_bytes_per_second=1e11,
+    launch_seconds=1e-6,
+    source="made up",
+)
+CLUSTER = Cluster(name="test", groups=(HostGroup(hosts=1, devices_per_host=8, device=DEVICE, intra=LINK, inter=LINK),))
+MESHES = (Mesh(axes=("x",), sizes=(2,), cluster=CLUSTER), Mesh(axes=("x", "y"), sizes=(2, 2), cluster=CLUSTER))
+
+with jax.enable_x64(True):
+    CASES = cases()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pieces_make_the_whole(case: Case) -> None:
+    with jax.enable_x64(True):
+        traced = trace(case.function, case.args, {})
+        values = evaluate(traced, case.args)
+        indices = [i for i, node in enumerate(traced.graph.nodes) if node.primitive == case.primitive]
+        assert indices, f"the case does not use {case.primitive}:\n{traced.graph}"
+        for mesh, index in itertools.product(MESHES, indices):
+            check(list(cuts(traced, index, mesh)), traced, values)
+
+
+def test_every_rule_has_a_case() -> None:
+    covered = {case.primitive for case in CASES}
+    assert not known_primitives() - covered - EXEMPT.keys(), "add a case to tests/autopar/rule_cases.py"
+    assert not covered & EXEMPT.keys()
+    assert EXEMPT.keys() <= known_primitives()
+
+
+def test_partial_results_are_found() -> None:
+    """The law above is not empty: it meets reductions, split vocabularies and partial operands."""
+    met: set[tuple[str, str]] = set()
+    with jax.enable_x64(True):
+        for case in CASES:
+            if case.primitive in ("dot_general", "gather", "scatter-add", "reduce_max", "add"):
+                traced = trace(case.function, case.args, {})
+                for index, node in enumerate(traced.graph.nodes):
+                    for cut in cuts(traced, index, MESHES[0]) if node.primitive == case.primitive else ():
+                        met |= {(node.primitive, s.reduction) for s in cut.placement.results if s.partial}
+    assert met == {
+        ("dot_general", "add"),
+        ("gather", "add"),
+        ("scatter-add", "add"),
+        ("reduce_max", "max"),
+        ("add", "add"),
+    }
+
+
+def test_a_primitive_that_gives_other_shapes_is_refused() -> None:
+    traced = trace(lambda x: jnp.sort(x), (np.zeros(8, np.float32),), {})
+    whole, cut = ShardingSpec(dims=((),)), ShardingSpec(dims=(("x",),))
+    wrong = cut_of(traced.graph, 0, traced.equations[0], Placement(operands=(whole,), results=(cut,)), MESHES[0])
+    with pytest.raises(InternalError, match=r"sort\(float32\[8\] \[-\]\) at .*test_soundness.*gives pieces .*\(8,\)"):
+        bind(wrong, [jnp.zeros(8)])
+
+
+def test_bits_in_pieces_need_partitionable_threefry() -> None:
+    traced = trace(lambda key: jax.random.bits(key, (8,)), (jax.random.key(0),), {})
+    index = next(i for i, node in enumerate(traced.graph.nodes) if node.primitive == "random_bits")
+    before = jax.config.read("jax_threefry_partitionable")
+    (cut,) = [c for c in cuts(traced, index, MESHES[0]) if not c.is_whole]
+    jax.config.update("jax_threefry_partitionable", False)
+    try:
+        with pytest.raises(UnsupportedError, match="jax_threefry_partitionable"):
+            bind(cut, [jax.random.key(0)])
+    finally:
+        jax.config.update("jax_threefry_partitionable", before)
+
+
+def test_bits_beyond_32_bits_of_positions() -> None:
+    """Positions of a result too large to make: a corner of it, against integers of any size."""
+    shape = (5, 3, 1 << 20, 1 << 18)
+    corner = (slice(3, 5), slice(1, 3), slice((1 << 20) - 2, 1 << 20), slice((1 << 18) - 3, 1 << 18))
+    rows = np.stack(np.meshgrid(*(np.arange(s.start, s.stop) for s in corner), indexing="ij"), -1)
+    expected = np.ravel_multi_index(np.moveaxis(rows, -1, 0), shape)
+    from autopar.localize import multiply
+
+    high = low = jnp.zeros((), np.uint32)
+    for d, size in enumerate(shape):
+        high, low = multiply(high, low, size)
+        counts = jnp.asarray(rows[..., d], np.uint32)
+        total = low + counts
+        high, low = high + (total < counts), total
+    found = np.asarray(high).astype(np.uint64) << 32 | np.asarray(low)
+    np.testing.assert_array_equal(found, expected.astype(np.uint64))
+
+
+def evaluate(traced: Traced, args: tuple[object, ...]) -> dict[int, jax.Array]:
+    """Every value of a graph, on one device."""
+    graph = traced.graph
+    values = dict(zip(graph.inputs, map(jnp.asarray, jax.tree.leaves(args)), strict=True))
+    values |= zip(graph.constants, traced.constants, strict=True)
+    values |= {value: literal(number, graph.types[value]) for value, number in graph.literals.items()}
+    for index, node in enumerate(graph.nodes):
+        rule = rule_of(node, graph)
+        uncut = Placement(
+            operands=tuple(rule.operand_spec(i, ()) for i in range(len(node.inputs))),
+            results=tuple(rule.result_spec(i, ()) for i in range(len(node.outputs))),
+        )
+        results = bind(
+            cut_of(graph, index, traced.equations[index], uncut, MESHES[0]), [values[v] for v in node.inputs]
+        )
+        values |= zip(node.outputs, results, strict=True)
+    return values
+
+
+def cuts(traced: Traced, index: int, mesh: Mesh) -> Iterator[Cut]:
+    """The legal ways to cut a node, all of them or a fixed sample."""
+    node = traced.graph.nodes[index]
+    rule = rule_of(node, traced.graph)
+    found = rule.assignments(mesh)
+    if len(found) > ASSIGNMENTS:
+        picked = np.random.default_rng(0).choice(len(found), ASSIGNMENTS, replace=False)
+        found = [found[i] for i in sorted(picked)]
+    for assignment in found:
+        placement = Placement(
+            operands=tuple(rule.operand_spec(i, assignment) for i in range(len(node.inputs))),
+            results=tuple(rule.result_spec(i, assignment) for i in range(len(node.outputs))),
+        )
+        yield cut_of(traced.graph, index, traced.equations[index], placement, mesh)
+
+
+def check(cuts: list[Cut], traced: Traced, values: dict[int, jax.Array]) -> None:
+    """Runs every cut in one program and compares."""
+    node = cuts[0].node
+    operands = [[parts(values[v], spec, cut.mesh) for v, spec in zip(node.inputs, cut.placement.operands, strict=True)]
+                for cut in cuts]  # fmt: skip
+    found = jax.jit(lambda *operands: [run(cut, given) for cut, given in zip(cuts, operands, strict=True)])(*operands)
+    for cut, results in zip(cuts, found, strict=True):
+        for result, value, spec in zip(results, node.outputs, cut.placement.results, strict=True):
+            whole = joined(result, spec)
+            compare(whole, values[value], cut)
+
+
+def run(cut: Cut, operands: list[jax.Array]) -> list[jax.Array]:
+    """The results of a cut node, summands of partial ones stacked in front."""
+
+    def piece(*stacked: jax.Array) -> list[jax.Array]:
+        specs = cut.placement.operands
+        given = [x.reshape(x.shape[1:]) if s.partial else x for x, s in zip(stacked, specs, strict=True)]
+        results = bind(cut, given)
+        return [x[None] if s.partial else x for x, s in zip(results, cut.placement.results, strict=True)]
+
+    return jax.shard_map(
+        piece,
+        mesh=device_mesh(cut.mesh, jax.devices()),
+        in_specs=tuple(map(stacked_spec, cut.placement.operands)),
+        out_specs=list(map(stacked_spec, cut.placement.results)),
+        check_vma=False,
+    )(*operands)
+
+
+def stacked_spec(spec: ShardingSpec) -> PartitionSpec:
+    return PartitionSpec(*([spec.partial] if spec.partial else []), *(axes or None for axes in spec.dims))
+
+
+def parts(value: jax.Array, spec: ShardingSpec, mesh: Mesh) -> jax.Array:
+    """The value, or summands of it stacked in front for each device along its partial axes."""
+    if not spec.partial:
+        return value
+    count = int(np.prod([mesh.axis_size(axis) for axis in spec.partial]))
+    whole = np.asarray(value)
+    others = np.random.default_rng(1).uniform(-4, 4, (count - 1, *whole.shape)).astype(whole.dtype)
+    return jnp.asarray(np.concatenate([(whole - others.sum(0, dtype=whole.dtype))[None], others]))
+
+
+def joined(result: jax.Array, spec: ShardingSpec) -> jax.Array | np.ndarray:
+    if not spec.partial:
+        return result
+    stacked = np.asarray(result)
+    return REDUCTIONS[spec.reduction](stacked, axis=0, **({"dtype": stacked.dtype} if spec.reduction == "add" else {}))
+
+
+def compare(found: jax.Array | np.ndarray, wanted: jax.Array, cut: Cut) -> None:
+    assert found.dtype == wanted.dtype, cut.placement
+    if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+        found, wanted = jax.random.key_data(found), jax.random.key_data(wanted)
+    specs = (*cut.placement.operands, *cut.placement.results)
+    is_exact = cut.node.primitive in MOVEMENT and not any(spec.partial for spec in specs)
+    if is_exact or not jnp.issubdtype(wanted.dtype, np.inexact):
+        np.testing.assert_array_equal(found, wanted, err_msg=str(cut.placement))
+    else:
+        rtol = 1e-12 if wanted.dtype.itemsize >= 8 else 1e-6
+        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol, err_msg=str(cut.placement))
