@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import jax_compat
@@ -36,6 +37,8 @@ _CALLS = {
 _CONTROL = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 
 _HINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+
+_CALLABLE_DATA = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -212,7 +215,10 @@ class _Builder:
 
         graph = Graph(
             types=tuple(self.types[v] for v in order),
-            nodes=tuple(_rewired(self.nodes[i], renumber) for i in picked),
+            nodes=tuple(
+                replace(node, inputs=renumber(node.inputs), outputs=renumber(node.outputs))
+                for node in (self.nodes[i] for i in picked)
+            ),
             inputs=renumber(inputs),
             outputs=renumber(outputs),
             constants=renumber(constants),
@@ -266,17 +272,20 @@ def _plain(value: Any) -> object:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether a parameter is a program rather than data, be it one or a collection of them; types are data."""
+    """Whether a parameter is a program rather than data, or a collection of programs.
+
+    Types and meshes are data, though both can be called.
+    """
     if isinstance(value, tuple | list):
         return len(value) > 0 and all(map(_is_code, value))
-    return jax_compat.is_jaxpr(value) or (callable(value) and not isinstance(value, type))
+    return jax_compat.is_jaxpr(value) or (callable(value) and not isinstance(value, _CALLABLE_DATA))
 
 
 def _number(value: Any, dtype: Any) -> float | int | bool | None:
     """A scalar as a Python number, None for one that is no bool, integer or real (keys, complex numbers)."""
     if dtype.name == "bool":
         return bool(value)
-    if np.issubdtype(dtype, np.integer) or dtype.name.startswith(("int", "uint")):
+    if dtype.name.startswith(("int", "uint")):
         return int(value)
     if dtype.name.startswith(("float", "bfloat")):
         return float(value)
@@ -285,18 +294,6 @@ def _number(value: Any, dtype: Any) -> float | int | bool | None:
 
 def _several(jaxprs: Any) -> tuple[Any, ...]:
     return tuple(jaxprs) if isinstance(jaxprs, tuple | list) else (jaxprs,)
-
-
-def _rewired(node: Node, renumber: Any) -> Node:
-    return Node(
-        primitive=node.primitive,
-        inputs=renumber(node.inputs),
-        outputs=renumber(node.outputs),
-        params=node.params,
-        subgraphs=node.subgraphs,
-        source=node.source,
-        scope=node.scope,
-    )
 
 
 def _unsupported(primitive: str, reason: str, source: str) -> str:

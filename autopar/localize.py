@@ -2,7 +2,7 @@
 
 Most primitives compute a piece of their result from pieces of their operands as they are. The few whose parameters name
 shapes or positions, or whose results depend on where a piece lies, have a localizer here. What comes out is checked
-against the shape that the placement promises: a primitive that needed a localizer and has none does not pass in silence.
+against the shape that the placement promises: a primitive that lacks a localizer does not pass in silence.
 """
 
 from __future__ import annotations

@@ -111,18 +111,20 @@ def _tied(
     """
     args, kwargs = _Subtree(0, in_tree).children()
     arguments = [a for a in (*args.children(), *kwargs.children()) if a.tree.num_leaves]
-    gone = {id(a): all(donated[i] for i in a.leaves) for a in arguments}
     whole = _Subtree(0, out_tree)
     parts = list(whole.children())
     results = [whole, *parts, *(inner for part in parts for inner in part.children())]
+
+    def is_donated(argument: _Subtree) -> bool:
+        return all(donated[i] for i in argument.leaves)
 
     def types(values: tuple[int, ...], leaves: range) -> list[TensorType]:
         return [graph.types[values[i]] for i in leaves]
 
     taken: set[int] = set()
     pairs: list[tuple[int, int]] = []
-    for argument in sorted(arguments, key=lambda a: not gone[id(a)]):
-        if argument.tree.num_leaves == 1 and not gone[id(argument)]:
+    for argument in sorted(arguments, key=is_donated, reverse=True):
+        if argument.tree.num_leaves == 1 and not is_donated(argument):
             continue
         wanted = types(graph.inputs, argument.leaves)
         for result in results:

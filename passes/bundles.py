@@ -58,7 +58,9 @@ class Bundle:
     @property
     def classes(self) -> list[int]:
         """The distinct classes, in order of appearance."""
-        return list(dict.fromkeys(self.find(cls) for classes in self.factor_classes.values() for cls in classes if cls >= 0))
+        return list(
+            dict.fromkeys(self.find(cls) for classes in self.factor_classes.values() for cls in classes if cls >= 0)
+        )
 
     def join(self, index: int, graph: Graph, rule: ShardingRule) -> None:
         """Adds a node; its dimensions take the classes of the operands that the bundle already holds."""
@@ -181,7 +183,7 @@ class _Grouper:
         return None
 
     def _absorb_bundle(self, host: int, other: int, index: int) -> None:
-        """Moves a bundle that only transforms graph inputs for this node (a moment scaled by its decay) into the host."""
+        """Moves a bundle that only transforms inputs for this node (a moment scaled by its decay) into the host."""
         source, target = self.bundles[other], self.bundles[host]
         graph = self.graph
         inside = {*source.members, *target.members, index}
@@ -194,10 +196,15 @@ class _Grouper:
             return
         offset = len(target.parents)
         target.parents.extend(parent + offset for parent in source.parents)
-        moved = lambda classes: [cls + offset if cls >= 0 else -1 for cls in classes]  # noqa: E731
+
+        def moved(classes: list[int]) -> list[int]:
+            return [cls + offset if cls >= 0 else -1 for cls in classes]
+
         target.factor_classes |= {member: moved(classes) for member, classes in source.factor_classes.items()}
         for value, classes in source.value_classes.items():
-            for theirs, ours in zip(moved(classes), target.value_classes.setdefault(value, moved(classes)), strict=True):
+            for theirs, ours in zip(
+                moved(classes), target.value_classes.setdefault(value, moved(classes)), strict=True
+            ):
                 if theirs >= 0 and ours >= 0:
                     target.unite(theirs, ours)
         target.members.extend(source.members)

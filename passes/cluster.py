@@ -102,8 +102,9 @@ def explain(what: str, rule: str, known: str, remedy: str) -> str:
 
 
 def close(name: str, names: Iterable[str]) -> str:
-    """`did you mean ...?` with the names closest to `name`; empty where none is close."""
-    matches = difflib.get_close_matches(name, list(names), cutoff=0.5)
+    """`did you mean ...?` with the names that `name` begins, or else is close to; empty where there are none."""
+    names = list(names)
+    matches = [n for n in names if n.startswith(name)] or difflib.get_close_matches(name, names, cutoff=0.5)
     return f"did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 

@@ -86,7 +86,7 @@ class ShardingProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One strategy per node; `objective` and `bound` in seconds; `status` in words; `branched` if the LP was fractional."""
+    """One strategy per node; `objective` and `bound` in seconds; `branched` if the relaxation left a gap."""
 
     choice: tuple[int, ...]
     objective: float
@@ -101,11 +101,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
-    """`time_limit` in seconds for one solve, which ends at a relative `gap` of answer and bound; `tie_radius` rounds of colour refinement, None to solve every node apart."""
+    """`time_limit` in seconds of one solve, which ends early at a relative `gap` between answer and bound.
+
+    `tie_radius` is the rounds of colour refinement that tie equal nodes; None solves every node apart.
+    """
 
     solver: Literal["highs", "cbc"] = "highs"
-    time_limit: float = 60.0
-    gap: float = 1e-6
+    time_limit: float = 20.0
+    gap: float = 1e-4
     tie_radius: int | None = 2
 
 
@@ -364,7 +367,9 @@ class _Program:
         highs = options.solver == "highs" and pulp.HiGHS(msg=False).available()
         chosen: Any = pulp.HiGHS if highs else pulp.PULP_CBC_CMD
         self.lp.solve(chosen(msg=False, timeLimit=seconds, threads=1, gapRel=options.gap))
-        return "optimal" if self.lp.status == pulp.LpStatusOptimal else pulp.LpStatus[self.lp.status].lower()
+        code: Any = self.lp.status
+        ended: str = pulp.LpStatus[int(code)]
+        return ended.lower()
 
     def make_integral(self) -> None:
         for group in self.groups.keys() - self.shared.keys():

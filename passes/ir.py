@@ -51,7 +51,7 @@ def item_nbytes(dtype: str) -> int:
         return _ITEM_NBYTES[dtype]
     if dtype.startswith("key<"):
         return 8
-    if dtype.startswith("float8") or dtype.startswith("float4"):
+    if dtype.startswith(("float8", "float6", "float4", "int2", "uint2")):
         return 1
     digits = "".join(c for c in dtype if c.isdigit())
     if not digits:
@@ -69,7 +69,7 @@ class Node:
     primitive: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    params: Mapping[str, object] = field(default_factory=dict)
+    params: Mapping[str, object] = field(default_factory=dict[str, object])
     subgraphs: tuple[Graph, ...] = ()
     source: str = ""
     scope: str = ""
@@ -88,7 +88,7 @@ class Graph:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     constants: tuple[int, ...] = ()
-    literals: Mapping[int, float | int | bool | str] = field(default_factory=dict)
+    literals: Mapping[int, float | int | bool | str] = field(default_factory=dict[int, float | int | bool | str])
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
 

@@ -60,7 +60,8 @@ def _live_nbytes(
 
 
 def _running(change: Sequence[int]) -> list[int]:
-    totals, total = [], 0
+    totals: list[int] = []
+    total = 0
     for step in change:
         total += step
         totals.append(total)
@@ -68,7 +69,7 @@ def _running(change: Sequence[int]) -> list[int]:
 
 
 def _last_use(graph: Graph, grouping: Grouping) -> Mapping[int, int]:
-    """The last node that reads each value, aliases included; outputs that nothing reads live only where they are made."""
+    """The last node that reads each value, aliases included."""
     last: dict[int, int] = {}
     for index, node in enumerate(graph.nodes):
         for value in node.inputs:

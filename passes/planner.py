@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from passes import collectives, restrictions
-from passes.bundles import Grouping, group
+from passes.bundles import group
 from passes.cluster import Cluster
 from passes.errors import PlanMismatchError
 from passes.intra_op import Answer, SolverOptions, solve
@@ -51,7 +51,9 @@ class Auto:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
-        meshes = [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(cluster.n_devices, max_axes=self.max_axes))]
+        meshes = [
+            _mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(cluster.n_devices, max_axes=self.max_axes))
+        ]
         return _best("auto", graph, meshes, tied, donated, self.solver)
 
 
@@ -85,7 +87,7 @@ class Zero:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron:
-    """The batch over `data` devices and every weight matrix over `tensor` devices; which dimension is cut is solved for.
+    """The batch over `data` devices, every weight matrix over `tensor` devices; which dimension is cut is solved for.
 
     Reference: Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
@@ -175,6 +177,8 @@ def _read_off(
         outputs=outputs,
         input_names=graph.input_names,
         output_names=graph.output_names,
+        input_types=tuple(graph.types[v] for v in graph.inputs),
+        output_types=tuple(graph.types[v] for v in graph.outputs),
         collectives=collectives_of(graph, schedule, mesh),
         seconds={"compute": assembly.compute_seconds(answer.choice), **_move_seconds(graph, schedule, mesh)},
         nbytes=peak_nbytes(graph, grouping, mesh, inputs, placements, outputs, schedule, tied, donated),
@@ -199,12 +203,13 @@ def _move_seconds(graph: Graph, schedule: Sequence[Sequence[Move]], mesh: Mesh) 
             larger = spec.local_nbytes(graph.types[move.value], mesh)
             spec = step.apply(spec)
             after = spec.local_nbytes(graph.types[move.value], mesh)
-            if step.is_local:
+            if step.kind == "slice" or step.kind == "keep":
+                cause = "copies"
                 spent = device.launch_seconds / 4 + 2 * after / device.memory_bytes_per_second
             else:
+                cause = step.kind
                 payload = float(max(larger, after))
-                spent = float(collectives.seconds(step.kind, payload, mesh.group(step.axes))) + device.launch_seconds
-            cause = "copies" if step.is_local else step.kind
+                spent = collectives.seconds(step.kind, payload, mesh.group(step.axes)) + device.launch_seconds
             totals[cause] = totals.get(cause, 0.0) + spent
     return totals
 

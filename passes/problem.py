@@ -1,4 +1,4 @@
-"""From a graph on a mesh to the sharding problem that the integer program solves, and back from its answer to placements."""
+"""From a graph on a mesh to the sharding problem that is solved, and back from its answer to placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changing how a value lies on one mesh: the cheapest chain of single-axis steps, priced and spelled out by one routine.
+"""Changing how a value lies on one mesh: the cheapest chain of single-axis steps, priced and spelled out alike.
 
 The states of a value are its placements (sharding specs); the steps between them are those of XLA's own collectives.
 `Resharder.seconds` holds the cost of the cheapest chain between any two placements, `Resharder.steps` the chain.
@@ -98,7 +98,7 @@ class Resharder:
         return self._moves_of(len(spec.dims), reduction).index[spec]
 
     def seconds(self, type: TensorType, reduction: str = "add") -> Seconds:
-        """Seconds of the cheapest chain, [placements before, placements after]; infinite where an axis does not divide."""
+        """Seconds of the cheapest chain, [placements before, placements after]; infinite where no axis divides."""
         return self._closure(type, reduction)[0]
 
     def cost(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> float:
@@ -120,9 +120,9 @@ class Resharder:
             raise InternalError(f"no chain of steps takes {type} from {before} to {after} on mesh {self.mesh}")
         chain: list[Step] = []
         while here != there:
-            outgoing = np.flatnonzero(moves.source == here)
+            outgoing: NDArray[np.intp] = np.flatnonzero(moves.source == here)
             through = single[outgoing] + total[moves.target[outgoing], there]
-            move = outgoing[int(np.argmin(through))]
+            move = int(outgoing[int(np.argmin(through))])
             chain.append(moves.steps[move])
             here = int(moves.target[move])
         return tuple(chain)
@@ -224,9 +224,7 @@ def _single(spec: ShardingSpec, axes: tuple[str, ...], rank: int) -> list[Step]:
     for count in range(1, len(spec.partial) + 1):
         found += [Step(kind="all_reduce", axes=some) for some in itertools.combinations(spec.partial, count)]
     if spec.partial and spec.reduction == "add":
-        found += [
-            Step(kind="reduce_scatter", axes=(axis,), to_dim=dim) for axis in spec.partial for dim in range(rank)
-        ]
+        found += [Step(kind="reduce_scatter", axes=(axis,), to_dim=dim) for axis in spec.partial for dim in range(rank)]
     return found
 
 

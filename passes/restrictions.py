@@ -54,12 +54,14 @@ def roles(assembly: Assembly) -> Roles:
         if any(b is not None and grouping.bundles[b].phase == "forward" for b in readers):
             parameters.add(value)
     batch = {
-        v for v in graph.inputs if v not in returned and graph.types[v].rank and not graph.types[v].dtype.startswith("key<")
+        v
+        for v in graph.inputs
+        if v not in returned and graph.types[v].rank and not graph.types[v].dtype.startswith("key<")
     }
     if not batch:
         raise PlanningError(
-            "data parallelism needs an input that is not returned as state and has a batch dimension, and this function "
-            "has none; return the state that the step updates, or use planner=Auto()"
+            "data parallelism needs an input that is not returned as state and has a batch dimension; this function "
+            "has none: return the state that the step updates, or use planner=Auto()"
         )
     return Roles(
         batch=frozenset(batch),
@@ -120,8 +122,7 @@ def _restrict(
     for b, (table, own) in enumerate(zip(assembly.tables, assembly.problem.seconds, strict=False)):
         kept = np.array(
             [
-                allows(b, strategy)
-                and all(allows_input(v, assembly.borders[v].specs[s]) for v in absorbed[b])
+                allows(b, strategy) and all(allows_input(v, assembly.borders[v].specs[s]) for v in absorbed[b])
                 for s, strategy in enumerate(table.strategies)
             ]
         )
@@ -167,14 +168,16 @@ def data_parallel(assembly: Assembly) -> Assembly:
 def zero(stage: int) -> Callable[[Assembly], Assembly]:
     """The restriction of ZeRO's stage 1, 2 or 3. Raises PlanningError for another stage."""
     if stage not in (1, 2, 3):
-        raise PlanningError(f"Zero(stage={stage}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none")
+        raise PlanningError(
+            f"Zero(stage={stage}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
+        )
 
     def restrict(assembly: Assembly) -> Assembly:
         if not assembly.mesh.axes:
             return assembly
         found, axis = roles(assembly), assembly.mesh.axes[0]
         _check_batch(assembly, found.batch, axis)
-        sharded = found.state | (found.parameters if stage == 3 else frozenset())
+        sharded = found.state | (found.parameters if stage == 3 else frozenset[int]())
         shardable = {
             v for v in sharded if any(_cut(spec, axis) for spec in assembly.borders[v].specs if v in assembly.borders)
         }

@@ -33,7 +33,7 @@ class ShardingSpec:
 
     def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
         """The shape of one device's piece. Raises InternalError where an axis does not divide its dimension."""
-        local = []
+        local: list[int] = []
         for size, axes in zip(shape, self.dims, strict=True):
             parts = math.prod(mesh.axis_size(axis) for axis in axes)
             if size % parts:

@@ -68,7 +68,9 @@ class Outline:
     classes: tuple[tuple[int, ...], ...]
 
 
-def outline(bundle: Bundle, graph: Graph, grouping: Grouping, visible: frozenset[int]) -> tuple[Outline, list[int], list[int]]:
+def outline(
+    bundle: Bundle, graph: Graph, grouping: Grouping, visible: frozenset[int]
+) -> tuple[Outline, list[int], list[int]]:
     """The outline of a bundle with the values that its positions stand for: (outline, held values, read values)."""
     held: dict[int, int] = {}
     read: dict[int, int] = {}
@@ -236,9 +238,11 @@ class _Tabulation:
         """The linear factor that carries `axis` through a member, if its operands are partial over it or may be."""
         rule = self.rules[position]
         operands = self.shape.operands[position]
-        incoming = {
-            o for o, w in enumerate(operands) if w is not None and w[0] == "in" and axis in home[w[1]].partial
-        } if all(w is None or w[0] == "out" or w[1] in home for w in operands) else set[int]()
+        incoming = (
+            {o for o, w in enumerate(operands) if w is not None and w[0] == "in" and axis in home[w[1]].partial}
+            if all(w is None or w[0] == "out" or w[1] in home for w in operands)
+            else set[int]()
+        )
         for factor, properties in enumerate(rule.factors):
             if properties.size or not properties.partial:
                 continue
@@ -278,5 +282,3 @@ def _dominant_dtype(graph: Graph, members: tuple[int, ...]) -> str:
     node = graph.nodes[members[0]]
     value = (*node.inputs, *node.outputs)[0]
     return graph.types[value].dtype
-
-

@@ -8,7 +8,7 @@ from passes.ir import Node
 from passes.rules.registry import ShardingRule, Types, build, rule
 
 _PLAIN = (
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz "
     "conj cos cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le "
     "lgamma log log1p logistic lt max min ne nextafter not or polygamma population_count pow real reduce_precision rem "
     "round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
@@ -62,6 +62,14 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     before, after = (_FLOAT_BITS.get(t.dtype, 0) for t in (operands[0], results[0]))
     # Narrowing rounds each partial sum by itself, which is not the rounding of the whole.
     return pointwise(operands, results, linear=((0,),) if 0 < before <= after else ())
+
+
+@rule("bitcast_convert_type")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """To a narrower dtype adds a minor dimension, to a wider one takes it away; it is never cut."""
+    shared = min(operands[0].rank, results[0].rank)
+    labels = [d if d < shared else None for d in range(max(operands[0].rank, results[0].rank))]
+    return build([(t, labels[: t.rank]) for t in operands], [(t, labels[: t.rank]) for t in results])
 
 
 @rule("select_n")

@@ -24,7 +24,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     source: list[Hashable] = [None] * operand.rank
     result: list[Hashable] = [None] * results[0].rank
     index: list[Hashable] = [None] * indices.rank
-    batch_positions = [d for d in range(indices.rank - 1)]
+    batch_positions = range(indices.rank - 1)
     result_batch = [d for d in range(results[0].rank) if d not in numbers["offset_dims"]]
     for from_index, to_result in zip(batch_positions, result_batch, strict=True):
         index[from_index] = result[to_result] = f"i{from_index}"
@@ -80,7 +80,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         [(operand, target), (indices, index), (updates, update)],
         [(results[0], target)],
         reduce=reduced,
-        partial={label: (0,) for label in reduced},
+        partial=dict.fromkeys(reduced, (0,)),
         flops=float(updates.size),
         light=False,
     )

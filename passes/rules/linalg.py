@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import cast
 
 from passes.ir import Node
@@ -16,11 +17,11 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     left_labels: list[str] = [f"m{d}" for d in range(left.rank)]
     right_labels: list[str] = [f"n{d}" for d in range(right.rank)]
     for kind, pairs in (("k", contract), ("b", batch)):
-        for i, (l, r) in enumerate(zip(*pairs, strict=True)):
-            left_labels[l] = right_labels[r] = f"{kind}{i}"
+        for i, (in_left, in_right) in enumerate(zip(*pairs, strict=True)):
+            left_labels[in_left] = right_labels[in_right] = f"{kind}{i}"
     shared = [f"b{i}" for i in range(len(batch[0]))]
     free = [label for label in (*left_labels, *right_labels) if label[0] in "mn"]
-    contracted = {f"k{i}": "add" for i in range(len(contract[0]))}
+    contracted: dict[Hashable, str] = {f"k{i}": "add" for i in range(len(contract[0]))}
     depth = size_of([left.shape[d] for d in contract[0]])
     return build(
         [(left, left_labels), (right, right_labels)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import cast
 
 from passes.ir import Node
@@ -22,7 +23,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     rank = operands[0].rank
     # A boolean `or` is summed in no dtype that collectives have: it is cut only where it is not reduced.
     kind = _KINDS[node.primitive]
-    cut = {d: kind for d in axes} if kind in ("add", "max", "min") else {}
+    cut: dict[Hashable, str] = dict.fromkeys(axes, kind) if kind in ("add", "max", "min") else {}
     labels = [d if d in cut or d not in axes else None for d in range(rank)]
     return build(
         [(operands[0], labels)],

@@ -33,8 +33,9 @@ class Factor:
 class ShardingRule:
     """The factors of one operation; `operands[o][d]` is the factor of dimension d of operand o, -1 if never cut.
 
-    `flops` counts the whole operation; of `sparse` operands only as many elements as the result has are read. `light` operators are fused with their neighbours and follow their sharding.
-    An `alias` passes operand i through as result i in any placement. `reason` says why nothing can be cut.
+    `flops` counts the whole operation; of `sparse` operands as many elements as the result has are read. `light`
+    operators are fused with their neighbours and follow their sharding. An `alias` passes operand i through as result
+    i in any placement. `reason` says why nothing can be cut.
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """
@@ -107,7 +108,7 @@ _RULES: dict[str, RuleFunction] = {}
 
 
 def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
-    """A decorator that registers a rule for primitives, by name. Raises PlanningError for one that already has a rule."""
+    """A decorator that registers a rule for primitives, by name. Raises PlanningError for one that has a rule."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for primitive in primitives:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import cast
 
 from passes.ir import Node
@@ -49,7 +50,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     before, after = operands[0].shape, results[0].shape
     left: list[int | None] = [None] * len(before)
     right: list[int | None] = [None] * len(after)
-    sizes: dict[int, int] = {}
+    sizes: dict[Hashable, int] = {}
     for group, (i, j) in enumerate(_major_pairs(before, after)):
         left[i] = right[j] = group
         sizes[group] = min(before[i], after[j])
@@ -87,7 +88,10 @@ def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[
 
 @rule("slice")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    return _whole(operands, results, linear=((0,),))
+    """Dimensions that keep their size pass through; those that are cut short stay whole."""
+    pairs = zip(operands[0].shape, results[0].shape, strict=True)
+    labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
+    return build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
 
 
 @rule("rev")
@@ -99,7 +103,10 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 @rule("pad")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    return _whole(operands, results, linear=((0, 1),))
+    config = cast("tuple[tuple[int, int, int], ...]", node.params["padding_config"])
+    # Padding by -1 and 1 keeps the size too, and moves every element.
+    labels = [None if any(padding) else d for d, padding in enumerate(config)]
+    return build([(operands[0], labels), (operands[1], ())], [(results[0], labels)], linear=((0, 1),), flops=0.0)
 
 
 @rule("concatenate")
@@ -108,11 +115,3 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     labels = [None if d == along else d for d in range(results[0].rank)]
     every = tuple(range(len(operands)))
     return build([(t, labels) for t in operands], [(results[0], labels)], linear=(every,), flops=0.0)
-
-
-def _whole(operands: Types, results: Types, linear: tuple[tuple[int, ...], ...]) -> ShardingRule:
-    """Dimensions that keep their size pass through; those that the operation cuts or pads stay whole."""
-    pairs = zip(operands[0].shape, results[0].shape, strict=True)
-    labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
-    scalars = [(t, ()) for t in operands[1:]]
-    return build([(operands[0], labels), *scalars], [(results[0], labels)], linear=linear, flops=0.0)

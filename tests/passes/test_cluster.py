@@ -113,6 +113,7 @@ def test_a_file_may_name_a_device_and_change_some_of_it(tmp_path: Path) -> None:
     ("text", "parts"),
     [
         ("8:a100-80", ("'8:a100-80'", "no device is called 'a100-80'", "known: v100-16g", "did you mean 'a100-80g'")),
+        ("8:a100", ("no device is called 'a100'", "did you mean 'a100-40g' or 'a100-80g'?")),
         ("8:abacus", ("no device is called 'abacus'", "known: v100-16g", "register_device")),
         ("a100-80g", ("'a100-80g'", "hosts x devices : device", "known devices", "write, say, '8:a100-80g'")),
         ("eight h100s", ("'eight h100s'", "hosts x devices : device", "write, say, '2x8:a100-80g'")),

@@ -1,0 +1,133 @@
+"""What the search finds on clusters that are not here: textbook plans where they are best, never anything dearer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+from models import gpt
+from passes.intra_op import SolverOptions
+
+SMALL = gpt.Config(vocab_size=256, sequence_length=128, hidden=128, layers=2, heads=8, dtype="bfloat16")
+WIDE = gpt.Config(vocab_size=51200, sequence_length=1024, hidden=8192, layers=1, heads=64, dtype="bfloat16")
+
+
+@functools.cache
+def plan(config, batch_size, planner, cluster="1x8:a100-80g", dropout=False):
+    """A plan of one AdamW step from shapes alone."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def step(state, batch, key):
+        params, moments = state
+        loss, grads = jax.value_and_grad(lambda p: gpt.loss(config, p, batch, key if dropout else None))(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = jax.eval_shape(functools.partial(gpt.init, config), key)
+    state = (params, jax.eval_shape(optimizer.init, params))
+    tokens = jax.ShapeDtypeStruct((batch_size, config.sequence_length), jnp.int32)
+    step = autopar.parallelize(step, planner=planner, cluster=cluster, donate_argnums=0)
+    return step.plan(state, {"inputs": tokens, "targets": tokens}, key)
+
+
+def specs(plan, part):
+    return {n: s for n, s in zip(plan.input_names, plan.inputs, strict=True) if part in n}
+
+
+def total(plan, kind):
+    return sum(c.count for c in plan.collectives if c.kind == kind)
+
+
+def parameters(config):
+    return len(jax.tree.leaves(jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))))
+
+
+def test_small_parameters_and_a_large_batch_give_data_parallelism():
+    found = plan(SMALL, 64, autopar.Auto(max_axes=1))
+    assert all(spec.dims[0] == ("x",) for spec in specs(found, "batch").values())
+    kernels = {n: s for n, s in specs(found, "state[0]").items()}
+    assert kernels
+    assert all(s.is_replicated for s in kernels.values()), kernels
+    assert {c.kind for c in found.collectives} == {"all_reduce"}
+
+
+def test_wide_layers_and_a_small_batch_give_tensor_parallelism():
+    """Column then row split: the input side of a block's second matrix is cut where the output side of its first is."""
+    found = plan(WIDE, 4, autopar.Auto(max_axes=1))
+    kernels = {n: s for n, s in specs(found, "state[0]").items() if "kernel" in n}
+    by_name = {n.split("Block_0")[1]: s for n, s in kernels.items()}
+    first, second = (next(s for n, s in by_name.items() if key in n) for key in ("mlp']['up", "mlp']['down"))
+    assert first.dims == ((), ("x",))
+    assert second.dims == (("x",), ())
+    qkv, out = (next(s for n, s in by_name.items() if key in n) for key in ("qkv", "attention']['out"))
+    assert qkv.dims == ((), (), ("x",), ())
+    assert out.dims == (("x",), (), ())
+
+
+@pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), (WIDE, 8)], ids=["small", "wide"])
+def test_the_search_is_never_dearer_than_a_textbook_plan(config, batch_size):
+    best = plan(config, batch_size, autopar.Auto(max_axes=1))
+    for planner in (autopar.DataParallel(), autopar.Zero(3), autopar.Zero(1), autopar.Megatron(data=1, tensor=8)):
+        other = plan(config, batch_size, planner)
+        assert best.solution.objective <= other.solution.objective * (1 + 1e-6), planner
+
+
+@pytest.mark.slow
+def test_two_axes_are_never_dearer_than_one():
+    best = plan(SMALL, 64, autopar.Auto())
+    for planner in (autopar.Auto(max_axes=1), autopar.Megatron(data=2, tensor=4)):
+        assert best.solution.bound <= plan(SMALL, 64, planner).solution.objective * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_data_parallelism_reduces_every_gradient_once_and_the_loss(dropout):
+    found = plan(SMALL, 64, autopar.DataParallel(), dropout=dropout)
+    assert {c.kind for c in found.collectives} == {"all_reduce"}
+    assert total(found, "all_reduce") == parameters(SMALL) + 1
+
+
+def test_zero_cuts_state_and_leaves_the_batch_cut():
+    one, three = plan(SMALL, 64, autopar.Zero(1)), plan(SMALL, 64, autopar.Zero(3))
+    for found in (one, three):
+        assert all(any(s.dims) for n, s in specs(found, "state[1]").items() if "mu" in n or "nu" in n)
+        assert all(s.dims[0] == ("data",) for s in specs(found, "batch").values())
+    assert not any(any(s.dims) for s in specs(one, "state[0]").values())
+    assert all(any(s.dims) for s in specs(three, "state[0]").values())
+    assert three.peak_nbytes < one.peak_nbytes
+
+
+def test_the_predicted_step_is_what_the_program_minimised():
+    for planner in (autopar.DataParallel(), autopar.Zero(3), autopar.Auto(max_axes=1)):
+        found = plan(SMALL, 64, planner)
+        assert found.step_seconds == pytest.approx(found.solution.objective, rel=0.02)
+
+
+def test_tying_equal_layers_costs_nothing_here():
+    tied, apart = (
+        plan(SMALL, 64, autopar.Auto(max_axes=1, solver=SolverOptions(tie_radius=radius))) for radius in (2, None)
+    )
+    assert tied.solution.objective == pytest.approx(apart.solution.objective, rel=1e-4)
+
+
+def test_state_comes_back_where_it_was():
+    for planner in (autopar.Auto(max_axes=1), autopar.Zero(3)):
+        found = plan(SMALL, 64, planner)
+        inputs = [s for n, s in zip(found.input_names, found.inputs, strict=True) if n.startswith("state")]
+        assert found.outputs[: len(inputs)] == tuple(inputs)
+
+
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [
+        (autopar.DataParallel(), "do not divide its leading"),
+        (autopar.Megatron(data=3, tensor=2), "has 8"),
+        (autopar.Zero(4), "stages 1, 2 and 3"),
+    ],
+)
+def test_what_cannot_be_planned_says_what_to_change(planner, message):
+    with pytest.raises(autopar.PlanningError, match=message):
+        plan(SMALL, 12, planner)
