@@ -69,10 +69,14 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardingProblem:
-    """Nodes with the seconds of their strategies (infinite: not allowed) and the edges between them."""
+    """Nodes with the seconds of their strategies (infinite: not allowed) and the edges between them.
+
+    `kinds` says in words what each node is: nodes of different kinds are never tied, even where their costs agree.
+    """
 
     seconds: tuple[Floats, ...]
     edges: tuple[Edge, ...]
+    kinds: tuple[str, ...] = ()
 
     def evaluate(self, choice: Sequence[int]) -> float:
         """Total seconds when node n takes strategy `choice[n]`; independent of the program that found it."""
@@ -126,8 +130,8 @@ def solve(problem: ShardingProblem, options: SolverOptions | None = None) -> Ans
 def tie(problem: ShardingProblem, radius: int) -> tuple[ShardingProblem, tuple[int, ...]]:
     """The problem with structurally equal nodes made one, and the class of every node.
 
-    Nodes are equal if their costs and their neighbourhoods up to `radius` edges are (Weisfeiler-Lehman colours). The
-    answer is a feasible answer of the whole problem; that it is also optimal is measured, not proven.
+    Nodes are equal if their kinds, their costs and their neighbourhoods up to `radius` edges are (Weisfeiler-Lehman
+    colours). The kind matters: a matrix and its transpose cost the same and want opposite placements. The answer is a feasible answer of the whole problem; that it is also optimal is measured, not proven.
 
     Reference: design/intra_op.md 3.3.
     """
@@ -156,7 +160,8 @@ def tie(problem: ShardingProblem, radius: int) -> tuple[ShardingProblem, tuple[i
 
 
 def _colours(problem: ShardingProblem, radius: int) -> list[str]:
-    colours = [_digest(own.tobytes()) for own in problem.seconds]
+    kinds = problem.kinds or ("",) * len(problem.seconds)
+    colours = [_digest(own.tobytes() + kind.encode()) for own, kind in zip(problem.seconds, kinds, strict=True)]
     around: list[list[tuple[str, int]]] = [[] for _ in colours]
     for edge in problem.edges:
         key = _edge_key(edge)
@@ -199,8 +204,8 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
         status = program.run(options, max(1.0, left()))
         if status == "infeasible":
             raise PlanningError(
-                "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a mesh "
-                "whose axes divide the arrays"
+                "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a "
+                "mesh whose axes divide the arrays"
             )
         if status != "optimal":
             break
@@ -235,7 +240,7 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
 
 
 def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
-    """An answer at most as costly: every node in turn takes its best strategy while the others stay, until none moves."""
+    """An answer at most as costly: each node in turn takes its best strategy while the others stay, until none moves."""
     current = list(choice)
     around: list[list[list[Edge]]] = [[] for _ in problem.seconds]
     groups: dict[int, list[Edge]] = defaultdict(list)

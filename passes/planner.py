@@ -224,7 +224,7 @@ def _named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
 
 
 def _distinct(cluster: Cluster, sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """The shapes that differ on this cluster: on one host all devices are equally far apart, so order is only naming."""
+    """The shapes that differ on this cluster: on one host all devices are equally far apart and order is naming."""
     if cluster.group().hosts > 1:
         return list(sizes)
     return list(dict.fromkeys(tuple(sorted(shape)) for shape in sizes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,7 +135,7 @@ class _Builder:
                 value = self.reads[bundle][position]
                 self._connect(value, bundle, specs, self._share(value, bundle))
         self._add_outputs()
-        problem = ShardingProblem(seconds=tuple(self.seconds), edges=tuple(self.edges))
+        problem = ShardingProblem(seconds=tuple(self.seconds), edges=tuple(self.edges), kinds=self._kinds())
         return Assembly(
             graph=self.graph,
             mesh=self.mesh,
@@ -146,6 +146,16 @@ class _Builder:
             problem=problem,
             tied=self.tied,
         )
+
+    def _kinds(self) -> tuple[str, ...]:
+        """What every node of the problem is: the operators of a bundle and their types, or the type of an input."""
+        types, nodes = self.graph.types, self.graph.nodes
+        named: dict[int, str] = {}
+        for index, node in enumerate(nodes):
+            values = " ".join(str(types[v]) for v in (*node.inputs, *node.outputs))
+            named[index] = f"{node.primitive} {values}"
+        bundles = ["; ".join(named[m] for m in sorted(bundle.members)) for bundle in self.grouping.bundles]
+        return (*bundles, *(str(types[value]) for value in self.grouping.loose))
 
     def _tabulate(self) -> None:
         visible = _visible(self.graph, self.grouping)
@@ -262,7 +272,7 @@ def without_dominated(assembly: Assembly, resharder: Resharder) -> ShardingProbl
         if key not in known:
             known[key] = _undominated(seconds, crossings, resharder)
         masked.append(np.where(known[key], seconds, np.inf))
-    return ShardingProblem(seconds=tuple(masked), edges=assembly.problem.edges)
+    return replace(assembly.problem, seconds=tuple(masked))
 
 
 def _undominated(seconds: Floats, crossings: tuple[Crossing, ...], resharder: Resharder) -> NDArray[np.bool_]:

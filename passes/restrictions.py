@@ -14,7 +14,7 @@ import numpy as np
 from passes.bundles import Grouping
 from passes.cluster import Cluster
 from passes.errors import PlanningError
-from passes.intra_op import Floats, ShardingProblem
+from passes.intra_op import Floats
 from passes.ir import Graph
 from passes.problem import Assembly
 from passes.sharding import ShardingSpec
@@ -130,7 +130,7 @@ def _restrict(
     for value, own in zip(assembly.grouping.loose, assembly.problem.seconds[len(assembly.tables) :], strict=True):
         kept = np.array([allows_input(value, spec) for spec in assembly.borders[value].specs])
         seconds.append(_keep(own, kept))
-    return replace(assembly, problem=ShardingProblem(seconds=tuple(seconds), edges=assembly.problem.edges))
+    return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
 
 
 def _keep(seconds: Floats, kept: np.ndarray) -> Floats:

@@ -47,12 +47,13 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
     Reference: intra_op.md section 6; a piece of the major dimension is contiguous on both sides.
     """
-    before, after = operands[0].shape, results[0].shape
+    order = cast("tuple[int, ...] | None", node.params.get("dimensions")) or tuple(range(operands[0].rank))
+    before, after = tuple(operands[0].shape[d] for d in order), results[0].shape
     left: list[int | None] = [None] * len(before)
     right: list[int | None] = [None] * len(after)
     sizes: dict[Hashable, int] = {}
     for group, (i, j) in enumerate(_major_pairs(before, after)):
-        left[i] = right[j] = group
+        left[order[i]] = right[j] = group
         sizes[group] = min(before[i], after[j])
     return build([(operands[0], left)], [(results[0], right)], sizes=sizes, linear=((0,),), flops=0.0)
 

@@ -106,9 +106,11 @@ def test_the_predicted_step_is_what_the_program_minimised():
         assert found.step_seconds == pytest.approx(found.solution.objective, rel=0.02)
 
 
-def test_tying_equal_layers_costs_nothing_here():
+@pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), (WIDE, 8)], ids=["small", "wide"])
+def test_tying_equal_layers_costs_nothing_here(config, batch_size):
     tied, apart = (
-        plan(SMALL, 64, autopar.Auto(max_axes=1, solver=SolverOptions(tie_radius=radius))) for radius in (2, None)
+        plan(config, batch_size, autopar.Auto(max_axes=1, solver=SolverOptions(tie_radius=radius)))
+        for radius in (2, None)
     )
     assert tied.solution.objective == pytest.approx(apart.solution.objective, rel=1e-4)
 
