@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from passes import errors
 from passes.errors import ClusterError, InternalError, PlanMismatchError, PlanningError
 
 __all__ = [
@@ -35,4 +36,4 @@ class UnboundPlanError(PlanningError):
 
 def explain(what: str, rule: str, where: str, remedy: str) -> str:
     """The four parts of an error as text; `where` is the user's `file:line (function)` and may be empty."""
-    return "\n  ".join((f"{what}: {rule}", *([f"at {where}"] if where else []), remedy))
+    return errors.explain(what, rule, f"at {where}" if where else "", remedy)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Self, cast
 
-from passes.errors import ClusterError
+from passes.errors import ClusterError, explain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +94,6 @@ class Cluster:
 
     def __str__(self) -> str:
         return self.name
-
-
-def explain(what: str, rule: str, known: str, remedy: str) -> str:
-    """The four parts of an error about a cluster as text: what was written, the rule, what is known, what to change."""
-    return f"{what}: {rule}\n  {known}\n  {remedy}"
 
 
 def close(name: str, names: Iterable[str]) -> str:

@@ -20,3 +20,11 @@ class InternalError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message}. This is a bug in autopar; please report it with this traceback.")
+
+
+def explain(what: str, rule: str, context: str, remedy: str) -> str:
+    """The four parts of an error as text: what was written, the rule it breaks, where or what is known, what to change.
+
+    `context` may be empty.
+    """
+    return "\n  ".join((f"{what}: {rule}", *([context] if context else []), remedy))

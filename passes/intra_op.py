@@ -1,6 +1,6 @@
 r"""One strategy per node of a sharding problem, at the least total seconds: an integer program in PuLP.
 
-With $x_{n,s} \in \{0,1\}$ for strategy s of node n and $e_{k,i,j} \in [0,1]$ for placements i before and j after edge k:
+With $x_{n,s} \in \{0,1\}$ for strategy s of node n, $e_{k,i,j} \in [0,1]$ for placements i before and j after edge k:
 
     minimise    sum_n sum_s c_{n,s} x_{n,s}  +  sum_g sum_{i,j} m_g R_{g,i,j} w_{g,i,j}            (`_objective`)
     subject to  sum_s x_{n,s} = 1                                   for every node n              (`_one_strategy`)
@@ -131,7 +131,8 @@ def tie(problem: ShardingProblem, radius: int) -> tuple[ShardingProblem, tuple[i
     """The problem with structurally equal nodes made one, and the class of every node.
 
     Nodes are equal if their kinds, their costs and their neighbourhoods up to `radius` edges are (Weisfeiler-Lehman
-    colours). The kind matters: a matrix and its transpose cost the same and want opposite placements. The answer is a feasible answer of the whole problem; that it is also optimal is measured, not proven.
+    colours). The kind matters: a matrix and its transpose cost the same and want opposite placements. The answer is a
+    feasible answer of the whole problem; that it is also optimal is measured (tests), not proven.
 
     Reference: design/intra_op.md 3.3.
     """
@@ -240,7 +241,7 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
 
 
 def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
-    """An answer at most as costly: each node in turn takes its best strategy while the others stay, until none moves."""
+    """An answer at most as costly: each node in turn takes its best strategy, the others staying, until none moves."""
     current = list(choice)
     around: list[list[list[Edge]]] = [[] for _ in problem.seconds]
     groups: dict[int, list[Edge]] = defaultdict(list)
@@ -372,9 +373,8 @@ class _Program:
         highs = options.solver == "highs" and pulp.HiGHS(msg=False).available()
         chosen: Any = pulp.HiGHS if highs else pulp.PULP_CBC_CMD
         self.lp.solve(chosen(msg=False, timeLimit=seconds, threads=1, gapRel=options.gap))
-        code: Any = self.lp.status
-        ended: str = pulp.LpStatus[int(code)]
-        return ended.lower()
+        program: Any = self.lp
+        return str(pulp.LpStatus[program.status]).lower()
 
     def make_integral(self) -> None:
         for group in self.groups.keys() - self.shared.keys():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.collectives import Collective
+from passes.collectives import Collective, Kind
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.phases import Phase, phase
@@ -94,19 +94,19 @@ def moves(
 
 def collectives(graph: Graph, schedule: Sequence[Sequence[Move]], mesh: Mesh) -> tuple[Collective, ...]:
     """Every collective of the schedule, equal ones of one source line counted together."""
-    counted: dict[tuple[str, tuple[str, ...], str, int, str], int] = {}
+    counted: dict[tuple[Kind, tuple[str, ...], str, int, str], int] = {}
     for index, before in enumerate(schedule):
         for move in before:
             spec = move.before
             type = graph.types[move.value]
             for step in move.steps:
                 spec = step.apply(spec)
-                if step.is_local:
+                if step.kind == "slice" or step.kind == "keep":
                     continue
                 where = graph.nodes[index].source if index < len(graph.nodes) else "output"
                 key = (step.kind, step.axes, type.dtype, spec.local_nbytes(type, mesh), where)
                 counted[key] = counted.get(key, 0) + 1
     return tuple(
-        Collective(kind=kind, axes=axes, dtype=dtype, nbytes=nbytes, count=count, where=where)  # type: ignore[arg-type]
+        Collective(kind=kind, axes=axes, dtype=dtype, nbytes=nbytes, count=count, where=where)
         for (kind, axes, dtype, nbytes, where), count in counted.items()
     )

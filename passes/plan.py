@@ -16,7 +16,7 @@ from typing import Self
 from passes import legality, plan_diff, plan_json, plan_text
 from passes.cluster import Cluster
 from passes.collectives import Collective
-from passes.errors import InternalError, PlanMismatchError, PlanningError
+from passes.errors import InternalError, PlanMismatchError, PlanningError, explain
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.plan_diff import PlanDiff
@@ -79,12 +79,23 @@ class Plan:
         """Raises PlanMismatchError unless this plan was made for these operations and shapes, and is legal for them."""
         if graph.fingerprint != self.fingerprint:
             raise PlanMismatchError(
-                f"the plan was made for program {self.fingerprint} ({len(self.operators)} operators, "
-                f"{len(self.inputs)} inputs), this function traces to {graph.fingerprint} ({len(graph.nodes)} "
-                f"operators, {len(graph.inputs)} inputs); a plan belongs to one function, its shapes and its dtypes. "
-                "Plan again, or call the function with the arguments that the plan was made for"
+                explain(
+                    f"plan {self.fingerprint} of {len(self.operators)} operators and {len(self.inputs)} inputs",
+                    f"this function traces to program {graph.fingerprint} of {len(graph.nodes)} operators and "
+                    f"{len(graph.inputs)} inputs, and a plan belongs to one function with its shapes and dtypes",
+                    self._first_difference(graph),
+                    "plan again, or call the function with the arguments that the plan was made for",
+                )
             )
         self.verify(graph)
+
+    def _first_difference(self, graph: Graph) -> str:
+        """The first input whose name or type is not the plan's, in words; empty if all agree."""
+        theirs = zip(graph.input_names, (graph.types[v] for v in graph.inputs), strict=False)
+        for (name, type), own, planned in zip(theirs, self.input_names, self.input_types, strict=False):
+            if (name, type) != (own, planned):
+                return f"the first input that differs is {name} {type}; the plan has {own} {planned}"
+        return ""
 
     def verify(self, graph: Graph) -> None:
         """Raises PlanMismatchError unless every placement fits its types and is one that the operator's rule allows."""

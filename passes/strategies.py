@@ -247,10 +247,10 @@ class _Tabulation:
             if properties.size or not properties.partial:
                 continue
             carried = set(properties.partial)
-            known = {o for o in carried if operands[o] is not None}
+            sources = {where[0] for o in carried if (where := operands[o]) is not None}
             if incoming and incoming <= carried and not self._grows(position, incoming):
                 return factor
-            if cls == PARTIAL and not incoming and known and all(operands[o][0] == "out" for o in known):  # type: ignore[index]
+            if cls == PARTIAL and not incoming and sources == {"out"}:
                 return factor
         return None
 

@@ -49,7 +49,7 @@ def parameters(config):
 def test_small_parameters_and_a_large_batch_give_data_parallelism():
     found = plan(SMALL, 64, autopar.Auto(max_axes=1))
     assert all(spec.dims[0] == ("x",) for spec in specs(found, "batch").values())
-    kernels = {n: s for n, s in specs(found, "state[0]").items()}
+    kernels = specs(found, "state[0]")
     assert kernels
     assert all(s.is_replicated for s in kernels.values()), kernels
     assert {c.kind for c in found.collectives} == {"all_reduce"}

@@ -171,36 +171,30 @@ def cuts(traced: Traced, index: int, mesh: Mesh) -> Iterator[Cut]:
 
 
 def check(cuts: list[Cut], traced: Traced, values: dict[int, jax.Array]) -> None:
-    """Runs every cut in one program and compares."""
-    node = cuts[0].node
-    operands = [[parts(values[v], spec, cut.mesh) for v, spec in zip(node.inputs, cut.placement.operands, strict=True)]
-                for cut in cuts]  # fmt: skip
-    program = jax.jit(
-        lambda *operands: [run(cut, given) for cut, given in zip(cuts, operands, strict=True)], compiler_options=QUICK
+    """Runs every cut of a node in one program and compares."""
+    node, mesh = cuts[0].node, cuts[0].mesh
+    operands = [
+        [parts(values[v], spec, mesh) for v, spec in zip(node.inputs, cut.placement.operands, strict=True)]
+        for cut in cuts
+    ]
+    program = jax.shard_map(
+        lambda pieces: [run(cut, given) for cut, given in zip(cuts, pieces, strict=True)],
+        mesh=device_mesh(mesh, jax.devices()),
+        in_specs=([list(map(stacked_spec, cut.placement.operands)) for cut in cuts],),
+        out_specs=[list(map(stacked_spec, cut.placement.results)) for cut in cuts],
+        check_vma=False,
     )
-    found = program(*operands)
+    found = jax.jit(program, compiler_options=QUICK)(operands)
     for cut, results in zip(cuts, found, strict=True):
         for result, value, spec in zip(results, node.outputs, cut.placement.results, strict=True):
-            whole = joined(result, spec)
-            compare(whole, values[value], cut)
+            compare(joined(result, spec), values[value], cut)
 
 
-def run(cut: Cut, operands: list[jax.Array]) -> list[jax.Array]:
-    """The results of a cut node, summands of partial ones stacked in front."""
-
-    def piece(*stacked: jax.Array) -> list[jax.Array]:
-        specs = cut.placement.operands
-        given = [x.reshape(x.shape[1:]) if s.partial else x for x, s in zip(stacked, specs, strict=True)]
-        results = bind(cut, given)
-        return [x[None] if s.partial else x for x, s in zip(results, cut.placement.results, strict=True)]
-
-    return jax.shard_map(
-        piece,
-        mesh=device_mesh(cut.mesh, jax.devices()),
-        in_specs=tuple(map(stacked_spec, cut.placement.operands)),
-        out_specs=list(map(stacked_spec, cut.placement.results)),
-        check_vma=False,
-    )(*operands)
+def run(cut: Cut, stacked: list[jax.Array]) -> list[jax.Array]:
+    """The results of a cut node on one device; summands have a dimension of their own in front."""
+    operands = [x[0] if s.partial else x for x, s in zip(stacked, cut.placement.operands, strict=True)]
+    results = bind(cut, operands)
+    return [x[None] if s.partial else x for x, s in zip(results, cut.placement.results, strict=True)]
 
 
 def stacked_spec(spec: ShardingSpec) -> PartitionSpec:

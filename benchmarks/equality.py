@@ -1,0 +1,270 @@
+"""Whether a planned step computes what `jax.jit` computes, planner by planner: `python -m benchmarks.equality --help`.
+
+A tiny GPT takes a few consecutive steps from one state twice, planned for 8 virtual CPU devices and under plain
+`jax.jit` on one. Beside the differences stand the collectives that the plan promises and those that XLA compiled; one
+that no plan asked for means that XLA moves data behind the planner's back.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar import hlo
+from models import gpt
+
+DEVICES = 8
+BATCH = 8
+STEPS = 5
+BOUNDS = {"float64": 1e-10, "float32": 1e-5}
+
+PLANNERS: dict[str, Any] = {
+    "auto": autopar.Auto(),
+    "dp": autopar.DataParallel(),
+    "megatron 2x4": autopar.Megatron(data=2, tensor=4),
+    "zero3": autopar.Zero(3),
+}
+
+# Some gradients are zero but for rounding: that of a key's bias, as a softmax ignores what all its inputs share. Adam
+# divides by their own size, so with its default epsilon, 1e-8, single-precision noise would become a full step.
+EPSILON = 1e-4
+
+OPTIMIZERS: dict[str, optax.GradientTransformation] = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adamw+clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=EPSILON)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One train step, whoever plans it; `dropout` is the probability of dropping a feature."""
+
+    optimizer: str
+    dropout: float
+    precision: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How far a planned program is from `jax.jit` over all its steps, relative, and how many collectives one step has.
+
+    `unplanned` counts those that were compiled beyond what was planned, by kind and mesh axes; `seconds` are those of
+    planning, compiling and running.
+    """
+
+    program: Program
+    planner: str
+    mesh: str
+    parameters: float
+    loss: float
+    planned: int
+    compiled: int
+    unplanned: int
+    seconds: float
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS[self.program.precision]
+
+    @property
+    def misses(self) -> list[str]:
+        """What is out of bounds, in words with both numbers."""
+        where = f"{self.planner}, {self.program.optimizer}, dropout {self.program.dropout}, {self.program.precision}"
+        found = [
+            f"{where}: {name} differ by {value:.1e}, bound {self.bound:.0e}"
+            for name, value in (("parameters", self.parameters), ("losses", self.loss))
+            if not value <= self.bound
+        ]
+        if self.unplanned:
+            found.append(f"{where}: {self.unplanned} unplanned collectives, bound 0")
+        return found
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.equality",
+        description=f"Compare {STEPS} steps of a tiny GPT as autopar plans them for {DEVICES} virtual CPU devices with "
+        "plain jax.jit, and the planned collectives with the compiled ones. Exits with 1 if a difference is above its "
+        f"bound ({BOUNDS['float64']:.0e} in float64, {BOUNDS['float32']:.0e} in float32) or a collective is unplanned.",
+        epilog="example: python -m benchmarks.equality --planner auto --precision float64",
+    )
+    for name, choices, what in (
+        ("planner", tuple(PLANNERS), "who plans"),
+        ("optimizer", tuple(OPTIMIZERS), "what updates the parameters"),
+        ("dropout", ("off", "on"), "whether features are dropped, with probability 0.1"),
+        ("precision", tuple(BOUNDS), "of parameters and of computation"),
+    ):
+        parser.add_argument(
+            f"--{name}", choices=choices, action="append", help=f"{what}; give it again for more (default: all)"
+        )
+    parser.add_argument(
+        "--quick", action="store_true", help="only adamw+clip with dropout, in float64 (about 1 minute on 2 cores)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    chosen = parser.parse_args(argv)
+    chosen.planner = chosen.planner or list(PLANNERS)
+    chosen.optimizer = chosen.optimizer or (["adamw+clip"] if chosen.quick else list(OPTIMIZERS))
+    chosen.dropout = chosen.dropout or (["on"] if chosen.quick else ["off", "on"])
+    chosen.precision = chosen.precision or (["float64"] if chosen.quick else list(BOUNDS))
+    return chosen
+
+
+def make_config(program: Program) -> gpt.Config:
+    """A GPT of 2 layers whose every dimension is a multiple of 8."""
+    return gpt.Config(
+        vocab_size=64,
+        sequence_length=16,
+        hidden=32,
+        layers=2,
+        heads=8,
+        dropout=program.dropout,
+        dtype=program.precision,
+        param_dtype=program.precision,
+    )
+
+
+def make_step(program: Program) -> Callable[..., Any]:
+    """An ordinary train step (state, batch, key) -> (state, loss); state is (parameters, optimizer's state)."""
+    config, optimizer = make_config(program), OPTIMIZERS[program.optimizer]
+
+    def train_step(state: Any, batch: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        params, moments = state
+        loss, gradients = jax.value_and_grad(lambda params: gpt.loss(config, params, batch, key))(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    return train_step
+
+
+def walk(step: Callable[..., Any], state: Any, batch: Any) -> Iterator[tuple[Any, float]]:
+    """(parameters, loss) after each step, as NumPy has them."""
+    for i in range(STEPS):
+        state, loss = step(state, batch, jax.random.key(i))
+        yield jax.tree.map(np.asarray, state[0]), float(loss)
+
+
+def difference(ours: Any, plain: Any) -> float:
+    """The largest difference of any two arrays, each relative to the largest magnitude in the plain one."""
+
+    def relative(ours: Any, plain: Any) -> float:
+        ours, plain = np.asarray(ours, np.float64), np.asarray(plain, np.float64)
+        worst = float(np.max(np.abs(ours - plain)))
+        return worst / scale if (scale := float(np.max(np.abs(plain)))) else worst
+
+    return max(map(relative, jax.tree.leaves(ours), jax.tree.leaves(plain)))
+
+
+def compare(program: Program, planners: list[str]) -> Iterator[Result]:
+    """The planners' results for one program; `jax.jit` runs once."""
+    config, step = make_config(program), make_step(program)
+    params = gpt.init(config, jax.random.key(0))
+    state = (params, OPTIMIZERS[program.optimizer].init(params))
+    batch = gpt.example_batch(config, BATCH, jax.random.key(9))
+    plain = list(walk(jax.jit(step), state, batch))
+    for planner in planners:
+        start = time.perf_counter()
+        lowered = autopar.parallelize(step, planner=PLANNERS[planner]).lower(state, batch, jax.random.key(0))
+        compiled = lowered.compile(dict(hlo.UNCOMBINED))
+        ours = list(walk(compiled, state, batch))
+        planned, found = counts(lowered.plan, compiled.as_text())
+        yield Result(
+            program=program,
+            planner=planner,
+            mesh=mesh_text(lowered.plan),
+            parameters=max(difference(a, b) for (a, _), (b, _) in zip(ours, plain, strict=True)),
+            loss=max(difference(a, b) for (_, a), (_, b) in zip(ours, plain, strict=True)),
+            planned=planned.total(),
+            compiled=found.total(),
+            unplanned=(found - planned).total(),
+            seconds=time.perf_counter() - start,
+        )
+
+
+def counts(plan: Any, text: str) -> tuple[Counter[Any], Counter[Any]]:
+    """(planned, compiled) collectives of one step by kind and mesh axes."""
+    planned: Counter[Any] = Counter()
+    compiled: Counter[Any] = Counter()
+    for one in plan.collectives:
+        planned[one.kind, tuple(sorted(one.axes))] += one.count
+    for one in hlo.collectives(text, plan.mesh.axes, plan.mesh.sizes):
+        compiled[one.kind, tuple(sorted(one.axes))] += one.count
+    return planned, compiled
+
+
+def mesh_text(plan: Any) -> str:
+    """The mesh as `2x4`."""
+    return "x".join(map(str, plan.mesh.sizes))
+
+
+def table(results: list[Result]) -> Table:
+    """All results, one a row; what is out of bounds in red."""
+    found = Table(
+        title=f"{STEPS} steps of a tiny GPT: largest relative difference from jax.jit, and collectives a step",
+        title_justify="left",
+        padding=(0, 0),
+    )
+    for name in ("planner", "mesh", "optimizer", "drop", "precision"):
+        found.add_column(name, no_wrap=True)
+    for name in ("params", "loss", "plan", "XLA", "unpl.", "time"):
+        found.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        found.add_row(
+            r.planner,
+            r.mesh,
+            r.program.optimizer,
+            "on" if r.program.dropout else "off",
+            r.program.precision,
+            f"{r.parameters:.0e}",
+            f"{r.loss:.0e}",
+            str(r.planned),
+            str(r.compiled),
+            str(r.unplanned),
+            f"{r.seconds:.0f} s",
+            style="red" if r.misses else None,
+        )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table that the command line asks for; 1 if anything is out of bounds."""
+    args = arguments(argv)
+    console = Console(highlight=False)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_platforms", "cpu")
+    start = time.perf_counter()
+    results: list[Result] = []
+    programs = list(product(args.precision, args.optimizer, args.dropout))
+    for done, (precision, optimizer, dropout) in enumerate(programs):
+        program = Program(optimizer=optimizer, dropout=0.1 if dropout == "on" else 0.0, precision=precision)
+        with console.status(f"program {done + 1} of {len(programs)}"), jax.enable_x64(precision == "float64"):
+            results.extend(compare(program, args.planner))
+    misses = [miss for r in results for miss in r.misses]
+    if args.json:
+        rows = [{f.name: getattr(r, f.name) for f in fields(r)} | {"program": asdict(r.program)} for r in results]
+        print(json.dumps({"steps": STEPS, "bounds": BOUNDS, "results": rows, "misses": misses}, indent=1))
+        return bool(misses)
+    console.print(table(results))
+    console.print("plan, XLA: collectives planned and compiled; unpl.: compiled beyond the plan, which must be 0")
+    for precision in args.precision:
+        worst = max(max(r.parameters, r.loss) for r in results if r.program.precision == precision)
+        console.print(f"{precision}: largest relative difference {worst:.1e}, bound {BOUNDS[precision]:.0e}")
+    console.print(f"in all {time.perf_counter() - start:.0f} s")
+    for miss in misses:
+        console.print(f"MISSED {miss}", style="red", soft_wrap=True)
+    return bool(misses)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
