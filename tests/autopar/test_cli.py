@@ -182,7 +182,7 @@ def test_a_saved_plan_is_a_planner(capsys, train):
     (train / "train.py").write_text(TRAIN.replace("128, 64", "256, 64"))
     sys.modules.pop("train")
     assert main([*command, "--planner", "manual:plan.json"]) == 2
-    assert "was made for program" in capsys.readouterr().err
+    assert "a plan belongs to one function" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ bind the primitive on the pieces (autopar/localize.py), join the results along w
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -26,8 +26,8 @@ from passes.rules import known_primitives, rule_of
 from passes.sharding import ShardingSpec
 from tests.autopar.rule_cases import EXEMPT, Case, cases
 
-ASSIGNMENTS = 12
-"""At most so many assignments of the two by two grid to the factors of one node; the rest is sampled away."""
+SAMPLE = 12
+"""At most so many ways to cut a node along both axes at once."""
 
 MOVEMENT = frozenset(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather neg pad reshape rev select_n slice sort "
@@ -53,7 +53,7 @@ DEVICE = DeviceSpec(
     source="made up",
 )
 CLUSTER = Cluster(name="test", groups=(HostGroup(hosts=1, devices_per_host=8, device=DEVICE, intra=LINK, inter=LINK),))
-MESHES = (Mesh(axes=("x",), sizes=(2,), cluster=CLUSTER), Mesh(axes=("x", "y"), sizes=(2, 2), cluster=CLUSTER))
+MESH = Mesh(axes=("x", "y"), sizes=(2, 2), cluster=CLUSTER)
 
 with jax.enable_x64(True):
     CASES = cases()
@@ -66,8 +66,8 @@ def test_pieces_make_the_whole(case: Case) -> None:
         values = evaluate(traced, case.args)
         indices = [i for i, node in enumerate(traced.graph.nodes) if node.primitive == case.primitive]
         assert indices, f"the case does not use {case.primitive}:\n{traced.graph}"
-        for mesh, index in itertools.product(MESHES, indices):
-            check(list(cuts(traced, index, mesh)), traced, values)
+        for index in indices:
+            check(list(cuts(traced, index)), traced, values)
 
 
 def test_every_rule_has_a_case() -> None:
@@ -85,7 +85,7 @@ def test_partial_results_are_found() -> None:
             if case.primitive in ("dot_general", "gather", "scatter-add", "reduce_max", "add"):
                 traced = trace(case.function, case.args, {})
                 for index, node in enumerate(traced.graph.nodes):
-                    for cut in cuts(traced, index, MESHES[0]) if node.primitive == case.primitive else ():
+                    for cut in cuts(traced, index) if node.primitive == case.primitive else ():
                         met |= {(node.primitive, s.reduction) for s in cut.placement.results if s.partial}
     assert met == {
         ("dot_general", "add"),
@@ -99,7 +99,7 @@ def test_partial_results_are_found() -> None:
 def test_a_primitive_that_gives_other_shapes_is_refused() -> None:
     traced = trace(lambda x: jnp.sort(x), (np.zeros(8, np.float32),), {})
     whole, cut = ShardingSpec(dims=((),)), ShardingSpec(dims=(("x",),))
-    wrong = cut_of(traced.graph, 0, traced.equations[0], Placement(operands=(whole,), results=(cut,)), MESHES[0])
+    wrong = cut_of(traced.graph, 0, traced.equations[0], Placement(operands=(whole,), results=(cut,)), MESH)
     with pytest.raises(InternalError, match=r"sort\(float32\[8\] \[-\]\) at .*test_soundness.*gives pieces .*\(8,\)"):
         bind(wrong, [jnp.zeros(8)])
 
@@ -108,7 +108,7 @@ def test_bits_in_pieces_need_partitionable_threefry() -> None:
     traced = trace(lambda key: jax.random.bits(key, (8,)), (jax.random.key(0),), {})
     index = next(i for i, node in enumerate(traced.graph.nodes) if node.primitive == "random_bits")
     before = jax.config.jax_threefry_partitionable
-    (cut,) = [c for c in cuts(traced, index, MESHES[0]) if not c.is_whole]
+    cut = next(c for c in cuts(traced, index) if not c.is_whole)
     jax.config.update("jax_threefry_partitionable", False)
     try:
         with pytest.raises(UnsupportedError, match="jax_threefry_partitionable"):
@@ -147,39 +147,37 @@ def evaluate(traced: Traced, args: tuple[object, ...]) -> dict[int, jax.Array]:
             operands=tuple(rule.operand_spec(i, ()) for i in range(len(node.inputs))),
             results=tuple(rule.result_spec(i, ()) for i in range(len(node.outputs))),
         )
-        results = bind(
-            cut_of(graph, index, traced.equations[index], uncut, MESHES[0]), [values[v] for v in node.inputs]
-        )
+        results = bind(cut_of(graph, index, traced.equations[index], uncut, MESH), [values[v] for v in node.inputs])
         values |= zip(node.outputs, results, strict=True)
     return values
 
 
-def cuts(traced: Traced, index: int, mesh: Mesh) -> Iterator[Cut]:
-    """The legal ways to cut a node, all of them or a fixed sample."""
+def cuts(traced: Traced, index: int) -> Iterator[Cut]:
+    """The legal ways to cut a node: all along one axis, which are those of a mesh of two, and a sample along both."""
     node = traced.graph.nodes[index]
     rule = rule_of(node, traced.graph)
-    found = rule.assignments(mesh)
-    if len(found) > ASSIGNMENTS:
-        picked = np.random.default_rng(0).choice(len(found), ASSIGNMENTS, replace=False)
-        found = [found[i] for i in sorted(picked)]
-    for assignment in found:
+    found = rule.assignments(MESH)
+    along_x = [a for a in found if all(axis == "x" for axis, _ in a)]
+    along_both = [a for a in found if len(a) == 2]
+    count = min(SAMPLE, len(along_both))
+    picked = np.random.default_rng(0).choice(len(along_both), count, replace=False) if count else []
+    for assignment in (*along_x, *(along_both[i] for i in picked)):
         placement = Placement(
             operands=tuple(rule.operand_spec(i, assignment) for i in range(len(node.inputs))),
             results=tuple(rule.result_spec(i, assignment) for i in range(len(node.outputs))),
         )
-        yield cut_of(traced.graph, index, traced.equations[index], placement, mesh)
+        yield cut_of(traced.graph, index, traced.equations[index], placement, MESH)
 
 
 def check(cuts: list[Cut], traced: Traced, values: dict[int, jax.Array]) -> None:
     """Runs every cut of a node in one program and compares."""
-    node, mesh = cuts[0].node, cuts[0].mesh
+    node = cuts[0].node
     operands = [
-        [parts(values[v], spec, mesh) for v, spec in zip(node.inputs, cut.placement.operands, strict=True)]
-        for cut in cuts
+        [parts(values[v], spec) for v, spec in zip(node.inputs, cut.placement.operands, strict=True)] for cut in cuts
     ]
     program = jax.shard_map(
         lambda pieces: [run(cut, given) for cut, given in zip(cuts, pieces, strict=True)],
-        mesh=device_mesh(mesh, jax.devices()),
+        mesh=device_mesh(MESH, jax.devices()),
         in_specs=([list(map(stacked_spec, cut.placement.operands)) for cut in cuts],),
         out_specs=[list(map(stacked_spec, cut.placement.results)) for cut in cuts],
         check_vma=False,
@@ -201,14 +199,16 @@ def stacked_spec(spec: ShardingSpec) -> PartitionSpec:
     return PartitionSpec(*([spec.partial] if spec.partial else []), *(axes or None for axes in spec.dims))
 
 
-def parts(value: jax.Array, spec: ShardingSpec, mesh: Mesh) -> jax.Array:
+def parts(value: jax.Array, spec: ShardingSpec) -> jax.Array | np.ndarray:
     """The value, or summands of it stacked in front for each device along its partial axes."""
-    if not spec.partial:
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
-    count = int(np.prod([mesh.axis_size(axis) for axis in spec.partial]))
     whole = np.asarray(value)
+    if not spec.partial:
+        return whole
+    count = math.prod(MESH.axis_size(axis) for axis in spec.partial)
     others = np.random.default_rng(1).uniform(-4, 4, (count - 1, *whole.shape)).astype(whole.dtype)
-    return jnp.asarray(np.concatenate([(whole - others.sum(0, dtype=whole.dtype))[None], others]))
+    return np.concatenate([(whole - others.sum(0, dtype=whole.dtype))[None], others])
 
 
 def joined(result: jax.Array, spec: ShardingSpec) -> jax.Array | np.ndarray:

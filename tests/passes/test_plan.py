@@ -316,7 +316,7 @@ def test_a_legal_plan_passes(plan):
 
 def test_another_program_is_refused(plan):
     other = replace(GRAPH, nodes=GRAPH.nodes[:-1], outputs=(8, 1))
-    with pytest.raises(PlanMismatchError, match="was made for program"):
+    with pytest.raises(PlanMismatchError, match="a plan belongs to one function"):
         plan.check(other)
 
 
