@@ -10,13 +10,14 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from autopar import jax_compat
+from autopar import hlo, jax_compat
 from autopar.arguments import Signature, Type, types_of
 from autopar.errors import ArgumentError, explain
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.lower import build
 from autopar.plan import Plan
 from autopar.trace import Traced
+from autopar.verify import Verification, verify
 
 _SHARDING = attrgetter("sharding")
 
@@ -25,12 +26,13 @@ _SHARDING = attrgetter("sharding")
 class Prepared:
     """A traced and planned program as a jitted function of flat arguments, nothing lowered yet.
 
-    `signature` reads the calls of the user's function.
+    `signature` reads the calls of the user's function; `platform` is the devices' (`cpu`, `gpu`).
     """
 
     signature: Signature
     traced: Traced
     plan: Plan
+    platform: str
     jitted: Any
     in_shardings: tuple[Sharding, ...]
     out_shardings: tuple[Sharding, ...]
@@ -69,6 +71,7 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
         signature=signature,
         traced=traced,
         plan=plan,
+        platform=devices[0].platform,
         jitted=jitted,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
@@ -127,7 +130,12 @@ class Lowered:
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """The executable; `compiler_options` are XLA's."""
         compiled = self._lowered.compile(compiler_options=compiler_options)
-        return Compiled(self._prepared, self._types, compiled, self._prepared.executable(compiled))
+        return Compiled(self._prepared, self._types, compiled, self._prepared.executable(compiled), self)
+
+    def verify(self) -> Verification:
+        """The plan's collectives against those that XLA makes of the program, compiled once more to tell them apart."""
+        text = self._lowered.compile(compiler_options=dict(hlo.UNCOMBINED)).as_text()
+        return verify(self.plan, text, platform=self._prepared.platform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +146,7 @@ class Compiled:
     _types: tuple[Type | None, ...]
     _compiled: Any
     _executable: Executable
+    _lowered: Lowered
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         dynamic, _ = self._prepared.signature.split(args, kwargs)
@@ -162,6 +171,10 @@ class Compiled:
     def as_text(self) -> str:
         """The optimized HLO."""
         return self._compiled.as_text()
+
+    def verify(self) -> Verification:
+        """The plan's collectives against those that XLA makes of the program, compiled once more to tell them apart."""
+        return self._lowered.verify()
 
     def memory_analysis(self) -> Any:
         """XLA's account of one device's memory, as from `jax.stages.Compiled`."""

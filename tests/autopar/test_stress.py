@@ -1,0 +1,111 @@
+"""Random legal plans of ordinary functions: whatever the search might choose, the program equals `jax.jit`."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from passes.intra_op import SolverOptions
+from passes.planner import _best, _mesh
+
+
+@dataclass(frozen=True)
+class Dice:
+    """A planner that gives every legal strategy a random price, and reshardings none."""
+
+    seed: int
+    sizes: tuple[int, ...]
+
+    def plan(self, graph, cluster, *, tied=(), donated=()):
+        rng = np.random.default_rng(self.seed)
+
+        def roll(assembly):
+            priced = tuple(
+                np.where(np.isfinite(s), rng.random(s.size) * 1e-3, np.inf) for s in assembly.problem.seconds
+            )
+            edges = tuple(
+                replace(edge, seconds=np.where(np.isfinite(edge.seconds), 0.0, np.inf))
+                for edge in assembly.problem.edges
+            )
+            return replace(assembly, problem=replace(assembly.problem, seconds=priced, edges=edges))
+
+        options = SolverOptions(tie_radius=None)
+        return _best("dice", graph, [_mesh(cluster, self.sizes)], tied, donated, options, roll)
+
+
+def x(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def mlp_step(params, batch, key):
+    optimizer = optax.sgd(0.1)
+
+    def loss(params):
+        hidden = jax.nn.gelu(batch @ params["up"] + params["bias"])
+        hidden = jnp.where(jax.random.bernoulli(key, 0.8, hidden.shape), hidden / 0.8, 0)
+        return jnp.sum((hidden @ params["down"] - batch) ** 2) / 100
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    return optax.apply_updates(params, updates), value
+
+
+def embed_loss(table, tokens, targets):
+    def loss(table):
+        logits = table[tokens] @ table.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    return jax.value_and_grad(loss)(table)
+
+
+TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 32, (8, 16)), jnp.int32)
+CASES = {
+    "elementwise and reductions": (
+        lambda a, b: (a * b, (a - a.mean(0)).std(1), jnp.max(a, 1), b.min()),
+        (x(8, 16), x(16)),
+    ),
+    "outer sum": (lambda a: a[:, None] + a[None, :], (x(16),)),
+    "product with its own transpose": (lambda a: a @ a.T, (x(16, 16),)),
+    "reshapes": (lambda a: a.reshape(32, 16).T.reshape(4, 4, 32) * 2, (x(8, 4, 16),)),
+    "attention": (attention, (x(4, 8, 8, 4), x(4, 8, 8, 4), x(4, 8, 8, 4))),
+    "embedding and its gradient": (embed_loss, (x(32, 8), TOKENS, TOKENS[::-1])),
+    "train step": (mlp_step, ({"up": x(16, 32), "down": x(32, 16), "bias": x(32)}, x(8, 16), jax.random.key(3))),
+    "concatenate and pad": (lambda a: jnp.pad(jnp.concatenate([a, -a], 1), ((0, 0), (1, 2))), (x(8, 16),)),
+    "sort and cumsum": (lambda a: (jnp.sort(a, 1), jnp.cumsum(a, 0), a.argmax(0)), (x(8, 16),)),
+    "control flow": (lambda a: jax.lax.scan(lambda c, r: (c + r, c.sum()), jnp.zeros(16), a), (x(8, 16),)),
+    "unknown primitive": (lambda a: jnp.fft.fft(a).real + a, (x(8, 16),)),
+}
+
+
+def check(name, planner):
+    fun, args = CASES[name]
+    step = autopar.parallelize(fun, planner=planner)
+    got, wanted = step(*args), jax.jit(fun)(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5 * (1 + float(jnp.max(jnp.abs(theirs)))))
+    step.lower(*args).verify().check()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_plans_equal_jit(name):
+    check(name, Dice(seed=len(name), sizes=(2, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("sizes", [(8,), (4, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_many_random_plans_equal_jit(name, sizes, seed):
+    check(name, Dice(seed=seed, sizes=sizes))
