@@ -118,6 +118,16 @@ class ParallelFunction:
         """
         return self._planned(self._program(args, kwargs))
 
+    def replan(self, *, cluster: str | Cluster | None = None, planner: Planner | None = None) -> ParallelFunction:
+        """The same function with the same jit options, for another cluster or by another planner."""
+        return ParallelFunction(
+            self._fun,
+            cluster=self._cluster if cluster is None else cluster,
+            planner=self._planner if planner is None else planner,
+            devices=self._devices,
+            options=self._options,
+        )
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """`fun(*args, **kwargs)` lowered for the plan's devices, which must be here; `.compile()` comes next."""
         program = self._program(args, kwargs)

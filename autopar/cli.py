@@ -132,10 +132,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     planner = _planner(arguments.planner)
     jax.config.update("jax_platforms", "cpu")
     step, args, kwargs = _example(arguments.target)
-    options = {}
     if isinstance(step, ParallelFunction):
-        step, options = step._fun, step._options
-    plan = parallelize(step, cluster=arguments.cluster, planner=planner, **options).plan(*args, **kwargs)
+        step = step.replan(cluster=arguments.cluster, planner=planner)
+    else:
+        step = parallelize(step, cluster=arguments.cluster, planner=planner)
+    plan = step.plan(*args, **kwargs)
     if arguments.out:
         plan.save(arguments.out)
     _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables())

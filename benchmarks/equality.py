@@ -135,6 +135,12 @@ def make_config(program: Program) -> gpt.Config:
     )
 
 
+def make_state(program: Program, config: gpt.Config, key: jax.Array) -> tuple[Any, Any]:
+    """The state at step 0."""
+    params = gpt.init(config, key)
+    return params, OPTIMIZERS[program.optimizer].init(params)
+
+
 def make_step(program: Program) -> Callable[..., Any]:
     """An ordinary train step (state, batch, key) -> (state, loss); state is (parameters, optimizer's state)."""
     config, optimizer = make_config(program), OPTIMIZERS[program.optimizer]
@@ -169,8 +175,7 @@ def difference(ours: Any, plain: Any) -> float:
 def compare(program: Program, planners: list[str]) -> Iterator[Result]:
     """The planners' results for one program; `jax.jit` runs once."""
     config, step = make_config(program), make_step(program)
-    params = gpt.init(config, jax.random.key(0))
-    state = (params, OPTIMIZERS[program.optimizer].init(params))
+    state = jax.jit(lambda key: make_state(program, config, key))(jax.random.key(0))
     batch = gpt.example_batch(config, BATCH, jax.random.key(9))
     plain = list(walk(jax.jit(step), state, batch))
     for planner in planners:

@@ -111,8 +111,8 @@ class SolverOptions:
     """
 
     solver: Literal["highs", "cbc"] = "highs"
-    time_limit: float = 20.0
-    gap: float = 1e-4
+    time_limit: float = 12.0
+    gap: float = 1e-3
     tie_radius: int | None = 2
 
 

@@ -1,0 +1,227 @@
+"""Every placement change of an array, compiled, beside what was planned: `python -m benchmarks.placements --help`.
+
+An array of three dimensions on a 2 x 4 mesh has 19 placements and 342 changes between them. Each is lowered in three
+ways: by the planned steps as collectives (what autopar does), by a chain of sharding constraints that follows the same
+steps, and by one constraint that leaves the way to XLA. The table counts how many compile to exactly the planned
+collectives, and the bytes that they move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from autopar.hlo import UNCOMBINED, collectives
+from autopar.lower import OnPieces, device_mesh
+from autopar.oracle import OnWholes
+from autopar.plan import partition_spec
+from passes.devices import parse_cluster
+from passes.ir import TensorType
+from passes.mesh import Mesh
+from passes.moves import Move
+from passes.resharding import Resharder
+from passes.sharding import ShardingSpec
+
+TYPE = TensorType(shape=(8, 16, 24), dtype="float32")
+DEVICES = 8
+
+Traffic = Counter[tuple[str, tuple[str, ...], int]]
+"""How often each (kind, axes, bytes of the result on one device) is sent."""
+
+
+def mesh_of(sizes: tuple[int, ...] = (2, 4), cluster: str = "8:a100-80g") -> Mesh:
+    """A mesh of A100s to plan for; what is compiled runs on virtual CPU devices."""
+    return Mesh(axes=("x", "y", "z")[: len(sizes)], sizes=sizes, cluster=parse_cluster(cluster))
+
+
+def changes(mesh: Mesh, type: TensorType = TYPE, reduction: str = "add", *, partial: bool = False) -> tuple[Move, ...]:
+    """Every change from one placement of `type` to another, numbered; with `partial`, those that sums take part in."""
+    resharder = Resharder(mesh)
+    placements = resharder.placements(type.rank, reduction)
+    numbered = enumerate(
+        (before, after)
+        for before in placements
+        for after in placements
+        if before != after
+        and partial == bool(before.partial or after.partial)
+        and math.isfinite(resharder.cost(type, before, after))
+    )
+    return tuple(
+        Move(value=i, before=before, after=after, steps=resharder.steps(type, before, after), phase="forward")
+        for i, (before, after) in numbered
+    )
+
+
+def planned(move: Move, mesh: Mesh, type: TensorType = TYPE) -> Traffic:
+    """What the steps of a change send."""
+    traffic: Traffic = Counter()
+    spec = move.before
+    for step in move.steps:
+        spec = step.apply(spec)
+        if not step.is_local:
+            traffic[step.kind, step.axes, spec.local_nbytes(type, mesh)] += 1
+    return traffic
+
+
+Lowering = Callable[[Sequence[Move], Mesh], jax.stages.Wrapped]
+"""A jitted function of one array for each change, which makes them all."""
+
+
+def by_collectives(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
+    """Each step a collective; a partial array has its summands in front, one for each device along its partial axes."""
+    on_pieces = OnPieces(mesh)
+
+    def change(array: jax.Array, move: Move) -> jax.Array:
+        array = array[0] if move.before.partial else array
+        with jax.named_scope(f"change_{move.value}"):
+            array = on_pieces.move(array, move)
+        return array[None] if move.after.partial else array
+
+    grid = device_mesh(mesh, jax.devices())
+    in_specs, out_specs = tuple(stacked(move.before) for move in moves), tuple(stacked(move.after) for move in moves)
+    function = jax.shard_map(
+        lambda *arrays: tuple(change(array, move) for array, move in zip(arrays, moves, strict=True)),
+        mesh=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    return jax.jit(
+        function,
+        in_shardings=tuple(NamedSharding(grid, spec) for spec in in_specs),
+        out_shardings=tuple(NamedSharding(grid, spec) for spec in out_specs),
+    )
+
+
+def by_constraints(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
+    """Each step a sharding constraint."""
+    on_wholes = OnWholes(device_mesh(mesh, jax.devices()))
+    return _constrained(moves, mesh, on_wholes.move)
+
+
+def by_one_constraint(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
+    """Each change a sharding constraint; XLA finds the way."""
+    grid = device_mesh(mesh, jax.devices())
+
+    def jump(array: jax.Array, move: Move) -> jax.Array:
+        return lax.with_sharding_constraint(array, NamedSharding(grid, partition_spec(move.after)))
+
+    return _constrained(moves, mesh, jump)
+
+
+def _constrained(
+    moves: Sequence[Move], mesh: Mesh, change: Callable[[jax.Array, Move], jax.Array]
+) -> jax.stages.Wrapped:
+    grid = device_mesh(mesh, jax.devices())
+    return jax.jit(
+        lambda *arrays: tuple(change(array, move) for array, move in zip(arrays, moves, strict=True)),
+        in_shardings=tuple(NamedSharding(grid, partition_spec(move.before)) for move in moves),
+        out_shardings=tuple(NamedSharding(grid, partition_spec(move.after)) for move in moves),
+    )
+
+
+def stacked(spec: ShardingSpec) -> PartitionSpec:
+    """The dimensions of `spec`, after one for its summands if it is partial."""
+    return PartitionSpec(*([spec.partial] if spec.partial else []), *partition_spec(spec))
+
+
+def stacked_shape(spec: ShardingSpec, mesh: Mesh, type: TensorType = TYPE) -> tuple[int, ...]:
+    """The shape of `type`, after the number of its summands if it is partial."""
+    summands = math.prod(mesh.axis_size(axis) for axis in spec.partial)
+    return (summands, *type.shape) if spec.partial else type.shape
+
+
+def sent(compiled: jax.stages.Compiled, moves: Sequence[Move], mesh: Mesh) -> tuple[Traffic, ...]:
+    """What a compiled program sends for each of its changes, told apart by their scopes."""
+    by_change: dict[int, Traffic] = {move.value: Counter() for move in moves}
+    for found in collectives(compiled.as_text() or "", mesh.axes, mesh.sizes):
+        scope = re.search(r"change_(\d+)", found.op_name)
+        change = int(scope[1]) if scope and len(moves) > 1 else moves[0].value
+        by_change[change][found.kind, found.axes, found.nbytes] += found.count
+    return tuple(by_change.values())
+
+
+def compiled(lowering: Lowering, moves: Sequence[Move], mesh: Mesh, type: TensorType = TYPE) -> jax.stages.Compiled:
+    """The program that makes all the changes, collectives not merged."""
+    dtype = np.dtype(type.dtype)
+    structs = [jax.ShapeDtypeStruct(stacked_shape(move.before, mesh, type), dtype) for move in moves]
+    options = {**UNCOMBINED, "xla_backend_optimization_level": 0}
+    return lowering(moves, mesh).lower(*structs).compile(compiler_options=options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """How one lowering follows the plan: how many changes exactly, and its bytes over the planned ones."""
+
+    lowering: str
+    changes: int
+    exact: int
+    cheaper: int
+    costlier: int
+    ratio: float
+    worst: float
+
+
+def measure(name: str, lowering: Lowering, moves: Sequence[Move], mesh: Mesh) -> Row:
+    """Compiles every change by itself and compares."""
+    found = [sent(compiled(lowering, [move], mesh), [move], mesh)[0] for move in moves]
+    wanted = [planned(move, mesh) for move in moves]
+    nbytes = [(moved(f), moved(w)) for f, w in zip(found, wanted, strict=True)]
+    return Row(
+        lowering=name,
+        changes=len(moves),
+        exact=sum(f == w for f, w in zip(found, wanted, strict=True)),
+        cheaper=sum(f < w for f, w in nbytes),
+        costlier=sum(f > w for f, w in nbytes),
+        ratio=sum(f for f, _ in nbytes) / sum(w for _, w in nbytes),
+        worst=max((f / w for f, w in nbytes if w), default=1.0),
+    )
+
+
+def moved(traffic: Traffic) -> int:
+    """Bytes of the results of all collectives, on one device."""
+    return sum(nbytes * count for (_, _, nbytes), count in traffic.items())
+
+
+def table(rows: Sequence[Row], mesh: Mesh) -> Table:
+    """The rows for people."""
+    found = Table(title=f"every placement change of {TYPE} on a mesh of {mesh}")
+    for column in ("lowering", "changes", "exactly as planned", "fewer bytes", "more bytes", "bytes / planned", "worst"):
+        found.add_column(column, justify="left" if column == "lowering" else "right")
+    for row in rows:
+        counts = map(str, (row.changes, row.exact, row.cheaper, row.costlier))
+        found.add_row(row.lowering, *counts, f"{row.ratio:.3f}", f"{row.worst:.2f}")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.placements",
+        description="Compile every placement change of an array and compare its collectives with the planned ones.",
+    ).parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    mesh = mesh_of()
+    lowerings: dict[str, Lowering] = {
+        "planned steps as collectives": by_collectives,
+        "planned steps as constraints": by_constraints,
+        "one constraint": by_one_constraint,
+    }
+    rows = [measure(name, lowering, changes(mesh), mesh) for name, lowering in lowerings.items()]
+    Console(highlight=False).print(table(rows, mesh))
+
+
+if __name__ == "__main__":
+    main()
