@@ -88,7 +88,7 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
     """
     localizer = None if cut.is_whole else _LOCALIZERS.get(cut.node.primitive)
     try:
-        results = localizer(cut, operands) if localizer else _rebind(cut, operands)
+        results = localizer(cut, operands) if localizer else rebind(cut, operands)
     except (TypeError, ValueError) as error:
         raise InternalError(f"{_words(cut)} cannot run on pieces {[x.shape for x in operands]}: {error}") from error
     found = [tuple(x.shape) for x in results]
@@ -112,11 +112,10 @@ def _words(cut: Cut) -> str:
     return f"{cut.node.primitive}({operands}){where}"
 
 
-def _rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
-    """The primitive on pieces, with some parameters changed and none that speak to another partitioner."""
+def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
+    """The node's primitive on these operands, some parameters changed and none that speak to another partitioner."""
     params = dict(cut.params) | changed
-    if not cut.is_whole:
-        params |= {name: None for name in ("sharding", "out_sharding") if name in params}
+    params |= {name: None for name in ("sharding", "out_sharding") if name in params}
     primitive = cut.equation.primitive
     results = primitive.bind(*operands, **jax_compat.bind_params(cut.equation, params))
     return results if primitive.multiple_results else (results,)
@@ -129,12 +128,12 @@ def _offset(cut: Cut, axes: tuple[str, ...], extent: int, dtype: Any = np.int32)
 
 @localizes("broadcast_in_dim")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    return _rebind(cut, operands, shape=cut.local_shape())
+    return rebind(cut, operands, shape=cut.local_shape())
 
 
 @localizes("reshape")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    return _rebind(cut, operands, new_sizes=cut.local_shape())
+    return rebind(cut, operands, new_sizes=cut.local_shape())
 
 
 @localizes("slice")
@@ -143,12 +142,12 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     shape, params = operands[0].shape, cut.params
     held = [bool(axes) for axes in cut.placement.operands[0].dims]
     limits = tuple(n if h else e for n, h, e in zip(shape, held, params["limit_indices"], strict=True))
-    return _rebind(cut, operands, limit_indices=limits)
+    return rebind(cut, operands, limit_indices=limits)
 
 
 @localizes("dynamic_slice")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    return _rebind(cut, operands, slice_sizes=cut.local_shape())
+    return rebind(cut, operands, slice_sizes=cut.local_shape())
 
 
 @localizes("iota")
@@ -173,10 +172,10 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     sizes = tuple(local if axes and size > 1 else size for size, local, axes in slices)
     selected = _selected(cut, numbers.start_index_map)
     if selected is None:
-        return _rebind(cut, operands, slice_sizes=sizes)
+        return rebind(cut, operands, slice_sizes=sizes)
     mine = _shifted(cut, selected, indices)
     dropping: dict[str, Any] = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
-    (found,) = _rebind(cut, (source, mine), slice_sizes=sizes, **dropping)
+    (found,) = rebind(cut, (source, mine), slice_sizes=sizes, **dropping)
     if mode != GatherScatterMode.FILL_OR_DROP:
         return (found,)
     whole = cut.operands[0].shape[selected]
@@ -192,9 +191,9 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     target, indices, updates = operands
     selected = _selected(cut, cut.params["dimension_numbers"].scatter_dims_to_operand_dims)
     if selected is None:
-        return _rebind(cut, operands)
+        return rebind(cut, operands)
     mine = _shifted(cut, selected, indices)
-    return _rebind(cut, (target, mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
+    return rebind(cut, (target, mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
 
 
 def _selected(cut: Cut, indexed: Sequence[int]) -> int | None:
@@ -248,31 +247,34 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
         remedy = 'drop jax.config.update("jax_threefry_partitionable", False); on is JAX\'s default'
         raise UnsupportedError(explain(f"random bits {cut.results[0]}", rule, cut.node.source, remedy))
     key = jax_compat.key_data(operands[0])
-    high, low = jax_compat.threefry2x32_p.bind(key[0], key[1], *_positions(cut))
-    (type,), width = cut.results, cut.params["bit_width"]
+    (type,), local, width = cut.results, cut.local_shape(), cut.params["bit_width"]
+    cuts = zip(cut.placement.results[0].dims, local, strict=True)
+    begins = [_offset(cut, axes, extent, np.uint32) for axes, extent in cuts]
+    high, low = jax_compat.threefry2x32_p.bind(key[0], key[1], *positions(type.shape, begins, local))
     dtype = jnp.dtype(type.dtype)
     if width == 64:
         return (lax.shift_left(high.astype(dtype), jnp.asarray(32, dtype)) | low.astype(dtype),)
     return ((high ^ low).astype(dtype),)
 
 
-def _positions(cut: Cut) -> tuple[jax.Array, jax.Array]:
-    """The row-major position in the whole result of each element of the piece, as uint32 halves (high, low).
+def positions(
+    shape: tuple[int, ...], begins: Sequence[jax.Array], extents: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The row-major position in an array of `shape` of each element of a block, as uint32 halves (high, low).
 
     Positions build up a dimension at a time, so only the last one costs work on every element.
     """
-    local, shape = cut.local_shape(), cut.results[0].shape
     high = low = jnp.zeros((1,) * len(shape), np.uint32)
-    for d, (size, extent, axes) in enumerate(zip(shape, local, cut.placement.results[0].dims, strict=True)):
-        high, low = multiply(high, low, size)
+    for d, (size, begin, extent) in enumerate(zip(shape, begins, extents, strict=True)):
+        high, low = _multiply(high, low, size)
         along = tuple(extent if i == d else 1 for i in range(len(shape)))
-        counts = lax.broadcasted_iota(np.uint32, along, d) + _offset(cut, axes, extent, np.uint32)
+        counts = lax.broadcasted_iota(np.uint32, along, d) + begin
         total = low + counts
         high, low = high + (total < counts).astype(np.uint32), total
-    return jnp.broadcast_to(high, local), jnp.broadcast_to(low, local)
+    return jnp.broadcast_to(high, extents), jnp.broadcast_to(low, extents)
 
 
-def multiply(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+def _multiply(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """(high, low) times `factor` modulo 2^64, by 16-bit digits: 64-bit integers are off by default in JAX."""
     if factor >= 1 << 32:
         raise InternalError(f"random bits along a dimension of {factor}")

@@ -164,7 +164,9 @@ class _State:
             with jax.named_scope(f"move_{move.value}"):
                 if move.after_value is not None:
                     # Without a barrier XLA would merge this gather with the forward pass's and keep the weight whole.
-                    array, self.arrays[move.after_value] = lax.optimization_barrier((array, self.arrays[move.after_value]))
+                    array, self.arrays[move.after_value] = lax.optimization_barrier(
+                        (array, self.arrays[move.after_value])
+                    )
                 self.moved[move.value, move.after, move.phase] = self.semantics.move(array, move)
 
     def run(self, index: int, placement: Placement) -> None:

@@ -16,9 +16,8 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from autopar import jax_compat
 from autopar.jax_compat import Device
-from autopar.localize import Arrays, Cut
+from autopar.localize import Arrays, Cut, rebind
 from autopar.lower import Program, build, device_mesh, scheduled, walk
 from autopar.plan import partition_spec
 from autopar.trace import Traced
@@ -49,10 +48,8 @@ class OnWholes:
     mesh: jax.sharding.Mesh
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
-        primitive = cut.equation.primitive
-        results = primitive.bind(*operands, **jax_compat.bind_params(cut.equation, dict(cut.params)))
-        several = results if primitive.multiple_results else (results,)
-        return [self._constrain(x, spec) for x, spec in zip(several, cut.placement.results, strict=True)]
+        results = rebind(cut, operands)
+        return [self._constrain(x, spec) for x, spec in zip(results, cut.placement.results, strict=True)]
 
     def move(self, array: jax.Array, move: Move) -> jax.Array:
         spec = move.before

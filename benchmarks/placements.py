@@ -3,7 +3,7 @@
 An array of three dimensions on a 2 x 4 mesh has 19 placements and 342 changes between them. Each is lowered in three
 ways: by the planned steps as collectives (what autopar does), by a chain of sharding constraints that follows the same
 steps, and by one constraint that leaves the way to XLA. The table counts how many compile to exactly the planned
-collectives, and the bytes that they move.
+collectives, and the bytes that they move. XLA warns on stderr about those that it makes by gathering everything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from passes.moves import Move
 from passes.resharding import Resharder
 from passes.sharding import ShardingSpec
 
-TYPE = TensorType(shape=(8, 16, 24), dtype="float32")
+TYPE = TensorType(shape=(256, 512, 768), dtype="float32")
 DEVICES = 8
 
 Traffic = Counter[tuple[str, tuple[str, ...], int]]
@@ -197,7 +197,7 @@ def moved(traffic: Traffic) -> int:
 def table(rows: Sequence[Row], mesh: Mesh) -> Table:
     """The rows for people."""
     found = Table(title=f"every placement change of {TYPE} on a mesh of {mesh}")
-    for column in ("lowering", "changes", "exactly as planned", "fewer bytes", "more bytes", "bytes / planned", "worst"):
+    for column in ("lowering", "changes", "exact", "fewer bytes", "more bytes", "bytes / planned", "worst"):
         found.add_column(column, justify="left" if column == "lowering" else "right")
     for row in rows:
         counts = map(str, (row.changes, row.exact, row.cheaper, row.costlier))
@@ -215,8 +215,8 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     mesh = mesh_of()
     lowerings: dict[str, Lowering] = {
-        "planned steps as collectives": by_collectives,
-        "planned steps as constraints": by_constraints,
+        "collectives": by_collectives,
+        "constraints": by_constraints,
         "one constraint": by_one_constraint,
     }
     rows = [measure(name, lowering, changes(mesh), mesh) for name, lowering in lowerings.items()]

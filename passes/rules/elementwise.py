@@ -8,10 +8,11 @@ from passes.ir import Node
 from passes.rules.registry import ShardingRule, Types, build, rule
 
 _PLAIN = (
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz "
-    "conj cos cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le "
-    "lgamma log log1p logistic lt max min ne nextafter not or polygamma population_count pow real reduce_precision rem "
-    "round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta"
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh digamma "
+    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p "
+    "log2 logistic lt max min ne nextafter not one_minus_square or polygamma population_count pow real "
+    "reduce_precision rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt "
+    "square tan tanh xor zeta"
 ).split()
 
 _FLOAT_BITS = {"float8": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -46,7 +47,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results, linear=((0,), (1,)))
 
 
-@rule("neg", "copy", "copy_p", "name", "stop_gradient")
+@rule("neg", "copy", "name", "stop_gradient")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results, linear=((0,),))
 

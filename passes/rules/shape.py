@@ -22,13 +22,6 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return build([(operands[0], range(operands[0].rank))], [(results[0], kept)], linear=((0,),), flops=0.0)
 
 
-@rule("expand_dims")
-def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    added = cast("tuple[int, ...]", node.params["dimensions"])
-    old = [d for d in range(results[0].rank) if d not in added]
-    return build([(operands[0], old)], [(results[0], range(results[0].rank))], linear=((0,),), flops=0.0)
-
-
 @rule("broadcast_in_dim")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     placed = cast("tuple[int, ...]", node.params["broadcast_dimensions"])

@@ -14,11 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
-EXEMPT: dict[str, str] = {
-    "copy_p": "no primitive of JAX has this name",
-    "expand_dims": "no primitive of JAX has this name: lax.expand_dims is broadcast_in_dim or reshape",
-}
-"""Primitives with a rule and without a case, and why."""
+SINCE_0_11 = jax.__version_info__ >= (0, 11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +70,8 @@ def _unary() -> list[Case]:
         "digamma": lax.digamma, "lgamma": lax.lgamma, "log": lax.log, "log1p": lax.log1p, "rsqrt": lax.rsqrt,
         "sqrt": lax.sqrt,
     }  # fmt: skip
+    if SINCE_0_11:
+        positive |= {"log2": jnp.log2, "one_minus_square": lambda x: jax.vjp(jnp.tanh, x)[1](x)[0]}
     unit = {"acos": lax.acos, "asin": lax.asin, "atanh": lax.atanh, "erf_inv": lax.erf_inv}
     domains = [
         (anywhere, _floats(4, 8)),
@@ -115,8 +113,14 @@ def _binary() -> list[Case]:
 
 def _bitwise() -> list[Case]:
     x, y = _ints(4, 8), _ints(4, 8, low=0, high=5)
-    two = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor, "shift_left": lax.shift_left,
-           "shift_right_arithmetic": lax.shift_right_arithmetic, "shift_right_logical": lax.shift_right_logical}  # fmt: skip
+    two = {
+        "and": lax.bitwise_and,
+        "or": lax.bitwise_or,
+        "xor": lax.bitwise_xor,
+        "shift_left": lax.shift_left,
+        "shift_right_arithmetic": lax.shift_right_arithmetic,
+        "shift_right_logical": lax.shift_right_logical,
+    }
     one = {"not": lax.bitwise_not, "clz": lax.clz, "population_count": lax.population_count}
     return [
         *(Case(name, function, (x, y)) for name, function in two.items()),
@@ -260,18 +264,18 @@ def _gathers() -> list[Case]:
     def lookup(table: Any, indices: Any, mode: GatherScatterMode, fill: Any = None) -> jax.Array:
         return lax.gather(table, indices, rows, (1, table.shape[1]), mode=mode, fill_value=fill)
 
-    clip, fill, promise = _MODES
+    clip, fill, _ = _MODES
     return [
-        *(Case("gather", partial(lookup, mode=mode), (table, inside), f"of rows, {mode.name}") for mode in _MODES),
-        *(Case("gather", partial(lookup, mode=mode), (table, outside), f"beyond, {mode.name}") for mode in (clip, fill)),
+        *(Case("gather", partial(lookup, mode=m), (table, inside), f"of rows, {m.name}") for m in _MODES),
+        *(Case("gather", partial(lookup, mode=m), (table, outside), f"beyond, {m.name}") for m in (clip, fill)),
         Case("gather", partial(lookup, mode=fill, fill=5), (table, outside), "beyond, with a fill value"),
         Case("gather", partial(lookup, mode=fill), (_ints(16, 12), outside), "beyond, of integers"),
         Case("gather", partial(lookup, mode=fill), (_ints(16, 12, low=0, dtype=np.uint8), outside), "beyond, of bytes"),
         Case("gather", partial(lookup, mode=fill), (_ints(16, 12) > 0, outside), "beyond, of flags"),
         *(
-            Case("gather", partial(lookup, mode=mode), (table, outside.astype(dtype)), f"by {dtype.__name__}, {mode.name}")
+            Case("gather", partial(lookup, mode=m), (table, outside.astype(dtype)), f"by {dtype.__name__}, {m.name}")
             for dtype in (np.uint8, np.int8, np.uint32, np.int64, np.uint64)
-            for mode in (clip, fill)
+            for m in (clip, fill)
         ),
         Case(
             "gather",
@@ -286,11 +290,20 @@ def _gathers() -> list[Case]:
             "of columns",
         ),
         Case("gather", lambda x, i: x[i], (table, _ints(4, 8, low=-16, high=16)), "written as an index"),
-        Case("gather", lambda x, i, j: x[i, j], (_floats(8, 12), _ints(4, low=0, high=8), _ints(4, low=0, high=12)), "of points"),
+        Case(
+            "gather",
+            lambda x, i, j: x[i, j],
+            (_floats(8, 12), _ints(4, low=0, high=8), _ints(4, low=0, high=12)),
+            "of points",
+        ),
         Case("gather", lambda x, i: jnp.take_along_axis(x, i, 1), (_floats(4, 8), _ints(4, 8, low=0, high=8)), "along"),
-        Case("gather", lambda x, i: jax.vmap(lambda row, k: lax.dynamic_slice(row, (k,), (4,)))(x, i),
-             (_floats(4, 8), _ints(4, low=0, high=5)), "of windows"),
-    ]  # fmt: skip
+        Case(
+            "gather",
+            jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (4,))),
+            (_floats(4, 8), _ints(4, low=0, high=5)),
+            "of windows",
+        ),
+    ]
 
 
 def _scatters() -> list[Case]:

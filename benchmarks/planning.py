@@ -1,0 +1,282 @@
+"""How long planning takes and what it finds, from shapes alone: `python -m benchmarks.planning --help`."""
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import jax
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from models import gpt
+from passes import quantities
+from passes.cluster import Cluster
+from passes.devices import parse_cluster
+from passes.errors import PlanningError
+from passes.intra_op import SolverOptions
+
+BOUND_SECONDS = 30.0
+BOUND_MODEL, BOUND_DEVICES = "350M", 8
+
+PLANNERS: dict[str, Callable[..., Any]] = {
+    "auto": autopar.Auto,
+    "dp": autopar.DataParallel,
+    "zero2": lambda **options: autopar.Zero(2, **options),
+    "zero3": lambda **options: autopar.Zero(3, **options),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One plan, how long each phase of making it took, and what it promises; times in seconds.
+
+    `total` is all that passed, `cpu` what this process computed in it: far less if others kept the machine busy.
+    `sizes` counts what planning had to handle, as far as the plan says.
+    """
+
+    model: str
+    cluster: str
+    planner: str
+    phases: dict[str, float]
+    total: float
+    cpu: float
+    sizes: dict[str, int]
+    mesh: str
+    status: str
+    gap: float
+    objective: float
+    step_seconds: float
+    peak_nbytes: int
+    rss_nbytes: int
+
+    @property
+    def misses(self) -> list[str]:
+        """What is out of bounds, in words with both numbers."""
+        if self.model != BOUND_MODEL or self.sizes["devices"] != BOUND_DEVICES or self.total <= BOUND_SECONDS:
+            return []
+        return [
+            f"{self.model} on {self.cluster} with {self.planner}: {self.total:.1f} s ({self.cpu:.1f} s of CPU), bound {BOUND_SECONDS:.0f} s"
+        ]
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planning",
+        description="Plan GPTs for a cluster that need not be here, and print how long each phase took and what the "
+        f"plan promises. Exits with 1 if {BOUND_MODEL} on {BOUND_DEVICES} devices takes more than "
+        f"{BOUND_SECONDS:.0f} s in all, tracing included.",
+        epilog="example: python -m benchmarks.planning --model 125M --model 350M --cluster 2x8:a100-80g",
+    )
+    parser.add_argument(
+        "--model", choices=gpt.PRESETS, action="append", help=f"give it again for more (default: {BOUND_MODEL})"
+    )
+    parser.add_argument(
+        "--cluster",
+        default="1x8:a100-80g",
+        type=cluster,
+        metavar="HOSTSxDEVICES:KIND",
+        help="what to plan for, or a JSON file (default: %(default)s)",
+    )
+    parser.add_argument("--batch", default=16, type=int, metavar="N", help="sequences a step (default: %(default)s)")
+    parser.add_argument("--planner", default="auto", choices=tuple(PLANNERS), help="(default: %(default)s)")
+    parser.add_argument(
+        "--time-limit",
+        default=SolverOptions().time_limit,
+        type=float,
+        metavar="SECONDS",
+        help="for the solver, for each mesh (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeat", default=1, type=int, metavar="N", help="plan N times and print median times (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="this many layers in place of the model's own; lifts the bound"
+    )
+    parser.add_argument(
+        "--tie-check",
+        action="store_true",
+        help="plan again with every node solved apart and compare what both promise: exits with 1 if that is better "
+        "by more than the solver's gap (only for small models: it can take many minutes)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser.parse_args(argv)
+
+
+def cluster(text: str) -> Cluster:
+    """`text` as a cluster, its mistakes as argparse reports them."""
+    try:
+        return parse_cluster(text)
+    except PlanningError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def make_step(config: gpt.Config) -> tuple[Callable[..., Any], Any]:
+    """An ordinary AdamW step (state, batch) -> (state, loss), and the shapes of its state."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, moments = state
+        loss, gradients = jax.value_and_grad(lambda params: gpt.loss(config, params, batch))(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    def init(key: jax.Array) -> Any:
+        params = gpt.init(config, key)
+        return params, optimizer.init(params)
+
+    return train_step, jax.eval_shape(init, jax.random.key(0))
+
+
+def plan(name: str, config: gpt.Config, args: argparse.Namespace, options: SolverOptions) -> Planned:
+    """The plan of a model's step, timed once."""
+    train_step, state = make_step(config)
+    batch = jax.eval_shape(lambda: gpt.example_batch(config, args.batch, jax.random.key(0)))
+    planner = PLANNERS[args.planner](solver=options)
+    step = autopar.parallelize(train_step, cluster=args.cluster, planner=planner, donate_argnums=(0,))
+    start, cpu_start = time.perf_counter(), time.process_time()
+    traced = step.trace(state, batch)
+    trace_seconds = time.perf_counter() - start
+    found = step.plan(state, batch)
+    total = time.perf_counter() - start
+    solution = found.solution
+    known = dict(solution.phase_seconds)
+    phases = {"trace": trace_seconds, **known, "rest": max(0.0, total - trace_seconds - sum(known.values()))}
+    return Planned(
+        model=name,
+        cluster=args.cluster.name,
+        planner=args.planner,
+        phases=phases,
+        total=total,
+        cpu=time.process_time() - cpu_start,
+        sizes={
+            "devices": found.mesh.size,
+            "parameters": gpt.parameters(config),
+            "operators": len(traced.graph.nodes),
+            "inputs": len(found.inputs),
+            "collectives a step": sum(c.count for c in found.collectives),
+            **counted(solution),
+        },
+        mesh=str(found.mesh),
+        status=solution.status,
+        gap=found.gap,
+        objective=solution.objective,
+        step_seconds=found.step_seconds,
+        peak_nbytes=found.peak_nbytes,
+        rss_nbytes=rss_nbytes(),
+    )
+
+
+def counted(solution: Any) -> dict[str, int]:
+    """Whatever whole numbers a solution has of its own, by name: bundles, variables, rows, ..."""
+    numbers: dict[str, int] = {}
+    for field in fields(solution):
+        value = getattr(solution, field.name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            numbers[field.name] = value
+        elif is_dataclass(value):
+            numbers |= counted(value)
+    return numbers
+
+
+def repeated(name: str, config: gpt.Config, args: argparse.Namespace, options: SolverOptions) -> Planned:
+    """The plan with the median time of each phase; each repetition traces a new function."""
+    runs = [plan(name, config, args, options) for _ in range(args.repeat)]
+    phases = {phase: statistics.median(run.phases[phase] for run in runs) for phase in runs[0].phases}
+    return replace(
+        runs[-1],
+        phases=phases,
+        total=statistics.median(run.total for run in runs),
+        cpu=statistics.median(run.cpu for run in runs),
+    )
+
+
+def rss_nbytes() -> int:
+    """The most memory that this process has held so far; the operating system counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def tables(found: Planned) -> list[Table]:
+    """Phases and their times; then everything else."""
+    times = Table("phase", "time", "share", title=f"GPT {found.model} on {found.cluster}", title_justify="left")
+    for column in times.columns[1:]:
+        column.justify = "right"
+    for phase, seconds in found.phases.items():
+        times.add_row(phase, quantities.seconds(seconds), quantities.share(seconds, found.total))
+    times.add_section()
+    times.add_row("total", quantities.seconds(found.total), "")
+    times.add_row("of it CPU", quantities.seconds(found.cpu), quantities.share(found.cpu, found.total))
+    rest = Table(show_header=False)
+    rest.add_row("planner", found.planner)
+    for name, number in found.sizes.items():
+        rest.add_row(name, f"{number:,}")
+    rest.add_row("mesh", found.mesh)
+    rest.add_row("status", f"{found.status}, gap {100 * found.gap:.3g} %")
+    rest.add_row("objective", quantities.seconds(found.objective))
+    rest.add_row("predicted step", quantities.seconds(found.step_seconds))
+    rest.add_row("predicted peak", f"{quantities.nbytes(found.peak_nbytes)} a device")
+    rest.add_row("process peak", f"{quantities.nbytes(found.rss_nbytes)} of resident memory so far")
+    return [times, rest]
+
+
+def compare_ties(tied: Planned, apart: Planned, gap: float) -> list[str]:
+    """What to print of both objectives, and as second line a miss if tying cost more than the gap."""
+    excess = (tied.objective - apart.objective) / apart.objective
+    shown = (
+        f"{tied.model}: objective with equal nodes tied {tied.objective:.9g} s (in {tied.total:.1f} s), every node "
+        f"apart {apart.objective:.9g} s (in {apart.total:.1f} s, {apart.status}); tied is {100 * excess:+.4f} %"
+    )
+    return [shown] + (
+        [f"{tied.model}: tying costs {100 * excess:.4f} %, bound {100 * gap:g} %"] if excess > gap else []
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what the command line asks for; 1 if a bound is missed."""
+    args = arguments(argv)
+    console = Console(highlight=False)
+    jax.config.update("jax_platforms", "cpu")
+    tied_options = SolverOptions(time_limit=args.time_limit)
+    results: list[Planned] = []
+    ties: list[str] = []
+    misses: list[str] = []
+    for name in args.model or [BOUND_MODEL]:
+        config = gpt.Config.preset(name)
+        if args.layers:
+            config, name = replace(config, layers=args.layers), f"{name}, {args.layers} layers"
+        with console.status(f"planning {name}"):
+            results.append(repeated(name, config, args, tied_options))
+            if args.tie_check:
+                apart = plan(name, config, args, replace(tied_options, tie_radius=None))
+                shown, *missed = compare_ties(results[-1], apart, max(tied_options.gap, 1e-6))
+                ties.append(shown)
+                misses += missed
+        misses += results[-1].misses
+        if not args.json:
+            console.print(*tables(results[-1]), sep="\n")
+    if args.json:
+        print(json.dumps({"results": [asdict(r) for r in results], "ties": ties, "misses": misses}, indent=1))
+        return bool(misses)
+    for r in results:
+        if r.model == BOUND_MODEL and r.sizes["devices"] == BOUND_DEVICES:
+            console.print(
+                f"{r.model} on {r.cluster}: {r.total:.1f} s in all ({r.cpu:.1f} s of CPU), bound {BOUND_SECONDS:.0f} s"
+            )
+    for shown in ties:
+        console.print(shown)
+    for miss in misses:
+        console.print(f"MISSED {miss}", style="red", soft_wrap=True)
+    return bool(misses)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,185 @@
+"""Predicted against measured step time and memory on this machine: `python -m benchmarks.predictions --help`.
+
+The devices are virtual CPUs that share the machine's cores, which the cost model does not know: read the ratios, and
+above all whether the planners come in the same order, rather than the times. Nothing here has a bound.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from models import gpt
+from passes import quantities
+
+DEVICES = 8
+WARM_UP = 2
+
+PLANNERS: dict[str, Callable[[], Any]] = {
+    "auto": autopar.Auto,
+    "dp": autopar.DataParallel,
+    "zero2": lambda: autopar.Zero(2),
+    "zero3": lambda: autopar.Zero(3),
+    "megatron 4x2": lambda: autopar.Megatron(data=4, tensor=2),
+    "megatron 2x4": lambda: autopar.Megatron(data=2, tensor=4),
+    "megatron 1x8": lambda: autopar.Megatron(data=1, tensor=8),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan promises for one step on one device, beside what was measured; `spread` are the quartiles."""
+
+    planner: str
+    mesh: str
+    predicted_seconds: float
+    measured_seconds: float
+    spread: tuple[float, float]
+    predicted_nbytes: int
+    measured_nbytes: int
+
+    @property
+    def seconds_ratio(self) -> float:
+        """Predicted by measured."""
+        return self.predicted_seconds / self.measured_seconds
+
+    @property
+    def nbytes_ratio(self) -> float:
+        """Predicted by measured."""
+        return self.predicted_nbytes / self.measured_nbytes
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.predictions",
+        description=f"Run a GPT on {DEVICES} virtual CPU devices under each planner, and print the plan's step time and "
+        "peak bytes a device beside those measured (bytes: arguments + outputs - aliased + temporaries, as XLA "
+        "reports them for one device).",
+        epilog="example: python -m benchmarks.predictions --planner auto --planner dp --batch 32",
+    )
+    parser.add_argument(
+        "--planner", choices=tuple(PLANNERS), action="append", help="give it again for more (default: all)"
+    )
+    parser.add_argument("--layers", default=2, type=int, metavar="N", help="of GPT tiny (default: %(default)s)")
+    parser.add_argument("--batch", default=16, type=int, metavar="N", help="sequences a step (default: %(default)s)")
+    parser.add_argument("--steps", default=15, type=int, metavar="N", help="measured steps (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    return parser.parse_args(argv)
+
+
+def make_step(config: gpt.Config, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """An ordinary train step (state, batch) -> (state, loss); state is (parameters, optimizer's state)."""
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, moments = state
+        loss, gradients = jax.value_and_grad(lambda params: gpt.loss(config, params, batch))(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    return train_step
+
+
+def measure(planner: str, config: gpt.Config, batch_size: int, steps: int) -> Prediction:
+    """One planner's prediction and measurement."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    train_step = make_step(config, optimizer)
+    params = jax.jit(lambda key: gpt.init(config, key))(jax.random.key(0))
+    state = (params, optimizer.init(params))
+    batch = gpt.example_batch(config, batch_size, jax.random.key(1))
+    parallel = autopar.parallelize(train_step, planner=PLANNERS[planner](), donate_argnums=(0,))
+    compiled = parallel.lower(state, batch).compile()
+    plan = compiled.plan
+    seconds: list[float] = []
+    for _ in range(WARM_UP + steps):
+        start = time.perf_counter()
+        state, loss = compiled(state, batch)
+        jax.block_until_ready((state, loss))
+        seconds.append(time.perf_counter() - start)
+    measured = seconds[WARM_UP:]
+    low, _, high = statistics.quantiles(measured, n=4) if len(measured) > 1 else measured * 3
+    analysis = compiled.memory_analysis()
+    return Prediction(
+        planner=planner,
+        mesh="x".join(map(str, plan.mesh.sizes)),
+        predicted_seconds=plan.step_seconds,
+        measured_seconds=statistics.median(measured),
+        spread=(low, high),
+        predicted_nbytes=plan.peak_nbytes,
+        measured_nbytes=analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes,
+    )
+
+
+def table(found: list[Prediction]) -> Table:
+    """One planner a row; ratios are predicted by measured."""
+    shown = Table(title="one step, one device: predicted and measured", title_justify="left", padding=(0, 0))
+    shown.add_column("planner", no_wrap=True)
+    shown.add_column("mesh", no_wrap=True)
+    for name in ("time", "measured", "quartiles", "ratio", "peak", "measured", "ratio"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for p in found:
+        low, high = p.spread
+        shown.add_row(
+            p.planner,
+            p.mesh,
+            quantities.seconds(p.predicted_seconds),
+            quantities.seconds(p.measured_seconds),
+            f"{low * 1e3:.0f}-{high * 1e3:.0f} ms",
+            f"{p.seconds_ratio:.2f}",
+            quantities.nbytes(p.predicted_nbytes),
+            quantities.nbytes(p.measured_nbytes),
+            f"{p.nbytes_ratio:.2f}",
+        )
+    return shown
+
+
+def ordered_pairs(found: list[Prediction], key: Callable[[Prediction], tuple[float, float]]) -> str:
+    """How many pairs of planners the predictions put in the measured order."""
+    pairs = [(key(a), key(b)) for i, a in enumerate(found) for b in found[:i]]
+    right = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 or a[0] == b[0] for a, b in pairs)
+    return f"{right} of {len(pairs)} pairs"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table that the command line asks for; always 0."""
+    args = arguments(argv)
+    console = Console(highlight=False)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_platforms", "cpu")
+    config = replace(gpt.Config.preset("tiny"), layers=args.layers)
+    found: list[Prediction] = []
+    for planner in args.planner or PLANNERS:
+        with console.status(f"{planner}: planning, compiling, running"):
+            found.append(measure(planner, config, args.batch, args.steps))
+    if args.json:
+        ratios = [{"seconds_ratio": p.seconds_ratio, "nbytes_ratio": p.nbytes_ratio} for p in found]
+        print(json.dumps([asdict(p) | r for p, r in zip(found, ratios, strict=True)], indent=1))
+        return 0
+    console.print(table(found))
+    console.print(
+        f"GPT tiny with {args.layers} layers, batch {args.batch} sequences, median of {args.steps} steps; ratio: "
+        f"predicted by measured. {DEVICES} virtual devices share {os.cpu_count()} cores."
+    )
+    if len(found) > 1:
+        console.print(
+            f"in the measured order: {ordered_pairs(found, lambda p: (p.predicted_seconds, p.measured_seconds))} by "
+            f"time, {ordered_pairs(found, lambda p: (p.predicted_nbytes, p.measured_nbytes))} by memory"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
