@@ -112,7 +112,7 @@ class SolverOptions:
 
     solver: Literal["highs", "cbc"] = "highs"
     time_limit: float = 12.0
-    gap: float = 1e-3
+    gap: float = 1e-4
     tie_radius: int | None = 2
 
 
