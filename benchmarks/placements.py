@@ -3,7 +3,8 @@
 An array of three dimensions on a 2 x 4 mesh has 19 placements and 342 changes between them. Each is lowered in three
 ways: by the planned steps as collectives (what autopar does), by a chain of sharding constraints that follows the same
 steps, and by one constraint that leaves the way to XLA. The table counts how many compile to exactly the planned
-collectives, and the bytes that they move. XLA warns on stderr about those that it makes by gathering everything.
+collectives; the ratio is that of all their bytes to the planned ones, the worst that of one change. XLA warns on stderr
+about the changes that it makes by gathering everything.
 """
 
 from __future__ import annotations
@@ -197,8 +198,8 @@ def moved(traffic: Traffic) -> int:
 def table(rows: Sequence[Row], mesh: Mesh) -> Table:
     """The rows for people."""
     found = Table(title=f"every placement change of {TYPE} on a mesh of {mesh}")
-    for column in ("lowering", "changes", "exact", "fewer bytes", "more bytes", "bytes / planned", "worst"):
-        found.add_column(column, justify="left" if column == "lowering" else "right")
+    for column in ("lowering", "changes", "exact", "fewer bytes", "more bytes", "ratio", "worst"):
+        found.add_column(column, justify="left" if column == "lowering" else "right", no_wrap=True)
     for row in rows:
         counts = map(str, (row.changes, row.exact, row.cheaper, row.costlier))
         found.add_row(row.lowering, *counts, f"{row.ratio:.3f}", f"{row.worst:.2f}")

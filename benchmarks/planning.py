@@ -62,9 +62,8 @@ class Planned:
         """What is out of bounds, in words with both numbers."""
         if self.model != BOUND_MODEL or self.sizes["devices"] != BOUND_DEVICES or self.total <= BOUND_SECONDS:
             return []
-        return [
-            f"{self.model} on {self.cluster} with {self.planner}: {self.total:.1f} s ({self.cpu:.1f} s of CPU), bound {BOUND_SECONDS:.0f} s"
-        ]
+        took = f"{self.total:.1f} s ({self.cpu:.1f} s of CPU)"
+        return [f"{self.model} on {self.cluster} with {self.planner}: {took}, bound {BOUND_SECONDS:.0f} s"]
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -257,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
             results.append(repeated(name, config, args, tied_options))
             if args.tie_check:
                 apart = plan(name, config, args, replace(tied_options, tie_radius=None))
-                shown, *missed = compare_ties(results[-1], apart, max(tied_options.gap, 1e-6))
+                shown, *missed = compare_ties(results[-1], apart, tied_options.gap)
                 ties.append(shown)
                 misses += missed
         misses += results[-1].misses

@@ -63,8 +63,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.predictions",
-        description=f"Run a GPT on {DEVICES} virtual CPU devices under each planner, and print the plan's step time and "
-        "peak bytes a device beside those measured (bytes: arguments + outputs - aliased + temporaries, as XLA "
+        description=f"Run a GPT on {DEVICES} virtual CPU devices under each planner, and print the plan's step time "
+        "and peak bytes a device beside those measured (bytes: arguments + outputs - aliased + temporaries, as XLA "
         "reports them for one device).",
         epilog="example: python -m benchmarks.predictions --planner auto --planner dp --batch 32",
     )
@@ -128,7 +128,7 @@ def table(found: list[Prediction]) -> Table:
     shown = Table(title="one step, one device: predicted and measured", title_justify="left", padding=(0, 0))
     shown.add_column("planner", no_wrap=True)
     shown.add_column("mesh", no_wrap=True)
-    for name in ("time", "measured", "quartiles", "ratio", "peak", "measured", "ratio"):
+    for name in ("step", "measured", "quartiles", "ratio", "peak", "measured", "ratio"):
         shown.add_column(name, justify="right", no_wrap=True)
     for p in found:
         low, high = p.spread

@@ -17,6 +17,10 @@ from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionN
 SINCE_0_11 = jax.__version_info__ >= (0, 11)
 
 
+ABSENT = {name: "a primitive since JAX 0.11" for name in ("log2", "one_minus_square") if not hasattr(lax, "log2")}
+"""Primitives with a rule and without a case, and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """`function(*args)` uses `primitive`; every extent is a multiple of 4, so that two axes can share a dimension."""
@@ -34,6 +38,7 @@ def cases() -> list[Case]:
     """Every case; made by a function because arrays of 64 bits need JAX to be told first."""
     return [
         *_unary(),
+        *([] if ABSENT else _newer()),
         *_binary(),
         *_bitwise(),
         *_elementwise(),
@@ -80,6 +85,14 @@ def _unary() -> list[Case]:
         ({"acosh": lax.acosh}, _floats(4, 8, low=1.1)),
     ]
     return [Case(name, function, (x,)) for functions, x in domains for name, function in functions.items()]
+
+
+def _newer() -> list[Case]:
+    x = _floats(4, 8, low=0.1)
+    return [
+        Case("log2", jnp.log2, (x,)),
+        Case("one_minus_square", jax.grad(lambda x: jnp.sum(jnp.tanh(x))), (x,)),
+    ]
 
 
 def _binary() -> list[Case]:

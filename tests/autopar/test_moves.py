@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.lower import build
+from autopar.lower import Program, build
 from autopar.oracle import constrain
-from autopar.trace import trace
+from autopar.trace import Traced, trace
 from benchmarks.placements import by_collectives, changes, compiled, mesh_of, planned, sent, stacked_shape
-from passes.devices import parse_cluster
 from passes.ir import TensorType
-from passes.moves import Move
+from passes.moves import Move, Placement, is_free
+from passes.plan import Operator, Plan, Solution
 from passes.planner import Auto, Megatron, Planner, Zero
-from passes.sharding import ShardingSpec
+from passes.resharding import Resharder
+from passes.rules import rule_of
+from passes.sharding import ShardingSpec, replicated
 
 TYPE = TensorType(shape=(8, 16, 24), dtype="float32")
 MESH = mesh_of((2, 4))
@@ -90,18 +94,91 @@ def train_step(
     return jax.tree.map(lambda x, g: x - 0.1 * g, state, gradient), value
 
 
-@pytest.mark.parametrize("planner", [Auto(), Zero(3), Megatron(data=2, tensor=4)], ids=lambda p: type(p).__name__)
-def test_both_lowerings_agree_with_jit(planner: Planner) -> None:
+def arguments() -> tuple[dict[str, np.ndarray], np.ndarray, jax.Array]:
     rng = np.random.default_rng(0)
     shapes = {"embed": (64, 16), "up": (16, 64), "down": (64, 16)}
     state = {name: rng.normal(size=shape, scale=0.3).astype(np.float32) for name, shape in shapes.items()}
-    args = (state, rng.integers(0, 64, (16, 8)), jax.random.key(0))
-    wanted = jax.tree.leaves(jax.jit(train_step)(*args))
-    traced = trace(train_step, args, {})
-    plan = planner.plan(traced.graph, parse_cluster("8:a100-80g"), tied=traced.tied, donated=traced.donated)
+    return state, rng.integers(0, 64, (16, 8)), jax.random.key(0)
+
+
+@pytest.mark.parametrize("planner", [Auto(), Zero(3), Megatron(data=2, tensor=4)], ids=lambda p: type(p).__name__)
+def test_both_lowerings_agree_with_jit(planner: Planner) -> None:
+    traced = trace(train_step, arguments(), {})
+    plan = planner.plan(traced.graph, MESH.cluster, tied=traced.tied, donated=traced.donated)
     assert plan.mesh.size == 8
     for lowering in (build, constrain):
-        program = lowering(traced, plan, jax.devices())
-        jitted = jax.jit(program.function, in_shardings=program.in_shardings, out_shardings=program.out_shardings)
-        for found, want in zip(jitted(*jax.tree.leaves(args)), wanted, strict=True):
-            np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6, err_msg=lowering.__name__)
+        compare(lowering(traced, plan, jax.devices()))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_legal_placements_agree_with_jit(seed: int) -> None:
+    """Operators placed at random: nobody would plan so, and every kind of move is made."""
+    traced = trace(train_step, arguments(), {})
+    compare(build(traced, scattered(traced, seed), jax.devices()))
+
+
+def scattered(traced: Traced, seed: int) -> Plan:
+    """A plan that places every operator by a random assignment of its rule that its operands can be brought to."""
+    graph, resharder, rng = traced.graph, Resharder(MESH), np.random.default_rng(seed)
+
+    def cut(value: int) -> ShardingSpec:
+        type = graph.types[value]
+        specs = [s for s in resharder.placements(type.rank) if not s.partial and divides(s, type)]
+        return specs[rng.integers(len(specs))] if not type.dtype.startswith("key") else replicated(type.rank)
+
+    def divides(spec: ShardingSpec, type: TensorType) -> bool:
+        return math.isfinite(resharder.cost(type, replicated(type.rank), spec))
+
+    inputs, outputs = tuple(map(cut, graph.inputs)), tuple(map(cut, graph.outputs))
+    home = dict(zip(graph.inputs, inputs, strict=True))
+    home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
+    operators: list[Operator] = []
+    for index, node in enumerate(graph.nodes):
+        rule = rule_of(node, graph)
+        legal = [
+            Placement(
+                operands=tuple(rule.operand_spec(i, a) for i in range(len(node.inputs))),
+                results=tuple(rule.result_spec(i, a) for i in range(len(node.outputs))),
+            )
+            for a in rule.assignments(MESH)
+        ]
+        reachable = [
+            placement
+            for placement in legal
+            if all(
+                value not in home or math.isfinite(resharder.cost(graph.types[value], home[value], spec))
+                for value, spec in zip(node.inputs, placement.operands, strict=True)
+            )
+        ]
+        placement = reachable[rng.integers(len(reachable))]
+        if not is_free(graph, index):
+            home.update(zip(node.outputs, placement.results, strict=True))
+        operators.append(Operator(primitive=node.primitive, source=node.source, scope=node.scope, placement=placement))
+    return Plan(
+        fingerprint=graph.fingerprint,
+        cluster=MESH.cluster,
+        mesh=MESH,
+        operators=tuple(operators),
+        inputs=inputs,
+        outputs=outputs,
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+        collectives=(),
+        seconds={},
+        nbytes={},
+        solution=Solution(planner="random", status="random", objective=0.0, bound=0.0),
+    )
+
+
+def compare(program: Program) -> None:
+    """Runs a lowered train step and compares it with `jax.jit`."""
+    args = arguments()
+    jitted = jax.jit(
+        program.function,
+        in_shardings=program.in_shardings,
+        out_shardings=program.out_shardings,
+        compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    )
+    wanted = jax.tree.leaves(jax.jit(train_step)(*args))
+    for found, want in zip(jitted(*jax.tree.leaves(args)), wanted, strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)

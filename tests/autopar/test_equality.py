@@ -1,0 +1,221 @@
+"""The parallel step equals `jax.jit` over consecutive steps, sends what its plan says, and feeds itself."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.hlo import UNCOMBINED
+from autopar.verify import verify
+from models import gpt
+
+BATCH = 16
+STEPS = 5
+PLANNERS: dict[str, Any] = {
+    "auto": autopar.Auto(),
+    "data_parallel": autopar.DataParallel(),
+    "megatron": autopar.Megatron(data=2, tensor=4),
+    "zero": autopar.Zero(3),
+}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+}
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A train step with the state it starts from and the arguments of each of its calls."""
+
+    step: Callable[..., Any]
+    state: Any
+    calls: tuple[tuple[Any, ...], ...]
+
+    @functools.cached_property
+    def expected(self) -> list[Any]:
+        """(state, loss) after every step, by `jax.jit`."""
+        state, results, step = self.state, [], jax.jit(self.step)
+        for call in self.calls:
+            state, loss = step(state, *call)
+            results.append(jax.tree.map(np.asarray, (state, loss)))
+        return results
+
+
+@functools.cache
+def gpt_training(dtype: str, dropout: float, optimizer: str, *, remat: bool = False) -> Training:
+    """GPT with one layer; float64 is asked for under `x64`."""
+    config = gpt.Config(
+        vocab_size=64,
+        sequence_length=16,
+        hidden=32,
+        layers=1,
+        heads=8,
+        dropout=dropout,
+        dtype=dtype,
+        param_dtype=dtype,
+        remat=remat,
+    )
+    tx = OPTIMIZERS[optimizer]
+
+    def train_step(state, batch, key):
+        params, moments = state
+        loss, gradient = jax.value_and_grad(lambda params: gpt.loss(config, params, batch, key))(params)
+        updates, moments = tx.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    params = gpt.init(config, jax.random.key(0))
+    keys = [jax.random.key(i) for i in range(STEPS)]
+    calls = tuple((gpt.example_batch(config, BATCH, key), key) for key in keys)
+    return Training(train_step, (params, tx.init(params)), calls)
+
+
+@functools.cache
+def mlp_training(dtype: str) -> Training:
+    """Two layers, the sum of squares as loss and plain gradient descent, without optax."""
+
+    def train_step(params, batch):
+        def loss(params):
+            hidden = jnp.tanh(batch["inputs"] @ params["up"] + params["bias"])
+            return jnp.sum((hidden @ params["down"] - batch["targets"]) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - jnp.asarray(1e-3, p.dtype) * g, params, gradient), value
+
+    def draw(seed: int, *shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), shape, dtype) / 4
+
+    params = {"up": draw(0, 16, 64), "bias": draw(1, 64), "down": draw(2, 64, 8)}
+    calls = tuple(({"inputs": draw(2 * i, 32, 16), "targets": draw(2 * i + 1, 32, 8)},) for i in range(2, 2 + STEPS))
+    return Training(train_step, params, calls)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a parallel training planned, and its (state, loss) after every step."""
+
+    plan: Any
+    results: list[Any]
+
+
+def train(training: Training, planner: Any) -> Watched:
+    """The training in parallel; checks on the way what holds for every program."""
+    step = autopar.parallelize(training.step, planner=planner, donate_argnums=0)
+    state = jax.tree.map(jnp.array, training.state)
+    compiled = step.lower(state, *training.calls[0]).compile(dict(UNCOMBINED))
+    verification = verify(compiled.plan, compiled.as_text())
+    verification.check()
+    wanted = compiled.input_shardings[0][0]
+    results = []
+    for call in training.calls:
+        before = jax.tree.leaves(state)
+        state, loss = compiled(state, *call)
+        assert all(leaf.is_deleted() for leaf in before), "the donated state outlives the step"
+        # Placed as the next call wants it, so that nothing moves between steps.
+        assert jax.tree.all(jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, state, wanted))
+        results.append(jax.tree.map(np.asarray, (state, loss)))
+    return Watched(compiled.plan, results)
+
+
+def assert_equal(ours: list[Any], expected: list[Any], tolerance: float) -> None:
+    """Every array of every step is within `tolerance`, relative to the array's largest entry."""
+    for number, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            x, y = x.astype(np.float64), y.astype(np.float64)
+            error = np.max(np.abs(x - y)) / max(float(np.max(np.abs(y))), 1e-30)
+            assert error <= tolerance, f"step {number}, {jax.tree_util.keystr(path)}: relative error {error:.1e}"
+
+
+SAMPLE = {
+    ("auto", "float64", 0.1, "adamw"),
+    ("data_parallel", "float64", 0.1, "adamw"),
+    ("megatron", "float64", 0.0, "adamw"),
+    ("zero", "float64", 0.1, "sgd"),
+    ("auto", "float32", 0.0, "sgd"),
+    ("megatron", "float32", 0.1, "sgd"),
+}
+"""The combinations of a default run: every planner, dtype, optimizer and dropout, and both precisions."""
+
+COMBINATIONS = [
+    pytest.param(*combination, marks=() if combination in SAMPLE else pytest.mark.slow)
+    for combination in itertools.product(PLANNERS, ("float64", "float32"), (0.0, 0.1), OPTIMIZERS)
+]
+
+
+@pytest.mark.parametrize(("planner", "dtype", "dropout", "optimizer"), COMBINATIONS)
+def test_gpt_equals_jit(planner: str, dtype: str, dropout: float, optimizer: str):
+    with jax.enable_x64(dtype == "float64"):
+        training = gpt_training(dtype, dropout, optimizer)
+        watched = train(training, PLANNERS[planner])
+        assert_equal(watched.results, training.expected, TOLERANCE[dtype])
+        if planner == "data_parallel":
+            assert_one_reduction_a_parameter(watched.plan, training.state[0])
+
+
+@pytest.mark.parametrize("planner", [pytest.param("data_parallel", marks=pytest.mark.slow), "zero"])
+def test_remat_equals_jit(planner: str):
+    with jax.enable_x64(True):
+        training = gpt_training("float64", 0.1, "sgd", remat=True)
+        assert_equal(train(training, PLANNERS[planner]).results, training.expected, TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_mlp_equals_jit(planner: str, dtype: str, tolerance: float):
+    with jax.enable_x64(dtype == "float64"):
+        training = mlp_training(dtype)
+        watched = train(training, PLANNERS[planner])
+        assert_equal(watched.results, training.expected, tolerance)
+        if planner == "data_parallel":
+            assert_one_reduction_a_parameter(watched.plan, training.state)
+
+
+def assert_one_reduction_a_parameter(plan: Any, params: Any) -> None:
+    """Each gradient once, the loss once, nothing else."""
+    assert {(c.kind, c.axes) for c in plan.collectives} == {("all_reduce", ("data",))}
+    assert sum(c.count for c in plan.collectives) == len(jax.tree.leaves(params)) + 1
+
+
+def test_saved_plan_replays_without_solving(tmp_path: Path):
+    training, path = mlp_training("float32"), tmp_path / "plan.json"
+    first = train(training, autopar.Megatron(data=2, tensor=4))
+    first.plan.save(path)
+    again = train(training, autopar.Manual(path))
+    # The solver's wall-clock times are part of the plan, so equality says that nothing was solved again.
+    assert again.plan == autopar.Plan.load(path)
+    assert again.plan.solution.phase_seconds == autopar.Plan.load(path).solution.phase_seconds
+    jax.tree.map(np.testing.assert_array_equal, again.results, first.results)
+
+
+def test_saved_plan_of_other_shapes_is_refused(tmp_path: Path):
+    training, path = mlp_training("float32"), tmp_path / "plan.json"
+    autopar.parallelize(training.step).plan(training.state, *training.calls[0]).save(path)
+    larger = jax.tree.map(lambda x: jnp.concatenate([x, x]), training.calls[0])
+    replayed = autopar.parallelize(training.step, planner=autopar.Manual(path))
+    with pytest.raises(autopar.PlanMismatchError, match="made for"):
+        replayed.plan(training.state, *larger)
+
+
+def test_plan_for_absent_devices_from_shapes():
+    training = gpt_training("float32", 0.0, "adamw")
+    shapes = jax.eval_shape(lambda *args: args, training.state, *training.calls[0])
+    step = autopar.parallelize(training.step, cluster="2x8:a100-80g", planner=autopar.Zero(3))
+    plan = step.plan(*shapes)
+    assert plan.mesh.size == 16 > len(jax.devices())
+    assert plan.collectives
+    assert plan.step_seconds > 0
+    with pytest.raises(autopar.DeviceError, match="16 devices"):
+        step.lower(*shapes)
