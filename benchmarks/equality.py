@@ -38,8 +38,9 @@ PLANNERS: dict[str, Any] = {
 
 OPTIMIZERS = ("sgd", "adamw+clip")
 
-# Some gradients are zero but for rounding: that of a key's bias, as a softmax ignores what all its inputs share. Adam
-# divides by their own size, so with its usual epsilon, 1e-8, single-precision noise becomes full steps.
+# The gradient of a key's bias is zero but for rounding, as a softmax ignores what all its inputs share. Adam divides by
+# a gradient's own size, so with its usual epsilon, 1e-8, the noise of float32 becomes steps: plain jax.jit in float32
+# is then 5e-4 from jax.jit in float64 in that bias (2e-6 with this epsilon), and 1e-5 would test rounding, not plans.
 EPSILON = 1e-4
 
 
@@ -57,8 +58,8 @@ class Program:
 class Result:
     """How far a planned program is from `jax.jit` over all its steps, relative, and how many collectives one step has.
 
-    `unplanned` counts those that were compiled beyond what was planned, by kind, mesh axes, dtype and bytes; `seconds` are those of
-    planning, compiling and running.
+    `unplanned` counts those that were compiled beyond what was planned, by kind, mesh axes, dtype and bytes; `seconds`
+    are those of planning, compiling and running.
     """
 
     program: Program
@@ -112,8 +113,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=EPSILON,
         type=float,
         metavar="X",
-        help="of AdamW: far below 1e-4 it makes steps of rounding errors where a gradient is zero, as a key's bias has, "
-        "and float32 then misses its bound (default: %(default)s)",
+        help="of AdamW; with optax's 1e-8 a key's bias, whose gradient is only rounding error, takes steps of noise, "
+        "and float32 misses its bound under jax.jit itself (default: %(default)s)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="only adamw+clip with dropout, in float64 (about 1 minute)"
@@ -269,10 +270,16 @@ def main(argv: list[str] | None = None) -> int:
     misses = [miss for r in results for miss in r.misses]
     if args.json:
         rows = [{f.name: getattr(r, f.name) for f in fields(r)} | {"program": asdict(r.program)} for r in results]
-        print(json.dumps({"steps": STEPS, "bounds": BOUNDS, "results": rows, "misses": misses}, indent=1))
+        print(
+            json.dumps(
+                {"steps": STEPS, "epsilon": args.epsilon, "bounds": BOUNDS, "results": rows, "misses": misses}, indent=1
+            )
+        )
         return bool(misses)
     console.print(table(results))
     console.print("plan, XLA: collectives planned and compiled; unpl.: compiled beyond the plan, which must be 0")
+    if "adamw+clip" in args.optimizer:
+        console.print(f"AdamW has epsilon {args.epsilon:g}, not optax's 1e-08: see --help")
     for precision in args.precision:
         worst = max(max(r.parameters, r.loss) for r in results if r.program.precision == precision)
         console.print(f"{precision}: largest relative difference {worst:.1e}, bound {BOUNDS[precision]:.0e}")

@@ -130,7 +130,8 @@ class Runner:
 def paired(ours: Runner, plain: Runner, pairs: int, warm_up: int) -> Pairs:
     """Steps in the order A B B A, so that a drift of the machine's speed falls on both alike."""
     for _ in range(warm_up):
-        ours.seconds(), plain.seconds()
+        ours.seconds()
+        plain.seconds()
     a: list[float] = []
     b: list[float] = []
     for i in range(pairs):

@@ -33,6 +33,8 @@ OPTIMIZERS = {
     "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
 }
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+QUICK = {"xla_backend_optimization_level": 0}
+"""Compiler options that leave the machine code unoptimized: most of these tests' time is LLVM's."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Training:
     @functools.cached_property
     def expected(self) -> list[Any]:
         """(state, loss) after every step, by `jax.jit`."""
-        state, results, step = self.state, [], jax.jit(self.step)
+        state, results, step = self.state, [], jax.jit(self.step, compiler_options=QUICK)
         for call in self.calls:
             state, loss = step(state, *call)
             results.append(jax.tree.map(np.asarray, (state, loss)))
@@ -55,7 +57,7 @@ class Training:
 
 @functools.cache
 def gpt_training(dtype: str, dropout: float, optimizer: str, *, remat: bool = False) -> Training:
-    """GPT with one layer; float64 is asked for under `x64`."""
+    """GPT with one layer and random parameters, those that usually start as zeros or ones too."""
     config = gpt.Config(
         vocab_size=64,
         sequence_length=16,
@@ -75,9 +77,14 @@ def gpt_training(dtype: str, dropout: float, optimizer: str, *, remat: bool = Fa
         updates, moments = tx.update(gradient, moments, params)
         return (optax.apply_updates(params, updates), moments), loss
 
-    params = gpt.init(config, jax.random.key(0))
-    keys = [jax.random.key(i) for i in range(STEPS)]
-    calls = tuple((gpt.example_batch(config, BATCH, key), key) for key in keys)
+    rng = np.random.default_rng(0)
+
+    def draw(struct: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(rng.normal(scale=0.2, size=struct.shape), struct.dtype)
+
+    params = jax.tree.map(draw, jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))))
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (STEPS, BATCH, config.sequence_length + 1)), jnp.int32)
+    calls = tuple(({"inputs": tokens[i, :, :-1], "targets": tokens[i, :, 1:]}, jax.random.key(i)) for i in range(STEPS))
     return Training(train_step, (params, tx.init(params)), calls)
 
 
@@ -93,11 +100,13 @@ def mlp_training(dtype: str) -> Training:
         value, gradient = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - jnp.asarray(1e-3, p.dtype) * g, params, gradient), value
 
-    def draw(seed: int, *shape: int) -> jax.Array:
-        return jax.random.normal(jax.random.key(seed), shape, dtype) / 4
+    rng = np.random.default_rng(0)
 
-    params = {"up": draw(0, 16, 64), "bias": draw(1, 64), "down": draw(2, 64, 8)}
-    calls = tuple(({"inputs": draw(2 * i, 32, 16), "targets": draw(2 * i + 1, 32, 8)},) for i in range(2, 2 + STEPS))
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(scale=0.25, size=shape), dtype)
+
+    params = {"up": draw(16, 64), "bias": draw(64), "down": draw(64, 8)}
+    calls = tuple(({"inputs": draw(32, 16), "targets": draw(32, 8)},) for _ in range(STEPS))
     return Training(train_step, params, calls)
 
 
@@ -113,18 +122,19 @@ def train(training: Training, planner: Any) -> Watched:
     """The training in parallel; checks on the way what holds for every program."""
     step = autopar.parallelize(training.step, planner=planner, donate_argnums=0)
     state = jax.tree.map(jnp.array, training.state)
-    compiled = step.lower(state, *training.calls[0]).compile(dict(UNCOMBINED))
-    verification = verify(compiled.plan, compiled.as_text())
-    verification.check()
+    compiled = step.lower(state, *training.calls[0]).compile({**UNCOMBINED, **QUICK})
+    verify(compiled.plan, compiled.as_text()).check()
     wanted = compiled.input_shardings[0][0]
     results = []
     for call in training.calls:
-        before = jax.tree.leaves(state)
         state, loss = compiled(state, *call)
-        assert all(leaf.is_deleted() for leaf in before), "the donated state outlives the step"
         # Placed as the next call wants it, so that nothing moves between steps.
         assert jax.tree.all(jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, state, wanted))
         results.append(jax.tree.map(np.asarray, (state, loss)))
+    # State that NumPy has seen is copied on CPU, not given up; this one it has not.
+    unseen, _ = compiled(state, *training.calls[-1])
+    compiled(unseen, *training.calls[-1])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(unseen)), "donated state outlives the step"
     return Watched(compiled.plan, results)
 
 
@@ -140,14 +150,12 @@ def assert_equal(ours: list[Any], expected: list[Any], tolerance: float) -> None
 
 
 SAMPLE = {
-    ("auto", "float64", 0.1, "adamw"),
-    ("data_parallel", "float64", 0.1, "adamw"),
+    ("auto", "float64", 0.0, "adamw"),
+    ("data_parallel", "float64", 0.1, "sgd"),
     ("megatron", "float64", 0.0, "adamw"),
-    ("zero", "float64", 0.1, "sgd"),
-    ("auto", "float32", 0.0, "sgd"),
-    ("megatron", "float32", 0.1, "sgd"),
+    ("zero", "float32", 0.0, "adamw"),
 }
-"""The combinations of a default run: every planner, dtype, optimizer and dropout, and both precisions."""
+"""The combinations of a default run. Dropout's bits are most of what XLA compiles here, so it is there once."""
 
 COMBINATIONS = [
     pytest.param(*combination, marks=() if combination in SAMPLE else pytest.mark.slow)
@@ -168,7 +176,7 @@ def test_gpt_equals_jit(planner: str, dtype: str, dropout: float, optimizer: str
 @pytest.mark.parametrize("planner", [pytest.param("data_parallel", marks=pytest.mark.slow), "zero"])
 def test_remat_equals_jit(planner: str):
     with jax.enable_x64(True):
-        training = gpt_training("float64", 0.1, "sgd", remat=True)
+        training = gpt_training("float64", 0.0, "sgd", remat=True)
         assert_equal(train(training, PLANNERS[planner]).results, training.expected, TOLERANCE["float64"])
 
 
@@ -205,7 +213,7 @@ def test_saved_plan_of_other_shapes_is_refused(tmp_path: Path):
     autopar.parallelize(training.step).plan(training.state, *training.calls[0]).save(path)
     larger = jax.tree.map(lambda x: jnp.concatenate([x, x]), training.calls[0])
     replayed = autopar.parallelize(training.step, planner=autopar.Manual(path))
-    with pytest.raises(autopar.PlanMismatchError, match="made for"):
+    with pytest.raises(autopar.PlanMismatchError, match="belongs to one function"):
         replayed.plan(training.state, *larger)
 
 
