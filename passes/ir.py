@@ -14,7 +14,7 @@ from functools import cached_property
 
 from passes.errors import InternalError
 
-_ITEM_NBYTES = {"bool": 1, "float0": 0, "bfloat16": 2, "int4": 1, "uint4": 1}
+_ITEM_NBYTES = {"bool": 1, "float0": 0, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def item_nbytes(dtype: str) -> int:
         return _ITEM_NBYTES[dtype]
     if dtype.startswith("key<"):
         return 8
-    if dtype.startswith(("float8", "float6", "float4", "int2", "uint2")):
+    if dtype.startswith(("float8_", "float6_", "float4_")):
         return 1
     digits = "".join(c for c in dtype if c.isdigit())
     if not digits:
