@@ -4,8 +4,8 @@ With $x_{n,s} \in \{0,1\}$ for strategy s of node n, $e_{k,i,j} \in [0,1]$ for p
 
     minimise    sum_n sum_s c_{n,s} x_{n,s}  +  sum_g sum_{i,j} m_g R_{g,i,j} w_{g,i,j}            (`_objective`)
     subject to  sum_s x_{n,s} = 1                                   for every node n              (`_one_strategy`)
-                sum_j e_{k,i,j} = sum_{s: before_k(s) = i} x_{u,s}  for every edge k = (u, v), i   (`_marginals`)
-                sum_i e_{k,i,j} = sum_{t: after_k(t) = j} x_{v,t}   for every edge k = (u, v), j   (`_marginals`)
+                sum_j e_{k,i,j} = sum_{s: before_k(s) = i} x_{u,s}  for every edge k = (u, v), i             (`_flow`)
+                sum_i e_{k,i,j} = sum_{t: after_k(t) = j} x_{v,t}   for every edge k = (u, v), j             (`_flow`)
                 w_{g,i,j} >= e_{k,i,j}                              for every edge k of group g    (`_share`)
 
 c are the seconds of a node, R those of a resharding, m how often a tied group occurs. Edges of a group read one value:
@@ -16,6 +16,11 @@ The relaxation is solved first, and at first with the mean of a group's e in the
 maximum, so the bound is valid, and where readers agree it is exact. Groups whose readers disagree get their w and the
 relaxation is solved again. Every relaxation is rounded and polished to an answer; the search ends when answer and bound
 meet, branches if rows run out first, and always returns the best answer with its bound.
+
+Reshardings are shortest paths, so a pair (i, j) that a third placement lies between needs no variable: the first two
+rows of a placement become one balance, what is made or arrives there equals what is read or goes on (transshipment).
+That leaves a third of the variables and the same optimum. Readers then share legs of a way, which costs no more than
+sharing whole reshardings as `evaluate` does: a bound still, exact where readers agree; branching puts the pairs back.
 
 Reference: the edge formulation of Alpa (Zheng et al., OSDI 2022, eq. 1-4) with equality marginals over placements;
 design/intra_op.md 3.1-3.4.
@@ -39,11 +44,12 @@ from passes.errors import PlanningError
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-Cells = dict[tuple[int, int], Any]
+Flow = dict[tuple[int, int], Any]
 """The edge variables of an edge by (placement before, placement after)."""
 
 _TOLERANCE = 1e-6
 _POLISH_ROUNDS = 8
+_LEG = 1e-6
 _MICROSECONDS = 1e6
 """The program is stated in microseconds: solver tolerances are absolute."""
 
@@ -54,7 +60,8 @@ class Edge:
 
     `before` [strategies of source] and `after` [strategies of target] index the rows and columns of `seconds`
     [placements before, placements after]; `labels` names the columns, so that edges of one `group` can share a
-    resharding; `weight` is how often the group occurs.
+    resharding; `weight` is how often the group occurs. `origins` names the rows: a row and a column of one name are one
+    placement, and `seconds` must then obey the triangle inequality through it. Without names, rows stand apart.
     """
 
     source: int
@@ -65,6 +72,7 @@ class Edge:
     labels: tuple[object, ...]
     group: int
     weight: float = 1.0
+    origins: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,36 +144,36 @@ def tie(problem: ShardingProblem, radius: int) -> tuple[ShardingProblem, tuple[i
 
     Reference: design/intra_op.md 3.3.
     """
-    colours = _colours(problem, radius)
+    keys = _edge_keys(problem.edges)
+    colours = _colours(problem, keys, radius)
     first: dict[str, int] = {}
     classes = tuple(first.setdefault(colour, len(first)) for colour in colours)
     seconds: list[Floats] = [np.zeros(0)] * len(first)
     for cls, own in zip(classes, problem.seconds, strict=True):
         seconds[cls] = own.copy() if not seconds[cls].size else seconds[cls] + own
-    groups: dict[int, list[Edge]] = defaultdict(list)
-    for edge in problem.edges:
-        groups[edge.group].append(edge)
-    merged: dict[tuple[object, ...], tuple[list[Edge], float]] = {}
+    groups: dict[int, list[tuple[Edge, str]]] = defaultdict(list)
+    for edge, key in zip(problem.edges, keys, strict=True):
+        groups[edge.group].append((edge, key))
+    merged: dict[tuple[tuple[int, int, str], ...], tuple[list[Edge], float]] = {}
     for edges in groups.values():
-        unique: dict[tuple[object, ...], Edge] = {}
-        for edge in edges:
-            key = (classes[edge.source], classes[edge.target], _edge_key(edge))
+        unique: dict[tuple[int, int, str], Edge] = {}
+        for edge, content in edges:
+            key = (classes[edge.source], classes[edge.target], content)
             unique.setdefault(key, replace(edge, source=key[0], target=key[1]))
-        signature = tuple(sorted(unique, key=repr))
+        signature = tuple(sorted(unique))
         members, weight = merged.get(signature, (list(unique.values()), 0.0))
-        merged[signature] = (members, weight + edges[0].weight)
+        merged[signature] = (members, weight + edges[0][0].weight)
     tied: list[Edge] = []
     for group, (edges, weight) in enumerate(merged.values()):
         tied.extend(replace(edge, group=group, weight=weight) for edge in edges)
     return ShardingProblem(seconds=tuple(seconds), edges=tuple(tied)), classes
 
 
-def _colours(problem: ShardingProblem, radius: int) -> list[str]:
+def _colours(problem: ShardingProblem, keys: Sequence[str], radius: int) -> list[str]:
     kinds = problem.kinds or ("",) * len(problem.seconds)
     colours = [_digest(own.tobytes() + kind.encode()) for own, kind in zip(problem.seconds, kinds, strict=True)]
     around: list[list[tuple[str, int]]] = [[] for _ in colours]
-    for edge in problem.edges:
-        key = _edge_key(edge)
+    for edge, key in zip(problem.edges, keys, strict=True):
         around[edge.source].append((f"to {key}", edge.target))
         around[edge.target].append((f"from {key}", edge.source))
     for _ in range(radius):
@@ -176,9 +184,18 @@ def _colours(problem: ShardingProblem, radius: int) -> list[str]:
     return colours
 
 
-def _edge_key(edge: Edge) -> str:
-    parts = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes(), repr(edge.labels).encode())
-    return _digest(b"|".join(parts))
+def _edge_keys(edges: Sequence[Edge]) -> list[str]:
+    """The content of every edge; edges mostly share their arrays, which are then read once."""
+    known: dict[tuple[int, ...], str] = {}
+    keys: list[str] = []
+    for edge in edges:
+        same = (id(edge.before), id(edge.after), id(edge.seconds), id(edge.origins), id(edge.labels))
+        if same not in known:
+            names = (repr(edge.origins).encode(), repr(edge.labels).encode())
+            parts = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes(), *names)
+            known[same] = _digest(b"|".join(parts))
+        keys.append(known[same])
+    return keys
 
 
 def _digest(content: bytes) -> str:
@@ -272,6 +289,29 @@ def _group_seconds(edges: list[Edge], choice: Sequence[int]) -> float:
     return sum(paid.values())
 
 
+def _direct(
+    seconds: Floats, origins: Sequence[object], labels: Sequence[object], rows: Sequence[int], columns: Sequence[int]
+) -> list[tuple[int, int]]:
+    """The pairs (row, column) of different names that no third placement lies between.
+
+    Both legs of a way around must cost something, and so less than the pair itself: what is left out is always made up
+    of pairs that are kept.
+    """
+    cost = seconds[np.ix_(rows, columns)]
+    kept = np.isfinite(cost)
+    column = {labels[j]: at for at, j in enumerate(columns)}
+    with np.errstate(invalid="ignore"):
+        for row, i in enumerate(rows):
+            at = column.get(origins[i])
+            if at is None:
+                continue
+            kept[row, at] = False
+            first, second = cost[:, at, None], cost[None, row, :]
+            longer = (first > _LEG * cost) & (second > _LEG * cost)
+            kept &= ~(longer & (first + second <= cost * (1 + 1e-9)))
+    return [(rows[r], columns[c]) for r, c in np.argwhere(kept)]
+
+
 class _Program:
     """The program of one problem; each method adds the rows that the module's text names."""
 
@@ -280,9 +320,9 @@ class _Program:
         self.lp = pulp.LpProblem("intra_op", pulp.LpMinimize)
         self.count = 0
         self.strategies = self._one_strategy()
-        self.groups: dict[int, list[tuple[Edge, Cells]]] = defaultdict(list)
+        self.groups: dict[int, list[tuple[Edge, Flow]]] = defaultdict(list)
         for edge in problem.edges:
-            self.groups[edge.group].append((edge, self._marginals(edge)))
+            self.groups[edge.group].append((edge, self._flow(edge)))
         self.shared: dict[int, list[tuple[Any, float]]] = {}
 
     @property
@@ -291,9 +331,9 @@ class _Program:
         value: Any = pulp.value(self.lp.objective)
         return float(value) / _MICROSECONDS
 
-    def _variable(self, kind: str) -> Any:
+    def _variable(self, kind: str, upper: float | None = 1.0) -> Any:
         self.count += 1
-        return self.lp.add_variable(f"{kind}{self.count}", 0.0, 1.0)
+        return self.lp.add_variable(f"{kind}{self.count}", 0.0, upper)
 
     def _one_strategy(self) -> list[dict[int, Any]]:
         nodes: list[dict[int, Any]] = []
@@ -303,37 +343,45 @@ class _Program:
             nodes.append(chosen)
         return nodes
 
-    def _marginals(self, edge: Edge) -> Cells:
-        rows: dict[int, list[tuple[Any, float]]] = defaultdict(list)
-        columns: dict[int, list[tuple[Any, float]]] = defaultdict(list)
+    def _flow(self, edge: Edge, through: bool = True) -> Flow:
+        """The edge variables of an edge and the rows that tie them to the strategies at both ends.
+
+        With `through`, what arrives at a placement may go on from there, and only pairs that no third placement lies
+        between get a variable: the cheapest flow is the same, with a fraction of the variables.
+        """
+        rows = sorted({int(edge.before[s]) for s in self.strategies[edge.source]})
+        columns = sorted({int(edge.after[t]) for t in self.strategies[edge.target]})
+        names = edge.origins if through and edge.origins else tuple(("before", i) for i in range(len(edge.seconds)))
+        balance: dict[object, list[tuple[Any, float]]] = defaultdict(list)
         for s, variable in self.strategies[edge.source].items():
-            rows[int(edge.before[s])].append((variable, -1.0))
+            balance[names[edge.before[s]]].append((variable, -1.0))
         for t, variable in self.strategies[edge.target].items():
-            columns[int(edge.after[t])].append((variable, -1.0))
-        cells = {(i, j): self._variable("e") for i in rows for j in columns if np.isfinite(edge.seconds[i, j])}
-        for (i, j), variable in cells.items():
-            rows[i].append((variable, 1.0))
-            columns[j].append((variable, 1.0))
-        for terms in (*rows.values(), *columns.values()):
+            balance[edge.labels[edge.after[t]]].append((variable, 1.0))
+        flow = {pair: self._variable("e") for pair in _direct(edge.seconds, names, edge.labels, rows, columns)}
+        for (i, j), variable in flow.items():
+            balance[names[i]].append((variable, 1.0))
+            balance[edge.labels[j]].append((variable, -1.0))
+        for terms in balance.values():
             self._equal(terms, 0.0)
-        return cells
+        return flow
 
     def _equal(self, terms: list[tuple[Any, float]], right: float) -> None:
         self.lp.addConstraint(pulp.LpAffineExpression(terms) == right)
 
-    def _wanted(self, group: int) -> dict[tuple[int, object], list[tuple[Any, float]]]:
-        """The edge variables of every resharding (placement before, label after) of a group, with its seconds."""
-        wanted: dict[tuple[int, object], list[tuple[Any, float]]] = defaultdict(list)
-        for edge, cells in self.groups[group]:
-            for (i, j), variable in cells.items():
-                if edge.seconds[i, j] > 0:
-                    seconds = edge.weight * float(edge.seconds[i, j])
+    def _wanted(self, edges: Sequence[tuple[Edge, Flow]]) -> dict[tuple[object, object], list[tuple[Any, float]]]:
+        """The edge variables of every resharding (placement before, after) that costs anything, with its seconds."""
+        wanted: dict[tuple[object, object], list[tuple[Any, float]]] = defaultdict(list)
+        for edge, flow in edges:
+            for (i, j), variable in flow.items():
+                seconds = edge.weight * float(edge.seconds[i, j])
+                if seconds > 0:
                     wanted[(i, edge.labels[j])].append((variable, seconds))
         return wanted
 
     def _share(self, group: int) -> None:
+        """Gives w to every resharding that several readers of a group may want."""
         terms: list[tuple[Any, float]] = []
-        for cells in self._wanted(group).values():
+        for cells in self._wanted(self.groups[group]).values():
             if len(cells) == 1:
                 terms.append(cells[0])
                 continue
@@ -346,10 +394,12 @@ class _Program:
     def share_where_readers_disagree(self) -> bool:
         """Gives w to the groups that pay less than the maximum of their readers; says whether there were any."""
         found = False
-        for group in self.groups.keys() - self.shared.keys():
-            for cells in self._wanted(group).values():
+        for group, edges in self.groups.items():
+            if group in self.shared or len(edges) == 1:
+                continue
+            for cells in self._wanted(edges).values():
                 values = [variable.value() or 0.0 for variable, _ in cells]
-                if max(values) - sum(values) / len(self.groups[group]) > _TOLERANCE:
+                if max(values) - sum(values) / len(edges) > _TOLERANCE:
                     self._share(group)
                     found = True
                     break
@@ -363,7 +413,7 @@ class _Program:
             if group in self.shared:
                 terms.extend(self.shared[group])
             else:
-                means = (cell for cells in self._wanted(group).values() for cell in cells)
+                means = (cell for cells in self._wanted(edges).values() for cell in cells)
                 terms.extend((variable, seconds / len(edges)) for variable, seconds in means)
         self.lp.setObjective(pulp.LpAffineExpression([(v, c * _MICROSECONDS) for v, c in terms]))
 
@@ -374,11 +424,17 @@ class _Program:
         chosen: Any = pulp.HiGHS if highs else pulp.PULP_CBC_CMD
         self.lp.solve(chosen(msg=False, timeLimit=seconds, threads=1, gapRel=options.gap))
         program: Any = self.lp
+        # PuLP calls a program that ran out of time optimal too; only the status of its solution tells them apart.
+        if program.status == pulp.LpStatusOptimal and program.sol_status != pulp.LpSolutionOptimal:
+            return "time limit"
         return str(pulp.LpStatus[program.status]).lower()
 
     def make_integral(self) -> None:
-        for group in self.groups.keys() - self.shared.keys():
-            self._share(group)
+        """Asks for whole strategies and whole reshardings: groups share pairs of placements, not legs of a way."""
+        for group, edges in self.groups.items():
+            if len(edges) > 1:
+                self.groups[group] = [(edge, self._flow(edge, through=False)) for edge, _ in edges]
+                self._share(group)
         for node in self.strategies:
             for variable in node.values():
                 variable.cat = pulp.LpInteger

@@ -124,7 +124,9 @@ class _Builder:
     seconds: list[Floats] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: dict[tuple[object, ...], int] = field(default_factory=dict)
-    known: dict[tuple[TensorType, Specs, Specs], tuple[Floats, Indices, Indices, Specs]] = field(default_factory=dict)
+    known: dict[tuple[TensorType, Specs, Specs], tuple[Floats, Indices, Indices, Specs, Specs]] = field(
+        default_factory=dict
+    )
     crossings: dict[int, dict[Crossing, None]] = field(default_factory=dict)
 
     def run(self) -> Assembly:
@@ -193,7 +195,7 @@ class _Builder:
             self.seconds[target] += np.array([self.resharder.cost(type, whole, spec) for spec in after])
             return
         border = self.borders[root]
-        seconds, rows, columns, labels = self._matrix(type, border.specs, after)
+        seconds, rows, columns, origins, labels = self._matrix(type, border.specs, after)
         if border.node == target:
             self.seconds[target] += seconds[rows, columns]
         elif np.any(seconds > 0):
@@ -207,18 +209,19 @@ class _Builder:
                     after=columns,
                     seconds=seconds,
                     labels=labels,
+                    origins=origins,
                     group=self.groups.setdefault(share, len(self.groups)),
                 )
             )
 
-    def _matrix(self, type: TensorType, before: Specs, after: Specs) -> tuple[Floats, Indices, Indices, Specs]:
+    def _matrix(self, type: TensorType, before: Specs, after: Specs) -> tuple[Floats, Indices, Indices, Specs, Specs]:
         key = (type, before, after)
         if key not in self.known:
             sources, targets = dict.fromkeys(before), dict.fromkeys(after)
             row, column = ({spec: i for i, spec in enumerate(specs)} for specs in (sources, targets))
-            costs = [[self.resharder.cost(type, source, target) for target in targets] for source in sources]
+            costs = self.resharder.matrix(type, tuple(sources), tuple(targets))
             rows, columns = np.array([row[s] for s in before]), np.array([column[s] for s in after])
-            self.known[key] = (np.array(costs), rows, columns, tuple(targets))
+            self.known[key] = (costs, rows, columns, tuple(sources), tuple(targets))
         return self.known[key]
 
     def _add_outputs(self) -> None:
@@ -280,7 +283,7 @@ def _undominated(seconds: Floats, crossings: tuple[Crossing, ...], resharder: Re
     replacing = np.broadcast_to(seconds, (seconds.size, seconds.size)).copy()
     for crossing in crossings:
         specs = list(dict.fromkeys(crossing.specs))
-        between = np.array([[resharder.cost(crossing.type, a, b) for b in specs] for a in specs])
+        between = resharder.matrix(crossing.type, specs, specs)
         at = np.array([specs.index(spec) for spec in crossing.specs])
         detour = between[np.ix_(at, at)]
         replacing += detour if crossing.incoming else detour.T

@@ -9,6 +9,7 @@ Reference: a chain of single-axis steps compiles exactly as planned where one ju
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,6 +110,13 @@ class Resharder:
         if after.partial and after.reduction != reduction:
             return float("inf")
         return float(self.seconds(type, reduction)[self.index(before, reduction), self.index(after, reduction)])
+
+    def matrix(self, type: TensorType, before: Sequence[ShardingSpec], after: Sequence[ShardingSpec]) -> Seconds:
+        """`cost` of every pair, [before, after]."""
+        if all(spec.reduction == "add" for spec in (*before, *after)):
+            index = self._moves_of(type.rank, "add").index
+            return self.seconds(type)[np.ix_([index[spec] for spec in before], [index[spec] for spec in after])]
+        return np.array([[self.cost(type, source, target) for target in after] for source in before])
 
     def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]:
         """The cheapest chain from `before` to `after`. Raises InternalError where there is none."""

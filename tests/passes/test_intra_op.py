@@ -109,3 +109,57 @@ def test_no_legal_strategy_is_an_error():
     problem = ShardingProblem(seconds=(np.array([np.inf]),), edges=())
     with pytest.raises(PlanningError, match="no legal strategy"):
         solve(problem)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_placement_on_the_way_saves_variables_and_changes_nothing(seed):
+    """With names, pairs that a third placement lies between have no variable; without, every pair has one."""
+    rng = np.random.default_rng(seed)
+    places = 5
+    step = rng.integers(1, 30, size=(places, places)) * 1e-6
+    for middle in range(places):
+        step = np.minimum(step, step[:, [middle]] + step[[middle], :])
+    np.fill_diagonal(step, 0.0)
+    names = tuple("abcde")
+    seconds = tuple(rng.integers(0, 20, size=places) * 1e-6 for _ in range(4))
+    order = np.arange(places)
+    edges = tuple(
+        Edge(source=s, target=t, before=order, after=order, seconds=step, labels=names, group=s)
+        for s, t in ((0, 1), (0, 2), (1, 3), (2, 3))
+    )
+    apart = ShardingProblem(seconds=seconds, edges=edges)
+    named = ShardingProblem(seconds=seconds, edges=tuple(replace(edge, origins=names) for edge in edges))
+    options = SolverOptions(tie_radius=None)
+    best = brute_force(apart)
+    few, many = solve(named, options), solve(apart, options)
+    assert few.objective == pytest.approx(best, abs=1e-12)
+    assert many.objective == pytest.approx(best, abs=1e-12)
+    assert few.branched or few.variables < many.variables
+
+
+def test_a_solver_out_of_time_does_not_claim_the_optimum():
+    rng = np.random.default_rng(0)
+    nodes, places = 60, 12
+    order = np.arange(places)
+    edges = tuple(
+        Edge(
+            source=s,
+            target=t,
+            before=order,
+            after=order,
+            seconds=rng.integers(1, 30, size=(places, places)) * 1e-6,
+            labels=tuple(range(places)),
+            group=len(range(nodes)) * s + t,
+        )
+        for s in range(nodes)
+        for t in range(s + 1, nodes)
+        if rng.random() < 0.2
+    )
+    problem = ShardingProblem(seconds=tuple(rng.integers(0, 20, size=places) * 1e-6 for _ in range(nodes)), edges=edges)
+    try:
+        answer = solve(problem, SolverOptions(tie_radius=None, time_limit=0.2))
+    except PlanningError as error:
+        assert "time_limit" in str(error)
+    else:
+        assert answer.status == "time limit"
+        assert answer.bound < answer.objective
