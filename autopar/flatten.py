@@ -67,12 +67,17 @@ class Body:
     constants: tuple[Any, ...]
 
 
-def flatten(jaxpr: Any, *, input_names: tuple[str, ...] = (), output_names: tuple[str, ...] = ()) -> Body:
-    """The body of a closed jaxpr. Raises UnsupportedError for a side effect or reference that no plan can keep."""
+def flatten(
+    jaxpr: Any, *, input_names: tuple[str, ...] = (), output_names: tuple[str, ...] = (), call: Site | None = None
+) -> Body:
+    """The body of a closed jaxpr, called at `call`.
+
+    Raises UnsupportedError for a side effect or reference that no plan can keep.
+    """
     opened, consts = jax_compat.open_jaxpr(jaxpr)
     build = _Builder()
     inputs = [build.fresh(var.aval) for var in opened.invars]
-    outputs = build.inline(opened, consts, inputs, _Site())
+    outputs = build.inline(opened, consts, inputs, call or Site())
     return build.finish(inputs, outputs, input_names, output_names)
 
 
@@ -83,15 +88,15 @@ def type_of(aval: Any) -> TensorType:
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class Site:
     """Where an equation stands: the name stack and the user's line, of the call around it where it has none itself."""
 
     scope: str = ""
     source: str = ""
 
-    def inside(self, equation: Any) -> _Site:
+    def inside(self, equation: Any) -> Site:
         scope = "/".join(filter(None, (self.scope, jax_compat.scope_of(equation))))
-        return _Site(scope, jax_compat.source_of(equation, self.source))
+        return Site(scope, jax_compat.source_of(equation, self.source))
 
 
 class _Builder:
@@ -130,7 +135,7 @@ class _Builder:
             self.literals[value] = number
         return self._literal_values[key]
 
-    def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], call: _Site) -> list[int]:
+    def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], call: Site) -> list[int]:
         """The output values of an open jaxpr called at `call`, its equations appended."""
         values = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, array in zip(jaxpr.constvars, consts, strict=True):
@@ -144,7 +149,7 @@ class _Builder:
             values.update(zip(equation.outvars, results, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def add(self, equation: Any, inputs: tuple[int, ...], site: _Site) -> Sequence[int]:
+    def add(self, equation: Any, inputs: tuple[int, ...], site: Site) -> Sequence[int]:
         """The output values of an equation."""
         name = equation.primitive.name
         if name in _HINTS:
@@ -155,7 +160,8 @@ class _Builder:
             return self.inline(inner, consts, inputs, site)
         if reason := jax_compat.unkept_effect(equation):
             raise UnsupportedError(_unsupported(name, reason, site.source))
-        bodies = tuple(flatten(jaxpr) for key in _CONTROL.get(name, ()) for jaxpr in _several(equation.params[key]))
+        jaxprs = (jaxpr for key in _CONTROL.get(name, ()) for jaxpr in _several(equation.params[key]))
+        bodies = tuple(flatten(jaxpr, call=site) for jaxpr in jaxprs)
         if equation.effects:
             self.kept.add(len(self.nodes))
         return self.append(
@@ -176,7 +182,7 @@ class _Builder:
         self.equations.append(equation)
         return node.outputs
 
-    def _barrier(self, equation: Any, inputs: tuple[int, ...], site: _Site) -> tuple[int, ...]:
+    def _barrier(self, equation: Any, inputs: tuple[int, ...], site: Site) -> tuple[int, ...]:
         """The inputs of a recomputation behind a barrier: without it XLA merges it with the first computation."""
         wanted = equation.params.get("differentiated") and equation.params.get("prevent_cse")
         if not wanted:

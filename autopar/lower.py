@@ -22,6 +22,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 
 from autopar import localize
+from autopar.control import bind_control
+from autopar.flatten import Body
 from autopar.jax_compat import Device
 from autopar.localize import Arrays, Cut
 from autopar.plan import partition_specs
@@ -29,14 +31,12 @@ from autopar.trace import Traced
 from passes.errors import InternalError
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
-from passes.moves import Move, Placement, is_free, moves
+from passes.moves import Layout, Move, Placement, Schedule, is_free, moves
 from passes.phases import Phase, phase
 from passes.plan import Plan
 from passes.resharding import Resharder, Step
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
-
-Schedule = tuple[tuple[Move, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
     Raises UnsupportedError where JAX is configured so that random bits cannot be drawn in pieces.
     """
     schedule = scheduled(traced, plan)
-    run = partial(walk, traced, plan, schedule, OnPieces(plan.mesh))
+    run = partial(walk, body_of(traced), plan.layout, schedule, OnPieces(plan.mesh))
     if not plan.mesh.axes:
         whole = SingleDeviceSharding(devices[0])
         return Program(
@@ -79,8 +79,12 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
 
 def scheduled(traced: Traced, plan: Plan) -> Schedule:
     """The moves of a plan, before each node and after the last."""
-    placements = [operator.placement for operator in plan.operators]
-    return moves(traced.graph, plan.inputs, placements, plan.outputs, Resharder(plan.mesh))
+    return moves(traced.graph, plan.layout, Resharder(plan.mesh))
+
+
+def body_of(traced: Traced) -> Body:
+    """A traced program as the body that the walk takes."""
+    return Body(graph=traced.graph, equations=traced.equations, constants=traced.constants)
 
 
 def device_mesh(mesh: Mesh, devices: Sequence[Device]) -> jax.sharding.Mesh:
@@ -91,6 +95,11 @@ def device_mesh(mesh: Mesh, devices: Sequence[Device]) -> jax.sharding.Mesh:
 
 class Semantics(Protocol):
     """What the walk's operations do to arrays."""
+
+    @property
+    def planned(self) -> Mesh:
+        """The plan's mesh."""
+        ...
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
         """The results of a node."""
@@ -109,31 +118,31 @@ class Semantics(Protocol):
 class OnPieces:
     """Arrays are one device's pieces and moves are collectives; for the inside of a `shard_map` over `mesh`."""
 
-    mesh: Mesh
+    planned: Mesh
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
         return localize.bind(cut, operands)
 
     def move(self, array: jax.Array, move: Move) -> jax.Array:
         for step in move.steps:
-            array = take(step, array, move, self.mesh)
+            array = take(step, array, move, self.planned)
         return array
 
     def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
-        return _keep(array, spec.partial, self.mesh) if spec.partial else array
+        return _keep(array, spec.partial, self.planned) if spec.partial else array
 
 
-def walk(traced: Traced, plan: Plan, schedule: Schedule, semantics: Semantics, inputs: Arrays) -> tuple[Any, ...]:
-    """The program's outputs in their planned placements, from its inputs in theirs."""
-    state = _State(traced, plan, semantics, inputs)
-    for index, node in enumerate(traced.graph.nodes):
-        state.bring(schedule[index])
-        if is_free(traced.graph, index):
+def walk(body: Body, layout: Layout, schedule: Schedule, semantics: Semantics, inputs: Arrays) -> tuple[Any, ...]:
+    """A body's outputs in their planned placements, from its inputs in theirs."""
+    state = _State(body, layout, semantics, inputs)
+    for index, node in enumerate(body.graph.nodes):
+        state.bring(schedule.before[index])
+        if is_free(body.graph, index):
             state.free.update(dict.fromkeys(node.outputs, index))
         else:
-            state.run(index, plan.operators[index].placement)
-    state.bring(schedule[-1])
-    outputs = zip(traced.graph.outputs, plan.outputs, strict=True)
+            state.run(index, layout.placements[index], schedule.bodies.get(index, ()))
+    state.bring(schedule.before[-1])
+    outputs = zip(body.graph.outputs, layout.outputs, strict=True)
     return tuple(state.read(value, spec, "forward") for value, spec in outputs)
 
 
@@ -143,15 +152,14 @@ class _State:
     The keys of `moved` are those by which `passes.moves` decides that a move was made before.
     """
 
-    def __init__(self, traced: Traced, plan: Plan, semantics: Semantics, inputs: Arrays) -> None:
-        self.traced = traced
-        self.graph: Graph = traced.graph
-        self.mesh: Mesh = plan.mesh
+    def __init__(self, body: Body, layout: Layout, semantics: Semantics, inputs: Arrays) -> None:
+        self.body = body
+        self.graph: Graph = body.graph
         self.semantics = semantics
         self.weights = frozenset(self.graph.inputs)
         self.arrays: dict[int, Any] = dict(zip(self.graph.inputs, inputs, strict=True))
-        self.arrays |= zip(self.graph.constants, traced.constants, strict=True)
-        self.home: dict[int, ShardingSpec] = dict(zip(self.graph.inputs, plan.inputs, strict=True))
+        self.arrays |= zip(self.graph.constants, body.constants, strict=True)
+        self.home: dict[int, ShardingSpec] = dict(zip(self.graph.inputs, layout.inputs, strict=True))
         self.home |= {value: replicated(self.graph.types[value].rank) for value in self.graph.constants}
         self.moved: dict[tuple[int, ShardingSpec, Phase], Any] = {}
         self.free: dict[int, int] = {}
@@ -169,14 +177,17 @@ class _State:
                     )
                 self.moved[move.value, move.after, move.phase] = self.semantics.move(array, move)
 
-    def run(self, index: int, placement: Placement) -> None:
-        """Binds a node and keeps its results."""
+    def run(self, index: int, placement: Placement, inside: tuple[Schedule, ...]) -> None:
+        """Binds a node and keeps its results; a loop or branch walks its bodies, on the schedules `inside`."""
         node = self.graph.nodes[index]
         if rule_of(node, self.graph).alias:
             placement = self._alias(index, placement)
         when = phase(node)
         operands = [self.read(v, spec, when) for v, spec in zip(node.inputs, placement.operands, strict=True)]
-        results = self._bind(index, placement, operands)
+        if inside:
+            results = self._bind_control(index, placement, inside, operands)
+        else:
+            results = self._bind(index, placement, operands)
         self.arrays.update(zip(node.outputs, results, strict=True))
         self.home.update(zip(node.outputs, placement.results, strict=True))
 
@@ -204,9 +215,18 @@ class _State:
         return self._bind(index, Placement(operands=operands, results=(unshared,)), scalars)[0]
 
     def _bind(self, index: int, placement: Placement, operands: Arrays) -> Arrays:
-        cut = localize.cut_of(self.graph, index, self.traced.equations[index], placement, self.mesh)
+        cut = localize.cut_of(self.graph, index, self.body.equations[index], placement, self.semantics.planned)
         with jax.named_scope(cut.node.scope or cut.node.primitive):
             return self.semantics.bind(cut, operands)
+
+    def _bind_control(self, index: int, placement: Placement, inside: tuple[Schedule, ...], operands: Arrays) -> Arrays:
+        node, equation = self.graph.nodes[index], self.body.equations[index]
+        bodies = tuple(
+            partial(_walk_flat, body, layout, schedule, self.semantics)
+            for body, layout, schedule in zip(equation.bodies, placement.bodies, inside, strict=True)
+        )
+        with jax.named_scope(node.scope or node.primitive):
+            return bind_control(node.primitive, equation.params, bodies, operands)
 
     def _alias(self, index: int, placement: Placement) -> Placement:
         """An alias takes its operands where they are. Raises InternalError unless the plan says the same."""
@@ -215,6 +235,12 @@ class _State:
         if found != placement.results:
             raise InternalError(f"node {index} ({node.primitive}) passes on {found}, the plan says {placement.results}")
         return Placement(operands=found, results=found)
+
+
+def _walk_flat(
+    body: Body, layout: Layout, schedule: Schedule, semantics: Semantics, *inputs: jax.Array
+) -> tuple[Any, ...]:
+    return walk(body, layout, schedule, semantics, inputs)
 
 
 def literal(value: Any, type: TensorType) -> jax.Array:

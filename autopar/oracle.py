@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding
 
 from autopar.jax_compat import Device
 from autopar.localize import Arrays, Cut, rebind
-from autopar.lower import Program, build, device_mesh, scheduled, walk
+from autopar.lower import Program, body_of, build, device_mesh, scheduled, walk
 from autopar.plan import partition_spec
 from autopar.trace import Traced
+from passes.mesh import Mesh
 from passes.moves import Move
 from passes.plan import Plan
 from passes.sharding import ShardingSpec
@@ -31,10 +32,10 @@ def constrain(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
     if not plan.mesh.axes:
         return build(traced, plan, devices)
     mesh = device_mesh(plan.mesh, devices)
-    schedule = scheduled(traced, plan)
-    semantics = OnWholes(mesh)
+    body, schedule = body_of(traced), scheduled(traced, plan)
+    semantics = OnWholes(mesh, plan.mesh)
     return Program(
-        function=lambda *inputs: walk(traced, plan, schedule, semantics, inputs),
+        function=lambda *inputs: walk(body, plan.layout, schedule, semantics, inputs),
         in_shardings=tuple(NamedSharding(mesh, partition_spec(spec)) for spec in plan.inputs),
         out_shardings=tuple(NamedSharding(mesh, partition_spec(spec)) for spec in plan.outputs),
         schedule=schedule,
@@ -46,6 +47,7 @@ class OnWholes:
     """Arrays are whole values and moves are constraints on `mesh`."""
 
     mesh: jax.sharding.Mesh
+    planned: Mesh
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
         results = rebind(cut, operands)

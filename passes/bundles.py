@@ -7,13 +7,14 @@ gains nothing, so one choice covers them all. Inside a bundle, dimensions that t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.ir import Graph
+from passes.control import Control, control_of
+from passes.ir import Graph, Node
 from passes.moves import is_free
 from passes.phases import Phase, phase
-from passes.rules import ShardingRule, rule_of
+from passes.rules import ShardingRule, replicate, rule_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +95,7 @@ class Grouping:
     """The bundles of a graph; `home[v]` is the bundle that makes or absorbs value v; `roots` sees through aliases.
 
     `rules` are the nodes' sharding rules; `loose` are graph inputs that several operators read: each is decided alone.
+    `controls` are the loops and branches by node, no members of any bundle, and `bodies` the groupings of their bodies.
     """
 
     bundles: tuple[Bundle, ...]
@@ -102,18 +104,28 @@ class Grouping:
     rules: tuple[ShardingRule, ...]
     free: frozenset[int]
     loose: tuple[int, ...]
+    controls: Mapping[int, Control]
+    bodies: Mapping[int, tuple[Grouping, ...]]
+
+    def bundle_of(self, node: Node) -> int | None:
+        """The bundle that makes what a node makes."""
+        return self.home.get(node.outputs[0]) if node.outputs else None
 
 
 class _Grouper:
-    def __init__(self, graph: Graph, rules: Sequence[ShardingRule]) -> None:
+    def __init__(
+        self, graph: Graph, rules: Sequence[ShardingRule], controls: Mapping[int, Control], inside: bool
+    ) -> None:
         self.graph = graph
         self.rules = rules
+        self.controls = controls
         self.bundles: list[Bundle] = []
         self.home: dict[int, int] = {}
         self.roots: dict[int, int] = {}
         self.free: set[int] = set()
         self.followers: dict[tuple[int, Phase], int] = {}
-        self.single = {v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in graph.outputs}
+        once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in graph.outputs)
+        self.single = {v for v in once if not inside and graph.consumers[v][0] not in controls}
 
     def run(self) -> Grouping:
         for index, node in enumerate(self.graph.nodes):
@@ -122,7 +134,7 @@ class _Grouper:
             elif self.rules[index].alias:
                 for value, result in zip(node.inputs, node.outputs, strict=True):
                     self.roots[result] = self.roots.get(value, value)
-            else:
+            elif index not in self.controls:
                 self._place(index)
         bundles = [bundle for bundle in self.bundles if bundle.members]
         renumbered = {id(bundle): i for i, bundle in enumerate(bundles)}
@@ -134,6 +146,8 @@ class _Grouper:
             rules=tuple(self.rules),
             free=frozenset(self.free),
             loose=tuple(value for value in self.graph.inputs if value not in home),
+            controls=self.controls,
+            bodies={i: tuple(group(b.graph, inside=True) for b in c.bodies) for i, c in self.controls.items()},
         )
 
     def _place(self, index: int) -> None:
@@ -151,7 +165,9 @@ class _Grouper:
             if value in self.single and value not in self.home:
                 bundle.inputs.append(value)
                 self.home[value] = host
-        bundle.rooted &= all(v not in self.graph.producers or self.home.get(v, host) == host for v in node.inputs)
+        made = [v for v in node.inputs if v in self.graph.producers]
+        bundle.rooted &= all(self.home.get(v, host) == host for v in made)
+        bundle.rooted &= self.controls.keys().isdisjoint(self.graph.producers[v] for v in made)
         self.home.update(dict.fromkeys(node.outputs, host))
 
     def _host(self, index: int) -> int | None:
@@ -168,9 +184,9 @@ class _Grouper:
             return graph.types[value].size, not rooted, graph.producers[value]
 
         for value in sorted(made, key=rank, reverse=True):
-            made_by = self.home[value]
-            bundle = self.bundles[made_by]
-            if bundle.light and bundle.phase == when:
+            made_by = self.home.get(value)
+            bundle = self.bundles[made_by] if made_by is not None else None
+            if bundle and bundle.light and bundle.phase == when:
                 if scalar and any(bundle.value_classes.values()):
                     continue
                 return made_by
@@ -213,14 +229,19 @@ class _Grouper:
         self.bundles[other] = Bundle(phase=source.phase, light=True)
 
 
-def group(graph: Graph) -> Grouping:
-    """The bundles of a graph, in order of their first member.
+def group(graph: Graph, *, inside: bool = False) -> Grouping:
+    """The bundles of a graph, in order of their first member; `inside` a loop or branch no bundle absorbs an input.
 
     Reference: clusters in design/intra_op.md 3.1 (light operators join the cluster of their largest, latest operand).
     """
     known: dict[object, ShardingRule] = {}
     rules: list[ShardingRule] = []
-    for node in graph.nodes:
+    controls = {i: c for i, node in enumerate(graph.nodes) if (c := control_of(node, graph))}
+    for index, node in enumerate(graph.nodes):
+        if index in controls:
+            types = (tuple(graph.types[v] for v in values) for values in (node.inputs, node.outputs))
+            rules.append(replicate(*types, reason=""))
+            continue
         key = (
             node.primitive,
             repr(node.params),
@@ -230,4 +251,4 @@ def group(graph: Graph) -> Grouping:
         if key not in known:
             known[key] = rule_of(node, graph)
         rules.append(known[key])
-    return _Grouper(graph, rules).run()
+    return _Grouper(graph, rules, controls, inside).run()

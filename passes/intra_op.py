@@ -186,12 +186,12 @@ def _colours(problem: ShardingProblem, keys: Sequence[str], radius: int) -> list
 
 def _edge_keys(edges: Sequence[Edge]) -> list[str]:
     """The content of every edge; edges mostly share their arrays, which are then read once."""
-    known: dict[tuple[int, ...], str] = {}
+    known: dict[tuple[float, ...], str] = {}
     keys: list[str] = []
     for edge in edges:
-        same = (id(edge.before), id(edge.after), id(edge.seconds), id(edge.origins), id(edge.labels))
+        same = (id(edge.before), id(edge.after), id(edge.seconds), id(edge.origins), id(edge.labels), edge.weight)
         if same not in known:
-            names = (repr(edge.origins).encode(), repr(edge.labels).encode())
+            names = (f"{edge.weight} {edge.origins!r}".encode(), repr(edge.labels).encode())
             parts = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes(), *names)
             known[same] = _digest(b"|".join(parts))
         keys.append(known[same])
@@ -240,7 +240,10 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
         if found and problem.evaluate(found) < objective:
             best, objective = found, problem.evaluate(found)
         bound = objective if finished else bound
-    if best is None or not np.isfinite(objective):
+    if best is None:
+        best = polish(problem, [int(np.argmin(own)) for own in problem.seconds])
+        objective = problem.evaluate(best)
+    if not np.isfinite(objective):
         raise PlanningError(
             f"no legal plan was found within {options.time_limit:.0f} s; give the solver a longer time_limit"
         )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from passes import quantities
+from passes.control import Control, control_of
 from passes.errors import PlanMismatchError
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
@@ -35,18 +37,20 @@ def verify_values(
             raise PlanMismatchError(f"{where}: {spec} is partial; what enters and leaves the function must be whole")
 
 
-def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh) -> None:
+def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, within: str = "") -> None:
     """Raises PlanMismatchError unless every operator is placed as some assignment of mesh axes by its rule places it.
 
-    Free operators may be placed in any way, aliases in any way that fits their results.
+    Free operators may be placed in any way, aliases in any way that fits their results, loops and branches so that
+    their bodies find and leave every slot in one placement.
     """
     if len(operators) != len(graph.nodes):
         raise PlanMismatchError(
-            f"the plan places {quantities.count(len(operators), 'operator')}, the function has {len(graph.nodes)}"
+            f"{within or 'the plan '}places {quantities.count(len(operators), 'operator')}, the function has "
+            f"{len(graph.nodes)}"
         )
     legal: dict[_Shape, frozenset[Placement]] = {}
     for index, (operator, node) in enumerate(zip(operators, graph.nodes, strict=True)):
-        where = f"operator {index} ({operator.primitive}{f' at {operator.source}' if operator.source else ''})"
+        where = f"{within}operator {index} ({operator.primitive}{f' at {operator.source}' if operator.source else ''})"
         if node.primitive != operator.primitive:
             raise PlanMismatchError(f"{where} is {node.primitive} in the function")
         if is_free(graph, index):
@@ -57,11 +61,50 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh) ->
         _verify_side("result", operator.placement.results, node.outputs, graph, mesh, where)
         if rule.alias:
             continue
+        if control := control_of(node, graph):
+            _verify_control(operator, control, mesh, where)
+            continue
         shape = (rule.factors, rule.operands, rule.results)
         if shape not in legal:
             legal[shape] = placements(rule, mesh)
         if operator.placement not in legal[shape]:
             raise _illegal(operator.placement, legal[shape], mesh, where)
+
+
+def _verify_control(operator: Operator, control: Control, mesh: Mesh, where: str) -> None:
+    """Raises PlanMismatchError unless every slot has one placement that fits, and the bodies are legal inside."""
+    if len(operator.placement.bodies) != len(control.bodies):
+        bodies = quantities.count(len(control.bodies), "body", "bodies")
+        raise PlanMismatchError(f"{where} has {bodies}, the plan places {len(operator.placement.bodies)}")
+    held: dict[int, ShardingSpec] = {}
+
+    def hold(slot: int, spec: ShardingSpec, what: str) -> None:
+        if held.setdefault(slot, spec) != spec:
+            raise PlanMismatchError(
+                f"{where}: {what} is placed {spec} and elsewhere {held[slot]}; a value that a loop or branch holds has "
+                "one placement, where it enters, in every body and where it leaves"
+            )
+
+    sides = ((operator.placement.operands, control.operands), (operator.placement.results, control.results))
+    for side, (specs, wires) in zip(("operand", "result"), sides, strict=True):
+        for i, (spec, wire) in enumerate(zip(specs, wires, strict=True)):
+            if wire.stacked and spec.dims[0]:
+                raise PlanMismatchError(
+                    f"{where}: {side} {i} is placed {spec}; the dimension that it loops over is whole"
+                )
+            hold(wire.slot, replace(spec, dims=spec.dims[1:]) if wire.stacked else spec, f"{side} {i}")
+    placed = zip(control.bodies, operator.placement.bodies, operator.bodies, strict=True)
+    for number, (body, layout, inside) in enumerate(placed):
+        for side, specs, slots in (("input", layout.inputs, body.inputs), ("output", layout.outputs, body.outputs)):
+            if len(specs) != len(slots):
+                raise PlanMismatchError(
+                    f"{where}, body {number}, has {len(slots)} {side}s, the plan places {len(specs)}"
+                )
+            for i, (spec, slot) in enumerate(zip(specs, slots, strict=True)):
+                hold(slot, spec, f"{side} {i} of body {number}")
+        for value, spec in zip(body.graph.inputs, layout.inputs, strict=True):
+            _verify_spec(spec, body.graph.types[value], mesh, f"{where}, body {number}")
+        verify_operators(inside, body.graph, mesh, f"{where}, body {number}: ")
 
 
 def placements(rule: ShardingRule, mesh: Mesh) -> frozenset[Placement]:

@@ -5,11 +5,12 @@ Lowering executes these moves and the plan lists their collectives, so the two c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from passes.collectives import Collective, Kind
-from passes.ir import Graph
+from passes.control import control_of
+from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.phases import Phase, phase
 from passes.resharding import Resharder, Step
@@ -22,10 +23,20 @@ FREE = frozenset({"broadcast_in_dim", "iota"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the operands of one node must be and where its results come out."""
+    """Where the operands of one node must be and where its results come out; a loop's or branch's bodies beside it."""
 
     operands: tuple[ShardingSpec, ...]
     results: tuple[ShardingSpec, ...]
+    bodies: tuple[Layout, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where everything in a graph is: its inputs, one placement a node, and its outputs."""
+
+    inputs: tuple[ShardingSpec, ...]
+    placements: tuple[Placement, ...]
+    outputs: tuple[ShardingSpec, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +61,18 @@ def is_free(graph: Graph, node: int) -> bool:
     return made.primitive in FREE and all(value in graph.literals for value in made.inputs)
 
 
-def moves(
-    graph: Graph,
-    inputs: Sequence[ShardingSpec],
-    placements: Sequence[Placement],
-    outputs: Sequence[ShardingSpec],
-    resharder: Resharder,
-) -> tuple[tuple[Move, ...], ...]:
-    """The moves before each node, [nodes + 1]; the last entry brings the outputs to their placements."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The moves `before` each node, [nodes + 1], the last to bring the outputs where they belong; `bodies` by node."""
+
+    before: tuple[tuple[Move, ...], ...]
+    bodies: Mapping[int, tuple[Schedule, ...]] = field(default_factory=dict[int, "tuple[Schedule, ...]"])
+
+
+def moves(graph: Graph, layout: Layout, resharder: Resharder) -> Schedule:
+    """The moves that a layout implies."""
     weights = frozenset(graph.inputs)
-    home: dict[int, ShardingSpec] = dict(zip(graph.inputs, inputs, strict=True))
+    home: dict[int, ShardingSpec] = dict(zip(graph.inputs, layout.inputs, strict=True))
     home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
     free: set[int] = set()
     done: set[tuple[int, ShardingSpec, Phase]] = set()
@@ -75,37 +88,66 @@ def moves(
         return Move(value=value, before=home[value], after=wanted, steps=steps, phase=when, after_value=late)
 
     schedule: list[tuple[Move, ...]] = []
-    for index, (node, placement) in enumerate(zip(graph.nodes, placements, strict=True)):
+    bodies: dict[int, tuple[Schedule, ...]] = {}
+    for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
         if is_free(graph, index):
             free.update(node.outputs)
             schedule.append(())
             continue
         when = phase(node)
         anchor = next((value for value in node.inputs if value in backward), None)
+        if placement.bodies:
+            inner = zip(node.subgraphs, placement.bodies, strict=True)
+            bodies[index] = tuple(moves(body, inside, resharder) for body, inside in inner)
         alias = rule_of(node, graph).alias
         wanted = [] if alias else list(zip(node.inputs, placement.operands, strict=True))
         schedule.append(tuple(m for value, spec in wanted if (m := bring(value, spec, when, anchor))))
         home.update(zip(node.outputs, placement.results, strict=True))
         if when == "backward":
             backward.update(node.outputs)
-    brought = (bring(value, spec, "forward", None) for value, spec in zip(graph.outputs, outputs, strict=True))
-    return (*schedule, tuple(m for m in brought if m))
+    brought = (bring(value, spec, "forward", None) for value, spec in zip(graph.outputs, layout.outputs, strict=True))
+    return Schedule(before=(*schedule, tuple(m for m in brought if m)), bodies=bodies)
 
 
-def collectives(graph: Graph, schedule: Sequence[Sequence[Move]], mesh: Mesh) -> tuple[Collective, ...]:
-    """Every collective of the schedule, equal ones of one source line counted together."""
-    counted: dict[tuple[Kind, tuple[str, ...], str, int, str], int] = {}
-    for index, before in enumerate(schedule):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A move at its place: of `type`, before the node at the source line `where`.
+
+    It is made `trips` times a step, each time with probability `share`.
+    """
+
+    move: Move
+    type: TensorType
+    where: str
+    trips: int = 1
+    share: float = 1.0
+
+
+def due(graph: Graph, schedule: Schedule, *, trips: int = 1, share: float = 1.0, end: str = "output") -> Iterator[Due]:
+    """Every move of a schedule, those of loops and branches included; `end` is where the outputs leave."""
+    for index, before in enumerate(schedule.before):
+        node = graph.nodes[index] if index < len(graph.nodes) else None
+        where = node.source if node else end
         for move in before:
-            spec = move.before
-            type = graph.types[move.value]
-            for step in move.steps:
-                spec = step.apply(spec)
-                if step.kind == "slice" or step.kind == "keep":
-                    continue
-                where = graph.nodes[index].source if index < len(graph.nodes) else "output"
-                key = (step.kind, step.axes, type.dtype, spec.local_nbytes(type, mesh), where)
-                counted[key] = counted.get(key, 0) + 1
+            yield Due(move=move, type=graph.types[move.value], where=where, trips=trips, share=share)
+        control = control_of(node, graph) if node and index in schedule.bodies else None
+        if control:
+            for body, inner in zip(control.bodies, schedule.bodies[index], strict=True):
+                inside, chance = trips * body.trips, share * body.share
+                yield from due(body.graph, inner, trips=inside, share=chance, end=where)
+
+
+def collectives(graph: Graph, schedule: Schedule, mesh: Mesh) -> tuple[Collective, ...]:
+    """Every collective of the schedule, equal ones of one source line counted together, as often as loops run them."""
+    counted: dict[tuple[Kind, tuple[str, ...], str, int, str], int] = {}
+    for one in due(graph, schedule):
+        spec = one.move.before
+        for step in one.move.steps:
+            spec = step.apply(spec)
+            if step.kind == "slice" or step.kind == "keep":
+                continue
+            key = (step.kind, step.axes, one.type.dtype, spec.local_nbytes(one.type, mesh), one.where)
+            counted[key] = counted.get(key, 0) + one.trips
     return tuple(
         Collective(kind=kind, axes=axes, dtype=dtype, nbytes=nbytes, count=count, where=where)
         for (kind, axes, dtype, nbytes, where), count in counted.items()

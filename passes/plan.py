@@ -19,6 +19,7 @@ from passes.collectives import Collective
 from passes.errors import InternalError, PlanMismatchError, PlanningError, explain
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
+from passes.moves import Layout
 from passes.plan_diff import PlanDiff
 from passes.plan_parts import Operator, Solution, Stage
 from passes.sharding import ShardingSpec
@@ -70,6 +71,12 @@ class Plan:
     def gap(self) -> float:
         """How far the answer may be from the best of its kind; 0 is proven optimal."""
         return self.solution.gap
+
+    @property
+    def layout(self) -> Layout:
+        """Where everything is."""
+        placements = tuple(operator.placement for operator in self.operators)
+        return Layout(inputs=self.inputs, placements=placements, outputs=self.outputs)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -127,7 +134,8 @@ class Plan:
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to `other`."""
-        aligned = [op.primitive for op in self.operators] == [op.primitive for op in other.operators]
+        mine, theirs = ([op.primitive for op in plan_text.everything(plan.operators)] for plan in (self, other))
+        aligned = mine == theirs
         tensors, sent = plan_diff.collective_amounts(self.collectives, other.collectives)
         return PlanDiff(
             words=plan_diff.changes(

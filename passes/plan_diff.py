@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from passes import quantities
 from passes.collectives import Collective
 from passes.plan_parts import Operator
-from passes.plan_text import common, placement_text, short
+from passes.plan_text import common, everything, placement_text, short
 from passes.sharding import ShardingSpec
 from passes.tables import Column, Table
 
@@ -131,9 +131,9 @@ def value_changes(
 def operator_changes(before: Sequence[Operator], after: Sequence[Operator]) -> tuple[Change, ...]:
     """Operators, one by one, whose placement differs; the plans must be of one program."""
     return tuple(
-        Change(name=a.primitive, before=placement_text(a.placement), after=placement_text(b.placement), where=a.source)
-        for a, b in zip(before, after, strict=True)
-        if a.placement != b.placement
+        Change(name=a.primitive, before=old, after=new, where=a.source)
+        for a, b in zip(everything(before), everything(after), strict=True)
+        if (old := placement_text(a.placement)) != (new := placement_text(b.placement))
     )
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import cast, get_args
 
@@ -20,7 +20,7 @@ from passes.collectives import Collective, Kind
 from passes.errors import PlanningError
 from passes.ir import TensorType
 from passes.mesh import Mesh
-from passes.moves import Placement
+from passes.moves import Layout, Placement
 from passes.plan_parts import Operator, Solution
 from passes.plan_text import placement_text
 from passes.sharding import ShardingSpec, parse_spec
@@ -190,26 +190,69 @@ def operators_to_json(operators: Sequence[Operator]) -> list[object]:
     """Operators in runs that share a source line and a scope."""
     runs = itertools.groupby(operators, key=lambda op: (op.source, op.scope))
     return [
-        {"source": source, "scope": scope, "run": [[op.primitive, placement_text(op.placement)] for op in run]}
+        {"source": source, "scope": scope, "run": [_operator_to_json(op) for op in run]}
         for (source, scope), run in runs
     ]
 
 
-def operators_from_json(entries: Sequence[object], mesh: Mesh) -> tuple[Operator, ...]:
+def _operator_to_json(operator: Operator) -> list[object]:
+    """`[primitive, placement]`, a loop or branch with its bodies behind."""
+    bodies = [
+        {
+            "inputs": [str(spec) for spec in layout.inputs],
+            "outputs": [str(spec) for spec in layout.outputs],
+            "operators": operators_to_json(inside),
+        }
+        for layout, inside in zip(operator.placement.bodies, operator.bodies, strict=True)
+    ]
+    head: list[object] = [operator.primitive, placement_text(operator.placement)]
+    return [*head, bodies] if bodies else head
+
+
+def operators_from_json(entries: Sequence[object], mesh: Mesh, within: str = "") -> tuple[Operator, ...]:
     """The operators of all runs, in order."""
     found: list[Operator] = []
     for r, entry in enumerate(entries):
-        run = as_object(entry, f"operators[{r}]")
+        run = as_object(entry, f"{within}operators[{r}]")
         source, scope = run.text("source"), run.text("scope")
-        for pair in run.list("run"):
-            match pair:
-                case [str(primitive), str(written)]:
-                    where = f"operator {len(found)} ({primitive}{f' at {source}' if source else ''})"
+        for item in run.list("run"):
+            match item:
+                case [str(primitive), str(written)] | [str(primitive), str(written), list()]:
+                    where = f"{within}operator {len(found)} ({primitive}{f' at {source}' if source else ''})"
                     placement = placement_from_text(written, mesh, where)
-                    found.append(Operator(primitive=primitive, source=source, scope=scope, placement=placement))
+                    bodies = cast(Sequence[Sequence[object]], item)[2:]
+                    read = [
+                        _body_from_json(body, mesh, f"{where}, body {i}: ")
+                        for i, body in enumerate(bodies[0] if bodies else ())
+                    ]
+                    found.append(
+                        Operator(
+                            primitive=primitive,
+                            source=source,
+                            scope=scope,
+                            placement=replace(placement, bodies=tuple(layout for layout, _ in read)),
+                            bodies=tuple(inside for _, inside in read),
+                        )
+                    )
                 case _:
-                    raise _wrong(pair, "[primitive, placement]", f"operator {len(found)} (in operators[{r}])")
+                    where = f"{within}operator {len(found)} (in operators[{r}])"
+                    raise _wrong(item, "[primitive, placement]", where)
     return tuple(found)
+
+
+def _body_from_json(entry: object, mesh: Mesh, where: str) -> tuple[Layout, tuple[Operator, ...]]:
+    """The layout and the operators of a loop's or branch's body."""
+    body = as_object(entry, where.rstrip(": "))
+    inside = operators_from_json(body.list("operators"), mesh, where)
+    inputs, outputs = (
+        tuple(
+            spec_from_text(as_text(spec, f"{where}{kind}[{i}]"), mesh, f"{where}{kind}[{i}]")
+            for i, spec in enumerate(body.list(kind))
+        )
+        for kind in ("inputs", "outputs")
+    )
+    placements = tuple(operator.placement for operator in inside)
+    return Layout(inputs=inputs, placements=placements, outputs=outputs), inside
 
 
 def values_to_json(names: Sequence[str], types: Sequence[TensorType], specs: Sequence[ShardingSpec]) -> list[object]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.moves import Placement
 
@@ -27,12 +28,33 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One node as the plan's reader sees it: what it is, where it stands in the user's code, how it is placed."""
+    """One node as the plan's reader sees it: what it is, where it stands in the user's code, how it is placed.
+
+    `bodies` are the operators inside a loop or branch, placed as `placement.bodies` says.
+    """
 
     primitive: str
     source: str
     scope: str
     placement: Placement
+    bodies: tuple[tuple[Operator, ...], ...] = ()
+
+
+def operators(graph: Graph, placements: Sequence[Placement]) -> tuple[Operator, ...]:
+    """The nodes of a graph with their placements."""
+    return tuple(
+        Operator(
+            primitive=node.primitive,
+            source=node.source,
+            scope=node.scope,
+            placement=placement,
+            bodies=tuple(
+                operators(body, inside.placements)
+                for body, inside in zip(node.subgraphs, placement.bodies, strict=False)
+            ),
+        )
+        for node, placement in zip(graph.nodes, placements, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from passes import quantities
 from passes.cluster import Cluster
@@ -144,7 +144,7 @@ def short(source: str) -> str:
 
 def replicated_table(replicated: Sequence[str], operators: Sequence[Operator]) -> Table:
     """Operators that no rule cuts, which every device computes whole, and how many of each there are."""
-    counted = Counter(f"{op.primitive} at {op.source}" for op in operators)
+    counted = Counter(f"{op.primitive} at {op.source}" for op in everything(operators))
     rows = [(max(1, counted[entry]), entry) for entry in dict.fromkeys(replicated)]
     return Table(
         title=f"operators computed whole on every device: {sum(count for count, _ in rows):,}",
@@ -160,21 +160,34 @@ def _short_entry(entry: str) -> str:
 
 
 def operators_table(operators: Sequence[Operator]) -> Table:
-    """Every operator in order, under the source line and scope that it comes from."""
-    rows: list[tuple[str, str, str]] = []
-    numbered = enumerate(operators)
-    for (source, scope), run in itertools.groupby(numbered, key=lambda item: (item[1].source, item[1].scope)):
-        rows.append(("", short(source) or "(no source)", scope))
-        rows += [(f"{i}", op.primitive, placement_text(op.placement)) for i, op in run]
+    """Every operator in order, under the source line and scope that it comes from, bodies under their loop."""
     return Table(
-        title=f"operators: {len(operators):,}",
+        title=f"operators: {sum(1 for _ in everything(operators)):,}",
         columns=(
             Column(heading="node", right=True),
             Column(heading="operator", flexible=True),
             Column(heading="placement", flexible=True),
         ),
-        rows=tuple(rows),
+        rows=tuple(_operator_rows(operators, "")),
     )
+
+
+def _operator_rows(operators: Sequence[Operator], within: str) -> Iterator[tuple[str, str, str]]:
+    numbered = enumerate(operators)
+    for (source, scope), run in itertools.groupby(numbered, key=lambda item: (item[1].source, item[1].scope)):
+        yield "", short(source) or "(no source)", scope
+        for i, op in run:
+            yield f"{within}{i}", op.primitive, placement_text(op.placement)
+            for number, body in enumerate(op.bodies):
+                yield from _operator_rows(body, f"{within}{i}.{f'{number}.' if len(op.bodies) > 1 else ''}")
+
+
+def everything(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """The operators and those inside them."""
+    for operator in operators:
+        yield operator
+        for body in operator.bodies:
+            yield from everything(body)
 
 
 def placement_text(placement: Placement) -> str:

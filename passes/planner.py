@@ -12,22 +12,23 @@ Hand-made planners run the same path on a mesh and under restrictions of their o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from passes import collectives, restrictions
-from passes.bundles import group
+from passes.bundles import Grouping, group
 from passes.cluster import Cluster
 from passes.errors import PlanMismatchError
 from passes.intra_op import Answer, SolverOptions, solve
 from passes.ir import Graph
 from passes.memory import peak_nbytes
 from passes.mesh import Mesh, shapes
-from passes.moves import Move, moves
+from passes.moves import Schedule, due, moves
 from passes.moves import collectives as collectives_of
-from passes.plan import Operator, Plan, Solution
+from passes.plan import Plan, Solution
+from passes.plan_parts import operators
 from passes.problem import Assembly, assemble, without_dominated
 from passes.resharding import Resharder
 
@@ -159,29 +160,24 @@ def _read_off(
     phases: dict[str, float],
 ) -> Plan:
     """The plan that an answer stands for: placements, the moves between them, and what both cost."""
-    graph, mesh, grouping = assembly.graph, assembly.mesh, assembly.grouping
-    inputs, placements, outputs = assembly.placements(answer.choice)
-    schedule = moves(graph, inputs, placements, outputs, resharder)
+    graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
+    layout = assembly.layout(answer.choice)
+    schedule = moves(graph, layout, resharder)
     donated = donated or (False,) * len(graph.inputs)
-    operators = tuple(
-        Operator(primitive=node.primitive, source=node.source, scope=node.scope, placement=placement)
-        for node, placement in zip(graph.nodes, placements, strict=True)
-    )
-    unknown = (f"{n.primitive} at {n.source}" for n, r in zip(graph.nodes, grouping.rules, strict=True) if r.reason)
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,
         mesh=mesh,
-        operators=operators,
-        inputs=inputs,
-        outputs=outputs,
+        operators=operators(graph, layout.placements),
+        inputs=layout.inputs,
+        outputs=layout.outputs,
         input_names=graph.input_names,
         output_names=graph.output_names,
         input_types=tuple(graph.types[v] for v in graph.inputs),
         output_types=tuple(graph.types[v] for v in graph.outputs),
         collectives=collectives_of(graph, schedule, mesh),
-        seconds={"compute": assembly.compute_seconds(answer.choice), **_move_seconds(graph, schedule, mesh)},
-        nbytes=peak_nbytes(graph, grouping, mesh, inputs, placements, outputs, schedule, tied, donated),
+        seconds={"compute": assembly.root.compute_seconds(answer.choice), **_move_seconds(graph, schedule, mesh)},
+        nbytes=peak_nbytes(graph, grouping, mesh, layout, schedule, tied, donated),
         solution=Solution(
             planner=name,
             status=answer.status,
@@ -189,20 +185,30 @@ def _read_off(
             bound=answer.bound,
             phase_seconds=phases,
         ),
-        replicated=tuple(dict.fromkeys(unknown)),
+        replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
     )
 
 
-def _move_seconds(graph: Graph, schedule: Sequence[Sequence[Move]], mesh: Mesh) -> dict[str, float]:
+def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
+    """The operators that no rule cuts, those of loops and branches included."""
+    for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
+        if rule.reason:
+            yield f"{node.primitive} at {node.source}"
+        if index in grouping.controls:
+            for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
+                yield from _uncut(body.graph, inner)
+
+
+def _move_seconds(graph: Graph, schedule: Schedule, mesh: Mesh) -> dict[str, float]:
     """Seconds of all moves, by kind of collective; `copies` are the local steps."""
     device = mesh.cluster.group().device
     totals: dict[str, float] = {}
-    for move in (move for before in schedule for move in before):
-        spec = move.before
-        for step in move.steps:
-            larger = spec.local_nbytes(graph.types[move.value], mesh)
+    for one in due(graph, schedule):
+        spec = one.move.before
+        for step in one.move.steps:
+            larger = spec.local_nbytes(one.type, mesh)
             spec = step.apply(spec)
-            after = spec.local_nbytes(graph.types[move.value], mesh)
+            after = spec.local_nbytes(one.type, mesh)
             if step.kind == "slice" or step.kind == "keep":
                 cause = "copies"
                 spent = device.launch_seconds / 4 + 2 * after / device.memory_bytes_per_second
@@ -210,7 +216,7 @@ def _move_seconds(graph: Graph, schedule: Sequence[Sequence[Move]], mesh: Mesh) 
                 cause = step.kind
                 payload = float(max(larger, after))
                 spent = collectives.seconds(step.kind, payload, mesh.group(step.axes)) + device.launch_seconds
-            totals[cause] = totals.get(cause, 0.0) + spent
+            totals[cause] = totals.get(cause, 0.0) + one.trips * one.share * spent
     return totals
 
 

@@ -6,17 +6,17 @@ solving the rest fills those gaps the best way, and puts the plan on the path th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.bundles import Grouping
 from passes.cluster import Cluster
 from passes.errors import PlanningError
 from passes.intra_op import Floats
-from passes.ir import Graph
-from passes.problem import Assembly
+from passes.phases import phase
+from passes.problem import Assembly, Region
 from passes.sharding import ShardingSpec
 from passes.strategies import PARTIAL, Strategy
 
@@ -32,27 +32,33 @@ def check_sizes(sizes: Mapping[str, int], cluster: Cluster) -> None:
         )
 
 
+Value = tuple[int, int]
+"""(`Region.number`, value): a value of the program or of a loop's or branch's body."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the inputs are: `batch` inputs carry the batch on dimension 0, `parameters` are state that the loss reads,
-    `state` is the rest of what the step returns again; `batch_classes[b]` are the classes of bundle b on the batch.
+    """What values are: `batch` inputs carry the batch on dimension 0, `parameters` are state that the loss reads,
+    `state` is the rest of what the step returns again; `weights` are parameters and their slices inside loops, with
+    the dimensions that are their own. `batch_classes[n]` are the classes of bundle node n on the batch.
     """
 
     batch: frozenset[int]
     parameters: frozenset[int]
     state: frozenset[int]
-    batch_classes: tuple[frozenset[int], ...]
+    weights: Mapping[Value, int]
+    batch_classes: Mapping[int, frozenset[int]]
 
 
 def roles(assembly: Assembly) -> Roles:
     """The roles of a step's inputs. Raises PlanningError when no input looks like a batch."""
-    graph, grouping = assembly.graph, assembly.grouping
+    graph = assembly.root.graph
     returned = {graph.inputs[i] for _, i in assembly.tied}
-    parameters: set[int] = set()
-    for value in returned:
-        readers = {grouping.home.get(graph.nodes[r].outputs[0]) for r in graph.consumers.get(value, ())}
-        if any(b is not None and grouping.bundles[b].phase == "forward" for b in readers):
-            parameters.add(value)
+    parameters = {
+        value
+        for value in returned
+        if any(phase(graph.nodes[reader]) == "forward" for reader in graph.consumers.get(value, ()))
+    }
     batch = {
         v
         for v in graph.inputs
@@ -67,39 +73,80 @@ def roles(assembly: Assembly) -> Roles:
         batch=frozenset(batch),
         parameters=frozenset(parameters),
         state=frozenset(returned - parameters),
-        batch_classes=_batch_classes(graph, grouping, batch),
+        weights=_weights(assembly.root, {v: graph.types[v].rank for v in parameters}),
+        batch_classes=_batch_classes(assembly.root, batch),
     )
 
 
-def _batch_classes(graph: Graph, grouping: Grouping, batch: set[int]) -> tuple[frozenset[int], ...]:
+def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
+    """The weights of a region and of those inside it: a parameter's slice in a loop has a dimension less."""
+    found = {(region.number, value): rank for value, rank in entering.items()}
+    for index, joint in region.joints.items():
+        slots: dict[int, int] = {}
+        for value, wire in zip(region.graph.nodes[index].inputs, joint.control.operands, strict=True):
+            if (source := origin(region, value, entering)) is not None and not joint.control.slots[wire.slot].carry:
+                slots[wire.slot] = entering[source] - wire.stacked
+                found[region.number, source] = slots[wire.slot]
+        for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+            inputs = zip(body.graph.inputs, body.inputs, strict=True)
+            found |= _weights(inner, {v: slots[slot] for v, slot in inputs if slot in slots})
+    return found
+
+
+def _batch_classes(root: Region, batch: set[int]) -> dict[int, frozenset[int]]:
     """The classes of every bundle that the batch dimension reaches through the operators' factors."""
-    dims = {(value, 0) for value in batch}
+    dims: set[tuple[int, int, int]] = {(root.number, value, 0) for value in batch}
     classes: set[tuple[int, int]] = set()
     while True:
         before = len(dims) + len(classes)
-        for index, node in enumerate(graph.nodes):
-            rule = grouping.rules[index]
-            if rule.alias:
-                pairs = zip(node.inputs, node.outputs, strict=True)
-                dims |= {(b, d) for a, b in pairs for d in range(graph.types[a].rank) if (a, d) in dims}
-                continue
-            home = grouping.home.get(node.outputs[0])
-            if home is None:
-                continue
-            bundle = grouping.bundles[home]
-            own = [bundle.find(cls) for cls in bundle.factor_classes[index]]
-            for value, factors in zip(node.inputs, rule.operands, strict=True):
-                classes |= {(home, own[f]) for d, f in enumerate(factors) if f >= 0 and (value, d) in dims}
-            for value, factors in zip(node.outputs, rule.results, strict=True):
-                dims |= {(value, d) for d, f in enumerate(factors) if f >= 0 and (home, own[f]) in classes}
+        for region in root.all():
+            _spread(region, dims, classes)
         if len(dims) + len(classes) == before:
             break
-    return tuple(frozenset(c for b, c in classes if b == i) for i in range(len(grouping.bundles)))
+    found: dict[int, set[int]] = defaultdict(set)
+    for node, cls in classes:
+        found[node].add(cls)
+    return {node: frozenset(own) for node, own in found.items()}
+
+
+def _spread(region: Region, dims: set[tuple[int, int, int]], classes: set[tuple[int, int]]) -> None:
+    """Adds the dimensions and classes that one pass over a region's nodes reaches."""
+    graph, grouping, here = region.graph, region.grouping, region.number
+    for index, node in enumerate(graph.nodes):
+        rule, home = grouping.rules[index], grouping.bundle_of(node)
+        if index in region.joints:
+            _through_slots(region, index, dims)
+        elif rule.alias:
+            pairs = zip(node.inputs, node.outputs, strict=True)
+            dims |= {(here, b, d) for a, b in pairs for d in range(graph.types[a].rank) if (here, a, d) in dims}
+        elif home is not None:
+            bundle, at = grouping.bundles[home], region.first + home
+            own = [bundle.find(cls) for cls in bundle.factor_classes[index]]
+            for value, factors in zip(node.inputs, rule.operands, strict=True):
+                classes |= {(at, own[f]) for d, f in enumerate(factors) if f >= 0 and (here, value, d) in dims}
+            for value, factors in zip(node.outputs, rule.results, strict=True):
+                dims |= {(here, value, d) for d, f in enumerate(factors) if f >= 0 and (at, own[f]) in classes}
+
+
+def _through_slots(region: Region, index: int, dims: set[tuple[int, int, int]]) -> None:
+    """Carries batch dimensions from operands to slots, into and out of bodies, and to results."""
+    joint, node, here = region.joints[index], region.graph.nodes[index], region.number
+    slots: set[tuple[int, int]] = set()
+    for value, wire in zip(node.inputs, joint.control.operands, strict=True):
+        slots |= {(wire.slot, d - wire.stacked) for r, v, d in dims if (r, v) == (here, value) and d >= wire.stacked}
+    for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+        for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
+            slots |= {(slot, d) for r, v, d in dims if (r, v) == (inner.number, value)}
+    for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+        for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
+            dims |= {(inner.number, value, d) for s, d in slots if s == slot}
+    for value, wire in zip(node.outputs, joint.control.results, strict=True):
+        dims |= {(here, value, d + wire.stacked) for s, d in slots if s == wire.slot}
 
 
 def _check_batch(assembly: Assembly, batch: frozenset[int], axis: str) -> None:
     """Raises PlanningError unless the axis divides the leading dimension of every batch input."""
-    graph, parts = assembly.graph, assembly.mesh.axis_size(axis)
+    graph, parts = assembly.root.graph, assembly.mesh.axis_size(axis)
     for position, value in enumerate(graph.inputs):
         size = graph.types[value].shape[0] if value in batch else 0
         if size % parts:
@@ -113,23 +160,30 @@ def _check_batch(assembly: Assembly, batch: frozenset[int], axis: str) -> None:
 
 def _restrict(
     assembly: Assembly,
-    allows: Callable[[int, Strategy], bool],
+    allows: Callable[[Region, int, Strategy], bool],
     allows_input: Callable[[int, ShardingSpec], bool],
+    allows_slot: Callable[[Value, ShardingSpec], bool] = lambda value, spec: True,
 ) -> Assembly:
     """The assembly without the strategies that the predicates refuse; a node that would lose all keeps all."""
-    seconds: list[Floats] = []
-    absorbed = [tuple(bundle.inputs) for bundle in assembly.grouping.bundles]
-    for b, (table, own) in enumerate(zip(assembly.tables, assembly.problem.seconds, strict=False)):
-        kept = np.array(
-            [
-                allows(b, strategy) and all(allows_input(v, assembly.borders[v].specs[s]) for v in absorbed[b])
+    root, seconds = assembly.root, list(assembly.problem.seconds)
+    for region in root.all():
+        for b, table in enumerate(region.tables):
+            absorbed = region.grouping.bundles[b].inputs
+            kept = [
+                allows(region, b, strategy) and all(allows_input(v, region.borders[v].specs[s]) for v in absorbed)
                 for s, strategy in enumerate(table.strategies)
             ]
-        )
-        seconds.append(_keep(own, kept))
-    for value, own in zip(assembly.grouping.loose, assembly.problem.seconds[len(assembly.tables) :], strict=True):
-        kept = np.array([allows_input(value, spec) for spec in assembly.borders[value].specs])
-        seconds.append(_keep(own, kept))
+            seconds[region.first + b] = _keep(seconds[region.first + b], np.array(kept))
+        for joint in region.joints.values():
+            for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+                for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
+                    border = joint.slots[slot]
+                    kept = [allows_slot((inner.number, value), spec) for spec in border.specs]
+                    seconds[border.node] = _keep(seconds[border.node], np.array(kept))
+    for value in root.grouping.loose:
+        border = root.borders[value]
+        kept = [allows_input(value, spec) for spec in border.specs]
+        seconds[border.node] = _keep(seconds[border.node], np.array(kept))
     return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
 
 
@@ -145,9 +199,9 @@ def _picked(strategy: Strategy, axis: str) -> int | None:
     return dict(strategy.picks).get(axis)
 
 
-def _on_batch(found: Roles, bundle: int, strategy: Strategy, axis: str) -> bool:
+def _on_batch(found: Roles, node: int, strategy: Strategy, axis: str) -> bool:
     """Whether the axis cuts the batch where there is one, and nothing elsewhere."""
-    classes = found.batch_classes[bundle]
+    classes = found.batch_classes.get(node)
     pick = _picked(strategy, axis)
     return pick in classes if classes else pick in (None, PARTIAL)
 
@@ -160,7 +214,7 @@ def data_parallel(assembly: Assembly) -> Assembly:
     _check_batch(assembly, found.batch, axis)
     return _restrict(
         assembly,
-        lambda bundle, strategy: _on_batch(found, bundle, strategy, axis),
+        lambda region, bundle, strategy: _on_batch(found, region.first + bundle, strategy, axis),
         lambda value, spec: (axis in spec.dims[0]) if value in found.batch else not _cut(spec, axis),
     )
 
@@ -177,20 +231,23 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
             return assembly
         found, axis = roles(assembly), assembly.mesh.axes[0]
         _check_batch(assembly, found.batch, axis)
+        borders = assembly.root.borders
         sharded = found.state | (found.parameters if stage == 3 else frozenset[int]())
-        shardable = {
-            v for v in sharded if any(_cut(spec, axis) for spec in assembly.borders[v].specs if v in assembly.borders)
-        }
+        shardable = {v for v in sharded if any(_cut(spec, axis) for spec in borders[v].specs if v in borders)}
 
-        def allows(bundle: int, strategy: Strategy) -> bool:
-            return not found.batch_classes[bundle] or _on_batch(found, bundle, strategy, axis)
+        def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
+            node = region.first + bundle
+            return node not in found.batch_classes or _on_batch(found, node, strategy, axis)
 
         def allows_input(value: int, spec: ShardingSpec) -> bool:
             if value in found.batch:
                 return axis in spec.dims[0]
             return _cut(spec, axis) == (value in shardable)
 
-        return _restrict(assembly, allows, allows_input)
+        def allows_slot(value: Value, spec: ShardingSpec) -> bool:
+            return stage < 3 or value not in found.weights or _cut(spec, axis)
+
+        return _restrict(assembly, allows, allows_input, allows_slot)
 
     return restrict
 
@@ -200,28 +257,20 @@ def megatron(assembly: Assembly) -> Assembly:
     axes = assembly.mesh.axes
     if "tensor" not in axes:
         return data_parallel(assembly)
-    found, graph, grouping = roles(assembly), assembly.graph, assembly.grouping
+    found = roles(assembly)
     if "data" in axes:
         _check_batch(assembly, found.batch, "data")
-    weighty: list[frozenset[int]] = []
-    for bundle in grouping.bundles:
-        classes: set[int] = set()
-        for member in bundle.members if not bundle.light else ():
-            own = [bundle.find(cls) for cls in bundle.factor_classes[member]]
-            operands = zip(graph.nodes[member].inputs, grouping.rules[member].operands, strict=True)
-            for value, factors in operands:
-                if _comes_from(graph, grouping, value, found.parameters) and graph.types[value].rank > 1:
-                    classes |= {own[f] for f in factors if f >= 0}
-        weighty.append(frozenset(classes))
-    matrices = {v for v in found.parameters if graph.types[v].rank > 1 and v in assembly.borders}
+    weighty = {region.first + b: own for region in assembly.root.all() for b, own in _weight_classes(region, found)}
+    matrices = {v for v in found.parameters if found.weights[assembly.root.number, v] > 1}
 
-    def allows(bundle: int, strategy: Strategy) -> bool:
-        if "data" in axes and not _on_batch(found, bundle, strategy, "data"):
+    def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
+        node = region.first + bundle
+        if "data" in axes and not _on_batch(found, node, strategy, "data"):
             return False
         pick = _picked(strategy, "tensor")
-        if weighty[bundle]:
-            return pick in weighty[bundle]
-        return pick not in found.batch_classes[bundle]
+        if weighty[node]:
+            return pick in weighty[node]
+        return pick not in found.batch_classes.get(node, ())
 
     def allows_input(value: int, spec: ShardingSpec) -> bool:
         if value in found.batch:
@@ -230,16 +279,35 @@ def megatron(assembly: Assembly) -> Assembly:
             return False
         return value not in matrices or _cut(spec, "tensor")
 
-    return _restrict(assembly, allows, allows_input)
+    def allows_slot(value: Value, spec: ShardingSpec) -> bool:
+        return found.weights.get(value, 0) < 2 or _cut(spec, "tensor")
+
+    return _restrict(assembly, allows, allows_input, allows_slot)
 
 
-def _comes_from(graph: Graph, grouping: Grouping, value: int, parameters: frozenset[int]) -> bool:
-    """Whether a value is a parameter, or a parameter transposed, reshaped or cast."""
-    value = grouping.roots.get(value, value)
+def _weight_classes(region: Region, found: Roles) -> Iterator[tuple[int, frozenset[int]]]:
+    """Every bundle of a region with the classes of its heavy members that stand on a weight matrix."""
+    graph, grouping = region.graph, region.grouping
+    weights = {value: rank for (where, value), rank in found.weights.items() if where == region.number}
+    for index, bundle in enumerate(grouping.bundles):
+        classes: set[int] = set()
+        for member in bundle.members if not bundle.light else ():
+            own = [bundle.find(cls) for cls in bundle.factor_classes[member]]
+            operands = zip(graph.nodes[member].inputs, grouping.rules[member].operands, strict=True)
+            for value, factors in operands:
+                if graph.types[value].rank > 1 and origin(region, value, weights) is not None:
+                    classes |= {own[f] for f in factors if f >= 0}
+        yield index, frozenset(classes)
+
+
+def origin(region: Region, value: int, weights: Collection[int]) -> int | None:
+    """The weight that a value is, or is once it is transposed, reshaped or cast; None for anything else."""
+    graph, roots = region.graph, region.grouping.roots
+    value = roots.get(value, value)
     while value in graph.producers:
         node = graph.nodes[graph.producers[value]]
         arrays = [v for v in node.inputs if v not in graph.literals]
-        if len(arrays) != 1 or graph.types[arrays[0]].size != graph.types[value].size:
-            return False
-        value = grouping.roots.get(arrays[0], arrays[0])
-    return value in parameters
+        if node.subgraphs or len(arrays) != 1 or graph.types[arrays[0]].size != graph.types[value].size:
+            return None
+        value = roots.get(arrays[0], arrays[0])
+    return value if value in weights else None

@@ -32,6 +32,7 @@ ORDER = (
     "resharding",
     "rules",
     "phases",
+    "control",
     "moves",
     "cost",
     "bundles",

@@ -156,10 +156,6 @@ def test_a_solver_out_of_time_does_not_claim_the_optimum():
         if rng.random() < 0.2
     )
     problem = ShardingProblem(seconds=tuple(rng.integers(0, 20, size=places) * 1e-6 for _ in range(nodes)), edges=edges)
-    try:
-        answer = solve(problem, SolverOptions(tie_radius=None, time_limit=0.2))
-    except PlanningError as error:
-        assert "time_limit" in str(error)
-    else:
-        assert answer.status == "time limit"
-        assert answer.bound < answer.objective
+    answer = solve(problem, SolverOptions(tie_radius=None, time_limit=1.0))
+    assert answer.status == "time limit"
+    assert answer.bound < answer.objective
