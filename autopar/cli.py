@@ -1,4 +1,4 @@
-"""The command line: make a plan without the devices it is for, look at one, compare two."""
+"""The command line: make a plan without the devices it is for, look at one, compare two, measure what is here."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
-from passes import plan_json
+from autopar.measure import measure
+from passes import plan_json, quantities
+from passes.cluster import Cluster
 from passes.devices import known
 from passes.errors import PlanningError
 from passes.plan import Plan
 from passes.planner import Auto, DataParallel, Manual, Megatron, Planner, Zero
-from passes.tables import Table
+from passes.tables import Column, Table
 
 DONE, DIFFERENT, TROUBLE = 0, 1, 2
 
@@ -85,6 +87,14 @@ example:
 exit status: 0 the plans are alike, 1 they differ, 2 one cannot be read."""
 
 
+_MEASURE_MORE = """\
+example:
+  autopar measure --devices 8 --out here.json
+  autopar plan train:example --cluster here.json
+
+exit status: 0 measured, 2 not measured or not saved."""
+
+
 class UsageError(Exception):
     """A command that cannot be carried out as written; the message says what to write."""
 
@@ -125,7 +135,50 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument(
         "--json", action="store_true", help="print the differences as JSON; seconds and bytes are numbers"
     )
+    measured = add(
+        "measure",
+        _measure,
+        "measure the devices here",
+        "Time products, copies and collectives on the devices that are here, and save them as a cluster to plan for.",
+        _MEASURE_MORE,
+    )
+    measured.add_argument("--devices", type=int, metavar="N", help="this many virtual CPU devices (default: JAX's own)")
+    measured.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")
     return parser
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    if arguments.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", arguments.devices)
+    console = Console(stderr=True, highlight=False)
+    with console.status("measuring") as status:
+        cluster = measure(said=lambda what: status.update(f"measuring {what}"))
+    try:
+        arguments.out.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{arguments.out}: the cluster cannot be written: {error.strerror}") from error
+    _print([cluster_table(cluster)])
+    return DONE
+
+
+def cluster_table(cluster: Cluster) -> Table:
+    """What was measured, one row a number."""
+    group = cluster.group()
+    rates = (
+        (f"{dtype} products", f"{rate / 1e9:,.3g} Gflop/s") for dtype, rate in group.device.flops_per_second.items()
+    )
+    rows = [*rates, ("memory", f"{group.device.memory_bytes_per_second / 1e9:,.3g} GB/s")]
+    rows.append(("one operator at least", quantities.seconds(group.device.launch_seconds)))
+    rows += [
+        (f"{m.kind} among {m.ranks}", f"{quantities.seconds(m.alpha_seconds)} + {m.bytes_per_second / 1e9:,.3g} GB/s")
+        for m in group.measured
+    ]
+    return Table(
+        title=f"{cluster.name}: each of {quantities.count(cluster.n_devices, 'device')}, all at work",
+        columns=(Column(heading=""), Column(heading="", right=True)),
+        rows=tuple(rows),
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:

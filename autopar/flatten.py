@@ -1,7 +1,8 @@
 """A jaxpr as the planner's `Graph`: calls inlined, scalars as numbers, parameters as plain data, dead nodes gone.
 
-`scan`, `while` and `cond` stay nodes with their bodies as subgraphs. Sharding constraints of the user's are dropped:
-they speak to another partitioner, and the plan answers their question itself.
+`scan`, `while` and `cond` stay nodes with their bodies as subgraphs. A sharding constraint of the user's becomes a
+number of pieces for every dimension, a `shard_map` the placements of its operands and results; `reshard`, which JAX
+leaves around them, says nothing more.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CALLS = {
 # Primitives that stay nodes, and the parameters that hold their bodies in the order of `Node.subgraphs`.
 _CONTROL = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 
-_HINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+_HINTS = frozenset({"reshard", "mesh_cast"})
 
 _CALLABLE_DATA = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
@@ -169,7 +170,7 @@ class _Builder:
                 primitive=name,
                 inputs=inputs,
                 outputs=tuple(self.fresh(var.aval) for var in equation.outvars),
-                params=plain_params(equation.params),
+                params=placement_params(equation, site.source) or plain_params(equation.params),
                 subgraphs=tuple(body.graph for body in bodies),
                 source=site.source,
                 scope=site.scope,
@@ -238,6 +239,43 @@ class _Builder:
             equations=tuple(self.equations[i] for i in picked),
             constants=tuple(self.constants[v] for v in constants),
         )
+
+
+def placement_params(equation: Any, source: str) -> dict[str, object]:
+    """What the user has placed, as planning's rules read it; empty for any other operation."""
+    params = equation.params
+    match equation.primitive.name:
+        case "sharding_constraint":
+            shape = equation.invars[0].aval.shape
+            whole = zip(shape, params["sharding"].shard_shape(shape), strict=True)
+            free = params["unconstrained_dims"] or ()
+            return {"pieces": tuple(None if d in free else n // max(piece, 1) for d, (n, piece) in enumerate(whole))}
+        case "shard_map":
+            mesh = params["mesh"]
+            if len(params["newly_manual_axes"]) < len(mesh.axis_names):
+                raise UnsupportedError(
+                    explain(
+                        f"shard_map over some axes of mesh {tuple(mesh.axis_names)}",
+                        "a plan decides nothing inside a shard_map, so all of its axes must be manual",
+                        source,
+                        "drop axis_names, or take the shard_map away and let the plan cut what it computes",
+                    )
+                )
+            sides = (("in_specs", equation.invars), ("out_specs", equation.outvars))
+            specs = {s: tuple(map(_spec, params[s], (v.aval.ndim for v in held))) for s, held in sides}
+            return {**specs, "mesh": dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))}
+        case _:
+            return {}
+
+
+def _spec(spec: Any, rank: int) -> str:
+    """A PartitionSpec as planning writes it."""
+    parts = [*spec, *(None,) * (rank - len(spec))]
+    return f"[{', '.join(_axes(part) for part in parts)}]"
+
+
+def _axes(part: Any) -> str:
+    return "+".join(part if isinstance(part, tuple) else (part,)) if part else "-"
 
 
 def plain_params(params: Mapping[str, Any]) -> dict[str, object]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
+from jax._src import config as _config  # no public way to track what varies inside an untracked shard_map
 from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
 from jax.core import Tracer
@@ -31,6 +33,7 @@ __all__ = [
     "Primitive",
     "PyTreeDef",
     "bind_params",
+    "call_local",
     "has_ambient_mesh",
     "is_array_type",
     "is_concrete",
@@ -67,6 +70,29 @@ def open_jaxpr(value: Any) -> tuple[Any, tuple[Any, ...]]:
     """(jaxpr, constants) of a closed or open jaxpr in either version."""
     constants = tuple(getattr(value, "consts", ()) or ())
     return getattr(value, "jaxpr", value), constants
+
+
+def call_local(params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """The results of a `shard_map` equation's body on one device's operands, inside a `shard_map` over equal axes.
+
+    A body that was checked for what varies between devices runs only where that is tracked.
+    """
+    body = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(params["jaxpr"], ()))
+    if not params["check_vma"]:
+        return list(body(*operands))
+    with _config._check_vma(True):  # pyright: ignore[reportPrivateUsage]
+        held = zip(operands, params["jaxpr"].invars, strict=True)
+        return list(body(*(_varying(x, _varies(v.aval)) for x, v in held)))
+
+
+def _varying(x: Any, axes: frozenset[str]) -> Any:
+    """`x` typed as varying over these axes, over some of which it may be already."""
+    more = tuple(sorted(axes - _varies(jax.typeof(x))))
+    return jax.lax.pcast(x, more, to="varying") if more else x
+
+
+def _varies(aval: Any) -> frozenset[str]:
+    return frozenset(aval.vma if hasattr(aval, "vma") else aval.mat.varying)
 
 
 def is_array_type(aval: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Self, cast
 
@@ -47,11 +47,24 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one kind of collective was seen to take among `ranks` devices of a host, while all groups of them talk.
+
+    Bytes are those of the larger side of one device's buffer, as in `collectives.seconds`.
+    """
+
+    kind: str
+    ranks: int
+    alpha_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
     """`hosts` equal machines of `devices_per_host` devices.
 
     `intra` is a device's link to the others on its host; `inter` is one host's link to the network, shared by its
-    devices.
+    devices. Where collectives in the host were `measured`, that counts and `intra` does not.
     """
 
     hosts: int
@@ -59,6 +72,7 @@ class HostGroup:
     device: DeviceSpec
     intra: Link
     inter: Link
+    measured: tuple[Measured, ...] = ()
 
     @property
     def n_devices(self) -> int:
@@ -84,13 +98,17 @@ class Cluster:
 
     def to_json(self) -> dict[str, object]:
         """The cluster as plain dictionaries and lists; `from_json` gives an equal cluster back."""
-        return {"name": self.name, "groups": [asdict(group) for group in self.groups]}
+        groups = [asdict(group) | {"measured": [asdict(m) for m in group.measured]} for group in self.groups]
+        return {"name": self.name, "groups": groups}
 
     @classmethod
     def from_json(cls, data: object) -> Self:
         """The cluster that `to_json` described. Raises ClusterError, naming the field, for anything that is not one."""
         read = _Fields.of(data, "the cluster", ("name", "groups"))
-        return cls(name=read.text("name"), groups=tuple(_host_group(fields) for fields in read.objects("groups")))
+        groups = read.objects("groups", ("hosts", "devices_per_host", "device", "intra", "inter"), ("measured",))
+        if not groups:
+            raise read.wrong("groups", "should be a list of at least one group of hosts", "write [{...}]")
+        return cls(name=read.text("name"), groups=tuple(map(_host_group, groups)))
 
     def __str__(self) -> str:
         return self.name
@@ -129,46 +147,45 @@ class _Fields:
     def text(self, name: str) -> str:
         value = self.data[name]
         if not isinstance(value, str):
-            raise self._wrong(name, "should be text", "put it in quotes")
+            raise self.wrong(name, "should be text", "put it in quotes")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.data.get(name, default)
         if not isinstance(value, bool):
-            raise self._wrong(name, "should be true or false", "write true or false, without quotes")
+            raise self.wrong(name, "should be true or false", "write true or false, without quotes")
         return value
 
     def count(self, name: str) -> int:
         value = self.data[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
-            raise self._wrong(name, "should be a whole number from 1", "count hosts, devices and bytes one by one")
+            raise self.wrong(name, "should be a whole number from 1", "count hosts, devices and bytes one by one")
         return int(value)
 
     def rate(self, name: str) -> float:
         """A number above 0."""
         value = self.at_least_0(name)
         if value == 0:
-            raise self._wrong(name, "should be above 0", "give what one second moves or computes")
+            raise self.wrong(name, "should be above 0", "give what one second moves or computes")
         return value
 
     def at_least_0(self, name: str, default: float = 0.0) -> float:
         value = self.data.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise self._wrong(name, "should be a finite number from 0", "give it in seconds, bytes or flops, unscaled")
+            raise self.wrong(name, "should be a finite number from 0", "give it in seconds, bytes or flops, unscaled")
         return value
 
-    def objects(self, name: str) -> list[_Fields]:
-        value = self.data[name]
-        if not isinstance(value, list) or not value:
-            raise self._wrong(name, "should be a list of at least one group of hosts", "write [{...}]")
-        needed = ("hosts", "devices_per_host", "device", "intra", "inter")
-        entries = enumerate(cast(list[object], value))
-        return [_Fields.of(entry, f"{name}[{index}]", needed) for index, entry in entries]
+    def objects(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[_Fields]:
+        value = self.data.get(name, ())
+        if not isinstance(value, list | tuple):
+            raise self.wrong(name, "should be a list", "write [{...}]")
+        entries = enumerate(cast(Sequence[object], value))
+        return [_Fields.of(entry, f"{name}[{index}]", needed, optional) for index, entry in entries]
 
     def object(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> _Fields:
         return _Fields.of(self.data[name], f"{self.where}.{name}", needed, optional)
 
-    def _wrong(self, name: str, rule: str, remedy: str) -> ClusterError:
+    def wrong(self, name: str, rule: str, remedy: str) -> ClusterError:
         return ClusterError(explain(f"{self.where}.{name}", rule, f"it is {self.data[name]!r:.60}", remedy))
 
 
@@ -179,6 +196,16 @@ def _host_group(read: _Fields) -> HostGroup:
         device=_device(read.object("device", tuple(DeviceSpec.__dataclass_fields__))),
         intra=_link(read, "intra"),
         inter=_link(read, "inter"),
+        measured=tuple(map(_measured, read.objects("measured", tuple(Measured.__dataclass_fields__)))),
+    )
+
+
+def _measured(read: _Fields) -> Measured:
+    return Measured(
+        kind=read.text("kind"),
+        ranks=read.count("ranks"),
+        alpha_seconds=read.at_least_0("alpha_seconds"),
+        bytes_per_second=read.rate("bytes_per_second"),
     )
 
 

@@ -100,9 +100,13 @@ class Cost:
 
 @lru_cache(maxsize=4096)
 def costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
-    """What each algorithm that can run `kind` over this group takes."""
+    """What each algorithm that can run `kind` over this group takes, or what was measured of about as many ranks."""
     if group.ranks == 1:
         return (Cost(latency_seconds=0.0, seconds_per_byte=0.0),)
+    seen = [m for m in group.measured if m.kind == kind] if group.hosts == 1 else []
+    if seen:
+        nearest = min(seen, key=lambda m: abs(m.ranks - group.ranks))
+        return (Cost(latency_seconds=nearest.alpha_seconds, seconds_per_byte=1 / nearest.bytes_per_second),)
     found = (algorithm(group) for algorithm in ALGORITHMS[kind])
     return tuple(cost for cost in found if cost is not None)
 

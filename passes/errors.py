@@ -7,6 +7,10 @@ class PlanningError(Exception):
     """A program, cluster or option that cannot be planned as it stands; the message says what to change."""
 
 
+class NoLegalPlanError(PlanningError):
+    """No choice of placements on one mesh is legal; another mesh may have one."""
+
+
 class ClusterError(PlanningError):
     """A cluster description that cannot be read, or that does not exist."""
 

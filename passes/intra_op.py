@@ -39,7 +39,7 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
-from passes.errors import PlanningError
+from passes.errors import NoLegalPlanError, PlanningError
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -206,7 +206,7 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
     start = time.perf_counter()
     if any(not np.isfinite(own).any() for own in problem.seconds):
         node = next(n for n, own in enumerate(problem.seconds) if not np.isfinite(own).any())
-        raise PlanningError(f"node {node} of the program has no legal strategy under this planner")
+        raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
     program = _Program(problem)
     built = time.perf_counter()
     best: tuple[int, ...] | None = None
@@ -221,7 +221,7 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
     while not closed() and left() > 0 and not branched:
         status = program.run(options, max(1.0, left()))
         if status == "infeasible":
-            raise PlanningError(
+            raise NoLegalPlanError(
                 "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a "
                 "mesh whose axes divide the arrays"
             )

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from passes.cluster import Cluster, Link
+from passes.cluster import Cluster, Link, Measured
 from passes.errors import InternalError
 
 
@@ -18,13 +18,14 @@ class Group:
     """Devices that run one collective together.
 
     `ranks` devices over `hosts` hosts; `intra` is a device's link inside its host; `inter` is the group's share of one
-    host's network link when all groups of the mesh communicate at once.
+    host's network link when all groups of the mesh communicate at once. `measured` is what was seen inside a host.
     """
 
     ranks: int
     hosts: int
     intra: Link
     inter: Link
+    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     talkers = Counter(host for span in spans if len(span) > 1 for host in span)
     sharing = max(talkers.values(), default=1)
     inter = replace(hosts.inter, bytes_per_second=hosts.inter.bytes_per_second / sharing)
-    return Group(ranks=ranks, hosts=max(map(len, spans)), intra=hosts.intra, inter=inter)
+    return Group(ranks=ranks, hosts=max(map(len, spans)), intra=hosts.intra, inter=inter, measured=hosts.measured)
 
 
 def shapes(n_devices: int, *, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:

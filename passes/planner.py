@@ -20,7 +20,7 @@ from typing import Protocol
 from passes import collectives, restrictions
 from passes.bundles import Grouping, group
 from passes.cluster import Cluster
-from passes.errors import PlanMismatchError
+from passes.errors import NoLegalPlanError, PlanMismatchError, PlanningError, explain
 from passes.intra_op import Answer, SolverOptions, solve
 from passes.ir import Graph
 from passes.memory import peak_nbytes
@@ -31,6 +31,7 @@ from passes.plan import Plan, Solution
 from passes.plan_parts import operators
 from passes.problem import Assembly, assemble, without_dominated
 from passes.resharding import Resharder
+from passes.rules import pinned_mesh
 
 Tied = tuple[tuple[int, int], ...]
 Restriction = Callable[[Assembly], Assembly]
@@ -136,18 +137,46 @@ def _best(
     grouped = time.perf_counter()
     phases = {"bundles": grouped - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
     found: list[tuple[Assembly, Answer, Resharder]] = []
-    for mesh in meshes:
+    illegal: list[NoLegalPlanError] = []
+    for mesh in _allowed(graph, meshes):
         began = time.perf_counter()
         resharder = Resharder(mesh)
-        assembly = assemble(graph, mesh, grouping, resharder, tied)
-        assembly = restrict(assembly) if restrict else assembly
-        phases["tables"] += time.perf_counter() - began
-        answer = solve(without_dominated(assembly, resharder), options)
+        try:
+            assembly = assemble(graph, mesh, grouping, resharder, tied)
+            assembly = restrict(assembly) if restrict else assembly
+            phases["tables"] += time.perf_counter() - began
+            answer = solve(without_dominated(assembly, resharder), options)
+        except NoLegalPlanError as error:
+            illegal.append(error)
+            continue
         phases["build"] += answer.build_seconds
         phases["solve"] += answer.solve_seconds
         found.append((assembly, answer, resharder))
+    if not found:
+        raise illegal[-1]
     assembly, answer, resharder = min(found, key=lambda one: one[1].objective)
     return _read_off(name, assembly, answer, resharder, tied, donated, phases)
+
+
+def _allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
+    """The meshes, or the one that the program's own `shard_map`s name, if a planner's mesh has its sizes."""
+    pinned = pinned_mesh(graph)
+    if pinned is None:
+        return meshes
+    names, sizes = tuple(pinned), tuple(pinned.values())
+    same = [mesh for mesh in meshes if sorted(mesh.sizes) == sorted(s for s in sizes if s > 1)]
+    if not same:
+        asked = ", ".join(f"{name}={size}" for name, size in pinned.items())
+        tried = " or ".join(map(str, meshes))
+        raise PlanningError(
+            explain(
+                f"a shard_map over the mesh ({asked})",
+                "a shard_map runs on the very mesh that it names, with all of its devices",
+                f"this planner tried {tried}",
+                "give the shard_map a mesh of that shape, or plan with Auto(max_axes=...) on as many devices",
+            )
+        )
+    return [Mesh(axes=names, sizes=sizes, cluster=same[0].cluster)]
 
 
 def _read_off(

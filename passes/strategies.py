@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from passes.bundles import Bundle, Grouping
 from passes.cost import Work, local_flops
+from passes.errors import NoLegalPlanError
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.resharding import Resharder
@@ -142,6 +143,8 @@ class _Tabulation:
         self.read_types = [graph.types[v] for v in read]
         self.result_types = [[graph.types[v] for v in graph.nodes[m].outputs] for m in self.members]
         self.dtype = _dominant_dtype(graph, self.members)
+        first = graph.nodes[self.members[0]]
+        self.words = f"{first.primitive}{f' at {first.source}' if first.source else ''}"
 
     def run(self) -> Table:
         found: dict[tuple[object, ...], tuple[Strategy, list[tuple[int, ShardingSpec]], dict[int, ShardingSpec]]] = {}
@@ -158,6 +161,8 @@ class _Tabulation:
             seconds = strategy.compute_seconds + strategy.reshard_seconds
             if best is None or seconds < best[0].compute_seconds + best[0].reshard_seconds:
                 found[border] = placed
+        if not found:
+            raise NoLegalPlanError(f"{self.words} cannot be placed on mesh {self.mesh} as the program asks")
         chosen = list(found.values())
         strategies = tuple(strategy for strategy, _, _ in chosen)
         ports: dict[tuple[int, tuple[ShardingSpec, ...]], None] = {}
@@ -232,7 +237,8 @@ class _Tabulation:
                 pairs.append((axis, factor))
             elif rule.factors[factor].size:
                 return None
-        return canonical(tuple(pairs), self.mesh)
+        found = canonical(tuple(pairs), self.mesh)
+        return found if rule.fulfils(found, self.mesh) else None
 
     def _linear(self, position: int, axis: str, cls: int, home: dict[int, ShardingSpec]) -> int | None:
         """The linear factor that carries `axis` through a member, if its operands are partial over it or may be."""

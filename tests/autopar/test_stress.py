@@ -126,7 +126,7 @@ def noisy(key, a):
 def nested(a):
     def outer(state, row):
         def inner(state, _):
-            return jnp.sin(state @ a), state.sum(0)
+            return jnp.sin(state @ a / 8), state.sum(0)
 
         state, sums = jax.lax.scan(inner, state + row, None, length=2)
         return state, sums
