@@ -61,22 +61,6 @@ def test_parameters_are_named_and_shaped_for_splitting():
     assert params["Block_1"]["mlp"]["up"]["kernel"].shape == (16, 64)
 
 
-def test_no_reshape_merges_or_splits_a_dimension(params, batch):
-    jaxpr = jax.make_jaxpr(jax.grad(lambda p, b: gpt.loss(SMALL, p, b)))(params, batch)
-    for equation in equations(jaxpr.jaxpr):
-        if equation.primitive.name == "reshape":
-            before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            assert [n for n in before if n != 1] == [n for n in after if n != 1], equation
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield from equations(getattr(inner, "jaxpr", inner))
-
-
 @pytest.mark.parametrize("config", [DEEPER, replace(DEEPER, mlp_factor=3), Config.preset("tiny")])
 def test_parameters_counts_the_leaves(config):
     assert gpt.parameters(config) == count(shapes(config))
@@ -146,7 +130,7 @@ def test_remat_changes_neither_loss_nor_gradients(params, batch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), plain, remat)
 
 
-def test_remat_recomputes_every_block(batch):
+def test_remat_recomputes_every_block(batch, equations):
     config = replace(DEEPER, remat=True)
     jaxpr = jax.make_jaxpr(jax.grad(lambda p: gpt.loss(config, p, batch)))(shapes(config))
     assert sum(equation.primitive.name == "remat2" for equation in equations(jaxpr.jaxpr)) == config.layers
@@ -154,6 +138,26 @@ def test_remat_recomputes_every_block(batch):
 
 def test_remat_keeps_the_parameter_tree():
     assert shapes(DEEPER) == shapes(replace(DEEPER, remat=True))
+
+
+def test_scanned_layers_equal_unrolled_ones(batch, random_like, stacked):
+    params = random_like(partial(gpt.init, DEEPER))
+    loss, gradients = quick_jit(jax.value_and_grad(partial(gpt.loss, DEEPER)))(params, batch)
+    scanned = partial(gpt.loss, replace(DEEPER, scan_layers=True, remat=True))
+    outputs = quick_jit(jax.value_and_grad(scanned))(stacked(params), batch)
+    expected = loss, stacked(gradients)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), outputs, expected)
+
+
+def test_scanned_layers_have_stacked_parameters_and_one_body(batch):
+    config = replace(DEEPER, scan_layers=True, dropout=0.3)
+    params = shapes(config)
+    leading = {leaf.shape[0] for leaf in jax.tree.leaves(params["Block"])}
+    assert leading == {DEEPER.layers}
+    assert count(params) == gpt.parameters(config)
+    jaxpr = jax.make_jaxpr(lambda p, key: gpt.loss(config, p, batch, key))(params, jax.random.key(0))
+    (loop,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+    assert loop.params["length"] == DEEPER.layers
 
 
 def test_an_untrained_model_guesses_evenly(params, batch):
@@ -171,18 +175,6 @@ def test_half_precision_keeps_float32_parameters_gradients_and_loss(params, batc
 def test_half_precision_gives_about_the_same_logits(params, logits, batch):
     half = quick_jit(lambda inputs: gpt.logits(replace(SMALL, dtype="bfloat16"), params, inputs))(batch["inputs"])
     np.testing.assert_allclose(half.astype(jnp.float32), logits(batch["inputs"]), atol=0.01)
-
-
-def test_float64_stays_float64():
-    with jax.enable_x64(True):
-        config = replace(SMALL, dtype="float64", param_dtype="float64")
-        leaves = shapes(config)
-        batch = jax.eval_shape(lambda: gpt.example_batch(config, 3, jax.random.key(0)))
-        outputs = jax.eval_shape(jax.value_and_grad(lambda p, b: gpt.loss(config, p, b)), leaves, batch)
-        assert {leaf.dtype for leaf in jax.tree.leaves((leaves, outputs))} == {jnp.dtype("float64")}
-        jaxpr = jax.make_jaxpr(lambda p, b: gpt.loss(config, p, b))(leaves, batch)
-        narrow = [e for e in equations(jaxpr.jaxpr) for out in e.outvars if out.aval.dtype == jnp.float32]
-        assert not narrow
 
 
 @pytest.mark.parametrize(
