@@ -1,6 +1,7 @@
 """An ordinary JAX train step, planned for many devices and run."""
 
 from autopar.api import ParallelFunction, parallelize
+from autopar.custom_rules import register_rule
 from autopar.errors import (
     ArgumentError,
     ClusterError,
@@ -11,6 +12,7 @@ from autopar.errors import (
     UnboundPlanError,
     UnsupportedError,
 )
+from autopar.measure import measure
 from autopar.plan import Plan
 from passes.cluster import Cluster
 from passes.planner import Auto, DataParallel, Manual, Megatron, Zero
@@ -32,5 +34,7 @@ __all__ = [
     "UnboundPlanError",
     "UnsupportedError",
     "Zero",
+    "measure",
     "parallelize",
+    "register_rule",
 ]

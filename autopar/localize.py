@@ -54,14 +54,17 @@ class Cut:
 Arrays = Sequence[jax.Array]
 Localizer = Callable[[Cut, Arrays], Arrays]
 
+USERS_OWN = "users_own_shard_map"
+"""The scope of what users' own shard_maps send, which no plan decides."""
+
 _LOCALIZERS: dict[str, Localizer] = {}
 
 
-def localizes(primitive: str) -> Callable[[Localizer], Localizer]:
-    """A decorator that registers how a primitive runs on pieces, by name."""
+def localizes(*primitives: str) -> Callable[[Localizer], Localizer]:
+    """A decorator that registers how primitives run on pieces, by name."""
 
     def register(localizer: Localizer) -> Localizer:
-        _LOCALIZERS[primitive] = localizer
+        _LOCALIZERS.update(dict.fromkeys(primitives, localizer))
         return localizer
 
     return register
@@ -86,7 +89,8 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
     Raises InternalError for a primitive that does not give the promised shapes, and UnsupportedError for random bits
     that cannot be drawn in pieces.
     """
-    localizer = None if cut.is_whole else _LOCALIZERS.get(cut.node.primitive)
+    always = cut.node.primitive == "shard_map"
+    localizer = None if cut.is_whole and not always else _LOCALIZERS.get(cut.node.primitive)
     try:
         results = localizer(cut, operands) if localizer else rebind(cut, operands)
     except (TypeError, ValueError) as error:
@@ -113,9 +117,13 @@ def _words(cut: Cut) -> str:
 
 
 def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
-    """The node's primitive on these operands, some parameters changed and none that speak to another partitioner."""
+    """The node's primitive on these operands, some parameters changed and none that say where values live."""
+    if cut.node.primitive == "sharding_constraint":
+        return operands  # the plan has placed it
     params = dict(cut.params) | changed
     params |= {name: None for name in ("sharding", "out_sharding") if name in params}
+    if cut.node.primitive == "device_put":
+        params |= {name: (None,) * len(params[name]) for name in ("devices", "srcs")}
     primitive = cut.equation.primitive
     results = primitive.bind(*operands, **jax_compat.bind_params(cut.equation, params))
     return results if primitive.multiple_results else (results,)
@@ -124,6 +132,13 @@ def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
 def _offset(cut: Cut, axes: tuple[str, ...], extent: int, dtype: Any = np.int32) -> jax.Array:
     """Where this device's piece of a dimension begins, given the piece's extent."""
     return piece_index(axes, cut.mesh).astype(dtype) * np.asarray(extent, dtype)
+
+
+@localizes("shard_map")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """Its body is one device's program, and this is one device: the axes have the names that it knows."""
+    with jax.named_scope(USERS_OWN):
+        return jax_compat.call_local(cut.params, operands)
 
 
 @localizes("broadcast_in_dim")
@@ -162,65 +177,69 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 
 @localizes("gather")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Where the selected dimension is cut, each device answers for its own indices and gives zeros for the rest.
+    """Where a selected dimension is cut, each device answers for its own indices and gives zeros for the rest.
 
     An index that is out of bounds for the whole operand is the first device's to fill.
     """
     source, indices = operands
-    numbers, mode, spec = cut.params["dimension_numbers"], _mode(cut), cut.placement.operands[0]
-    slices = zip(cut.params["slice_sizes"], source.shape, spec.dims, strict=True)
-    sizes = tuple(local if axes and size > 1 else size for size, local, axes in slices)
-    selected = _selected(cut, numbers.start_index_map)
-    if selected is None:
+    numbers, spec, slices = cut.params["dimension_numbers"], cut.placement.operands[0], cut.params["slice_sizes"]
+    pairs = zip(slices, source.shape, spec.dims, strict=True)
+    sizes = tuple(local if axes and size > 1 else size for size, local, axes in pairs)
+    selected = tuple(axis for d in numbers.start_index_map for axis in spec.dims[d])
+    if not selected:
         return rebind(cut, operands, slice_sizes=sizes)
-    mine = _shifted(cut, selected, indices)
+    mine, is_outside = _shifted(cut, indices, numbers.start_index_map, slices)
     dropping: dict[str, Any] = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
     (found,) = rebind(cut, (source, mine), slice_sizes=sizes, **dropping)
-    if mode != GatherScatterMode.FILL_OR_DROP:
+    if _mode(cut) != GatherScatterMode.FILL_OR_DROP:
         return (found,)
-    whole = cut.operands[0].shape[selected]
-    wide = _signed(indices, whole)
-    outside = lax.expand_dims(((wide < 0) | (wide >= whole))[..., 0], numbers.offset_dims)
-    is_first = piece_index(spec.dims[selected], cut.mesh) == 0
+    is_first = piece_index(selected, cut.mesh) == 0
+    outside = lax.expand_dims(is_outside, numbers.offset_dims)
     return (jnp.where(outside & is_first, _fill(cut.params["fill_value"], found.dtype), found),)
 
 
-@localizes("scatter-add")
+@localizes("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Where the selected dimension is cut, updates of other pieces fall outside this one and are dropped."""
+    """Where a selected dimension is cut, updates of other pieces fall outside this one and are dropped."""
     target, indices, updates = operands
-    selected = _selected(cut, cut.params["dimension_numbers"].scatter_dims_to_operand_dims)
-    if selected is None:
+    numbers = cut.params["dimension_numbers"]
+    indexed = numbers.scatter_dims_to_operand_dims
+    if not any(cut.placement.operands[0].dims[d] for d in indexed):
         return rebind(cut, operands)
-    mine = _shifted(cut, selected, indices)
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    extents = iter(updates.shape[d] for d in numbers.update_window_dims)
+    window = [1 if d in single else next(extents) for d in range(target.ndim)]
+    mine, _ = _shifted(cut, indices, indexed, window)
     return rebind(cut, (target, mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
 
 
-def _selected(cut: Cut, indexed: Sequence[int]) -> int | None:
-    """The dimension of the operand that is both indexed and cut; a rule cuts at most one."""
-    return next((d for d in indexed if cut.placement.operands[0].dims[d]), None)
+def _shifted(
+    cut: Cut, indices: jax.Array, indexed: Sequence[int], window: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
+    """Indices into this device's piece, out of bounds where another piece is meant, and which miss the whole operand.
 
-
-def _shifted(cut: Cut, selected: int, indices: jax.Array) -> jax.Array:
-    """Indices into this device's piece of the selected dimension, out of bounds where another piece is meant.
-
-    A shift keeps sorted indices sorted and unique ones unique.
+    `indexed` are the operand's dimensions that the last dimension of `indices` speaks of, `window` the extents taken
+    along every dimension. A shift keeps sorted indices sorted and unique ones unique.
     """
-    whole, axes = cut.operands[0].shape[selected], cut.placement.operands[0].dims[selected]
-    wide = _signed(indices, whole)
-    wanted = jnp.clip(wide, 0, whole - 1) if _mode(cut) == GatherScatterMode.CLIP else wide
-    local = cut.placement.operands[0].local_shape(cut.operands[0].shape, cut.mesh)[selected]
-    return wanted - _offset(cut, axes, local, wanted.dtype)
+    whole, spec = cut.operands[0].shape, cut.placement.operands[0]
+    wide = _signed(indices, [whole[d] for d in indexed])
+    last = np.asarray([whole[d] - window[d] for d in indexed], wide.dtype)
+    if _mode(cut) == GatherScatterMode.CLIP:
+        wide = jnp.clip(wide, 0, last)
+    local = spec.local_shape(whole, cut.mesh)
+    begins = [_offset(cut, spec.dims[d], local[d], wide.dtype) for d in indexed]
+    return wide - jnp.stack(begins), ((wide < 0) | (wide > last)).any(-1)
 
 
 def _mode(cut: Cut) -> GatherScatterMode:
     return GatherScatterMode.from_any(cut.params["mode"])
 
 
-def _signed(indices: jax.Array, whole: int) -> jax.Array:
-    """Indices in a type that can be shifted below zero; what was out of bounds (`whole` or more) still is."""
+def _signed(indices: jax.Array, wholes: Sequence[int]) -> jax.Array:
+    """Indices in a type that can be shifted below zero; what was out of bounds (its whole or more) still is."""
     if np.issubdtype(indices.dtype, np.unsignedinteger):
-        indices = jnp.minimum(indices, min(whole, np.iinfo(indices.dtype).max))
+        largest = np.iinfo(indices.dtype).max
+        indices = jnp.minimum(indices, np.asarray([min(whole, largest) for whole in wholes], indices.dtype))
     return indices.astype(np.int64 if indices.dtype.itemsize == 8 else np.int32)
 
 
@@ -232,6 +251,16 @@ def _fill(value: Any, dtype: Any) -> Any:
         return jnp.asarray(np.nan, dtype)
     info = jnp.iinfo(dtype)
     return jnp.asarray(info.min if jnp.issubdtype(dtype, np.signedinteger) else info.max, dtype)
+
+
+@localizes("conv_general_dilated")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """Groups are cut with the left side's features or batch, whichever they divide."""
+    batch, feature = cut.params["dimension_numbers"].lhs_spec[:2]
+    whole, local = cut.operands[0].shape, operands[0].shape
+    counts = {"feature_group_count": feature, "batch_group_count": batch}
+    changed = {name: cut.params[name] * local[d] // whole[d] for name, d in counts.items() if cut.params[name] > 1}
+    return rebind(cut, operands, **changed)
 
 
 @localizes("random_bits")

@@ -9,10 +9,10 @@ from passes.rules.registry import ShardingRule, Types, build, rule
 
 _PLAIN = (
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh digamma "
-    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p "
-    "log2 logistic lt max min ne nextafter not one_minus_square or polygamma population_count pow real "
-    "reduce_precision rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt "
-    "square tan tanh xor zeta"
+    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le "
+    "le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or polygamma "
+    "population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh threefry2x32 xor zeta"
 ).split()
 
 _FLOAT_BITS = {"float8": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -37,7 +37,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results)
 
 
-@rule("add", "sub", "add_any")
+@rule("add", "sub", "add_any", "complex")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results, linear=((0, 1),))
 

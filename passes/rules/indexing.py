@@ -1,8 +1,8 @@
 """Rules of gather, scatter and dynamic slices.
 
-A dimension that the indices select from can be cut: each device answers for the indices that fall into its piece and
-gives zeros for the rest, so a gather comes out as a partial sum (vocabulary-parallel embedding) and a scatter-add drops
-what is not its own.
+A dimension that the indices select single elements from can be cut: each device answers for the indices that fall into
+its piece and gives zeros for the rest, so a gather comes out as a partial sum (vocabulary-parallel embedding) and a
+scatter drops what is not its own.
 
 Reference: Megatron-LM (Shoeybi et al. 2019), section 3; XLA's gather and scatter semantics.
 """
@@ -36,22 +36,37 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     for in_operand, in_result in zip(window, numbers["offset_dims"], strict=True):
         if sizes[in_operand] == operand.shape[in_operand] and in_operand not in numbers["start_index_map"]:
             source[in_operand] = result[in_result] = f"w{in_operand}"
-    selected = _selected(numbers["start_index_map"], numbers["collapsed_slice_dims"])
     summable = results[0].dtype.startswith(("float", "bfloat", "int", "uint"))
-    if selected is not None and summable:
-        source[selected] = "v"
+    selected = _selected(numbers["start_index_map"], numbers["collapsed_slice_dims"]) if summable else {}
+    for in_operand, label in selected.items():
+        source[in_operand] = label
     return build(
         [(operand, source), (indices, index)],
         [(results[0], result)],
-        reduce={"v": "add"},
+        reduce=dict.fromkeys(selected.values(), "add"),
         light=False,
         sparse=(0,),
     )
 
 
-@rule("scatter-add")
+_SCATTERS = {
+    "scatter": "",
+    "scatter-add": "add",
+    "scatter-sub": "add",
+    "scatter-mul": "",
+    "scatter-min": "min",
+    "scatter-max": "max",
+}
+"""Primitive -> the reduction that joins what two devices have scattered, empty if there is none."""
+
+
+@rule(*_SCATTERS)
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    """Index batch dimensions reduce: each device scatters its own updates onto a partial sum of the operand."""
+    """Index batch dimensions reduce: each device scatters its own updates, onto a partial sum if it adds.
+
+    Two updates of one element have no order in JAX; those that overwrite or multiply must still all be on one device.
+    """
+    kind = _SCATTERS[node.primitive]
     numbers = cast("Mapping[str, tuple[int, ...]]", node.params["dimension_numbers"])
     operand, indices, updates = operands
     target: list[Hashable] = [None] * operand.rank
@@ -62,33 +77,36 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     reduced: dict[Hashable, str] = {}
     for from_index, in_update in enumerate(positions):
         label = f"i{from_index}"
-        index[from_index] = update[in_update] = label
         if from_index in batching:
             target[batching[from_index]] = label
+        elif kind:
+            reduced[label] = kind
         else:
-            reduced[label] = "add"
+            continue
+        index[from_index] = update[in_update] = label
     removed = {*numbers["inserted_window_dims"], *numbers["operand_batching_dims"]}
     window = [d for d in range(operand.rank) if d not in removed]
     for in_operand, in_update in zip(window, numbers["update_window_dims"], strict=True):
         full = operand.shape[in_operand] == updates.shape[in_update]
         if full and in_operand not in numbers["scatter_dims_to_operand_dims"]:
             target[in_operand] = update[in_update] = f"w{in_operand}"
-    selected = _selected(numbers["scatter_dims_to_operand_dims"], numbers["inserted_window_dims"])
-    if selected is not None:
-        target[selected] = "v"
+    for in_operand, label in _selected(
+        numbers["scatter_dims_to_operand_dims"], numbers["inserted_window_dims"]
+    ).items():
+        target[in_operand] = label
     return build(
         [(operand, target), (indices, index), (updates, update)],
         [(results[0], target)],
         reduce=reduced,
-        partial=dict.fromkeys(reduced, (0,)),
+        partial=dict.fromkeys(reduced, (0,)) if kind == "add" else {},
         flops=float(updates.size),
         light=False,
     )
 
 
-def _selected(mapped: tuple[int, ...], collapsed: tuple[int, ...]) -> int | None:
-    """The one operand dimension that the indices select single elements from, if there is exactly one."""
-    return mapped[0] if len(mapped) == 1 and mapped[0] in collapsed else None
+def _selected(mapped: tuple[int, ...], collapsed: tuple[int, ...]) -> dict[int, Hashable]:
+    """The labels of the operand's dimensions that the indices select single elements from."""
+    return {d: f"v{d}" for d in mapped if d in collapsed}
 
 
 @rule("dynamic_slice")

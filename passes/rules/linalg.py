@@ -1,11 +1,12 @@
-"""Rules of matrix products."""
+"""Rules of matrix products, decompositions and transforms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import cast
 
-from passes.ir import Node
+from passes.ir import Node, TensorType
 from passes.rules.registry import ShardingRule, Types, build, rule, size_of
 
 
@@ -30,3 +31,67 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         flops=2.0 * results[0].size * depth,
         light=False,
     )
+
+
+_DECOMPOSITIONS = {
+    "cholesky": 1 / 3, "eig": 25, "eigh": 9, "hessenberg": 10 / 3, "householder_product": 4 / 3, "lu": 2 / 3,
+    "qr": 4 / 3, "schur": 25, "svd": 22, "tridiagonal": 4 / 3,
+}  # fmt: skip
+"""Primitive -> flops over n^3 for an n by n matrix.
+
+Reference: Golub and Van Loan, "Matrix computations" (4th ed.), the counts after each algorithm.
+"""
+
+
+@rule(*_DECOMPOSITIONS)
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """Matrices of a batch are independent; one matrix stays whole."""
+    *batch, rows, columns = operands[0].shape
+    flops = _DECOMPOSITIONS[node.primitive] * size_of(batch) * rows * columns * min(rows, columns)
+    return _in_batches(len(batch), operands, results, flops)
+
+
+@rule("triangular_solve")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """Right-hand sides are independent too: columns of b in a x = b, rows of b in x a = b."""
+    matrix, sides = operands
+    batch = range(matrix.rank - 2)
+    around = (None, "side") if node.params["left_side"] else ("side", None)
+    return build(
+        [(matrix, [*batch, None, None]), (sides, [*batch, *around])],
+        [(results[0], [*batch, *around])],
+        flops=float(sides.size * matrix.shape[-1]),
+        light=False,
+    )
+
+
+@rule("tridiagonal_solve")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """Three diagonals [..., n] and the right-hand sides [..., n, sides]."""
+    *diagonals, sides = operands
+    batch = range(sides.rank - 2)
+    return build(
+        [*((t, [*batch, None]) for t in diagonals), (sides, [*batch, None, "side"])],
+        [(results[0], [*batch, None, "side"])],
+        flops=8.0 * sides.size,
+        light=False,
+    )
+
+
+@rule("fft")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """5 n log2 n flops a transform of n points (Cooley and Tukey)."""
+    lengths = cast("tuple[int, ...]", node.params["fft_lengths"])
+    points = size_of(lengths)
+    batch = operands[0].rank - len(lengths)
+    count = size_of(operands[0].shape[:batch])
+    return _in_batches(batch, operands, results, 5.0 * count * points * math.log2(max(points, 2)))
+
+
+def _in_batches(batch: int, operands: Types, results: Types, flops: float) -> ShardingRule:
+    """The rule of an operation that maps over the first `batch` dimensions of everything."""
+
+    def labelled(types: Types) -> list[tuple[TensorType, list[int | None]]]:
+        return [(t, [d if d < batch else None for d in range(t.rank)]) for t in types]
+
+    return build(labelled(operands), labelled(results), flops=flops, light=False)

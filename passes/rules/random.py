@@ -24,3 +24,18 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """Keys are a few bytes: every device derives all of them."""
     return build([(t, [None] * t.rank) for t in operands], [(t, [None] * t.rank) for t in results])
+
+
+@rule("random_gamma")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """A key's samples are numbered from zero, so only the dimensions that have a key each can be cut."""
+    keys, shape = operands
+    if not keys.rank:
+        return replicate(operands, results, "gamma samples of one key depend on how many are drawn")
+    labels = [d if d < keys.rank else None for d in range(shape.rank)]
+    return build(
+        [(keys, range(keys.rank)), (shape, labels)],
+        [(results[0], labels)],
+        flops=_ROUNDS_FLOPS * results[0].size,
+        light=False,
+    )

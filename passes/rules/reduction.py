@@ -34,12 +34,26 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     )
 
 
-@rule("argmax", "argmin", "reduce_prod")
+@rule("argmax", "argmin", "reduce_prod", "reduce_xor")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     axes = cast("tuple[int, ...]", node.params["axes"])
     kept = [d for d in range(operands[0].rank) if d not in axes]
     labels = [d if d in kept else None for d in range(operands[0].rank)]
     return build([(operands[0], labels)], [(t, kept) for t in results], flops=float(operands[0].size))
+
+
+@rule("reduce")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """Arrays first, then the scalar that each reduction starts from; what combines them is the user's."""
+    axes = cast("tuple[int, ...]", node.params["dimensions"])
+    arrays, starts = operands[: len(results)], operands[len(results) :]
+    kept = [d for d in range(arrays[0].rank) if d not in axes]
+    labels = [d if d in kept else None for d in range(arrays[0].rank)]
+    return build(
+        [*((t, labels) for t in arrays), *((t, ()) for t in starts)],
+        [(t, kept) for t in results],
+        flops=float(sum(t.size for t in arrays)),
+    )
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -49,8 +63,12 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return build([(operands[0], labels)], [(results[0], labels)])
 
 
-@rule("sort")
+_SORTED = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension"}
+
+
+@rule(*_SORTED)
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    along = cast("int", node.params["dimension"])
-    labels = [None if d == along else d for d in range(operands[0].rank)]
+    rank = operands[0].rank
+    along = cast("int", node.params[_SORTED[node.primitive]]) % rank
+    labels = [None if d == along else d for d in range(rank)]
     return build([(t, labels) for t in operands], [(t, labels) for t in results], light=False)

@@ -11,6 +11,7 @@ from passes.errors import InternalError, PlanningError
 from passes.ir import Graph, Node, TensorType
 from passes.mesh import Mesh
 from passes.resharding import placed
+from passes.rules.unruled import WITHOUT_RULE
 from passes.sharding import ShardingSpec
 
 Types = tuple[TensorType, ...]
@@ -35,7 +36,8 @@ class ShardingRule:
 
     `flops` counts the whole operation; of `sparse` operands as many elements as the result has are read. `light`
     operators are fused with their neighbours and follow their sharding. An `alias` passes operand i through as result
-    i in any placement. `reason` says why nothing can be cut.
+    i in any placement. `reason` says why nothing can be cut. Users ask for a number of `pieces` of each dimension of
+    the result (None: any), or have `pinned` the specs of (operands, results).
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """
@@ -48,14 +50,20 @@ class ShardingRule:
     alias: bool = False
     sparse: tuple[int, ...] = ()
     reason: str = ""
+    pieces: tuple[int | None, ...] = ()
+    pinned: tuple[tuple[ShardingSpec, ...], ...] = ()
 
     def operand_spec(self, operand: int, assignment: Assignment) -> ShardingSpec:
         """The placement in which `operand` must arrive when each axis of `assignment` cuts its factor."""
+        if self.pinned:
+            return self.pinned[0][operand]
         partial = tuple(axis for axis, factor in assignment if operand in self.factors[factor].partial)
         return placed(_dims(self.operands[operand], assignment), partial, "add")
 
     def result_spec(self, result: int, assignment: Assignment) -> ShardingSpec:
         """The placement in which `result` leaves."""
+        if self.pinned:
+            return self.pinned[1][result]
         reduced = [(axis, self.factors[factor].reduction) for axis, factor in assignment]
         partial = tuple(axis for axis, reduction in reduced if reduction)
         kinds = {reduction for _, reduction in reduced if reduction}
@@ -72,6 +80,12 @@ class ShardingRule:
             return False
         return len({self.factors[factor].reduction for factor in cut} - {""}) <= 1
 
+    def fulfils(self, assignment: Assignment, mesh: Mesh) -> bool:
+        """Whether the result is cut into the `pieces` that the user asks for."""
+        cut = {f: math.prod(mesh.axis_size(axis) for axis, g in assignment if f == g) for f in range(len(self.factors))}
+        wanted = zip(self.pieces, self.results[0], strict=True) if self.pieces else ()
+        return all(count is None or cut.get(factor, 1) == count for count, factor in wanted)
+
     def assignments(self, mesh: Mesh) -> list[Assignment]:
         """Every legal way to give each mesh axis one factor or none, axes that share a factor in every order."""
         options = (None, *range(len(self.factors)))
@@ -80,7 +94,7 @@ class ShardingRule:
             for picks in itertools.product(options, repeat=len(order)):
                 pairs = tuple((axis, f) for axis, f in zip(order, picks, strict=True) if f is not None)
                 assignment = canonical(pairs, mesh)
-                if assignment not in found and self.allows(assignment, mesh):
+                if assignment not in found and self.allows(assignment, mesh) and self.fulfils(assignment, mesh):
                     found[assignment] = None
         return list(found)
 
@@ -105,6 +119,7 @@ def _dims(factors: tuple[int, ...], assignment: Assignment) -> tuple[tuple[str, 
 RuleFunction = Callable[[Node, Types, Types], ShardingRule]
 
 _RULES: dict[str, RuleFunction] = {}
+_USER_RULES: dict[str, RuleFunction] = {}
 
 
 def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -120,8 +135,13 @@ def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
     return register
 
 
+def define(primitive: str, function: RuleFunction) -> None:
+    """Adds a user's rule, or replaces one; rules of our own come first."""
+    _USER_RULES[primitive] = function
+
+
 def known_primitives() -> frozenset[str]:
-    """The primitives that have a rule."""
+    """The primitives that have a rule of our own."""
     return frozenset(_RULES)
 
 
@@ -129,9 +149,11 @@ def rule_of(node: Node, graph: Graph) -> ShardingRule:
     """The sharding rule of one node; a primitive without a rule is replicated, with the reason."""
     operands = tuple(graph.types[value] for value in node.inputs)
     results = tuple(graph.types[value] for value in node.outputs)
-    if node.primitive not in _RULES:
-        return replicate(operands, results, f"no sharding rule for {node.primitive!r}")
-    return _RULES[node.primitive](node, operands, results)
+    function = _RULES.get(node.primitive) or _USER_RULES.get(node.primitive)
+    if function is None:
+        reason = WITHOUT_RULE.get(node.primitive, f"no sharding rule for {node.primitive!r}")
+        return replicate(operands, results, reason)
+    return function(node, operands, results)
 
 
 def replicate(operands: Types, results: Types, reason: str) -> ShardingRule:

@@ -109,3 +109,45 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     labels = [None if d == along else d for d in range(results[0].rank)]
     every = tuple(range(len(operands)))
     return build([(t, labels) for t in operands], [(results[0], labels)], linear=(every,), flops=0.0)
+
+
+@rule("stack")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    rank, every = operands[0].rank, tuple(range(len(operands)))
+    along = cast("int", node.params["axis"]) % (rank + 1)
+    labels = [*range(along), None, *range(along, rank)]
+    return build([(t, range(rank)) for t in operands], [(results[0], labels)], linear=(every,), flops=0.0)
+
+
+@rule("unstack")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    rank = operands[0].rank - 1
+    along = cast("int", node.params["axis"]) % (rank + 1)
+    labels = [*range(along), None, *range(along, rank)]
+    return build([(operands[0], labels)], [(t, range(rank)) for t in results], linear=((0,),), flops=0.0)
+
+
+@rule("split")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    along = cast("int", node.params["axis"])
+    labels = [None if d == along else d for d in range(operands[0].rank)]
+    return build([(operands[0], labels)], [(t, labels) for t in results], linear=((0,),), flops=0.0)
+
+
+@rule("tile")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    repeats = cast("tuple[int, ...]", node.params["reps"])
+    labels = [d if count == 1 else None for d, count in enumerate(repeats)]
+    return build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+
+
+@rule("device_put")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """The plan says where values live; several may be put at once."""
+    labels = [[(i, d) for d in range(t.rank)] for i, t in enumerate(operands)]
+    return build(
+        list(zip(operands, labels, strict=True)),
+        list(zip(results, labels, strict=True)),
+        linear=(tuple(range(len(operands))),),
+        flops=0.0,
+    )

@@ -12,12 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.random import threefry2x32_p
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
+
+from autopar import jax_compat
 
 SINCE_0_11 = jax.__version_info__ >= (0, 11)
 
 
-ABSENT = {name: "a primitive since JAX 0.11" for name in ("log2", "one_minus_square") if not hasattr(lax, "log2")}
+NEWER = {name: "a primitive since JAX 0.11" for name in ("log2", "one_minus_square") if not hasattr(lax, "log2")}
+ABSENT = NEWER | {
+    "mulhi": "XLA's CPU compiler refuses it for more than one device",
+    "shard_map": "its pieces are the user's, not the rule's",
+    "sharding_constraint": "it passes its operand on in pieces that the user chose",
+}
 """Primitives with a rule and without a case, and why."""
 
 
@@ -38,7 +46,7 @@ def cases() -> list[Case]:
     """Every case; made by a function because arrays of 64 bits need JAX to be told first."""
     return [
         *_unary(),
-        *([] if ABSENT else _newer()),
+        *([] if NEWER else _newer()),
         *_binary(),
         *_bitwise(),
         *_elementwise(),
@@ -49,6 +57,10 @@ def cases() -> list[Case]:
         *_gathers(),
         *_scatters(),
         *_slices(),
+        *_convolutions(),
+        *_windows(),
+        *_matrices(),
+        *_others(),
     ]
 
 
@@ -99,10 +111,12 @@ def _binary() -> list[Case]:
     functions = {
         "add": lax.add, "sub": lax.sub, "mul": lax.mul, "div": lax.div, "atan2": lax.atan2, "eq": lax.eq, "ge": lax.ge,
         "gt": lax.gt, "le": lax.le, "lt": lax.lt, "ne": lax.ne, "max": lax.max, "min": lax.min, "rem": lax.rem,
-        "nextafter": lax.nextafter,
+        "nextafter": lax.nextafter, "complex": lax.complex, "eq_to": lax.eq_to_p.bind, "le_to": lax.le_to_p.bind,
+        "lt_to": lax.lt_to_p.bind,
     }  # fmt: skip
     positive = {
         "pow": lax.pow, "igamma": lax.igamma, "igammac": lax.igammac,
+        "igamma_grad_a": lax.igamma_grad_a,
         "zeta": lambda x, y: lax.zeta(x + 1.0, y), "polygamma": lambda x, y: lax.polygamma(lax.round(x), y),
     }  # fmt: skip
     x, y = _floats(4, 8, low=0.5, high=3.0), _floats(4, 8, low=0.5, high=3.0, seed=1)
@@ -119,6 +133,8 @@ def _binary() -> list[Case]:
         Case("div", lax.div, (_ints(4, 8, low=1), _ints(8, low=1, high=5)[None].repeat(4, 0)), "of integers"),
         Case("add", lax.add, (_ints(4, 8), _ints(4, 8)), "of integers"),
         Case("add_any", jax.grad(lambda x: jnp.sum(jnp.sin(x) * jnp.cos(x))), (_floats(4, 8),)),
+        Case("regularized_incomplete_beta", lax.betainc, (x, y, _floats(4, 8, low=0.1, high=0.9))),
+        Case("threefry2x32", threefry2x32_p.bind, tuple(_ints(4, 8, low=i, dtype=np.uint32) for i in range(4))),
         Case("clamp", lambda x: lax.clamp(-0.5, x, 0.5), (_floats(4, 8),), "by scalars"),
         Case("clamp", lax.clamp, (_floats(4, 8) - 3, _floats(4, 8, seed=1), _floats(4, 8) + 3), "by arrays"),
     ]
@@ -271,6 +287,7 @@ def _gathers() -> list[Case]:
         operand_batching_dims=(0,), start_indices_batching_dims=(0,),
     )  # fmt: skip
     columns = GatherDimensionNumbers(offset_dims=(0,), collapsed_slice_dims=(1,), start_index_map=(1,))
+    mixed = GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     table, inside = _floats(16, 12), _ints(4, 8, low=0, high=16)[..., None]
     outside = _ints(4, 8, low=-20, high=36)[..., None]
 
@@ -309,6 +326,24 @@ def _gathers() -> list[Case]:
             (_floats(8, 12), _ints(4, low=0, high=8), _ints(4, low=0, high=12)),
             "of points",
         ),
+        *(
+            Case(
+                "gather",
+                lambda x, i, mode=mode: x.at[i[..., 0], i[..., 1]].get(mode=mode),
+                (_floats(8, 12), _ints(4, 8, 2, low=-20, high=20)),
+                f"of points beyond, {mode.name}",
+            )
+            for mode in (clip, fill)
+        ),
+        *(
+            Case(
+                "gather",
+                lambda x, i, mode=mode: lax.gather(x, i, mixed, (1, 4), mode=mode),
+                (_floats(16, 12), _ints(8, 2, low=-4, high=18)),
+                f"of windows beyond, {mode.name}",
+            )
+            for mode in (clip, fill)
+        ),
         Case("gather", lambda x, i: jnp.take_along_axis(x, i, 1), (_floats(4, 8), _ints(4, 8, low=0, high=8)), "along"),
         Case(
             "gather",
@@ -329,7 +364,20 @@ def _scatters() -> list[Case]:
     )  # fmt: skip
     table, updates = _floats(16, 12), _floats(4, 8, 12)
     inside, outside = _ints(4, 8, low=0, high=16)[..., None], _ints(4, 8, low=-20, high=36)[..., None]
-    clip, fill, _ = _MODES
+    clip, fill, promise = _MODES
+    points = ScatterDimensionNumbers(
+        update_window_dims=(), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(1, 0)
+    )
+    windows = ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    kinds = {
+        "scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter-sub": lax.scatter_sub,
+        "scatter-mul": lax.scatter_mul, "scatter-min": lax.scatter_min, "scatter-max": lax.scatter_max,
+    }  # fmt: skip
+    once = np.random.default_rng(0).permutation(np.arange(-8, 24)).reshape(4, 8, 1)
+    corners = np.stack(np.meshgrid(np.arange(-2, 14), np.arange(-3, 9), indexing="ij"), -1)[::2]
+    along = np.stack([np.arange(-2, 6) * 3, np.arange(-2, 6) * 2], -1)
 
     def add(table: Any, indices: Any, updates: Any, mode: GatherScatterMode) -> jax.Array:
         return lax.scatter_add(table, indices, updates, rows, mode=mode)
@@ -363,6 +411,43 @@ def _scatters() -> list[Case]:
             (_ints(8), _ints(12, low=0, high=8), _ints(12)),
             "of integers",
         ),
+        *(
+            Case(name, partial(scatter, dimension_numbers=rows, mode=fill), (table, once, updates), "of rows, beyond")
+            for name, scatter in kinds.items()
+            if name != "scatter-add"
+        ),
+        Case(
+            "scatter", partial(lax.scatter, dimension_numbers=rows, mode=promise), (table, inside, updates), "of rows"
+        ),
+        *(
+            Case(
+                name, partial(scatter, dimension_numbers=numbers, mode=mode), (to, at, values), f"{label}, {mode.name}"
+            )
+            for name, scatter in kinds.items()
+            if name in ("scatter", "scatter-add")
+            for numbers, to, at, values, label in (
+                (points, _floats(8, 12), corners, _floats(*corners.shape[:-1]), "of points"),
+                (windows, _floats(16, 12), along, _floats(8, 4), "of windows"),
+            )
+            for mode in (fill, clip)
+        ),
+        Case("scatter", lambda x, i, u: x.at[i].set(u), (_ints(8), np.arange(-2, 10) % 8, _ints(12)), "of integers"),
+        Case(
+            "scatter",
+            lambda x, i: lax.scatter_apply(x, i, jnp.sin, rows, update_shape=(4, 8, 12)),
+            (table, once),
+            "by a function",
+        ),
+        Case(
+            "scatter",
+            lambda x, i, u: lax.scatter(x, i, u, batched, mode=fill),
+            (
+                _floats(4, 8),
+                np.random.default_rng(0).permuted(np.full((4, 12), np.arange(-2, 10)), axis=1)[..., None],
+                _floats(4, 12),
+            ),
+            "in batches",
+        ),
     ]
 
 
@@ -382,4 +467,125 @@ def _slices() -> list[Case]:
             (x, _floats(4, 4, 12), at),
             "clamped",
         ),
+    ]
+
+
+def _convolutions() -> list[Case]:
+    """Gradients are two more convolutions each, with channels and batches exchanged."""
+    layouts = {"channels last": ("NHWC", "HWIO", "NHWC"), "channels first": ("NCHW", "OIHW", "NCHW")}
+
+    def conv(x: Any, kernel: Any, **options: Any) -> jax.Array:
+        options = {"window_strides": (1,), "padding": [(1, 1)], "dimension_numbers": ("NWC", "WIO", "NWC")} | options
+        return lax.conv_general_dilated(x, kernel, **options)
+
+    def both(**options: Any) -> Callable[..., Any]:
+        return jax.grad(lambda x, kernel: jnp.sum(jnp.sin(conv(x, kernel, **options))), (0, 1))
+
+    x, pointed = _floats(4, 6, 8), _floats(3, 8, 4)
+    dilated = {"window_strides": (2,), "lhs_dilation": (2,), "rhs_dilation": (2,), "padding": [(2, 3)]}
+    grouped = {"four groups": (4, (3, 2, 12)), "depthwise": (8, (3, 1, 8)), "depthwise, twice": (8, (3, 1, 16))}
+    batches = {"four batch groups": (4, (3, 8, 12)), "batch groups of one": (8, (3, 8, 8))}
+    forms: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        ("strided", x, pointed, {"window_strides": (2,)}),
+        ("dilated", x, pointed, dilated),
+        *((label, x, _floats(*k), {"feature_group_count": n}) for label, (n, k) in grouped.items()),
+        *((label, _floats(8, 6, 8), _floats(*k), {"batch_group_count": n}) for label, (n, k) in batches.items()),
+    ]
+    planes = {"padding": "SAME", "window_strides": (2, 1)}
+    return [
+        Case("conv_general_dilated", partial(conv, **planes, dimension_numbers=layouts["channels last"]),
+             (_floats(4, 6, 6, 8), _floats(3, 3, 8, 4)), "channels last"),
+        Case("conv_general_dilated", partial(conv, **planes, dimension_numbers=layouts["channels first"]),
+             (_floats(4, 8, 6, 6), _floats(4, 8, 3, 3)), "channels first"),
+        Case("conv_general_dilated", partial(conv, preferred_element_type=np.float32),
+             (x.astype(jnp.bfloat16), pointed.astype(jnp.bfloat16)), "to more bits"),
+        *(Case("conv_general_dilated", both(**options), (x, k), f"{label}, by grad") for label, x, k, options in forms),
+    ]  # fmt: skip
+
+
+def _windows() -> list[Case]:
+    x = _floats(4, 8, 6, 4)
+    pool: dict[str, Any] = {
+        "window_dimensions": (1, 2, 3, 1), "window_strides": (1, 2, 1, 1), "padding": ((0, 0), (0, 0), (1, 1), (0, 0)),
+    }  # fmt: skip
+    skewed: dict[str, Any] = {
+        "window_dimensions": (1, 1, 1, 2), "window_strides": (1, 2, 1, 1), "padding": ((0, 0), (0, 0), (2, 2), (0, 0)),
+        "base_dilation": (2, 1, 1, 1), "window_dilation": (1, 1, 1, 2),
+    }  # fmt: skip
+
+    def pooled(combine: Callable[..., Any], start: float, options: dict[str, Any] = pool) -> Callable[..., Any]:
+        return lambda x: lax.reduce_window(x, start, combine, **options)
+
+    def both(a: Any, b: Any) -> Any:
+        return a[0] + b[0], a[1] * b[1]
+
+    highest = pooled(lax.max, -np.inf)
+    return [
+        Case("reduce_window_sum", pooled(lax.add, 0.0), (x,)),
+        Case("reduce_window_sum", pooled(lax.add, 0.0, skewed), (_floats(4, 8, 4, 6),), "that moves every dimension"),
+        Case("reduce_window_max", highest, (x,)),
+        Case("reduce_window_min", pooled(lax.min, np.inf), (x,)),
+        Case("reduce_window", pooled(lax.mul, 1.0), (x,), "by a product"),
+        Case("reduce_window", lambda x: lax.reduce_window((x, x + 1), (0.0, 1.0), both, **pool), (x,), "of two"),
+        Case("select_and_scatter_add", jax.grad(lambda x: jnp.sum(highest(x) ** 2)), (x,)),
+        Case("select_and_gather_add", lambda x, t: jax.jvp(highest, (x,), (t,)), (x, x - 1)),
+        Case("select_and_scatter", _spread, (x, _floats(4, 4, 6, 4))),
+    ]
+
+
+def _spread(x: jax.Array, updates: jax.Array) -> jax.Array:
+    """`lax` has a primitive and no function for this."""
+    (select, _), (scatter, _) = (jax_compat.open_jaxpr(jax.make_jaxpr(f)(0.0, 0.0)) for f in (lax.ge, lax.mul))
+    return lax.select_and_scatter_p.bind(
+        x, updates, jnp.asarray(2.0),
+        select_jaxpr=select, select_consts=(), scatter_jaxpr=scatter, scatter_consts=(),
+        window_dimensions=(1, 2, 1, 1), window_strides=(1, 2, 1, 1), padding=((0, 0),) * 4,
+    )  # fmt: skip
+
+
+def _matrices() -> list[Case]:
+    """Batches of matrices that are well-conditioned, so that pieces round as the whole does."""
+    x, sides = _floats(4, 4, 4) + 6 * np.eye(4), _floats(4, 4, 8)
+    symmetric = x + x.swapaxes(1, 2)
+    of_any = {"eig": lax.linalg.eig, "hessenberg": lax.linalg.hessenberg, "lu": lax.linalg.lu, "qr": lax.linalg.qr,
+              "schur": lax.linalg.schur, "svd": lax.linalg.svd}  # fmt: skip
+    of_symmetric = {"cholesky": lax.linalg.cholesky, "eigh": lax.linalg.eigh, "tridiagonal": lax.linalg.tridiagonal}
+    transforms = {"FFT": jnp.fft.fft2, "RFFT": jnp.fft.rfft, "IRFFT": jnp.fft.irfft}
+    solve = lax.linalg.triangular_solve
+    return [
+        *(Case(name, function, (x,)) for name, function in of_any.items()),
+        *(Case(name, function, (symmetric,)) for name, function in of_symmetric.items()),
+        Case("qr", lambda x: lax.linalg.qr(x, full_matrices=False), (_floats(4, 8, 4),), "of tall matrices"),
+        Case("svd", lambda x: lax.linalg.svd(x, compute_uv=False), (_floats(4, 4, 8),), "values alone"),
+        Case("householder_product", lax.linalg.householder_product, (x, _floats(4, 4))),
+        Case("triangular_solve", partial(solve, left_side=True, lower=True), (x, sides), "from the left"),
+        Case("triangular_solve", partial(solve, left_side=False), (x, sides.swapaxes(1, 2)), "from the right"),
+        Case(
+            "tridiagonal_solve",
+            lax.linalg.tridiagonal_solve,
+            (_floats(4, 4), _floats(4, 4) + 6, _floats(4, 4, seed=1), sides),
+        ),
+        *(Case("fft", function, (_floats(4, 4, 8),), label) for label, function in transforms.items()),
+    ]
+
+
+def _others() -> list[Case]:
+    x, keys = _floats(4, 8, 12), jax.random.split(jax.random.key(7), (4, 8))
+
+    def both(a: Any, b: Any) -> Any:
+        return a[0] + b[0], a[1] * b[1]
+
+    return [
+        Case("split", lambda x: lax.split(x, (3, 5), 1), (x,)),
+        Case("stack", lambda x, y: lax.stack((x, y), 1), (x, x + 1)),
+        Case("unstack", lambda x: lax.unstack(x, 1), (_floats(4, 2, 8),)),
+        Case("tile", lambda x: lax.tile(x, (1, 2, 1)), (x,)),
+        Case("top_k", lambda x: lax.top_k(x, 4), (x,)),
+        Case("approx_top_k", lambda x: lax.approx_max_k(x, 4, reduction_dimension=1), (x,)),
+        Case("reduce", lambda x: lax.reduce(x, 0.5, lambda a, b: a + b + a * b, (1,)), (x,), "by a function"),
+        Case("reduce", lambda x: lax.reduce((x, x + 1), (0.0, 1.0), both, (0,)), (x,), "of two"),
+        Case("reduce_xor", lambda x: lax.reduce(x, 0, lax.bitwise_xor, (1,)), (_ints(4, 8).astype(np.int64),)),
+        Case("device_put", lambda x, y: jax.device_put((x, y)), (x, _ints(8))),
+        Case("random_gamma", jax.random.gamma, (jax.random.key(7), _floats(8, low=0.5)), "of one key"),
+        Case("random_gamma", jax.vmap(jax.vmap(jax.random.gamma)), (keys, _floats(4, 8, 2, low=0.5)), "of many keys"),
     ]

@@ -1,0 +1,52 @@
+"""Rules of convolutions: batch and output channels pass through, input channels reduce, groups go together.
+
+Gradients are convolutions too, their batches and channels exchanged, so one rule serves all three.
+
+Reference: Dryden et al., "Channel and filter parallelism for large-scale CNN training" (2019), section 3; XLA's
+Convolution semantics for feature and batch groups, which are contiguous and outermost in their dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import cast
+
+from passes.ir import Node
+from passes.rules.registry import ShardingRule, Types, build, rule, size_of
+
+
+@rule("conv_general_dilated")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """Each spec lists batch and feature (of the kernel: out and in), then the spatial dimensions, never cut.
+
+    The kernel has the input channels of one feature group. The zeros that dilate the left side cost no flops.
+    """
+    specs = cast("Mapping[str, tuple[int, ...]]", node.params["dimension_numbers"])
+    features = cast("int", node.params["feature_group_count"])
+    batches = cast("int", node.params["batch_group_count"])
+    match features > 1, batches > 1:
+        case True, _:
+            left, right, out = ("batch", "group"), ("group", None), ("batch", "group")
+        case _, True:
+            left, right, out = ("group", "in"), ("group", "in"), (None, "group")
+        case _:
+            left, right, out = ("batch", "in"), ("out", "in"), ("batch", "out")
+    _, kernel_in, *kernel_spatial = specs["rhs_spec"]
+    kernel = operands[1].shape
+    window = size_of([kernel[d] for d in kernel_spatial]) / size_of(
+        cast("tuple[int, ...]", node.params["lhs_dilation"])
+    )
+    return build(
+        [(operands[0], _placed(specs["lhs_spec"], left)), (operands[1], _placed(specs["rhs_spec"], right))],
+        [(results[0], _placed(specs["out_spec"], out))],
+        reduce={"in": "add"},
+        sizes={"group": max(features, batches)},
+        flops=2.0 * results[0].size * window * kernel[kernel_in],
+        light=False,
+    )
+
+
+def _placed(spec: tuple[int, ...], labels: tuple[Hashable, Hashable]) -> list[Hashable]:
+    """The labels of the first two dimensions of a spec, in the array's order."""
+    named = dict(zip(spec, labels, strict=False))
+    return [named.get(d) for d in range(len(spec))]
