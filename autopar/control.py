@@ -11,6 +11,7 @@ from typing import Any
 
 from jax import lax
 
+from autopar import jax_compat
 from passes.errors import InternalError
 
 Flat = Callable[..., Sequence[Any]]
@@ -26,7 +27,8 @@ def bind_control(primitive: str, params: Mapping[str, Any], bodies: Sequence[Fla
 
 def _scan(params: Mapping[str, Any], bodies: Sequence[Flat], operands: Sequence[Any]) -> Sequence[Any]:
     (body,) = bodies
-    constants, fixed = params["num_consts"], params["num_consts"] + params["num_carry"]
+    counts = jax_compat.scan_counts(params)
+    constants, fixed = counts["num_consts"], sum(counts.values())
     held, carries, slices = operands[:constants], operands[constants:fixed], operands[fixed:]
 
     def step(carry: tuple[Any, ...], sliced: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -170,7 +170,7 @@ class _Builder:
                 primitive=name,
                 inputs=inputs,
                 outputs=tuple(self.fresh(var.aval) for var in equation.outvars),
-                params=placement_params(equation, site.source) or plain_params(equation.params),
+                params=node_params(equation, site.source),
                 subgraphs=tuple(body.graph for body in bodies),
                 source=site.source,
                 scope=site.scope,
@@ -241,8 +241,11 @@ class _Builder:
         )
 
 
-def placement_params(equation: Any, source: str) -> dict[str, object]:
-    """What the user has placed, as planning's rules read it; empty for any other operation."""
+def node_params(equation: Any, source: str) -> dict[str, object]:
+    """An equation's parameters as planning reads them: what the user has placed, a loop's counts, or all as they are.
+
+    Raises UnsupportedError for a `shard_map` that leaves axes to the plan.
+    """
     params = equation.params
     match equation.primitive.name:
         case "sharding_constraint":
@@ -264,8 +267,11 @@ def placement_params(equation: Any, source: str) -> dict[str, object]:
             sides = (("in_specs", equation.invars), ("out_specs", equation.outvars))
             specs = {s: tuple(map(_spec, params[s], (v.aval.ndim for v in held))) for s, held in sides}
             return {**specs, "mesh": dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))}
+        case "scan":
+            plain = {key: value for key, value in params.items() if key not in ("ft_in", "ft_out")}
+            return plain_params(plain) | jax_compat.scan_counts(params)
         case _:
-            return {}
+            return plain_params(params)
 
 
 def _spec(spec: Any, rank: int) -> str:

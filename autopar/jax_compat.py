@@ -42,6 +42,7 @@ __all__ = [
     "no_mesh",
     "open_jaxpr",
     "optimization_barrier_p",
+    "scan_counts",
     "scope_of",
     "source_of",
     "threefry2x32_p",
@@ -93,6 +94,14 @@ def _varying(x: Any, axes: frozenset[str]) -> Any:
 
 def _varies(aval: Any) -> frozenset[str]:
     return frozenset(aval.vma if hasattr(aval, "vma") else aval.mat.varying)
+
+
+def scan_counts(params: Mapping[str, Any]) -> dict[str, int]:
+    """How many of a scan's operands are constants and how many carries; 0.11 has trees in place of the numbers."""
+    if "num_consts" in params:
+        return {"num_consts": params["num_consts"], "num_carry": params["num_carry"]}
+    constants, carries, _ = params["ft_in"].unpack()
+    return {"num_consts": len(constants), "num_carry": len(carries)}
 
 
 def is_array_type(aval: Any) -> bool:
