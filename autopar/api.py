@@ -6,15 +6,17 @@ The meaning of a function and of every option is `jax.jit`'s.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
-from autopar.errors import DeviceError, explain
+from autopar.errors import ArgumentError, ClusterError, DeviceError, explain
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
 from autopar.jax_compat import Device
 from autopar.plan import Plan
@@ -31,7 +33,7 @@ _Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...]]
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
-    cluster: str | Cluster | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
     planner: Planner | None = None,
     devices: Sequence[Device] | None = None,
     static_argnums: Positions = None,
@@ -44,7 +46,7 @@ def parallelize(
     `cluster` is what to plan for, by description (`"8x8:a100-80g"`) or value; by default the `devices`, which are by
     default all of JAX's. `planner` chooses, `Auto()` by default. The other options are `jax.jit`'s.
 
-    Raises ClusterError for a description that cannot be read.
+    Raises ClusterError for a description that cannot be read, ArgumentError for what is no planner or no devices.
     """
     options = {
         "static_argnums": static_argnums,
@@ -80,16 +82,16 @@ class ParallelFunction:
         self,
         fun: Callable[..., Any],
         *,
-        cluster: str | Cluster | None,
+        cluster: str | os.PathLike[str] | Cluster | None,
         planner: Planner | None,
         devices: Sequence[Device] | None,
         options: dict[str, Any],
     ) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-        self._planner = Auto() if planner is None else planner
-        self._devices = None if devices is None else tuple(devices)
+        self._cluster = _checked_cluster(cluster)
+        self._planner = Auto() if planner is None else _checked_planner(planner)
+        self._devices = None if devices is None else _checked_devices(devices)
         self._options = options
         self._signature: Signature = signature_of(fun, options["static_argnums"], options["static_argnames"])
         self._programs: dict[_Key, _Program] = {}
@@ -169,8 +171,38 @@ class ParallelFunction:
                     f"cluster {plan.cluster.name!r}",
                     f"{len(devices)} are here ({kinds})",
                     self._signature.source,
-                    "run it where the cluster is, leave out cluster= to plan for the devices that are here, or ask "
-                    "only for .plan(...), which needs no devices",
+                    "run it where the cluster is, pass more devices= or leave out cluster= to plan for those that are "
+                    "here, or ask only for .plan(...), which needs no devices",
                 )
             )
         return devices[: plan.mesh.size]
+
+
+def _checked_cluster(cluster: object) -> Cluster | None:
+    """The cluster that is meant. Raises ClusterError."""
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, str | os.PathLike):
+        return parse_cluster(cluster)
+    remedy = "write, say, cluster='8:h100', or devices=jax.devices()[:8] for devices that are here"
+    rule = "a cluster is a description, a JSON file or an autopar.Cluster"
+    raise ClusterError(explain(f"cluster={cluster!r:.60}", rule, "", remedy))
+
+
+def _checked_planner(planner: Any) -> Planner:
+    """The planner. Raises ArgumentError for anything else, a planner's class included."""
+    if not isinstance(planner, type) and callable(getattr(planner, "plan", None)):
+        return planner
+    is_class = isinstance(planner, type)
+    rule = "a planner is a value, and this is its class" if is_class else "a planner has a method plan(graph, cluster)"
+    remedy = "pass autopar.Auto(), DataParallel(), Zero(), Megatron(data=, tensor=) or Manual(path)"
+    raise ArgumentError(explain(f"planner={planner!r:.60}", rule, "", remedy))
+
+
+def _checked_devices(devices: Any) -> tuple[Device, ...]:
+    """The devices. Raises ArgumentError for anything that is no sequence of them."""
+    found = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else None
+    if found and all(hasattr(device, "device_kind") for device in found):
+        return found
+    rule = "devices are a sequence of one jax.Device or more"
+    raise ArgumentError(explain(f"devices={devices!r:.60}", rule, "", "write, say, devices=jax.devices()[:8]"))

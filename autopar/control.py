@@ -6,9 +6,11 @@ Reference: the parameters of `scan_p`, `while_p` and `cond_p`, which `jax.lax`'s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from autopar import jax_compat
@@ -49,11 +51,23 @@ def _scan(params: Mapping[str, Any], bodies: Sequence[Flat], operands: Sequence[
 def _while(params: Mapping[str, Any], bodies: Sequence[Flat], operands: Sequence[Any]) -> Sequence[Any]:
     test, body = bodies
     for_test, fixed = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    return lax.while_loop(
-        lambda carry: test(*operands[:for_test], *carry)[0],
-        lambda carry: tuple(body(*operands[for_test:fixed], *carry)),
-        tuple(operands[fixed:]),
-    )
+    held_by_test, held, start = operands[:for_test], operands[for_test:fixed], tuple(operands[fixed:])
+    if not params["cond_jaxpr"].out_avals[0].shape:
+        return lax.while_loop(lambda c: test(*held_by_test, *c)[0], lambda c: tuple(body(*held, *c)), start)
+
+    # Under `vmap` the test has one truth value a row: the loop goes on while any row does, the others keep what they
+    # have. The test is made in the body, once, for what it sends is planned once.
+    def step(state: tuple[tuple[Any, ...], Any]) -> tuple[tuple[Any, ...], Any]:
+        before, _ = state
+        rows = test(*held_by_test, *before)[0]
+        return tuple(map(partial(_where, rows), body(*held, *before), before)), rows.any()
+
+    return lax.while_loop(lambda state: state[1], step, (start, jnp.asarray(True)))[0]
+
+
+def _where(rows: Any, after: Any, before: Any) -> Any:
+    """`after` in the rows that go on, along the leading dimensions, `before` in the others."""
+    return jnp.where(rows.reshape(rows.shape + (1,) * (after.ndim - rows.ndim)), after, before)
 
 
 def _cond(params: Mapping[str, Any], bodies: Sequence[Flat], operands: Sequence[Any]) -> Sequence[Any]:

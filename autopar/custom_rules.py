@@ -46,7 +46,13 @@ def register_rule(primitive: Primitive | str, rule: Rule, *, localize: Localize 
     Raises ArgumentError for a primitive that autopar handles itself, and for a text that makes no sense; planning
     raises it for a text that does not fit its operands.
     """
-    name = primitive if isinstance(primitive, str) else primitive.name
+    name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
+    if not isinstance(name, str):
+        why = "the first argument is a primitive or its name"
+        raise ArgumentError(explain(f"register_rule({primitive!r:.60})", why, "", "pass my_p, or my_p.name"))
+    if not isinstance(rule, str) and not callable(rule):
+        remedy = 'write, say, "b i, i j -> b j"'
+        raise ArgumentError(explain(f"rule {rule!r:.60} of {name}", "a rule is a text or a function", "", remedy))
     if name in known_primitives() or name in WITHOUT_RULE:
         why = f"has none on purpose: {WITHOUT_RULE[name]}" if name in WITHOUT_RULE else "has a built-in rule"
         remedy = "wrap what you compute in a primitive of your own, and register that"
@@ -100,6 +106,10 @@ def _parsed(name: str, text: str, source: str) -> _Description:
 def _rule(name: str, rule: Rule, node: Node, operands: Types, results: Types) -> ShardingRule:
     """The sharding rule of one use; it counts the flops of the einsum that its text would be."""
     text = rule if isinstance(rule, str) else rule(node.params, _structs(operands), _structs(results))
+    if text is not None and not isinstance(text, str):
+        why = f"a rule's function gives a text or None, this gave {text!r:.60}"
+        remedy = 'return, say, "b i, i j -> b j"'
+        raise ArgumentError(explain(f"the rule of {name}", why, node.source, remedy))
     if text is None:
         return replicate(operands, results, "the rule registered for it keeps this use whole")
     what, described = f"rule {text!r} of {name}", _parsed(name, text, node.source)

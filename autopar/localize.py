@@ -188,9 +188,10 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     selected = tuple(axis for d in numbers.start_index_map for axis in spec.dims[d])
     if not selected:
         return rebind(cut, operands, slice_sizes=sizes)
-    mine, is_outside = _shifted(cut, indices, numbers.start_index_map, slices)
+    clamps = _mode(cut) in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
+    mine, is_outside = _shifted(cut, indices, numbers.start_index_map, slices, clamps=clamps)
     dropping: dict[str, Any] = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
-    (found,) = rebind(cut, (source, mine), slice_sizes=sizes, **dropping)
+    (found,) = rebind(cut, (_settled(source), mine), slice_sizes=sizes, **dropping)
     if _mode(cut) != GatherScatterMode.FILL_OR_DROP:
         return (found,)
     is_first = piece_index(selected, cut.mesh) == 0
@@ -209,22 +210,32 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     extents = iter(updates.shape[d] for d in numbers.update_window_dims)
     window = [1 if d in single else next(extents) for d in range(target.ndim)]
-    mine, _ = _shifted(cut, indices, indexed, window)
-    return rebind(cut, (target, mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
+    mine, _ = _shifted(cut, indices, indexed, window, clamps=_mode(cut) == GatherScatterMode.CLIP)
+    return rebind(cut, (_settled(target), mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
+
+
+def _settled(piece: jax.Array) -> jax.Array:
+    """A piece that XLA takes as it is.
+
+    Where it sees how the piece was sliced, and a single index, XLA turns both into one slice and forgets that the inner
+    one clamps: an index beyond the piece then reads and writes the wrong rows (openxla/xla#49121, jax-ml/jax#40849).
+    """
+    return lax.optimization_barrier(piece)
 
 
 def _shifted(
-    cut: Cut, indices: jax.Array, indexed: Sequence[int], window: Sequence[int]
+    cut: Cut, indices: jax.Array, indexed: Sequence[int], window: Sequence[int], *, clamps: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Indices into this device's piece, out of bounds where another piece is meant, and which miss the whole operand.
 
     `indexed` are the operand's dimensions that the last dimension of `indices` speaks of, `window` the extents taken
-    along every dimension. A shift keeps sorted indices sorted and unique ones unique.
+    along every dimension; indices outside the whole are brought to its edge if the operation `clamps`. A shift keeps
+    sorted indices sorted and unique ones unique.
     """
     whole, spec = cut.operands[0].shape, cut.placement.operands[0]
     wide = _signed(indices, [whole[d] for d in indexed])
     last = np.asarray([whole[d] - window[d] for d in indexed], wide.dtype)
-    if _mode(cut) == GatherScatterMode.CLIP:
+    if clamps:
         wide = jnp.clip(wide, 0, last)
     local = spec.local_shape(whole, cut.mesh)
     begins = [_offset(cut, spec.dims[d], local[d], wide.dtype) for d in indexed]

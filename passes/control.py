@@ -18,10 +18,14 @@ from passes.ir import Graph, Node, TensorType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A value at the border of bodies. A `carry` may stay a sum over devices from one iteration to the next."""
+    """A value at the border of bodies.
+
+    A `carry` may stay a sum over devices from one iteration to the next; `whole` ones are never cut.
+    """
 
     type: TensorType
     carry: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +82,20 @@ def _scan(node: Node, graph: Graph) -> Control:
 
 
 def _while(node: Node, graph: Graph) -> Control:
-    """The number of iterations is unknown: one is counted, as XLA does."""
+    """The number of iterations is unknown: one is counted, as XLA does.
+
+    Under `vmap` the test has one truth value a row, and rows that are done keep what they carry: then nothing is cut.
+    """
     test, body = node.subgraphs
     for_test, for_body = cast("int", node.params["cond_nconsts"]), cast("int", node.params["body_nconsts"])
     fixed, count = for_test + for_body, len(node.inputs)
-    slots = [Slot(type=graph.types[v], carry=i >= fixed) for i, v in enumerate(node.inputs)]
-    slots.append(Slot(type=test.types[test.outputs[0]]))
+    going = test.types[test.outputs[0]]
+    whole = going.rank > 0
+    slots = [
+        Slot(type=graph.types[v], carry=i >= fixed and not whole, whole=i >= fixed and whole)
+        for i, v in enumerate(node.inputs)
+    ]
+    slots.append(Slot(type=going, whole=True))
     carries = tuple(range(fixed, count))
     return Control(
         slots=tuple(slots),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from passes import collectives, restrictions
 from passes.bundles import Grouping, group
@@ -53,6 +53,9 @@ class Auto:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+        if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
+            rule = "a mesh has a whole number of axes, one or more"
+            raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
         meshes = [
             _mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(cluster.n_devices, max_axes=self.max_axes))
         ]
@@ -112,6 +115,10 @@ class Manual:
     source: str | Path | Plan
 
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+        if not isinstance(cast(object, self.source), str | Path | Plan):
+            rule = "a saved plan is a path or an autopar.Plan"
+            remedy = "pass what plan.save(path) wrote, or the plan itself"
+            raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
         plan = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
         plan.check(graph)
         if plan.mesh.size > cluster.n_devices:

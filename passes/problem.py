@@ -189,6 +189,8 @@ def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec
 def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
     """Every placement of a slot; a carry that can be summed may stay partial, and is reduced once after the loop."""
     full = full_placements(slot.type, resharder)
+    if slot.whole:
+        return full[:1]
     if not slot.carry or not slot.type.dtype.startswith(("float", "bfloat")):
         return full
     seconds = resharder.seconds(slot.type)

@@ -170,7 +170,9 @@ class Resharder:
 
 
 def _divides(mesh: Mesh, shape: tuple[int, ...], spec: ShardingSpec) -> bool:
-    return all(size % parts == 0 for size, parts in zip(shape, _parts(mesh, spec), strict=True))
+    """Whether the axes divide every dimension; an array without elements is never cut."""
+    cut = list(zip(shape, _parts(mesh, spec), strict=True))
+    return all(size % parts == 0 for size, parts in cut) and (0 not in shape or all(parts == 1 for _, parts in cut))
 
 
 def _parts(mesh: Mesh, spec: ShardingSpec) -> list[int]:

@@ -6,14 +6,16 @@ solving the rest fills those gaps the best way, and puts the plan on the path th
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
 from passes.cluster import Cluster
-from passes.errors import PlanningError
+from passes.errors import PlanningError, explain
 from passes.intra_op import Floats
 from passes.phases import phase
 from passes.problem import Assembly, Region
@@ -23,13 +25,13 @@ from passes.strategies import PARTIAL, Strategy
 
 def check_sizes(sizes: Mapping[str, int], cluster: Cluster) -> None:
     """Raises PlanningError unless the sizes are positive and multiply to the cluster's devices."""
-    total = int(np.prod(list(sizes.values())))
-    if min(sizes.values()) < 1 or total != cluster.n_devices:
-        asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise PlanningError(
-            f"{asked} makes {total} devices, the cluster {cluster.name!r} has {cluster.n_devices}; "
-            "choose sizes whose product is the number of devices"
-        )
+    asked = f"Megatron({', '.join(f'{name}={size!r}' for name, size in sizes.items())})"
+    if not all(isinstance(cast(object, size), int) and size > 0 for size in sizes.values()):
+        raise PlanningError(explain(asked, "sizes are whole numbers from 1", "", "write, say, data=2, tensor=4"))
+    total = math.prod(sizes.values())
+    if total != cluster.n_devices:
+        rule = f"this makes {total} devices, and cluster {cluster.name!r} has {cluster.n_devices}"
+        raise PlanningError(explain(asked, rule, "", "choose sizes whose product is the number of devices"))
 
 
 Value = tuple[int, int]
@@ -223,7 +225,7 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
     """The restriction of ZeRO's stage 1, 2 or 3. Raises PlanningError for another stage."""
     if stage not in (1, 2, 3):
         raise PlanningError(
-            f"Zero(stage={stage}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
+            f"Zero(stage={stage!r}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
         )
 
     def restrict(assembly: Assembly) -> Assembly:

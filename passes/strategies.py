@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from passes.bundles import Bundle, Grouping
 from passes.cost import Work, local_flops
-from passes.errors import NoLegalPlanError
+from passes.errors import NoLegalPlanError, explain
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.resharding import Resharder
@@ -143,8 +143,7 @@ class _Tabulation:
         self.read_types = [graph.types[v] for v in read]
         self.result_types = [[graph.types[v] for v in graph.nodes[m].outputs] for m in self.members]
         self.dtype = _dominant_dtype(graph, self.members)
-        first = graph.nodes[self.members[0]]
-        self.words = f"{first.primitive}{f' at {first.source}' if first.source else ''}"
+        self.source = graph.nodes[self.members[0]].source
 
     def run(self) -> Table:
         found: dict[tuple[object, ...], tuple[Strategy, list[tuple[int, ShardingSpec]], dict[int, ShardingSpec]]] = {}
@@ -162,7 +161,7 @@ class _Tabulation:
             if best is None or seconds < best[0].compute_seconds + best[0].reshard_seconds:
                 found[border] = placed
         if not found:
-            raise NoLegalPlanError(f"{self.words} cannot be placed on mesh {self.mesh} as the program asks")
+            raise NoLegalPlanError(self._unmet())
         chosen = list(found.values())
         strategies = tuple(strategy for strategy, _, _ in chosen)
         ports: dict[tuple[int, tuple[ShardingSpec, ...]], None] = {}
@@ -217,6 +216,17 @@ class _Tabulation:
             picks=choice, assignments=tuple(assignments), compute_seconds=compute, reshard_seconds=reshard
         )
         return strategy, reads, home
+
+    def _unmet(self) -> str:
+        """Why no strategy is left: the first constraint of the user's that this mesh cannot meet."""
+        wanted = next((rule.pieces for rule in self.rules if rule.pieces), ())
+        pieces = ", ".join("any" if count is None else f"{count}" for count in wanted)
+        return explain(
+            f"a sharding constraint to [{pieces}] pieces of {self.result_types[0][0]}",
+            f"no axes of the mesh cut it so; the last one tried is {self.mesh}",
+            f"at {self.source}",
+            "ask for pieces that the mesh's axes make, drop the constraint, or plan with Auto(max_axes=3)",
+        )
 
     def _assign(self, position: int, choice: Picks, home: dict[int, ShardingSpec]) -> Assignment | None:
         """The member's assignment under the bundle's choice; None where an axis does not divide.

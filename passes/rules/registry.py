@@ -189,9 +189,11 @@ def build(
     reduce, partial, sizes = reduce or {}, partial or {}, sizes or {}
     found: dict[Hashable, int] = {}
     factors: list[Factor] = []
+    # JAX cannot place an array without elements in pieces.
+    never = {label for type, labels in (*operands, *results) if not type.size for label in labels} | {None}
     for type, labels in (*operands, *results):
         for size, label in zip(type.shape, labels, strict=True):
-            if label is None or size == 1:
+            if label in never or size == 1:
                 continue
             if label not in found:
                 found[label] = len(factors)
@@ -205,7 +207,7 @@ def build(
 
     def dims(type: TensorType, labels: Sequence[Hashable]) -> tuple[int, ...]:
         cut = zip(type.shape, labels, strict=True)
-        return tuple(-1 if label is None or size == 1 else found[label] for size, label in cut)
+        return tuple(-1 if label in never or size == 1 else found[label] for size, label in cut)
 
     factors.extend(Factor(size=0, reduction="add", partial=tuple(together)) for together in linear)
     return ShardingRule(

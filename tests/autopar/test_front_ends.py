@@ -1,0 +1,440 @@
+"""Unmodified train steps of the neural-network and optimizer libraries: three of each, equal to `jax.jit`'s three."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import autopar
+
+STEPS = 3
+BATCH = 16
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+"""Relative to an array's largest entry."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unoptimized() -> Iterator[None]:
+    """Machine code is left as it is first written: most of these tests' time is LLVM's."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@dataclass(frozen=True)
+class Training:
+    """`step(state, *call)` is (state, loss); `options` are `jax.jit`'s."""
+
+    step: Callable[..., tuple[Any, Any]]
+    state: Any
+    calls: tuple[tuple[Any, ...], ...]
+    options: dict[str, Any] | None = None
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 1.0, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(scale=scale, size=shape), dtype)
+
+
+def batches(dtype: Any = jnp.float32) -> list[dict[str, jax.Array]]:
+    """A regression's batches, one for each step."""
+    return [
+        {"inputs": draw(BATCH, 8, seed=i, dtype=dtype), "targets": draw(BATCH, 4, seed=99 + i, dtype=dtype)}
+        for i in range(STEPS)
+    ]
+
+
+def images() -> list[dict[str, jax.Array]]:
+    labels = np.random.default_rng(1).integers(0, 8, (STEPS, BATCH))
+    return [{"image": draw(BATCH, 8, 8, 2, seed=i), "label": jnp.asarray(labels[i], jnp.int32)} for i in range(STEPS)]
+
+
+def run(step: Callable[..., Any], training: Training) -> list[Any]:
+    """(state, loss) after every step, arrays alone."""
+    state, results = jax.tree.map(jnp.array, training.state), []
+    for call in training.calls:
+        state, loss = step(state, *call)
+        results.append(jax.tree.map(np.asarray, without_keys((state, loss))))
+    return results
+
+
+def without_keys(tree: Any) -> Any:
+    """The tree with a key's words in its place."""
+    is_key = functools.partial(jnp.issubdtype, arg2=jax.dtypes.prng_key)
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf, tree)
+
+
+def check(training: Training, planner: Any) -> None:
+    options = training.options or {}
+    ours = run(autopar.parallelize(training.step, planner=planner, **options), training)
+    expected = run(jax.jit(training.step, **options), training)
+    for number, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+            where = f"step {number}, {jax.tree_util.keystr(path)}"
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), where
+            if y.dtype.name not in TOLERANCE:
+                np.testing.assert_array_equal(x, y, where)
+                continue
+            np.testing.assert_array_equal(np.isnan(x), np.isnan(y), where)
+            x, y = np.nan_to_num(x), np.nan_to_num(y)
+            error = np.max(np.abs(x - y), initial=0) / max(float(np.max(np.abs(y), initial=0)), 1e-30)
+            assert error <= TOLERANCE[y.dtype.name], f"{where}: relative error {error:.1e}"
+
+
+# flax.linen
+
+
+class Net(nn.Module):
+    """A small image classifier with everything that linen keeps beside parameters."""
+
+    @nn.compact
+    def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
+        hidden = nn.Conv(8, (3, 3), use_bias=False)(image)
+        hidden = nn.relu(nn.BatchNorm(use_running_average=not train)(hidden))
+        hidden = nn.avg_pool(hidden, (2, 2), (2, 2)).reshape(image.shape[0], -1)
+        hidden = nn.Dropout(0.25, deterministic=not train)(nn.LayerNorm()(nn.Dense(16)(hidden)))
+        return nn.Dense(8)(hidden)
+
+
+class NetState(TrainState):
+    batch_stats: Any
+    key: jax.Array
+
+
+def linen_train_state() -> Training:
+    def train_step(state: NetState, batch: dict[str, jax.Array]) -> tuple[NetState, Any]:
+        dropout = jax.random.fold_in(state.key, state.step)
+
+        def loss(params: Any) -> tuple[jax.Array, Any]:
+            logits, updates = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats},
+                batch["image"],
+                train=True,
+                mutable=["batch_stats"],
+                rngs={"dropout": dropout},
+            )
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return losses.mean(), (updates, (logits.argmax(-1) == batch["label"]).mean())
+
+        (value, (updates, accuracy)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        state = state.apply_gradients(grads=grads, batch_stats=updates["batch_stats"])
+        return state, {"loss": value, "accuracy": accuracy}
+
+    net = Net()
+    variables = net.init(jax.random.key(0), jnp.zeros((1, 8, 8, 2)), train=False)
+    tx = optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9, nesterov=True)
+    state = NetState.create(
+        apply_fn=net.apply,
+        params=variables["params"],
+        tx=tx,
+        batch_stats=variables["batch_stats"],
+        key=jax.random.key(1),
+    )
+    return Training(train_step, state, tuple((batch,) for batch in images()), {"donate_argnums": 0})
+
+
+def linen_scan_and_remat() -> Training:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, hidden: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return hidden + nn.tanh(nn.Dense(8)(nn.RMSNorm()(hidden))), None
+
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, inputs: jax.Array) -> jax.Array:
+            blocks = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return nn.Dense(4)(blocks()(inputs, None)[0])
+
+    net, tx = Deep(), optax.sgd(0.05)
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
+        params, moments = state
+        value, grads = jax.value_and_grad(
+            lambda params: jnp.mean((net.apply(params, batch["inputs"]) - batch["targets"]) ** 2)
+        )(params)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    params = net.init(jax.random.key(0), jnp.zeros((1, 8)))
+    return Training(train_step, (params, tx.init(params)), tuple((batch,) for batch in batches()))
+
+
+# flax.nnx
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        # A bias would be noise: what follows takes the mean away, so its gradient is rounding alone.
+        self.up = nnx.Linear(8, 32, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.down = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return self.down(self.dropout(nnx.relu(self.norm(self.up(inputs)))))
+
+
+def nnx_split_and_merge() -> Training:
+    """The graph is a static argument, as it is hashable; all that changes is the state."""
+
+    def train_step(state: Any, batch: Any, graph: Any) -> tuple[Any, Any]:
+        model, optimizer = nnx.merge(graph, state)
+
+        def loss(model: Model) -> jax.Array:
+            return jnp.mean((model(batch["inputs"]) - batch["targets"]) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), value
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(optax.linear_schedule(0.1, 0.01, 5), momentum=0.9), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
+    return Training(train_step, state, tuple((batch, graph) for batch in batches()), {"static_argnums": 2})
+
+
+def nnx_graph_in_state() -> Training:
+    """(graph, state) travels as one pytree: the graph is a node without leaves."""
+
+    def train_step(everything: Any, batch: Any) -> tuple[Any, Any]:
+        model, optimizer = nnx.merge(*everything)
+        model.train()
+
+        def loss(model: Model) -> tuple[jax.Array, jax.Array]:
+            outputs = model(batch["inputs"])
+            return jnp.mean((outputs - batch["targets"]) ** 2), outputs.mean()
+
+        values, grads = nnx.value_and_grad(loss, has_aux=True)(model)
+        optimizer.update(model, grads)
+        return nnx.split((model, optimizer)), values
+
+    model = Model(nnx.Rngs(0))
+    everything = nnx.split((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)))
+    return Training(train_step, everything, tuple((batch,) for batch in batches()), {"donate_argnums": 0})
+
+
+# Equinox, and no library at all
+
+
+def equinox_filtered() -> Training:
+    eqx = pytest.importorskip("equinox")
+
+    class Regression(eqx.Module):
+        layers: list[Any]
+        scale: jax.Array
+        activation: Callable[[jax.Array], jax.Array]
+        name: str = eqx.field(static=True)
+
+        def __init__(self, key: jax.Array) -> None:
+            one, two = jax.random.split(key)
+            self.layers = [eqx.nn.Linear(8, 32, key=one), eqx.nn.LayerNorm(32), eqx.nn.Linear(32, 4, key=two)]
+            self.scale = jnp.ones(4)
+            self.activation = jax.nn.gelu
+            self.name = "regression"
+
+        def __call__(self, inputs: jax.Array, key: jax.Array) -> jax.Array:
+            up, norm, down = self.layers
+            hidden = eqx.nn.Dropout(0.1)(self.activation(norm(up(inputs))), key=key)
+            return down(hidden) * self.scale
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(optax.exponential_decay(0.1, 2, 0.5), momentum=0.9))
+    arrays, rest = eqx.partition(Regression(jax.random.key(0)), eqx.is_array)
+
+    def train_step(state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+        arrays, moments = state
+        model = eqx.combine(arrays, rest)
+
+        @eqx.filter_value_and_grad
+        def loss(model: Regression) -> jax.Array:
+            outputs = jax.vmap(model)(batch["inputs"], jax.random.split(key, BATCH))
+            return jnp.mean((outputs - batch["targets"]) ** 2)
+
+        value, grads = loss(model)
+        updates, moments = tx.update(grads, moments, eqx.filter(model, eqx.is_array))
+        return (eqx.filter(eqx.apply_updates(model, updates), eqx.is_array), moments), value
+
+    keys = jax.random.split(jax.random.key(1), STEPS)
+    return Training(train_step, (arrays, tx.init(arrays)), tuple(zip(batches(), keys, strict=True)))
+
+
+def pure_functions() -> Training:
+    """Pairs of `init` and `apply` in the manner of Haiku and stax, composed by hand."""
+
+    def dense(size: int) -> tuple[Any, Any]:
+        def init(key: jax.Array, width: int) -> tuple[int, Any]:
+            return size, {"w": jax.random.normal(key, (width, size)) / np.sqrt(width), "b": jnp.zeros(size)}
+
+        return init, lambda params, inputs: inputs @ params["w"] + params["b"]
+
+    def elementwise(function: Any) -> tuple[Any, Any]:
+        return lambda key, width: (width, ()), lambda params, inputs: function(inputs)
+
+    def serial(*layers: tuple[Any, Any]) -> tuple[Any, Any]:
+        def init(key: jax.Array, width: int) -> tuple[int, Any]:
+            params = []
+            for one, (make, _) in zip(jax.random.split(key, len(layers)), layers, strict=True):
+                width, made = make(one, width)
+                params.append(made)
+            return width, params
+
+        def apply(params: Any, inputs: jax.Array) -> jax.Array:
+            for one, (_, layer) in zip(params, layers, strict=True):
+                inputs = layer(one, inputs)
+            return inputs
+
+        return init, apply
+
+    init, apply = serial(dense(32), elementwise(jnp.tanh), dense(16), elementwise(jax.nn.silu), dense(4))
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
+        params, count = state
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((apply(p, batch["inputs"]) - batch["targets"]) ** 2))(
+            params
+        )
+        rate = 0.1 * jnp.minimum(1.0, (count + 1) / 2) * 0.9**count
+        return (jax.tree.map(lambda p, g: p - rate * g, params, grads), count + 1), value
+
+    _, params = init(jax.random.key(0), 8)
+    return Training(train_step, (params, jnp.asarray(0)), tuple((batch,) for batch in batches()))
+
+
+FRONT_ENDS = {
+    training.__name__.replace("_", " "): training
+    for training in (
+        linen_train_state,
+        linen_scan_and_remat,
+        nnx_split_and_merge,
+        nnx_graph_in_state,
+        equinox_filtered,
+        pure_functions,
+    )
+}
+
+
+SLOW = {"linen scan and remat"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FRONT_ENDS])
+def test_front_end_equals_jit(name: str):
+    check(FRONT_ENDS[name](), autopar.Auto())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("linen train state", marks=pytest.mark.slow), "nnx graph in state", "pure functions"]
+)
+def test_front_end_equals_jit_with_the_batch_cut(name: str):
+    check(FRONT_ENDS[name](), autopar.DataParallel())
+
+
+# optax
+
+
+def warm() -> Any:
+    return optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 10)
+
+
+def matrices(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim == 2, tree)
+
+
+def labels(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", tree)
+
+
+def injected() -> Any:
+    return optax.inject_hyperparams(optax.adamw)(learning_rate=warm(), weight_decay=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd momentum": lambda: optax.sgd(warm(), momentum=0.9, nesterov=True),
+    "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warm(), mask=matrices)),
+    "adafactor": lambda: optax.adafactor(warm(), min_dim_size_to_factor=8),
+    "lamb": lambda: optax.lamb(warm(), weight_decay=1e-2),
+    "lion": lambda: optax.lion(warm()),
+    "multi transform": lambda: optax.multi_transform({"matrix": optax.adam(warm()), "rest": optax.sgd(1e-2)}, labels),
+    "masked": lambda: optax.chain(optax.masked(optax.add_decayed_weights(1e-2), matrices), optax.sgd(warm())),
+    "many small steps": lambda: optax.MultiSteps(optax.adam(warm()), every_k_schedule=2),
+    "apply if finite": lambda: optax.apply_if_finite(optax.sgd(warm(), momentum=0.9), max_consecutive_errors=2),
+    "injected hyperparameters": injected,
+    "noise and centralization": lambda: optax.chain(
+        optax.centralize(), optax.add_noise(1e-3, 0.55, 0), optax.sgd(warm())
+    ),
+    "accumulated average": lambda: optax.chain(optax.adagrad(warm()), optax.ema(0.9)),
+}
+"""Each with a schedule somewhere."""
+
+
+def regression(tx: Any, kept: Callable[[Any], Any] | None = None) -> Training:
+    """Two layers trained by `tx` in float64; `kept` makes of parameters what `tx` keeps, which has them as `fast`.
+
+    Ratios such as Adam's turn the rounding of a gradient near zero into steps of full size, which in float32 no order
+    of summation keeps; in float64 what is left is far below the tolerance.
+    """
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
+        params, moments = state
+
+        def loss(params: Any) -> jax.Array:
+            hidden = jax.nn.gelu(batch["inputs"] @ params["up"] + params["bias"])
+            return jnp.mean((hidden @ params["down"] * params["scale"] - batch["targets"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params.fast if kept else params)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), (value, optax.tree.norm(grads))
+
+    make = functools.partial(draw, dtype=jnp.float64, scale=0.3)
+    params = {"up": make(8, 32), "bias": make(32, seed=1), "down": make(32, 4, seed=2), "scale": make(4, seed=3)}
+    params = kept(params) if kept else params
+    return Training(train_step, (params, tx.init(params)), tuple((batch,) for batch in batches(jnp.float64)))
+
+
+QUICK = {"sgd momentum", "adafactor", "lamb", "multi transform", "masked", "many small steps"}
+"""The optimizers of a default run."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS])
+def test_optimizer_equals_jit(name: str):
+    with jax.enable_x64(True):
+        check(regression(OPTIMIZERS[name]()), autopar.Auto())
+
+
+@pytest.mark.parametrize(
+    "name", ["lamb", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "many small steps"))]
+)
+def test_optimizer_equals_jit_with_the_batch_cut(name: str):
+    with jax.enable_x64(True):
+        check(regression(OPTIMIZERS[name]()), autopar.DataParallel())
+
+
+def test_muon_equals_jit():
+    if not hasattr(optax.contrib, "muon"):
+        pytest.skip("this optax has no muon")
+    with jax.enable_x64(True):
+        check(regression(optax.contrib.muon(warm(), ns_steps=2)), autopar.Auto())
+
+
+def test_lookahead_equals_jit():
+    """Its parameters are pairs: the gradient is taken at the fast ones."""
+    tx = optax.lookahead(optax.adam(warm()), sync_period=2, slow_step_size=0.5)
+    with jax.enable_x64(True):
+        check(regression(tx, optax.LookaheadParams.init_synced), autopar.Auto())
+
+
+def test_a_step_that_is_not_finite_is_skipped():
+    with jax.enable_x64(True):
+        training = regression(OPTIMIZERS["apply if finite"]())
+        (first,), *rest = training.calls
+        broken = {**first, "inputs": first["inputs"].at[3, 2].set(jnp.nan)}
+        check(replace(training, calls=((broken,), *rest)), autopar.Auto())
