@@ -336,7 +336,7 @@ def dynamic(w: Writer) -> Value:
 
 
 def gathered(w: Writer) -> Value:
-    x, i = w.value(rank=1), several(w) if w.smooth else w.value(dtype=INT)
+    x, i = w.value(rank=1), w.value(dtype=INT)
     axis, how = w.axis(x), w.pick("'clip'", "'wrap'", "'fill', fill_value=5")
     bound = max(x.bound, 5)
     if x.rank == i.rank and without(x.shape, axis) == without(i.shape, axis):
@@ -353,7 +353,7 @@ def scattered(w: Writer) -> Value:
     if how == "set":
         order = w.draw(st.permutations(range(x.shape[0])))[: w.integer(2, 8)]
         return placed(w, x, order)
-    i = several(w)
+    i = w.value(dtype=INT)
     mode = w.pick("drop", "clip")
     whole = [y for y in w.pool if y.dtype == FLOAT and y.shape == (*i.shape, *x.shape[1:])]
     y = w.draw(st.sampled_from(whole)) if whole else w.value(dtype=FLOAT)
@@ -369,18 +369,6 @@ def placed(w: Writer, x: Value, order: list[int]) -> Value:
     if len(order) < 2:
         raise Skip
     return w.write(f"{x.name}.at[jnp.array({order})].set(2 * {x.name}[0], unique_indices=True)", x, bound=2 * x.bound)
-
-
-def several(w: Writer) -> Value:
-    """Indices, more than one of them.
-
-    XLA turns a scatter of one row into slices of slices, out of bounds on the pieces that have not the row, and
-    misplaces those: openxla/xla#49121, jax-ml/jax#40849. So does the derivative of a gather of one row.
-    """
-    i = w.value(dtype=INT)
-    if math.prod(i.shape) < 2:
-        raise Skip
-    return i
 
 
 def product(w: Writer) -> Value:
