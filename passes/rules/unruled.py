@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _GROUPS = {
-    "tracing puts what it calls in its place": "closed_call custom_jvp_call custom_vjp_call jit remat2",
+    "tracing puts what it calls in its place": "closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2",
     "JAX itself makes none since jit; it runs whole": "call",
     "its body is planned as a program of its own": "cond scan while",
     "it has a meaning only inside shard_map, whose body is already one device's": (

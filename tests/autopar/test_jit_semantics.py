@@ -223,6 +223,8 @@ def empty_result():
 
 @case(seed=1)
 def empty_among_others():
+    if jax.__version_info__ >= (0, 11):
+        pytest.skip("jaxlib 0.11's CPU compiler crashes on these empty arrays, under plain jax.shard_map too")
     return lambda a, b: (a[:, :0], b.sum(0), b * 2, a @ jnp.ones((16, 0)), a.sum(0)), (x(8, 16), x(0, 16))
 
 
