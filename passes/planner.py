@@ -11,6 +11,7 @@ Hand-made planners run the same path on a mesh and under restrictions of their o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -174,13 +175,16 @@ def _allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
     same = [mesh for mesh in meshes if sorted(mesh.sizes) == sorted(s for s in sizes if s > 1)]
     if not same:
         asked = ", ".join(f"{name}={size}" for name, size in pinned.items())
-        tried = " or ".join(map(str, meshes))
+        tried, count = " or ".join(map(str, meshes)), math.prod(sizes)
+        remedy = f"give it a mesh of that shape, or plan with Auto(max_axes={max(2, len(sizes))})"
+        if count != meshes[0].size:
+            remedy = f"give it a mesh of all devices, or plan for its own {count}: devices=jax.devices()[:{count}]"
         raise PlanningError(
             explain(
                 f"a shard_map over the mesh ({asked})",
                 "a shard_map runs on the very mesh that it names, with all of its devices",
                 f"this planner tried {tried}",
-                "give the shard_map a mesh of that shape, or plan with Auto(max_axes=...) on as many devices",
+                remedy,
             )
         )
     return [Mesh(axes=names, sizes=sizes, cluster=same[0].cluster)]
