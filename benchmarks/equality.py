@@ -180,14 +180,14 @@ def walk(step: Callable[..., Any], state: Any, batch: Any) -> Iterator[tuple[Any
 
 
 def difference(ours: Any, plain: Any) -> float:
-    """The largest difference of any two arrays, each relative to the largest magnitude in the plain one."""
+    """The largest difference of any two arrays, each relative to the largest magnitude in the plain one; NaN if any."""
 
     def relative(ours: Any, plain: Any) -> float:
         ours, plain = np.asarray(ours, np.float64), np.asarray(plain, np.float64)
         worst = float(np.max(np.abs(ours - plain)))
         return worst / scale if (scale := float(np.max(np.abs(plain)))) else worst
 
-    return max(map(relative, jax.tree.leaves(ours), jax.tree.leaves(plain)))
+    return float(np.max([relative(a, b) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True)]))
 
 
 def compare(program: Program, planners: list[str]) -> Iterator[Result]:

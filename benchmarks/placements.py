@@ -107,7 +107,7 @@ def by_collectives(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
 
 def by_constraints(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
     """Each step a sharding constraint."""
-    on_wholes = OnWholes(device_mesh(mesh, jax.devices()))
+    on_wholes = OnWholes(device_mesh(mesh, jax.devices()), mesh)
     return _constrained(moves, mesh, on_wholes.move)
 
 

@@ -1,0 +1,169 @@
+"""Training a small model of the zoo on real data as autopar plans it: what the scripts of single models share."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import autopar
+from benchmarks.gpt import EDGE_STEPS, LINES, make_optimizer, positive, start_devices
+from benchmarks.trainings import make_state, make_step
+
+Batches = Callable[[int, int], Iterator[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model of `models` and its data.
+
+    `batches` gives endless batches from (batch size, seed); a sample of one is `share` of `unit`, which rates count.
+    `judge` gives (what, value) of the trained state on data held out.
+    """
+
+    module: ModuleType
+    config: Any
+    batches: Batches
+    unit: str
+    share: int
+    judge: Callable[[Any], tuple[str, str]]
+
+
+def parser(name: str, description: str, *, batch: int, learning_rate: float) -> argparse.ArgumentParser:
+    """The command line of the script called `name`."""
+    found = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        epilog=f"example: python -m benchmarks.{name} --planner zero3 --steps 50",
+    )
+    number = {"type": positive, "metavar": "N"}
+    found.add_argument("--steps", default=100, **number, help="optimizer steps (default: %(default)s)")
+    found.add_argument("--batch", default=batch, **number, help="samples a step, all devices (default: %(default)s)")
+    found.add_argument(
+        "--learning-rate",
+        default=learning_rate,
+        type=float,
+        metavar="X",
+        help="of AdamW, constant (default: %(default)s)",
+    )
+    found.add_argument(
+        "--seed", default=0, type=int, metavar="N", help="of parameters and batches (default: %(default)s)"
+    )
+    found.add_argument(
+        "--planner",
+        default="auto",
+        type=planner,
+        metavar="auto|dp|zero3|megatron:DxT",
+        help="who plans: autopar's search, or by hand; megatron cuts the batch over D devices, matrices over T "
+        "(default: %(default)s)",
+    )
+    found.add_argument("--devices", **number, help="virtual devices to make on a CPU (default: 8); others are all used")
+    found.add_argument(
+        "--cluster", metavar="FILE", help="plan for what `autopar measure` saved (default: what is here)"
+    )
+    found.add_argument(
+        "--out", default="plan.json", metavar="PATH", help="where to save the plan (default: %(default)s)"
+    )
+    return found
+
+
+def planner(text: str) -> Any:
+    """The planner that `text` names. Raises ArgumentTypeError if there is none."""
+    match text.partition(":"):
+        case "auto", "", _:
+            return autopar.Auto()
+        case "dp", "", _:
+            return autopar.DataParallel()
+        case "zero3", "", _:
+            return autopar.Zero(3)
+        case "megatron", ":", sizes:
+            parts = sizes.split("x")
+            if len(parts) == 2 and all(part.isdecimal() for part in parts):
+                return autopar.Megatron(data=int(parts[0]), tensor=int(parts[1]))
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no planner: give auto, dp, zero3 or, for 2 x 4 devices, megatron:2x4"
+    )
+
+
+def run(task: Task, args: argparse.Namespace) -> None:
+    """Plans, trains and prints as the command line says. Raises SystemExit if that planner has no plan."""
+    console = Console(highlight=False)
+    devices = start_devices(args.devices, "auto")
+    optimizer = make_optimizer("adamw", args.learning_rate)
+    step = autopar.parallelize(
+        make_step(task.module, task.config, optimizer),
+        cluster=args.cluster,
+        planner=args.planner,
+        donate_argnums=(0,),
+    )
+    state = jax.jit(partial(make_state, task.module, task.config, optimizer))(jax.random.key(args.seed))
+    batches = task.batches(args.batch, args.seed)
+    console.print(
+        f"{task.module.parameters(task.config):,} parameters; {args.batch * task.share:,} {task.unit} a step; "
+        f"{devices} x {jax.devices()[0].device_kind}",
+        soft_wrap=True,
+    )
+    start = time.perf_counter()
+    try:
+        plan = step.plan(state, next(task.batches(args.batch, args.seed)))
+    except autopar.PlanningError as error:  # as for a Megatron of too many devices
+        raise SystemExit(str(error)) from error
+    console.print(plan.format(width=console.width), markup=False, soft_wrap=True)
+    plan.save(args.out)
+    console.print(f"planned in {time.perf_counter() - start:.1f} s, saved to {args.out}", soft_wrap=True)
+
+    losses: list[float] = []
+    seconds: list[float] = []
+    with progress(console, args.steps, task.unit) as show:
+        for batch in islice(batches, args.steps):
+            start = time.perf_counter()
+            state, loss = step(state, batch)
+            losses.append(float(loss))  # waits for the step, so that the time is the step's own
+            seconds.append(time.perf_counter() - start)
+            show(losses[-1], args.batch * task.share / seconds[-1])
+    console.print(result_table(task, args.batch, losses, seconds, jax.device_get(state)))
+
+
+@contextmanager
+def progress(console: Console, steps: int, unit: str) -> Iterator[Callable[[float, float], None]]:
+    """A function of (loss, units per second) to call after each step: moves a bar, or without a terminal prints."""
+    if console.is_terminal:
+        columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[rates]}"), console=console) as bar:
+            task = bar.add_task("training", total=steps, rates="compiling")
+            yield lambda loss, rate: bar.update(task, advance=1, rates=f"loss {loss:.3f}  {rate:,.0f} {unit}/s")
+        return
+
+    every, done = max(1, steps // LINES), 0
+
+    def print_line(loss: float, rate: float) -> None:
+        nonlocal done
+        done += 1
+        if done in (1, steps) or done % every == 0:
+            console.print(f"step {done}/{steps}  loss {loss:.3f}  {rate:,.0f} {unit}/s", soft_wrap=True)
+
+    yield print_line
+
+
+def result_table(task: Task, batch_size: int, losses: list[float], seconds: list[float], state: Any) -> Table:
+    """What the run measured, to print at its end."""
+    table = Table(title="result", show_header=False, title_justify="left")
+    step = statistics.median(seconds[1:] or seconds)
+    table.add_row("first loss", f"{statistics.fmean(losses[:EDGE_STEPS]):.3f} nats, mean of {EDGE_STEPS} steps")
+    table.add_row("last loss", f"{statistics.fmean(losses[-EDGE_STEPS:]):.3f}")
+    table.add_row(*task.judge(state))
+    table.add_row("step", f"{step * 1e3:,.1f} ms, median after the first")
+    table.add_row("first step", f"{seconds[0]:.1f} s, with compilation")
+    rate = task.module.flops(task.config, batch_size) / step
+    table.add_row("speed", f"{batch_size * task.share / step:,.0f} {task.unit}/s, {rate / 1e9:,.1f} GFLOP/s")
+    return table

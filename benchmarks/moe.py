@@ -1,0 +1,55 @@
+"""Train a tiny mixture-of-experts GPT on real text as autopar plans it: `python -m benchmarks.moe --help`."""
+
+import statistics
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import jax
+
+from benchmarks import corpus
+from benchmarks.gpt import HELD_OUT_BATCHES
+from benchmarks.loop import Task, parser, positive, run
+from models import moe
+
+JUDGED = 8  # sequences of a batch held out
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Trains as the command line says, and prints the plan and the results."""
+    found = parser(
+        "moe",
+        "Train a mixture-of-experts GPT on the Python standard library's own sources, in parallel as planned.",
+        batch=16,
+        learning_rate=1e-3,
+    )
+    found.add_argument(
+        "--layers", default=2, type=positive, metavar="N", help="every even one has experts (default: 2)"
+    )
+    args = found.parse_args(argv)
+    config = replace(moe.Config.preset("tiny"), layers=args.layers)
+    text = corpus.read()
+    length = config.sequence_length
+
+    def judge(state: Any) -> tuple[str, str]:
+        batches = corpus.batches(text.held_out, batch_size=JUDGED, sequence_length=length, seed=0)
+        loss = jax.jit(partial(moe.loss, config))
+        losses = [float(loss(state[0], batch)) for batch in islice(batches, HELD_OUT_BATCHES)]
+        return "held-out loss", f"{statistics.fmean(losses):.3f} nats, with the load-balancing loss"
+
+    run(
+        Task(
+            module=moe,
+            config=config,
+            batches=lambda size, seed: corpus.batches(text.train, batch_size=size, sequence_length=length, seed=seed),
+            unit="tokens",
+            share=length,
+            judge=judge,
+        ),
+        args,
+    )
+
+
+if __name__ == "__main__":
+    main()

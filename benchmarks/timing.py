@@ -1,0 +1,30 @@
+"""Step times of several programs, measured in turn so that a drift of the machine's speed falls on all alike."""
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.one_device import Pairs, Runner
+
+WARM_UP = 2
+
+Seconds = dict[str, tuple[float, ...]]
+
+
+def interleaved(
+    runners: Mapping[str, Runner], rounds: int, *, warm_up: int = WARM_UP, tick: Callable[[], None] = lambda: None
+) -> Seconds:
+    """Seconds of each runner's steps, one a round; every other round goes backwards. `tick` hears of each round."""
+    names = list(runners)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(-warm_up, rounds):
+        for name in names if i % 2 == 0 else reversed(names):
+            seconds = runners[name].seconds()
+            if i >= 0:
+                found[name].append(seconds)
+        tick()
+    return {name: tuple(seconds) for name, seconds in found.items()}
+
+
+def ratio(seconds: Seconds, ours: str, theirs: str) -> tuple[float, tuple[float, float]]:
+    """Median ratio of `ours` by `theirs` over the rounds, and its 95 % bootstrap interval."""
+    pairs = Pairs(ours=seconds[ours], plain=seconds[theirs])
+    return pairs.ratio, pairs.interval()

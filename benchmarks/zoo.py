@@ -1,0 +1,377 @@
+"""Every model as autopar plans it on 8 CPU devices, beside plans written by hand: `python -m benchmarks.zoo --help`.
+
+Devices are measured first, so that a plan is chosen for what is here: virtual CPUs which share cores and a slow
+transport. Equality and the absence of unplanned collectives are bounds; step times are targets.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import autopar
+from autopar import hlo
+from autopar.verify import verify
+from benchmarks.baselines import baselines, sharded
+from benchmarks.equality import difference, mesh_text
+from benchmarks.one_device import Runner
+from benchmarks.timing import WARM_UP, interleaved, ratio
+from benchmarks.trainings import MODELS, QUICK, Training
+from passes import quantities
+
+DEVICES = 8
+STEPS = 3
+BOUND = 1e-10
+TARGET = 1.0  # autopar's step time by the best baseline's
+EXECUTION_TARGET = 1.02  # by that of plain jax.jit under the same input and output shardings
+
+AUTOPAR = "autopar"
+
+EXECUTIONS: dict[str, tuple[str, Any]] = {
+    "dp": ("gpt", autopar.DataParallel()),
+    "zero3": ("gpt", autopar.Zero(3)),
+    "megatron 2x4": ("gpt", autopar.Megatron(data=2, tensor=4)),
+    "auto": ("moe", autopar.Auto()),  # which sends tokens to experts cut over the devices, by all-to-alls
+}
+"""Name -> model and planner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """How far a planned float64 program is from `jax.jit` after all its steps, and what it and its plan send a step.
+
+    `collectives` are the plan's tensors by kind; `unplanned` those compiled beyond it.
+    """
+
+    mesh: str
+    difference: float
+    collectives: dict[str, int]
+    planned_nbytes: int
+    compiled_nbytes: int
+    unplanned: int
+
+    @property
+    def misses(self) -> list[str]:
+        """What is out of bounds, in words with both numbers."""
+        found = []
+        if not self.difference <= BOUND:
+            found.append(f"differs from jax.jit by {self.difference:.1e}, bound {BOUND:.0e}")
+        if self.unplanned:
+            found.append(f"{self.unplanned} unplanned collectives, bound 0")
+        if self.planned_nbytes < self.compiled_nbytes:  # fewer is XLA's to find: it merges equal gathers
+            found.append(f"{self.planned_nbytes:,} bytes planned, {self.compiled_nbytes:,} compiled")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The plan that `Auto` found for a model in float32 and seconds of its steps, in one run with its baselines'."""
+
+    model: str
+    mesh: str
+    collectives: dict[str, int]
+    planning_seconds: float
+    predicted_seconds: float
+    seconds: dict[str, tuple[float, ...]]
+    checked: Checked
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(seconds) for name, seconds in self.seconds.items()}
+
+    @property
+    def best(self) -> str:
+        """The baseline of the least median."""
+        medians = self.medians
+        return min(medians.keys() - {AUTOPAR}, key=medians.__getitem__)
+
+    @property
+    def ratio(self) -> tuple[float, tuple[float, float]]:
+        """The plan's step time by the best baseline's, and its 95 % interval."""
+        return ratio(self.seconds, AUTOPAR, self.best)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """Seconds of steps of one plan as autopar's program and as plain `jax.jit`'s under the plan's own shardings."""
+
+    plan: str
+    model: str
+    mesh: str
+    seconds: dict[str, tuple[float, ...]]
+
+    @property
+    def ratio(self) -> tuple[float, tuple[float, float]]:
+        """autopar's step time by jit's, and its 95 % interval."""
+        return ratio(self.seconds, AUTOPAR, "jit")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.zoo",
+        description=f"Plan every model for {DEVICES} virtual CPU devices as they are measured here, and run each plan "
+        "in turn with data parallelism, FSDP, Megatron, expert parallelism and cut tables as plain jax.jit runs them "
+        f"under hand-written shardings. Exits with 1 if {STEPS} steps in float64 differ from jax.jit by more than "
+        f"{BOUND:.0e}, or if a plan and its program send different things; slow plans are only named.",
+        epilog="example: python -m benchmarks.zoo --models gpt,moe --cluster here.json",
+    )
+    parser.add_argument(
+        "--models",
+        default=tuple(MODELS),
+        type=models,
+        metavar="A,B",
+        help=f"some of {', '.join(MODELS)} (default: all)",
+    )
+    parser.add_argument("--pairs", default=20, type=int, metavar="N", help="rounds of steps (default: %(default)s)")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="what `autopar measure --devices 8 --out FILE` saved (default: measure now)"
+    )
+    parser.add_argument(
+        "--executions",
+        action="store_true",
+        help="instead, run plans by autopar's program and by plain jax.jit under the plan's own input and output "
+        "shardings",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser.parse_args(argv)
+
+
+def models(text: str) -> tuple[str, ...]:
+    """The models that `text` lists. Raises ArgumentTypeError for one that is not there."""
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in MODELS]:
+        raise argparse.ArgumentTypeError(f"no model is called {unknown[0]!r}; there are {', '.join(MODELS)}")
+    return names
+
+
+def by_kind(plan: Any) -> dict[str, int]:
+    """How many tensors of a plan each kind of collective sends a step."""
+    found: Counter[str] = Counter()
+    for collective in plan.collectives:
+        found[collective.kind] += collective.count
+    return dict(found.most_common())
+
+
+def check(training: Training, cluster: Any, planner: Any = None, steps: int = STEPS) -> Checked:
+    """A training as planned held against `jax.jit`, and its plan against its program; give it float64."""
+    lowered = autopar.parallelize(training.step, cluster=cluster, planner=planner).lower(training.state, training.batch)
+    compiled = lowered.compile({**hlo.UNCOMBINED, **QUICK})
+    held = verify(lowered.plan, compiled.as_text())
+    plain = jax.jit(training.step, compiler_options=QUICK)
+    ours = theirs = training.state
+    worst = 0.0
+    for _ in range(steps):
+        ours, loss = compiled(ours, training.batch)
+        theirs, expected = plain(theirs, training.batch)
+        pair = jax.tree.map(np.asarray, ((ours, loss), (theirs, expected)))
+        finite = all(np.isfinite(x).all() for x in jax.tree.leaves(pair))
+        worst = max(worst, difference(*pair) if finite else np.inf)
+    return Checked(
+        mesh=mesh_text(lowered.plan),
+        difference=worst,
+        collectives=by_kind(lowered.plan),
+        planned_nbytes=sum(row.planned_nbytes for row in held.rows),
+        compiled_nbytes=sum(row.compiled_nbytes for row in held.rows),
+        unplanned=sum(collective.count for collective in held.unplanned),
+    )
+
+
+def planned(training: Training, cluster: Any, planner: Any = None) -> Any:
+    """The training's step compiled as planned, its state donated."""
+    step = autopar.parallelize(training.step, cluster=cluster, planner=planner, donate_argnums=(0,))
+    return step.lower(training.state, training.batch).compile()
+
+
+def placed(compiled: Any, training: Training) -> Runner:
+    """A compiled step with its arguments where its plan wants them."""
+    return Runner(compiled, *jax.device_put((training.state, training.batch), compiled.input_shardings[0]))
+
+
+def find(model: str, cluster: Any, rounds: int, said: Callable[[str], None]) -> Found:
+    """What is found for one model."""
+    said("planning")
+    training = MODELS[model].training()
+    start = time.perf_counter()
+    plan = autopar.parallelize(training.step, cluster=cluster).plan(training.state, training.batch)
+    planning_seconds = time.perf_counter() - start
+    said("compiling")
+    runners = {AUTOPAR: placed(planned(training, cluster, autopar.Manual(plan)), training)}
+    for name, baseline in baselines(model, DEVICES):
+        runners[name] = baseline.runner(training)
+        runners[name].seconds()
+        said(f"compiling {name}")
+    seconds = interleaved(runners, rounds, tick=lambda: said("running"))
+    del runners
+    said("comparing")
+    with jax.enable_x64(True):
+        checked = check(MODELS[model].training("float64"), cluster)
+    return Found(
+        model=model,
+        mesh=mesh_text(plan),
+        collectives=by_kind(plan),
+        planning_seconds=planning_seconds,
+        predicted_seconds=plan.step_seconds,
+        seconds=seconds,
+        checked=checked,
+    )
+
+
+def execute(name: str, cluster: Any, rounds: int, said: Callable[[str], None]) -> Execution:
+    """One plan's two executions, timed."""
+    model, planner = EXECUTIONS[name]
+    training = MODELS[model].training()
+    said("planning and compiling")
+    compiled = planned(training, cluster, planner)
+    plain = sharded(training, compiled.input_shardings[0], compiled.output_shardings)
+    runners = {AUTOPAR: placed(compiled, training), "jit": plain}
+    seconds = interleaved(runners, rounds, tick=lambda: said("running"))
+    return Execution(plan=name, model=model, mesh=mesh_text(compiled.plan), seconds=seconds)
+
+
+def kinds(collectives: dict[str, int]) -> str:
+    """`all_reduce 12, permute 3`."""
+    return ", ".join(f"{kind} {count}" for kind, count in collectives.items()) or "none"
+
+
+def plans_table(results: list[Found]) -> Table:
+    """The plans found and how they hold, one model a row; what is out of bounds in red."""
+    table = Table(title="plans found for the measured devices", title_justify="left", padding=(0, 0))
+    for name in ("model", "mesh", "tensors a step, by kind"):
+        table.add_column(name, overflow="fold")
+    for name in ("planning", "differs", "unpl.", "sent", "compiled"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        table.add_row(
+            r.model,
+            r.mesh,
+            kinds(r.collectives),
+            f"{r.planning_seconds:.1f} s",
+            f"{r.checked.difference:.0e}",
+            str(r.checked.unplanned),
+            quantities.nbytes(r.checked.planned_nbytes),
+            quantities.nbytes(r.checked.compiled_nbytes),
+            style="red" if r.checked.misses else None,
+        )
+    return table
+
+
+def times_table(results: list[Found]) -> Table:
+    """Median milliseconds of a step, one model a row."""
+    names = list(dict.fromkeys(name for r in results for name in r.seconds))
+    table = Table(title="median step, ms", title_justify="left", padding=(0, 0))
+    table.add_column("model", no_wrap=True)
+    for name in ("promised", *names, "by best", "95 %"):
+        table.add_column(name, justify="right")
+    for r in results:
+        middle, (low, high) = r.ratio
+        medians = {name: f"{seconds * 1e3:.3g}" for name, seconds in r.medians.items()}
+        medians[r.best] = f"[bold]{medians[r.best]}[/]"
+        table.add_row(
+            r.model,
+            f"{r.predicted_seconds * 1e3:.3g}",
+            *(medians.get(name, "") for name in names),
+            f"{middle:.2f}",
+            f"{low:.2f}-{high:.2f}",
+        )
+    return table
+
+
+@contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
+    """A function of a task's name that gives a function to say what it does now; each task that begins ends another."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = -1
+
+        def begin(name: str) -> Callable[[str], None]:
+            nonlocal begun
+            begun += 1
+            bar.update(task, completed=begun, description=name)
+            return lambda what: bar.update(task, description=f"{name}: {what}")
+
+        yield begin
+
+
+def executions_table(results: list[Execution]) -> Table:
+    """Both executions of each plan, one plan a row."""
+    table = Table(title="the same plan, two executions: median step, ms", title_justify="left", padding=(0, 0))
+    for name in ("plan", "model", "mesh"):
+        table.add_column(name, no_wrap=True)
+    for name in (AUTOPAR, "jax.jit", "ratio", "95 %"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        middle, (low, high) = r.ratio
+        medians = (f"{statistics.median(r.seconds[name]) * 1e3:.3g}" for name in (AUTOPAR, "jit"))
+        table.add_row(r.plan, r.model, r.mesh, *medians, f"{middle:.3f}", f"{low:.3f}-{high:.3f}")
+    return table
+
+
+def missed(results: list[Found] | list[Execution]) -> list[str]:
+    """The step times above their targets, in words with both numbers."""
+    found = []
+    for r in results:
+        middle, (low, high) = r.ratio
+        name, than, target = (
+            (r.model, r.best, TARGET)
+            if isinstance(r, Found)
+            else (r.plan, "the same plan by jax.jit", EXECUTION_TARGET)
+        )
+        if middle > target:
+            found.append(f"{name}: {middle:.3f} times {than} (95 % {low:.3f} to {high:.3f}), target {target}")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the tables that the command line asks for; 1 if anything is out of bounds."""
+    args = arguments(argv)
+    console, progress_console = Console(highlight=False), Console(stderr=True, highlight=False)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_platforms", "cpu")
+    results: list[Any] = []
+    with progress(progress_console, 1 + len(EXECUTIONS if args.executions else args.models)) as begin:
+        cluster = args.cluster or autopar.measure(said=begin("measuring"))
+        if args.executions:
+            results += [execute(name, cluster, args.pairs, begin(name)) for name in EXECUTIONS]
+        else:
+            results += [find(name, cluster, args.pairs, begin(name)) for name in args.models]
+    faults = [] if args.executions else [f"{r.model}: {miss}" for r in results for miss in r.checked.misses]
+    slow = missed(results)
+    if args.json:
+        rows = [asdict(r) | {"ratio": r.ratio} for r in results]
+        print(json.dumps({"results": rows, "misses": faults, "slow": slow, "load": os.getloadavg()}, indent=1))
+        return bool(faults)
+    for table in (executions_table,) if args.executions else (plans_table, times_table):
+        console.print(table(results))
+    console.print(
+        f"{args.pairs} rounds in turn after {WARM_UP}, float32, SGD with momentum; ratios are of neighbouring steps, "
+        f"with their bootstrap interval. {DEVICES} virtual devices share {os.cpu_count()} cores; load "
+        f"{os.getloadavg()[0]:.1f}."
+    )
+    if not args.executions:
+        console.print(
+            f"differs: largest relative difference from jax.jit in {STEPS} steps in float64, bound {BOUND:.0e}; unpl., "
+            "sent, compiled: of that float64 program"
+        )
+    for miss in slow:
+        console.print(f"MISSED {miss}", style="yellow", soft_wrap=True)
+    for miss in faults:
+        console.print(f"MISSED {miss}", style="red", soft_wrap=True)
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
