@@ -98,8 +98,7 @@ class Cluster:
 
     def to_json(self) -> dict[str, object]:
         """The cluster as plain dictionaries and lists; `from_json` gives an equal cluster back."""
-        groups = [asdict(group) | {"measured": [asdict(m) for m in group.measured]} for group in self.groups]
-        return {"name": self.name, "groups": groups}
+        return {"name": self.name, "groups": [_group_json(group) for group in self.groups]}
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -187,6 +186,13 @@ class _Fields:
 
     def wrong(self, name: str, rule: str, remedy: str) -> ClusterError:
         return ClusterError(explain(f"{self.where}.{name}", rule, f"it is {self.data[name]!r:.60}", remedy))
+
+
+def _group_json(group: HostGroup) -> dict[str, object]:
+    """A group as plain dictionaries and lists; what was not measured is not mentioned."""
+    written: dict[str, object] = asdict(group)
+    del written["measured"]
+    return written | ({"measured": [asdict(m) for m in group.measured]} if group.measured else {})
 
 
 def _host_group(read: _Fields) -> HostGroup:

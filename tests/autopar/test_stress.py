@@ -174,7 +174,9 @@ def check(name, planner):
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert mine.dtype == theirs.dtype
-        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5 * (1 + float(jnp.max(jnp.abs(theirs)))))
+        np.testing.assert_allclose(
+            mine, theirs, rtol=2e-5, atol=2e-5 * (1 + float(jnp.max(jnp.abs(theirs), initial=0)))
+        )
     step.lower(*args).verify().check()
 
 
