@@ -1,6 +1,7 @@
 """The whole algorithm: group operators, lay out a mesh, tabulate strategies, solve, and read the plan off the answer.
 
     group      light operators follow heavy ones                                     passes/bundles.py
+    enter      bodies of loops and branches join the program by slots                passes/control.py
     lay out    every way to arrange the devices as one or two axes                   passes/mesh.py
     tabulate   each bundle's legal shardings, priced; reshardings between them       passes/problem.py
     solve      one strategy per bundle at the least total seconds                    passes/intra_op.py
