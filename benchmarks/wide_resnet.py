@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from sklearn.datasets import load_digits
 
 from benchmarks.loop import Task, parser, run
 from models import wide_resnet
@@ -31,13 +32,7 @@ class Digits:
 
 
 def read(size: int) -> tuple[Digits, Digits]:
-    """The digits to train on and those held out, `size` pixels square. Raises SystemExit without scikit-learn."""
-    try:
-        from sklearn.datasets import load_digits  # not a dependency: only this script needs it
-    except ImportError as error:
-        raise SystemExit(
-            "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
-        ) from error
+    """The digits to train on and those held out, `size` pixels square."""
     pixels, labels = load_digits(return_X_y=True)
     pixels = pixels.reshape(-1, 8, 8) * (2 / WHITE) - 1
     factor = size // pixels.shape[1]
