@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -19,10 +19,12 @@ from autopar.arguments import Names, Positions, Signature, Type, abstract, signa
 from autopar.errors import ArgumentError, ClusterError, DeviceError, explain
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
 from autopar.jax_compat import Device
+from autopar.microbatch import microbatched
 from autopar.plan import Plan
 from autopar.trace import Traced, trace
 from passes.cluster import Cluster
 from passes.devices import local_cluster, parse_cluster
+from passes.microbatch import Coupling
 from passes.planner import Auto, Planner
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
@@ -40,11 +42,16 @@ def parallelize(
     static_argnames: Names = None,
     donate_argnums: Positions = None,
     donate_argnames: Names = None,
+    microbatches: int | None = None,
+    microbatch_semantics: Coupling = "exact",
 ) -> Any:
     """`fun` as a ParallelFunction; a decorator that makes one, without `fun`.
 
     `cluster` is what to plan for, by description (`"8x8:a100-80g"`) or value; by default the `devices`, which are by
-    default all of JAX's. `planner` chooses, `Auto()` by default. The other options are `jax.jit`'s.
+    default all of JAX's. `planner` chooses, `Auto()` by default. The batch is computed in `microbatches` that add up to
+    the same step; where an operator couples them (batch normalisation) there is none of that, unless
+    `microbatch_semantics` is `"independent"`: then each takes its own statistics, and results are averaged. The other
+    options are `jax.jit`'s.
 
     Raises ClusterError for a description that cannot be read, ArgumentError for what is no planner or no devices.
     """
@@ -56,7 +63,15 @@ def parallelize(
     }
 
     def decorate(fun: Callable[..., Any]) -> ParallelFunction:
-        return ParallelFunction(fun, cluster=cluster, planner=planner, devices=devices, options=options)
+        return ParallelFunction(
+            fun,
+            cluster=cluster,
+            planner=planner,
+            devices=devices,
+            options=options,
+            microbatches=microbatches,
+            coupling=microbatch_semantics,
+        )
 
     return decorate if fun is None else decorate(fun)
 
@@ -86,6 +101,8 @@ class ParallelFunction:
         planner: Planner | None,
         devices: Sequence[Device] | None,
         options: dict[str, Any],
+        microbatches: int | None = None,
+        coupling: Coupling = "exact",
     ) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -93,6 +110,8 @@ class ParallelFunction:
         self._planner = Auto() if planner is None else _checked_planner(planner)
         self._devices = None if devices is None else _checked_devices(devices)
         self._options = options
+        self._microbatches = _checked_microbatches(microbatches)
+        self._coupling: Coupling = _checked_coupling(coupling)
         self._signature: Signature = signature_of(fun, options["static_argnums"], options["static_argnames"])
         self._programs: dict[_Key, _Program] = {}
         jax.jit(fun, **options)  # an option that jit refuses is refused here and now
@@ -128,6 +147,8 @@ class ParallelFunction:
             planner=self._planner if planner is None else planner,
             devices=self._devices,
             options=self._options,
+            microbatches=self._microbatches,
+            coupling=self._coupling,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -140,14 +161,28 @@ class ParallelFunction:
         leaves, tree = jax.tree.flatten(abstract(dynamic, self._signature, len(args)))
         key = (tree, statics, types_of(leaves))
         if key not in self._programs:
-            self._programs[key] = _Program(tuple(leaves), trace(self._fun, args, kwargs, **self._options))
+            traced = trace(self._fun, args, kwargs, **self._options)
+            if self._count() > 1:
+                traced = microbatched(traced, leaves, self._count(), self._coupling)
+            self._programs[key] = _Program(tuple(leaves), traced)
         return self._programs[key]
+
+    def _count(self) -> int:
+        """How many microbatches: as asked for, else as a saved plan says, else one. Raises ArgumentError."""
+        planned: int | None = getattr(self._planner, "microbatches", None)
+        if planned and self._microbatches and planned != self._microbatches:
+            rule = f"the plan was made for {planned}"
+            raise ArgumentError(
+                explain(f"microbatches={self._microbatches}", rule, "", "leave microbatches out, or plan again")
+            )
+        return self._microbatches or planned or 1
 
     def _planned(self, program: _Program) -> Plan:
         if program.plan is None:
             traced = program.traced
             cluster = self._cluster or local_cluster(self._present_devices())
             plan = self._planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
+            plan = replace(plan, microbatches=self._count())
             program.plan = Plan.bind(plan, traced.in_tree, traced.out_tree)
         return program.plan
 
@@ -197,6 +232,22 @@ def _checked_planner(planner: Any) -> Planner:
     rule = "a planner is a value, and this is its class" if is_class else "a planner has a method plan(graph, cluster)"
     remedy = "pass autopar.Auto(), DataParallel(), Zero(), Megatron(data=, tensor=) or Manual(path)"
     raise ArgumentError(explain(f"planner={planner!r:.60}", rule, "", remedy))
+
+
+def _checked_microbatches(microbatches: Any) -> int | None:
+    """How many microbatches, None if that is not said. Raises ArgumentError."""
+    if microbatches is None or (type(microbatches) is int and microbatches >= 1):
+        return microbatches
+    rule = "the batch is computed in a whole number of microbatches, 1 or more"
+    raise ArgumentError(explain(f"microbatches={microbatches!r:.60}", rule, "", "leave it out for 1"))
+
+
+def _checked_coupling(coupling: Any) -> Coupling:
+    """What a microbatch may differ in. Raises ArgumentError."""
+    if coupling not in ("exact", "independent"):
+        rule = 'it is "exact" or "independent"'
+        raise ArgumentError(explain(f"microbatch_semantics={coupling!r:.60}", rule, "", 'leave it out for "exact"'))
+    return coupling
 
 
 def _checked_devices(devices: Any) -> tuple[Device, ...]:

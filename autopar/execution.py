@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -39,11 +39,13 @@ class Prepared:
 
     def executable(self, run: Callable[..., Sequence[jax.Array]] | None = None) -> Executable:
         """The program as calls run it, by `run` in place of the jitted function if it is compiled."""
+        graph = self.traced.graph
         return Executable(
             run=run or self.jitted,
             in_shardings=self.in_shardings,
             donated=self.traced.donated,
             out_tree=self.traced.out_tree,
+            stacked={i: graph.types[graph.inputs[i]].shape for i in self.traced.stacked},
         )
 
 
@@ -82,13 +84,15 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
 class Executable:
     """A program on flat arguments: each goes where the plan wants it, unless it is there already.
 
-    A donated argument is gone after the call even where it had to move first, as with `jax.jit`.
+    A donated argument is gone after the call even where it had to move first, as with `jax.jit`. Those at `stacked`
+    take these shapes first: the same rows, as microbatches.
     """
 
     run: Callable[..., Sequence[jax.Array]]
     in_shardings: tuple[Sharding, ...]
     donated: tuple[bool, ...]
     out_tree: PyTreeDef
+    stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
     def __call__(self, leaves: list[Any]) -> Any:
         if not jax_compat.has_ambient_mesh():
@@ -97,6 +101,9 @@ class Executable:
             return self._call(leaves)
 
     def _call(self, leaves: list[Any]) -> Any:
+        given = leaves
+        if self.stacked:
+            leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
         if _shardings_of(leaves) == self.in_shardings:
             return jax.tree.unflatten(self.out_tree, self.run(*leaves))
         moving = [i for i, wanted in enumerate(self.in_shardings) if getattr(leaves[i], "sharding", None) != wanted]
@@ -106,8 +113,8 @@ class Executable:
             placed[i] = array
         results = self.run(*placed)
         for i in moving:
-            if self.donated[i] and jax_compat.is_concrete(leaves[i]) and not leaves[i].is_deleted():
-                leaves[i].delete()
+            if self.donated[i] and jax_compat.is_concrete(given[i]) and not given[i].is_deleted():
+                given[i].delete()
         return jax.tree.unflatten(self.out_tree, results)
 
 
@@ -198,8 +205,13 @@ class Compiled:
 
 def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
     """The program lowered for flat arguments of these types."""
+    graph = prepared.traced.graph
+    inner = [
+        jax.ShapeDtypeStruct(graph.types[v].shape, struct.dtype, weak_type=struct.weak_type)
+        for v, struct in zip(graph.inputs, structs, strict=True)
+    ]
     with jax_compat.no_mesh():
-        return Lowered(prepared, types_of(structs), prepared.jitted.lower(*structs))
+        return Lowered(prepared, types_of(structs), prepared.jitted.lower(*inner))
 
 
 def _shardings_of(leaves: list[Any]) -> tuple[Sharding, ...] | None:

@@ -22,20 +22,26 @@ from autopar.errors import UnsupportedError, explain
 from autopar.flatten import Equation
 from passes.errors import InternalError
 from passes.ir import Graph, Node, TensorType
-from passes.mesh import Mesh
+from passes.mesh import Axes
 from passes.moves import Placement
+
+Coordinate = Callable[[str], jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A node and how it is cut; `operands` and `results` are the types of the whole values."""
+    """A node and how it is cut; `operands` and `results` are the types of the whole values.
+
+    `coordinate` gives this device's, or this moment's, place along an axis.
+    """
 
     node: Node
     equation: Equation
     operands: tuple[TensorType, ...]
     results: tuple[TensorType, ...]
     placement: Placement
-    mesh: Mesh
+    mesh: Axes
+    coordinate: Coordinate = lax.axis_index
 
     @property
     def is_whole(self) -> bool:
@@ -70,7 +76,7 @@ def localizes(*primitives: str) -> Callable[[Localizer], Localizer]:
     return register
 
 
-def cut_of(graph: Graph, index: int, equation: Equation, placement: Placement, mesh: Mesh) -> Cut:
+def cut_of(graph: Graph, index: int, equation: Equation, placement: Placement, mesh: Axes) -> Cut:
     """A node of a graph under a placement."""
     node = graph.nodes[index]
     return Cut(
@@ -102,11 +108,11 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
     return results
 
 
-def piece_index(axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+def piece_index(axes: tuple[str, ...], mesh: Axes, coordinate: Coordinate = lax.axis_index) -> jax.Array:
     """Which piece of a dimension this device has, int32[]; the first of the axes is the major one."""
     index = jnp.int32(0)
     for axis in axes:
-        index = index * mesh.axis_size(axis) + lax.axis_index(axis)
+        index = index * mesh.axis_size(axis) + coordinate(axis)
     return index
 
 
@@ -131,7 +137,7 @@ def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
 
 def _offset(cut: Cut, axes: tuple[str, ...], extent: int, dtype: Any = np.int32) -> jax.Array:
     """Where this device's piece of a dimension begins, given the piece's extent."""
-    return piece_index(axes, cut.mesh).astype(dtype) * np.asarray(extent, dtype)
+    return piece_index(axes, cut.mesh, cut.coordinate).astype(dtype) * np.asarray(extent, dtype)
 
 
 @localizes("shard_map")
@@ -194,7 +200,7 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     (found,) = rebind(cut, (_settled(source), mine), slice_sizes=sizes, **dropping)
     if _mode(cut) != GatherScatterMode.FILL_OR_DROP:
         return (found,)
-    is_first = piece_index(selected, cut.mesh) == 0
+    is_first = piece_index(selected, cut.mesh, cut.coordinate) == 0
     outside = lax.expand_dims(is_outside, numbers.offset_dims)
     return (jnp.where(outside & is_first, _fill(cut.params["fill_value"], found.dtype), found),)
 

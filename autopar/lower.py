@@ -30,7 +30,7 @@ from autopar.plan import partition_specs
 from autopar.trace import Traced
 from passes.errors import InternalError
 from passes.ir import Graph, TensorType
-from passes.mesh import Mesh
+from passes.mesh import Axes, Mesh
 from passes.moves import Layout, Move, Placement, Schedule, is_free, moves
 from passes.phases import Phase, phase
 from passes.plan import Plan
@@ -97,8 +97,8 @@ class Semantics(Protocol):
     """What the walk's operations do to arrays."""
 
     @property
-    def planned(self) -> Mesh:
-        """The plan's mesh."""
+    def planned(self) -> Axes:
+        """The axes that the plan's placements name."""
         ...
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:

@@ -22,7 +22,8 @@ class Traced:
 
     `in_tree` is the tree of (args, kwargs) without static arguments. `donated` has one flag a flat input, `weak` one a
     flat output: whether `jax.jit` would return it weakly typed. `tied` pairs flat outputs with the flat inputs that the
-    next call takes them for.
+    next call takes them for. The inputs at `stacked` come as microbatches: [count, rows, ...] for the caller's
+    [count * rows, ...].
     """
 
     graph: Graph
@@ -33,6 +34,7 @@ class Traced:
     donated: tuple[bool, ...]
     weak: tuple[bool, ...]
     tied: tuple[tuple[int, int], ...]
+    stacked: tuple[int, ...] = ()
 
 
 def trace(

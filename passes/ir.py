@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -110,6 +110,22 @@ class Graph:
     def fingerprint(self) -> str:
         """16 hex digits that change when operations, shapes, dtypes or wiring change, and not when names do."""
         return hashlib.sha256(_canonical(self).encode()).hexdigest()[:16]
+
+    def part(self, nodes: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
+        """Some of the nodes as a program of their own, values numbered as here."""
+        picked = tuple(self.nodes[i] for i in nodes)
+        read = {value for node in picked for value in node.inputs}.union(outputs)
+        names = dict(zip((*self.inputs, *self.outputs), (*self.input_names, *self.output_names), strict=False))
+        return Graph(
+            types=self.types,
+            nodes=picked,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            constants=tuple(value for value in self.constants if value in read),
+            literals={value: number for value, number in self.literals.items() if value in read},
+            input_names=tuple(names.get(value, "") for value in inputs),
+            output_names=tuple(names.get(value, "") for value in outputs),
+        )
 
     def verify(self) -> None:
         """Raises InternalError unless every value is written once, before it is read."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +27,15 @@ class Group:
     intra: Link
     inter: Link
     measured: tuple[Measured, ...] = ()
+
+
+class Axes(Protocol):
+    """Named axes with sizes, which is all that the shape of a piece depends on."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    def axis_size(self, axis: str) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from passes.collectives import Collective, Kind
 from passes.control import control_of
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.phases import Phase, phase
-from passes.resharding import Resharder, Step
+from passes.resharding import Step
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
 
@@ -69,7 +70,13 @@ class Schedule:
     bodies: Mapping[int, tuple[Schedule, ...]] = field(default_factory=dict[int, "tuple[Schedule, ...]"])
 
 
-def moves(graph: Graph, layout: Layout, resharder: Resharder) -> Schedule:
+class Steps(Protocol):
+    """What knows the way from one placement of a value to another."""
+
+    def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]: ...
+
+
+def moves(graph: Graph, layout: Layout, resharder: Steps) -> Schedule:
     """The moves that a layout implies."""
     weights = frozenset(graph.inputs)
     home: dict[int, ShardingSpec] = dict(zip(graph.inputs, layout.inputs, strict=True))

@@ -116,12 +116,13 @@ class Manual:
 
     source: str | Path | Plan
 
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches the plan was made for."""
+        return self._read().microbatches
+
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
-        if not isinstance(cast(object, self.source), str | Path | Plan):
-            rule = "a saved plan is a path or an autopar.Plan"
-            remedy = "pass what plan.save(path) wrote, or the plan itself"
-            raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
-        plan = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
+        plan = self._read()
         plan.check(graph)
         if plan.mesh.size > cluster.n_devices:
             raise PlanMismatchError(
@@ -129,6 +130,13 @@ class Manual:
                 f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
             )
         return plan
+
+    def _read(self) -> Plan:
+        if not isinstance(cast(object, self.source), str | Path | Plan):
+            rule = "a saved plan is a path or an autopar.Plan"
+            remedy = "pass what plan.save(path) wrote, or the plan itself"
+            raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
+        return self.source if isinstance(self.source, Plan) else Plan.load(self.source)
 
 
 def _best(

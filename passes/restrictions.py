@@ -17,6 +17,7 @@ import numpy as np
 from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
 from passes.intra_op import Floats
+from passes.microbatch import microbatch_stacks
 from passes.phases import phase
 from passes.problem import Assembly, Region
 from passes.sharding import ShardingSpec
@@ -40,12 +41,12 @@ Value = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What values are: `batch` inputs carry the batch on dimension 0, `parameters` are state that the loss reads,
-    `state` is the rest of what the step returns again; `weights` are parameters and their slices inside loops, with
-    the dimensions that are their own. `batch_classes[n]` are the classes of bundle node n on the batch.
+    """What values are: `batch` inputs and the dimension that the batch is on; `parameters` are state that the loss
+    reads, `state` is the rest of what the step returns again; `weights` are parameters and their slices inside loops,
+    with the dimensions that are their own. `batch_classes[n]` are the classes of bundle node n on the batch.
     """
 
-    batch: frozenset[int]
+    batch: Mapping[int, int]
     parameters: frozenset[int]
     state: frozenset[int]
     weights: Mapping[Value, int]
@@ -61,8 +62,9 @@ def roles(assembly: Assembly) -> Roles:
         for value in returned
         if any(phase(graph.nodes[reader]) == "forward" for reader in graph.consumers.get(value, ()))
     }
+    stacks = microbatch_stacks(graph)
     batch = {
-        v
+        v: int(v in stacks)
         for v in graph.inputs
         if v not in returned and graph.types[v].rank and not graph.types[v].dtype.startswith("key<")
     }
@@ -72,7 +74,7 @@ def roles(assembly: Assembly) -> Roles:
             "has none: return the state that the step updates, or use planner=Auto()"
         )
     return Roles(
-        batch=frozenset(batch),
+        batch=batch,
         parameters=frozenset(parameters),
         state=frozenset(returned - parameters),
         weights=_weights(assembly.root, {v: graph.types[v].rank for v in parameters}),
@@ -95,9 +97,9 @@ def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
     return found
 
 
-def _batch_classes(root: Region, batch: set[int]) -> dict[int, frozenset[int]]:
+def _batch_classes(root: Region, batch: Mapping[int, int]) -> dict[int, frozenset[int]]:
     """The classes of every bundle that the batch dimension reaches through the operators' factors."""
-    dims: set[tuple[int, int, int]] = {(root.number, value, 0) for value in batch}
+    dims: set[tuple[int, int, int]] = {(root.number, value, dim) for value, dim in batch.items()}
     classes: set[tuple[int, int]] = set()
     while True:
         before = len(dims) + len(classes)
@@ -146,16 +148,16 @@ def _through_slots(region: Region, index: int, dims: set[tuple[int, int, int]]) 
         dims |= {(here, value, d + wire.stacked) for s, d in slots if s == wire.slot}
 
 
-def _check_batch(assembly: Assembly, batch: frozenset[int], axis: str) -> None:
-    """Raises PlanningError unless the axis divides the leading dimension of every batch input."""
+def _check_batch(assembly: Assembly, batch: Mapping[int, int], axis: str) -> None:
+    """Raises PlanningError unless the axis divides the batch dimension of every batch input."""
     graph, parts = assembly.root.graph, assembly.mesh.axis_size(axis)
     for position, value in enumerate(graph.inputs):
-        size = graph.types[value].shape[0] if value in batch else 0
+        size = graph.types[value].shape[batch[value]] if value in batch else 0
         if size % parts:
             name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
             larger = -(-size // parts) * parts
             raise PlanningError(
-                f"{name} has type {graph.types[value]}: {parts} devices on axis {axis!r} do not divide its leading "
+                f"{name} has type {graph.types[value]}: {parts} devices on axis {axis!r} do not divide its batch "
                 f"dimension of {size}. Use a batch of {larger}, fewer devices, or planner=Auto()"
             )
 
@@ -217,7 +219,7 @@ def data_parallel(assembly: Assembly) -> Assembly:
     return _restrict(
         assembly,
         lambda region, bundle, strategy: _on_batch(found, region.first + bundle, strategy, axis),
-        lambda value, spec: (axis in spec.dims[0]) if value in found.batch else not _cut(spec, axis),
+        lambda value, spec: (axis in spec.dims[found.batch[value]]) if value in found.batch else not _cut(spec, axis),
     )
 
 
@@ -243,7 +245,7 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
 
         def allows_input(value: int, spec: ShardingSpec) -> bool:
             if value in found.batch:
-                return axis in spec.dims[0]
+                return axis in spec.dims[found.batch[value]]
             return _cut(spec, axis) == (value in shardable)
 
         def allows_slot(value: Value, spec: ShardingSpec) -> bool:
@@ -276,7 +278,7 @@ def megatron(assembly: Assembly) -> Assembly:
 
     def allows_input(value: int, spec: ShardingSpec) -> bool:
         if value in found.batch:
-            return ("data" not in axes or "data" in spec.dims[0]) and not _cut(spec, "tensor")
+            return ("data" not in axes or "data" in spec.dims[found.batch[value]]) and not _cut(spec, "tensor")
         if "data" in axes and _cut(spec, "data"):
             return False
         return value not in matrices or _cut(spec, "tensor")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from passes.errors import InternalError
 from passes.ir import TensorType
-from passes.mesh import Mesh
+from passes.mesh import Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class ShardingSpec:
     def is_replicated(self) -> bool:
         return not self.partial and not any(self.dims)
 
-    def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], mesh: Axes) -> tuple[int, ...]:
         """The shape of one device's piece. Raises InternalError where an axis does not divide its dimension."""
         local: list[int] = []
         for size, axes in zip(shape, self.dims, strict=True):
@@ -41,10 +41,10 @@ class ShardingSpec:
             local.append(size // parts)
         return tuple(local)
 
-    def local_nbytes(self, type: TensorType, mesh: Mesh) -> int:
+    def local_nbytes(self, type: TensorType, mesh: Axes) -> int:
         return math.prod(self.local_shape(type.shape, mesh)) * type.item_nbytes
 
-    def verify(self, type: TensorType, mesh: Mesh) -> None:
+    def verify(self, type: TensorType, mesh: Axes) -> None:
         """Raises InternalError unless ranks agree, no axis is used twice and every axis divides."""
         if len(self.dims) != type.rank:
             raise InternalError(f"spec {self} has {len(self.dims)} dimensions, the value {type} has {type.rank}")
