@@ -6,6 +6,7 @@ there is learned from a minute of products, copies and collectives, every device
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,12 @@ _NBYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
 
 _TINY, _LARGE, _COPIED = 8, 512, 1 << 20
 """Rows of the products that show the floor and the rate, and elements of an array that no cache holds."""
+
+_BATCH, _SMALL = 512, 8
+"""Number and extents of the products that show what small extents cost."""
+
+_LONG, _WIDE = 1024, 128
+"""Rows and columns of an array that is gathered and scattered along either dimension."""
 
 _Step = Callable[[jax.Array], jax.Array]
 _Said = Callable[[str], None]
@@ -66,7 +73,10 @@ def _device(group: HostGroup, cluster: Cluster, devices: Sequence[Device]) -> De
     for dtype in ("float32", "bfloat16"):
         spent = _seconds(lambda x: x @ x * 1e-3, (_LARGE, _LARGE), mesh, devices, times=4, dtype=dtype)
         rates[dtype] = 2 * _LARGE**3 / max(spent - floor, 1e-9)
+    small = _seconds(lambda x: x @ x * 0.1, (_BATCH, _SMALL, _SMALL), mesh, devices)
+    slowdown = rates["float32"] * max(small - floor, 1e-9) / (2 * _BATCH * _SMALL**3)
     copied = _seconds(lambda x: jnp.roll(x, 1) * 1.0001, (_COPIED,), mesh, devices, times=4)
+    strided = _strided_seconds(mesh, devices) if len(devices) > 1 else 0.0
     return replace(
         group.device,
         flops_per_second=rates,
@@ -74,7 +84,25 @@ def _device(group: HostGroup, cluster: Cluster, devices: Sequence[Device]) -> De
         memory_bytes_per_second=2 * 4 * _COPIED / max(copied - floor, 1e-9),
         launch_seconds=floor,
         source="measured by autopar.measure",
+        strided_bytes_per_second=4 * _LONG * _WIDE / strided if strided > 0 else 0.0,
+        half_extent=_SMALL * max(slowdown ** (1 / 3) - 1, 0.0),
     )
+
+
+def _strided_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:
+    """What one collective takes longer along the second dimension than along the first.
+
+    Between products, that is: alone, a compiler would lay the array out as the collective likes it.
+    """
+    weights = np.full((_WIDE, _WIDE), 1e-3, np.float32)
+
+    def there_and_back(dim: int) -> _Step:
+        return lambda x: lax.all_gather(
+            lax.psum_scatter(x @ weights, "d", scatter_dimension=dim, tiled=True), "d", axis=dim, tiled=True
+        )
+
+    leading, other = (_seconds(there_and_back(dim), (_LONG, _WIDE), mesh, devices) for dim in (0, 1))
+    return (other - leading) / 2
 
 
 def _collectives(cluster: Cluster, devices: Sequence[Device], ranks: int, said: _Said) -> Iterator[Measured]:
@@ -121,6 +149,7 @@ def _seconds(
     step: _Step, shape: tuple[int, ...], mesh: Mesh, devices: Sequence[Device], times: int = 16, dtype: Any = "float32"
 ) -> float:
     """Median seconds of one step of a chain, run by every device on its own array."""
+    clock, cores = _clock(devices)
 
     def chain(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, times, lambda _, y: step(y).astype(y.dtype), x)
@@ -136,10 +165,21 @@ def _seconds(
     run(x).block_until_ready()
     spent: list[float] = []
     for _ in range(_REPEATS):
-        start = time.perf_counter()
+        start = clock()
         run(x).block_until_ready()
-        spent.append((time.perf_counter() - start) / times)
+        spent.append((clock() - start) / cores / times)
     return statistics.median(spent)
+
+
+def _clock(devices: Sequence[Device]) -> tuple[Callable[[], float], int]:
+    """What to time by, and what to divide by.
+
+    Virtual CPU devices are kept busy by this process's threads, so the processor time that these take, over the cores,
+    is what a step takes where nothing else runs, and other programs do not spoil it.
+    """
+    if devices[0].platform != "cpu" or len(devices) == 1:
+        return time.perf_counter, 1
+    return time.process_time, min(os.cpu_count() or 1, len(devices))
 
 
 def _line(nbytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:

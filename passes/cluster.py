@@ -29,7 +29,9 @@ class DeviceSpec:
     """One accelerator, each number with its `source`.
 
     `flops_per_second` maps dtype names to the dense matrix-product peak; `matmul_efficiency` is the share of it that
-    large products reach; `launch_seconds` is the floor of one fused kernel.
+    large products reach; each of a product's three extents e (rows, columns, inner) slows it by 1 + `half_extent` / e
+    (0: not at all). `launch_seconds` is the floor of one fused kernel. A collective that cuts or joins another
+    dimension than the leading one rearranges its larger side at `strided_bytes_per_second` (0: at no cost).
     """
 
     name: str
@@ -39,6 +41,8 @@ class DeviceSpec:
     memory_bytes_per_second: float
     launch_seconds: float
     source: str
+    half_extent: float = 0.0
+    strided_bytes_per_second: float = 0.0
 
     def matmul_flops_per_second(self, dtype: str) -> float:
         """The rate that large matrix products of `dtype` reach; an unlisted dtype runs at the slowest listed peak."""
@@ -192,6 +196,7 @@ def _group_json(group: HostGroup) -> dict[str, object]:
     """A group as plain dictionaries and lists; what was not measured is not mentioned."""
     written: dict[str, object] = asdict(group)
     del written["measured"]
+    written["device"] = {name: value for name, value in asdict(group.device).items() if value or name not in _SEEN}
     return written | ({"measured": [asdict(m) for m in group.measured]} if group.measured else {})
 
 
@@ -199,7 +204,7 @@ def _host_group(read: _Fields) -> HostGroup:
     return HostGroup(
         hosts=read.count("hosts"),
         devices_per_host=read.count("devices_per_host"),
-        device=_device(read.object("device", tuple(DeviceSpec.__dataclass_fields__))),
+        device=_device(read.object("device", _DEVICE, _SEEN)),
         intra=_link(read, "intra"),
         inter=_link(read, "inter"),
         measured=tuple(map(_measured, read.objects("measured", tuple(Measured.__dataclass_fields__)))),
@@ -215,6 +220,10 @@ def _measured(read: _Fields) -> Measured:
     )
 
 
+_SEEN = ("half_extent", "strided_bytes_per_second")
+_DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
+
+
 def _device(read: _Fields) -> DeviceSpec:
     peaks = cast(Mapping[str, object], read.data["flops_per_second"])
     dtypes = tuple(peaks) if isinstance(peaks, dict) and peaks else ("float32",)
@@ -227,6 +236,8 @@ def _device(read: _Fields) -> DeviceSpec:
         memory_bytes_per_second=read.rate("memory_bytes_per_second"),
         launch_seconds=read.at_least_0("launch_seconds"),
         source=read.text("source"),
+        half_extent=read.at_least_0("half_extent"),
+        strided_bytes_per_second=read.at_least_0("strided_bytes_per_second"),
     )
 
 

@@ -71,7 +71,11 @@ def placed(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...], reductio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moves:
-    """All single steps between the placements of one rank: `source[m]` to `target[m]` by `step[m]`."""
+    """All single steps between the placements of one rank: `source[m]` to `target[m]` by `step[m]`.
+
+    `seams[:, m]` are the dimensions that collective m cuts and joins (-1: none), `seam_parts` the devices that cut what
+    stands before them.
+    """
 
     placements: tuple[ShardingSpec, ...]
     index: dict[ShardingSpec, int]
@@ -79,6 +83,8 @@ class _Moves:
     source: NDArray[np.intp]
     target: NDArray[np.intp]
     payload_parts: Seconds
+    seams: NDArray[np.intp]
+    seam_parts: Seconds
     classes: tuple[tuple[Step, NDArray[np.intp]], ...]
 
 
@@ -157,6 +163,8 @@ class Resharder:
         device = self.mesh.cluster.group().device
         cost = np.zeros(len(moves.steps))
         payload = type.nbytes / moves.payload_parts
+        rearranged = _strided(type, moves) * payload
+        strided = 1 / device.strided_bytes_per_second if device.strided_bytes_per_second else 0.0
         for step, members in moves.classes:
             copied = 2 * payload[members] / device.memory_bytes_per_second
             if step.kind == "slice" or step.kind == "keep":
@@ -164,9 +172,16 @@ class Resharder:
             else:
                 group = self.mesh.group(step.axes)
                 cost[members] = collectives.seconds(step.kind, payload[members], group) + device.launch_seconds
+                cost[members] += strided * rearranged[members]
         divisible = np.array([_divides(self.mesh, type.shape, spec) for spec in moves.placements], dtype=bool)
         cost[~(divisible[moves.source] & divisible[moves.target])] = np.inf
         return cost
+
+
+def _strided(type: TensorType, moves: _Moves) -> Seconds:
+    """How many of a move's seams run through dimensions that have something before them."""
+    leading = np.cumprod((1, *type.shape), dtype=np.float64)[moves.seams] / moves.seam_parts
+    return ((moves.seams >= 0) & (leading > 1)).sum(axis=0).astype(np.float64)
 
 
 def _divides(mesh: Mesh, shape: tuple[int, ...], spec: ShardingSpec) -> bool:
@@ -185,6 +200,8 @@ def _enumerate_moves(mesh: Mesh, rank: int, reduction: str) -> _Moves:
     steps: list[Step] = []
     ends: list[tuple[int, int]] = []
     parts: list[float] = []
+    seams: list[tuple[int, int]] = []
+    seam_parts: list[tuple[float, ...]] = []
     for spec in placements:
         for step in _single(spec, mesh.axes, rank):
             after = step.apply(spec)
@@ -194,6 +211,9 @@ def _enumerate_moves(mesh: Mesh, rank: int, reduction: str) -> _Moves:
             ends.append((index[spec], index[after]))
             held = [int(np.prod(_parts(mesh, s))) for s in (spec, after)]
             parts.append(float(held[1] if step.kind == "slice" else min(held)))
+            ends_at = (-1, -1) if step.is_local else (step.dim, step.to_dim)
+            seams.append(ends_at)
+            seam_parts.append(tuple(float(np.prod(_parts(mesh, spec)[: max(d, 0)])) for d in ends_at))
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for i, step in enumerate(steps):
         groups.setdefault((step.kind, step.axes), []).append(i)
@@ -206,6 +226,8 @@ def _enumerate_moves(mesh: Mesh, rank: int, reduction: str) -> _Moves:
         source=source,
         target=target,
         payload_parts=np.array(parts),
+        seams=np.array(seams, dtype=np.intp).reshape(-1, 2).T,
+        seam_parts=np.array(seam_parts).reshape(-1, 2).T,
         classes=classes,
     )
 

@@ -24,6 +24,13 @@ def measured(*found):
     return Cluster.from_json(data)
 
 
+def with_device(**seen):
+    """Eight H100s of which this was seen."""
+    data = parse_cluster("8:h100").to_json()
+    data["groups"][0]["device"] |= seen
+    return Cluster.from_json(data)
+
+
 def test_what_was_measured_counts_and_the_nearest_number_of_ranks():
     cluster = measured(("all_reduce", 2, 1e-3, 1e9), ("all_reduce", 8, 4e-3, 1e8))
     mesh = Mesh(axes=("a", "b", "c"), sizes=(2, 2, 2), cluster=cluster)
@@ -51,6 +58,14 @@ def test_a_slow_all_reduce_changes_the_plan():
 def test_a_measured_cluster_is_written_and_read():
     cluster = measured(("all_to_all", 4, 1e-5, 2e9))
     assert cluster.group().measured == (Measured(kind="all_to_all", ranks=4, alpha_seconds=1e-5, bytes_per_second=2e9),)
+    assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
+
+
+def test_what_was_seen_of_a_device_is_written_and_read_and_a_data_sheet_has_none_of_it():
+    plain = parse_cluster("8:h100").to_json()
+    assert plain["groups"][0]["device"].keys().isdisjoint({"half_extent", "strided_bytes_per_second"})
+    cluster = with_device(half_extent=8.0, strided_bytes_per_second=1e9)
+    assert cluster.group().device.half_extent == 8.0
     assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
 
 
