@@ -15,7 +15,8 @@ from autopar.errors import (
 from autopar.measure import measure
 from autopar.plan import Plan
 from passes.cluster import Cluster
-from passes.planner import Auto, DataParallel, Manual, Megatron, Zero
+from passes.pipeline import PipelinePlan
+from passes.planner import Auto, DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 
 __all__ = [
     "ArgumentError",
@@ -24,10 +25,13 @@ __all__ = [
     "ClusterError",
     "DataParallel",
     "DeviceError",
+    "GPipe",
     "InternalError",
     "Manual",
     "Megatron",
     "ParallelFunction",
+    "Pipeline",
+    "PipelinePlan",
     "Plan",
     "PlanMismatchError",
     "PlanningError",

@@ -16,15 +16,19 @@ import jax
 import numpy as np
 
 from autopar.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
-from autopar.errors import ArgumentError, ClusterError, DeviceError, explain
+from autopar.errors import ArgumentError, ClusterError, DeviceError, UnsupportedError, explain
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
 from autopar.jax_compat import Device
 from autopar.microbatch import microbatched
 from autopar.plan import Plan
+from autopar.program import build
+from autopar.runtime import Pipeline, load
 from autopar.trace import Traced, trace
+from passes import stages
 from passes.cluster import Cluster
 from passes.devices import local_cluster, parse_cluster
 from passes.microbatch import Coupling
+from passes.pipeline import PipelinePlan
 from passes.planner import Auto, Planner
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
@@ -82,9 +86,9 @@ class _Program:
 
     structs: tuple[jax.ShapeDtypeStruct, ...]
     traced: Traced
-    plan: Plan | None = None
+    plan: Plan | PipelinePlan | None = None
     prepared: Prepared | None = None
-    executable: Executable | None = None
+    executable: Executable | Pipeline | None = None
 
 
 class ParallelFunction:
@@ -122,7 +126,7 @@ class ParallelFunction:
         program = self._programs.get((tree, statics, types_of(leaves)))
         if program is None or program.executable is None:
             program = self._program(args, kwargs)
-            program.executable = self._prepared(program).executable()
+            program.executable = self._executable(program)
         return program.executable(leaves)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -132,22 +136,28 @@ class ParallelFunction:
         """The program of `fun(*args, **kwargs)` as planning sees it; shapes are enough."""
         return self._program(args, kwargs).traced
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
         """How `fun(*args, **kwargs)` will run; `jax.ShapeDtypeStruct`s are enough. No device is touched.
 
         Without a `cluster`, JAX is asked which devices there are. Raises PlanningError where no plan is possible.
         """
         return self._planned(self._program(args, kwargs))
 
-    def replan(self, *, cluster: str | Cluster | None = None, planner: Planner | None = None) -> ParallelFunction:
-        """The same function with the same jit options, for another cluster or by another planner."""
+    def replan(
+        self,
+        *,
+        cluster: str | Cluster | None = None,
+        planner: Planner | None = None,
+        microbatches: int | None = None,
+    ) -> ParallelFunction:
+        """The same function with the same jit options, for another cluster, by another planner or otherwise cut."""
         return ParallelFunction(
             self._fun,
             cluster=self._cluster if cluster is None else cluster,
             planner=self._planner if planner is None else planner,
             devices=self._devices,
             options=self._options,
-            microbatches=self._microbatches,
+            microbatches=self._microbatches if microbatches is None else microbatches,
             coupling=self._coupling,
         )
 
@@ -162,7 +172,7 @@ class ParallelFunction:
         key = (tree, statics, types_of(leaves))
         if key not in self._programs:
             traced = trace(self._fun, args, kwargs, **self._options)
-            if self._count() > 1:
+            if self._count() > 1 or getattr(self._planner, "pipelined", False):
                 traced = microbatched(traced, leaves, self._count(), self._coupling)
             self._programs[key] = _Program(tuple(leaves), traced)
         return self._programs[key]
@@ -177,11 +187,24 @@ class ParallelFunction:
             )
         return self._microbatches or planned or 1
 
-    def _planned(self, program: _Program) -> Plan:
+    def _executable(self, program: _Program) -> Executable | Pipeline:
+        plan = self._planned(program)
+        if not isinstance(plan, PipelinePlan):
+            return self._prepared(program).executable()
+        traced = program.traced
+        cut = stages.cut(traced.graph, plan.firsts, traced.tied)
+        written = build(traced, plan, cut, self._present(plan))
+        rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
+        return load(written, rows, traced.out_tree)
+
+    def _planned(self, program: _Program) -> Plan | PipelinePlan:
         if program.plan is None:
             traced = program.traced
             cluster = self._cluster or local_cluster(self._present_devices())
             plan = self._planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
+            if isinstance(plan, PipelinePlan):
+                program.plan = plan
+                return plan
             plan = replace(plan, microbatches=self._count())
             program.plan = Plan.bind(plan, traced.in_tree, traced.out_tree)
         return program.plan
@@ -189,20 +212,30 @@ class ParallelFunction:
     def _prepared(self, program: _Program) -> Prepared:
         if program.prepared is None:
             plan = self._planned(program)
+            if isinstance(plan, PipelinePlan):
+                raise UnsupportedError(
+                    explain(
+                        "lower() of a pipeline",
+                        "a pipeline is many programs on several submeshes",
+                        self._signature.source,
+                        "call the function itself, which compiles and runs them all",
+                    )
+                )
             program.prepared = prepare(self._signature, program.traced, plan, self._present(plan))
         return program.prepared
 
     def _present_devices(self) -> Sequence[Device]:
         return jax.devices() if self._devices is None else self._devices
 
-    def _present(self, plan: Plan) -> tuple[Device, ...]:
+    def _present(self, plan: Plan | PipelinePlan) -> tuple[Device, ...]:
         """The devices that a plan runs on. Raises DeviceError if there are too few."""
         devices = tuple(self._present_devices())
-        if len(devices) < plan.mesh.size:
+        size, shape = _extent(plan)
+        if len(devices) < size:
             kinds = ", ".join(sorted({d.device_kind for d in devices}))
             raise DeviceError(
                 explain(
-                    f"{self._signature.function} is planned for {plan.mesh.size} devices ({plan.mesh}) of "
+                    f"{self._signature.function} is planned for {size} devices ({shape}) of "
                     f"cluster {plan.cluster.name!r}",
                     f"{len(devices)} are here ({kinds})",
                     self._signature.source,
@@ -210,7 +243,14 @@ class ParallelFunction:
                     "here, or ask only for .plan(...), which needs no devices",
                 )
             )
-        return devices[: plan.mesh.size]
+        return devices[:size]
+
+
+def _extent(plan: Plan | PipelinePlan) -> tuple[int, str]:
+    """(devices, in words) of a plan."""
+    if isinstance(plan, PipelinePlan):
+        return plan.n_devices, f"{len(plan.stages)} stages"
+    return plan.mesh.size, str(plan.mesh)
 
 
 def _checked_cluster(cluster: object) -> Cluster | None:

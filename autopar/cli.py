@@ -24,8 +24,9 @@ from passes import plan_json, quantities
 from passes.cluster import Cluster
 from passes.devices import known
 from passes.errors import PlanningError
+from passes.pipeline import PipelinePlan, load_plan
 from passes.plan import Plan
-from passes.planner import Auto, DataParallel, Manual, Megatron, Planner, Zero
+from passes.planner import Auto, DataParallel, Manual, Megatron, Pipeline, Planner, Zero
 from passes.tables import Column, Table
 
 DONE, DIFFERENT, TROUBLE = 0, 1, 2
@@ -50,6 +51,8 @@ planners:
   zero3                 ZeRO stage 3: cuts parameters and optimizer state too;
                         zero1 and zero2 cut the optimizer state alone
   megatron:DATAxTENSOR  the batch over DATA devices, weights over TENSOR
+  pipeline:STAGESxN     STAGES on submeshes, N microbatches one forward, one
+                        backward (1F1B); gpipe:STAGESxN all forwards first
   manual:PATH           the saved plan in PATH, checked against the function"""
 
 _PLAN_HELP = f"""\
@@ -124,11 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
     plan.add_argument("--planner", default="auto", help="who plans; see below")
     plan.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
+    plan.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
     show = add("show", _show, "show a saved plan", "Show a saved plan.", _SHOW_MORE)
     show.add_argument("plan", type=Path, metavar="PLAN", help="a file that `autopar plan --out` wrote")
     show.add_argument("--operators", action="store_true", help="every operator, and every line that communicates")
     show.add_argument("--json", action="store_true", help="print the plan as JSON")
+    show.add_argument("--trace", type=Path, metavar="PATH", help="save a pipeline's timeline for Perfetto here")
     diff = add("diff", _diff, "compare two plans", "Show what changes from plan A to plan B.", _DIFF_MORE)
     diff.add_argument("before", type=Path, metavar="A", help="a saved plan")
     diff.add_argument("after", type=Path, metavar="B", help="another")
@@ -186,9 +191,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     step, args, kwargs = _example(arguments.target)
     if isinstance(step, ParallelFunction):
-        step = step.replan(cluster=arguments.cluster, planner=planner)
+        step = step.replan(cluster=arguments.cluster, planner=planner, microbatches=arguments.microbatches)
     else:
-        step = parallelize(step, cluster=arguments.cluster, planner=planner)
+        step = parallelize(step, cluster=arguments.cluster, planner=planner, microbatches=arguments.microbatches)
     plan = step.plan(*args, **kwargs)
     if arguments.out:
         plan.save(arguments.out)
@@ -197,9 +202,21 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    plan = Plan.load(arguments.plan)
+    plan = load_plan(arguments.plan)
+    if arguments.trace:
+        _save_trace(plan, arguments.trace)
     _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables(operators=arguments.operators))
     return DONE
+
+
+def _save_trace(plan: Plan | PipelinePlan, path: Path) -> None:
+    """Writes a pipeline's predicted timeline as a Chrome trace. Raises UsageError where there is none."""
+    if not isinstance(plan, PipelinePlan):
+        raise UsageError("--trace: only a pipeline has a timeline; plan one with --planner pipeline:4x8")
+    try:
+        path.write_text(json.dumps(plan.timeline.to_trace()) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: the trace cannot be written: {error.strerror}") from error
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -222,6 +239,11 @@ def _planner(written: str) -> Planner:
             data, _, tensor = sizes.partition("x")
             if data.isdecimal() and tensor.isdecimal():
                 return Megatron(data=int(data), tensor=int(tensor))
+        case "pipeline" | "gpipe", sizes:
+            stages, _, microbatches = sizes.partition("x")
+            if stages.isdecimal() and microbatches.isdecimal():
+                schedule = "gpipe" if name == "gpipe" else "1f1b"
+                return Pipeline(stages=int(stages), microbatches=int(microbatches), schedule=schedule)
         case "manual", path if path:
             return Manual(path)
     raise UsageError(f"--planner {written!r} is not a planner\n{_PLANNERS}")

@@ -34,6 +34,7 @@ __all__ = [
     "PyTreeDef",
     "bind_params",
     "call_local",
+    "dtype_of",
     "has_ambient_mesh",
     "is_array_type",
     "is_concrete",
@@ -172,6 +173,14 @@ def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
 def is_concrete(x: object) -> bool:
     """Whether `x` is an array with contents rather than a number or a value that is being traced."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def dtype_of(name: str) -> Any:
+    """The dtype that planning calls by this name; keys have one for each generator."""
+    if not name.startswith("key<"):
+        return jax.numpy.dtype(name)
+    names = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+    return jax.eval_shape(lambda: jax.random.key(0, impl=names[name[4:-1]])).dtype
 
 
 def key_data(key: jax.Array) -> jax.Array:

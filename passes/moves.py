@@ -120,12 +120,13 @@ def moves(graph: Graph, layout: Layout, resharder: Steps) -> Schedule:
 class Due:
     """A move at its place: of `type`, before the node at the source line `where`.
 
-    It is made `trips` times a step, each time with probability `share`.
+    It is made `trips` times a step, each time with probability `share`, in the node's `phase`.
     """
 
     move: Move
     type: TensorType
     where: str
+    phase: Phase
     trips: int = 1
     share: float = 1.0
 
@@ -134,9 +135,9 @@ def due(graph: Graph, schedule: Schedule, *, trips: int = 1, share: float = 1.0,
     """Every move of a schedule, those of loops and branches included; `end` is where the outputs leave."""
     for index, before in enumerate(schedule.before):
         node = graph.nodes[index] if index < len(graph.nodes) else None
-        where = node.source if node else end
+        where, when = (node.source, phase(node)) if node else (end, "apply")
         for move in before:
-            yield Due(move=move, type=graph.types[move.value], where=where, trips=trips, share=share)
+            yield Due(move=move, type=graph.types[move.value], where=where, phase=when, trips=trips, share=share)
         control = control_of(node, graph) if node and index in schedule.bodies else None
         if control:
             for body, inner in zip(control.bodies, schedule.bodies[index], strict=True):

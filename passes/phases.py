@@ -8,6 +8,8 @@ from passes.ir import Node
 
 Phase = Literal["forward", "backward", "apply"]
 
+PHASES: tuple[Phase, ...] = ("forward", "backward", "apply")
+
 
 def phase(node: Node) -> Phase:
     """`backward` for a node that differentiation transposed, `forward` for one it traced, `apply` for the rest.

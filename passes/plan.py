@@ -5,12 +5,10 @@ A saved plan is a planner: `autopar.Manual("plan.json")` replays it without solv
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 from passes import legality, plan_diff, plan_json, plan_text
@@ -37,7 +35,7 @@ class Plan:
     `seconds` holds the predicted step time by cause (`compute`, `memory`, `communication`, ...); `nbytes` the peak
     bytes of one device by cause. `replicated` names operators that had no rule, as `primitive at source`.
     `input_names` and `output_names` are argument paths in the user's words; `input_types` and `output_types` are for
-    people, and empty where the planner did not keep them.
+    people, and empty where the planner did not keep them. `phases` are the same seconds by phase of the step.
     """
 
     fingerprint: str
@@ -56,6 +54,7 @@ class Plan:
     microbatches: int = 1
     input_types: tuple[TensorType, ...] = ()
     output_types: tuple[TensorType, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def step_seconds(self) -> float:
@@ -162,6 +161,7 @@ class Plan:
         """The plan as JSON data; `from_json` gives an equal plan back."""
         if self.mesh.cluster != self.cluster:
             raise InternalError("a plan's mesh lies on another cluster than the plan")
+        phases = {name: plan_json.number(value) for name, value in self.phases.items()}
         return {
             "autopar": plan_json.version(),
             "schema": SCHEMA,
@@ -171,6 +171,7 @@ class Plan:
             "solution": plan_json.solution_to_json(self.solution),
             "microbatches": self.microbatches,
             "seconds": {cause: plan_json.number(value) for cause, value in self.seconds.items()},
+            **({"phases": phases} if phases else {}),
             "nbytes": dict(self.nbytes),
             "inputs": plan_json.values_to_json(self.input_names, self.input_types, self.inputs),
             "outputs": plan_json.values_to_json(self.output_names, self.output_types, self.outputs),
@@ -185,6 +186,8 @@ class Plan:
         read = plan_json.as_object(data, "the plan")
         if not {"schema", "fingerprint"} <= read.data.keys():
             raise PlanningError("this is not a plan: it has no schema or no fingerprint; `autopar plan` writes plans")
+        if "pipeline" in read.data:
+            raise PlanningError("this is the plan of a pipeline; autopar.PipelinePlan.load reads it")
         if read.of("schema") != SCHEMA:
             writer = read.data.get("autopar", "(unknown)")
             raise PlanningError(
@@ -196,6 +199,7 @@ class Plan:
         inputs = plan_json.values_from_json(read.list("inputs"), mesh, "input")
         outputs = plan_json.values_from_json(read.list("outputs"), mesh, "output")
         seconds, nbytes = read.object("seconds"), read.object("nbytes")
+        phases = read.object("phases") if "phases" in read.data else None
         collectives, replicated = read.list("collectives"), read.list("replicated")
         return cls(
             fingerprint=read.text("fingerprint"),
@@ -217,29 +221,17 @@ class Plan:
             microbatches=read.int("microbatches"),
             input_types=inputs.types,
             output_types=outputs.types,
+            phases={name: phases.float(name) for name in phases.data} if phases else {},
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan; a reader sees the old file or the whole new one. Raises PlanningError where it cannot."""
-        target = Path(path)
-        part = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            part.write_text(plan_json.text(self.to_json()), encoding="utf-8")
-            part.replace(target)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise PlanningError(f"{target}: the plan cannot be written: {error.strerror}") from error
+        plan_json.write(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """The plan in a file. Raises PlanningError, with the place, for a file that holds none."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanningError(f"{path}: the plan cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise PlanningError(f"{path}: this is not JSON: {error}") from error
-        try:
-            return cls.from_json(data)
+            return cls.from_json(plan_json.read(path))
         except PlanningError as error:
             raise type(error)(f"{path}: {error}") from error

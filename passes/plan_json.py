@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import cast, get_args
 
 from passes.cluster import Cluster
@@ -45,6 +47,28 @@ def text(data: Mapping[str, object]) -> str:
     return f"{{\n{fields}\n}}\n"
 
 
+def write(path: str | os.PathLike[str], data: Mapping[str, object]) -> None:
+    """Writes a file; a reader sees the old one or the whole new one. Raises PlanningError where it cannot."""
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        part.write_text(text(data), encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise PlanningError(f"{target}: the plan cannot be written: {error.strerror}") from error
+
+
+def read(path: str | os.PathLike[str]) -> object:
+    """The JSON in a file. Raises PlanningError where there is none."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanningError(f"the plan cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise PlanningError(f"this is not JSON: {error}") from error
+
+
 def _field(value: object, indent: str) -> str:
     entries = cast(list[object], value) if isinstance(value, list) else []
     if not entries:
@@ -55,8 +79,10 @@ def _field(value: object, indent: str) -> str:
 
 
 def _entry(value: object, indent: str) -> str:
-    """One line, except for a run of operators, which is the last field of its object."""
+    """One line, except for a stage, and for a run of operators, which is the last field of its object."""
     head = dict(cast(Mapping[str, object], value)) if isinstance(value, dict) else {}
+    if "operators" in head:
+        return text(head).rstrip().replace("\n", f"\n{indent}")
     if "run" not in head:
         return _dump(cast(object, value))
     run = head.pop("run")

@@ -19,16 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from passes import collectives, restrictions
+from passes import pipelines, restrictions, stages
 from passes.bundles import Grouping, group
 from passes.cluster import Cluster
 from passes.errors import NoLegalPlanError, PlanMismatchError, PlanningError, explain
 from passes.intra_op import Answer, SolverOptions, solve
 from passes.ir import Graph
+from passes.layers import even_cuts
 from passes.memory import peak_nbytes
 from passes.mesh import Mesh, shapes
 from passes.moves import Schedule, due, moves
 from passes.moves import collectives as collectives_of
+from passes.phases import PHASES, Phase
+from passes.pipeline import PipelinePlan, load_plan
 from passes.plan import Plan, Solution
 from passes.plan_parts import operators
 from passes.problem import Assembly, assemble, without_dominated
@@ -42,7 +45,9 @@ Restriction = Callable[[Assembly], Assembly]
 class Planner(Protocol):
     """Anything that turns a graph and a cluster into a plan."""
 
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+    def plan(
+        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
+    ) -> Plan | PipelinePlan:
         """The plan of `graph` on `cluster`; `tied` pairs (output, input) positions that are one state."""
         ...
 
@@ -110,33 +115,86 @@ class Megatron:
         return _best(name, graph, [mesh], tied, donated, self.solver, restrictions.megatron)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Stages one behind the other, each planned on a submesh of its own; microbatches run through them.
+
+    `submeshes` are the devices of each stage, equal by default; `schedule` is a name of `autopar.SCHEDULES`. Stages are
+    cut where little crosses, as even in work as that allows.
+    """
+
+    stages: int
+    microbatches: int
+    schedule: str = "1f1b"
+    submeshes: tuple[int, ...] = ()
+    max_axes: int = 2
+    solver: SolverOptions = field(default_factory=SolverOptions)
+
+    pipelined = True
+
+    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> PipelinePlan:
+        sizes = pipelines.check_submeshes(self.stages, self.submeshes, cluster)
+        firsts = even_cuts(pipelines.body_of(graph), self.stages)
+        cut = stages.cut(graph, firsts, tied)
+        plans = [
+            _best(
+                f"stage {k}",
+                part.graph,
+                [_mesh(cluster, shape) for shape in _distinct(cluster, shapes(size, max_axes=self.max_axes))],
+                stages.ties(part, graph, tied),
+                (),
+                self.solver,
+            )
+            for k, (part, size) in enumerate(zip(cut.parts, sizes, strict=True))
+        ]
+        name = f"pipeline of {self.stages}"
+        return pipelines.joined(name, graph, cluster, cut, firsts, plans, self.schedule)
+
+
+def GPipe(stages: int, microbatches: int) -> Pipeline:
+    """The pipeline that runs all forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019)."""
+    return Pipeline(stages=stages, microbatches=microbatches, schedule="gpipe")
+
+
 @dataclass(frozen=True, slots=True)
 class Manual:
     """A saved or edited plan (a path or a Plan), replayed without solving."""
 
-    source: str | Path | Plan
+    source: str | Path | Plan | PipelinePlan
 
     @property
     def microbatches(self) -> int:
         """How many microbatches the plan was made for."""
         return self._read().microbatches
 
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+    @property
+    def pipelined(self) -> bool:
+        """Whether it is the plan of a pipeline."""
+        return isinstance(self._read(), PipelinePlan)
+
+    def plan(
+        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
+    ) -> Plan | PipelinePlan:
         plan = self._read()
-        plan.check(graph)
-        if plan.mesh.size > cluster.n_devices:
+        if isinstance(plan, PipelinePlan):
+            plan.check(graph, tied)
+            size, shape = plan.n_devices, f"{len(plan.stages)} stages"
+        else:
+            plan.check(graph)
+            size, shape = plan.mesh.size, str(plan.mesh)
+        if size > cluster.n_devices:
             raise PlanMismatchError(
-                f"the plan was made for {plan.mesh.size} devices ({plan.mesh}), the cluster {cluster.name!r} has "
+                f"the plan was made for {size} devices ({shape}), the cluster {cluster.name!r} has "
                 f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
             )
         return plan
 
-    def _read(self) -> Plan:
-        if not isinstance(cast(object, self.source), str | Path | Plan):
-            rule = "a saved plan is a path or an autopar.Plan"
+    def _read(self) -> Plan | PipelinePlan:
+        if not isinstance(cast(object, self.source), str | Path | Plan | PipelinePlan):
+            rule = "a saved plan is a path, an autopar.Plan or an autopar.PipelinePlan"
             remedy = "pass what plan.save(path) wrote, or the plan itself"
             raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
-        return self.source if isinstance(self.source, Plan) else Plan.load(self.source)
+        return load_plan(self.source) if isinstance(self.source, str | Path) else self.source
 
 
 def _best(
@@ -213,6 +271,8 @@ def _read_off(
     layout = assembly.layout(answer.choice)
     schedule = moves(graph, layout, resharder)
     donated = donated or (False,) * len(graph.inputs)
+    compute = assembly.root.compute_seconds(answer.choice)
+    moving, moved = _move_seconds(graph, schedule, resharder)
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,
@@ -225,7 +285,8 @@ def _read_off(
         input_types=tuple(graph.types[v] for v in graph.inputs),
         output_types=tuple(graph.types[v] for v in graph.outputs),
         collectives=collectives_of(graph, schedule, mesh),
-        seconds={"compute": assembly.root.compute_seconds(answer.choice), **_move_seconds(graph, schedule, mesh)},
+        seconds={"compute": sum(compute.values()), **moving},
+        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
         nbytes=peak_nbytes(graph, grouping, mesh, layout, schedule, tied, donated),
         solution=Solution(
             planner=name,
@@ -248,25 +309,21 @@ def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
                 yield from _uncut(body.graph, inner)
 
 
-def _move_seconds(graph: Graph, schedule: Schedule, mesh: Mesh) -> dict[str, float]:
-    """Seconds of all moves, by kind of collective; `copies` are the local steps."""
-    device = mesh.cluster.group().device
-    totals: dict[str, float] = {}
+def _move_seconds(
+    graph: Graph, schedule: Schedule, resharder: Resharder
+) -> tuple[dict[str, float], dict[Phase, float]]:
+    """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
+    by_kind: dict[str, float] = {}
+    by_phase: dict[Phase, float] = {}
     for one in due(graph, schedule):
         spec = one.move.before
         for step in one.move.steps:
-            larger = spec.local_nbytes(one.type, mesh)
-            spec = step.apply(spec)
-            after = spec.local_nbytes(one.type, mesh)
-            if step.kind == "slice" or step.kind == "keep":
-                cause = "copies"
-                spent = device.launch_seconds / 4 + 2 * after / device.memory_bytes_per_second
-            else:
-                cause = step.kind
-                payload = float(max(larger, after))
-                spent = collectives.seconds(step.kind, payload, mesh.group(step.axes)) + device.launch_seconds
-            totals[cause] = totals.get(cause, 0.0) + one.trips * one.share * spent
-    return totals
+            before, spec = spec, step.apply(spec)
+            spent = one.trips * one.share * resharder.cost(one.type, before, spec)
+            cause = "copies" if step.is_local else step.kind
+            by_kind[cause] = by_kind.get(cause, 0.0) + spent
+            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + spent
+    return by_kind, by_phase
 
 
 def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:

@@ -19,6 +19,7 @@ from passes.intra_op import Edge, Floats, Indices, ShardingProblem
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.moves import Layout, Placement
+from passes.phases import Phase
 from passes.resharding import Resharder
 from passes.rules import Assignment
 from passes.sharding import ShardingSpec, replicated
@@ -83,14 +84,15 @@ class Region:
             for body in joint.bodies:
                 yield from body.all()
 
-    def compute_seconds(self, choice: Sequence[int]) -> float:
-        """Seconds of all bundles, reshardings between them apart."""
-        total = 0.0
+    def compute_seconds(self, choice: Sequence[int]) -> dict[Phase, float]:
+        """Seconds of all bundles by phase, reshardings between them apart."""
+        totals: dict[Phase, float] = {}
         for region in self.all():
             chosen = choice[region.first : region.first + len(region.tables)]
-            own = sum(table.strategies[c].compute_seconds for table, c in zip(region.tables, chosen, strict=True))
-            total += region.weight * own
-        return total
+            for bundle, table, c in zip(region.grouping.bundles, region.tables, chosen, strict=True):
+                spent = region.weight * table.strategies[c].compute_seconds
+                totals[bundle.phase] = totals.get(bundle.phase, 0.0) + spent
+        return totals
 
     def assignments(self, choice: Sequence[int]) -> dict[int, Assignment]:
         """The assignment of every graph node that belongs to a bundle."""

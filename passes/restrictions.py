@@ -156,9 +156,10 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axis: str) -> Non
         if size % parts:
             name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
             larger = -(-size // parts) * parts
+            what = "leading dimension" if batch[value] == 0 else "microbatches, which have a dimension"
             raise PlanningError(
-                f"{name} has type {graph.types[value]}: {parts} devices on axis {axis!r} do not divide its batch "
-                f"dimension of {size}. Use a batch of {larger}, fewer devices, or planner=Auto()"
+                f"{name} has type {graph.types[value]}: {parts} devices on axis {axis!r} do not divide its {what} "
+                f"of {size}. Use a batch of {larger}, fewer devices, or planner=Auto()"
             )
 
 

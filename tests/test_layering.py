@@ -44,12 +44,17 @@ ORDER = (
     "memory",
     "schedules",
     "simulate",
+    "inter_op",
     "plan_parts",
     "plan_text",
     "plan_diff",
     "plan_json",
     "legality",
     "plan",
+    "stages",
+    "layers",
+    "pipeline",
+    "pipelines",
     "planner",
 )
 LIBRARIES = {"highspy", "numpy", "pulp", "scipy"}

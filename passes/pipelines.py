@@ -1,0 +1,135 @@
+"""From stages with plans to a pipeline with costs: seconds of tasks, bytes in flight, transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.cluster import Cluster
+from passes.errors import InternalError, PlanningError, explain
+from passes.ir import Graph
+from passes.microbatch import loop_of
+from passes.moves import is_free
+from passes.pipeline import PipelinePlan
+from passes.plan import Plan
+from passes.quantities import count
+from passes.simulate import StageCost, Transfer
+from passes.stages import Part, Stages
+
+
+def body_of(graph: Graph) -> Graph:
+    """What a microbatch computes."""
+    index = loop_of(graph)
+    if index is None:
+        raise InternalError("a pipeline is planned from a step in microbatches")
+    return graph.nodes[index].subgraphs[0]
+
+
+def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+    """The devices of each stage. Raises PlanningError unless they fit the cluster."""
+    asked = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
+    if stages < 1:
+        raise PlanningError(explain(asked, "a pipeline has one stage or more", "", "write, say, stages=2"))
+    if submeshes and (len(submeshes) != stages or min(submeshes) < 1):
+        rule = "there is one submesh for each stage, of one device or more"
+        raise PlanningError(explain(asked, rule, "", "leave submeshes out for equal ones"))
+    devices = cluster.n_devices
+    if not submeshes and devices % stages:
+        rule = f"{count(devices, 'device')} of cluster {cluster.name!r} do not spread evenly over {stages} stages"
+        raise PlanningError(explain(asked, rule, "", "say how many each stage has: submeshes=(4, 2, 2)"))
+    sizes = tuple(submeshes) or (devices // stages,) * stages
+    if sum(sizes) > devices:
+        rule = f"these are {sum(sizes)} devices, and cluster {cluster.name!r} has {devices}"
+        raise PlanningError(explain(asked, rule, "", "give the stages fewer devices"))
+    return sizes
+
+
+def joined(
+    planner: str,
+    graph: Graph,
+    cluster: Cluster,
+    cut: Stages,
+    firsts: Sequence[int],
+    plans: Sequence[Plan],
+    schedule: str,
+) -> PipelinePlan:
+    """The pipeline of these stages."""
+    sent = [_sent_nbytes(cut, k) for k in range(len(plans))]
+    plan = PipelinePlan(
+        fingerprint=graph.fingerprint,
+        cluster=cluster,
+        planner=planner,
+        schedule_name=schedule,
+        microbatches=cut.microbatches,
+        firsts=tuple(firsts),
+        stages=tuple(plans),
+        costs=tuple(stage_cost(part, plan) for part, plan in zip(cut.parts, plans, strict=True)),
+        transfers=tuple(_transfer(cluster, plans, sent, k) for k in range(len(plans) - 1)),
+        sent_nbytes=tuple(forward + backward for forward, backward in sent),
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+    )
+    plan.verify()
+    return plan
+
+
+def stage_cost(part: Part, plan: Plan) -> StageCost:
+    """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
+    length = part.graph.nodes[part.loop].params["length"]
+    if not isinstance(length, int):
+        raise InternalError(f"a loop of {length!r} microbatches")
+    backward = plan.phases.get("backward", 0.0) / length
+    return StageCost(
+        forward_seconds=plan.phases.get("forward", 0.0) / length,
+        backward_seconds=backward,
+        input_gradient_seconds=backward / 2,
+        weight_gradient_seconds=backward / 2,
+        finish_seconds=plan.phases.get("apply", 0.0),
+        in_flight_nbytes=_kept_nbytes(part, plan),
+        persistent_nbytes=_persistent_nbytes(part, plan),
+    )
+
+
+def _kept_nbytes(part: Part, plan: Plan) -> int:
+    """Bytes of one device that a microbatch's forward keeps for its backward, what it received included."""
+    body, inside = part.body, plan.layout.placements[part.loop].bodies[0]
+    received = set(part.streams.values()) & set(body.inputs)
+    home = {v: spec for v, spec in zip(body.inputs, inside.inputs, strict=True) if v in received}
+    for index in part.forward:
+        if not is_free(body, index):
+            home |= zip(body.nodes[index].outputs, inside.placements[index].results, strict=True)
+    read = {v for i, node in enumerate(body.nodes) if i not in part.forward for v in node.inputs}
+    return sum(home[v].local_nbytes(body.types[v], plan.mesh) for v in read if v in home)
+
+
+def _persistent_nbytes(part: Part, plan: Plan) -> int:
+    """Bytes of one device of parameters, state and summed gradients."""
+    graph, layout = part.graph, plan.layout
+    inputs = zip(graph.inputs, layout.inputs, strict=True)
+    held = sum(s.local_nbytes(graph.types[v], plan.mesh) for v, s in inputs if v not in part.streams)
+    loop = graph.nodes[part.loop]
+    results = zip(loop.outputs, layout.placements[part.loop].results, strict=True)
+    return held + sum(s.local_nbytes(graph.types[v], plan.mesh) for v, s in results if v not in part.streams)
+
+
+def _sent_nbytes(cut: Stages, stage: int) -> tuple[int, int]:
+    """Bytes that a stage sends on with each microbatch, and back."""
+    part = cut.parts[stage]
+    onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
+    sent = [(v, inner) for v, inner in part.streams.items() if v in part.graph.outputs]
+    forward = sum(part.body.types[inner].nbytes for _, inner in sent if inner in onward)
+    backward = sum(part.body.types[inner].nbytes for _, inner in sent if inner not in onward)
+    return forward, backward
+
+
+def _transfer(cluster: Cluster, plans: Sequence[Plan], sent: Sequence[tuple[int, int]], left: int) -> Transfer:
+    """Seconds between a stage and the next: every device of the smaller one sends or receives its share."""
+    hosts = cluster.group()
+    before = sum(plan.mesh.size for plan in plans[: left + 1])
+    inside = (before - 1) // hosts.devices_per_host == before // hosts.devices_per_host
+    link = hosts.intra if inside else hosts.inter
+    lanes = min(plans[left].mesh.size, plans[left + 1].mesh.size)
+
+    def seconds(nbytes: int) -> float:
+        return link.alpha_seconds + nbytes / lanes / link.bytes_per_second if nbytes else 0.0
+
+    return Transfer(forward_seconds=seconds(sent[left][0]), backward_seconds=seconds(sent[left + 1][1]))

@@ -1,0 +1,273 @@
+"""Pipelines: stages on submeshes of their own take the very step that `jax.jit` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import GPipe, Pipeline
+from autopar.program import Free, Run, Send, build
+from benchmarks.trainings import MODELS, QUICK
+from passes import stages
+from passes.errors import PlanningError
+from passes.microbatch import loop_of
+from passes.schedules import in_flight
+
+KEY = jax.random.key(0)
+
+
+def assert_close(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        mine, theirs = np.asarray(mine), np.asarray(theirs)
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        scale = max(float(np.max(np.abs(theirs), initial=0.0)), 1e-30)
+        assert np.max(np.abs(mine - theirs), initial=0.0) / scale <= tolerance
+
+
+def check(name: str, planner: Any, steps: int = 2) -> None:
+    with jax.enable_x64(True):
+        training = MODELS[name].training("float64", least=True)
+        ours = theirs = training.state
+        parallel = autopar.parallelize(training.step, planner=planner)
+        plain = jax.jit(training.step, compiler_options=QUICK)
+        for _ in range(steps):
+            got, wanted = parallel(ours, training.batch), plain(theirs, training.batch)
+            assert_close(got, wanted)
+            ours, theirs = got[0], wanted[0]
+
+
+QUICK_CASES = [
+    ("gpt", Pipeline(stages=3, microbatches=4, submeshes=(4, 2, 2))),
+    ("bert", Pipeline(stages=2, microbatches=2, submeshes=(6, 2), schedule="eager-1f1b")),
+    ("transformer", Pipeline(stages=4, microbatches=4, schedule="zero-bubble-h1")),
+]
+SLOW_CASES = [
+    ("gpt", GPipe(2, 8)),
+    ("gpt", Pipeline(stages=1, microbatches=2)),
+    ("gpt", Pipeline(stages=4, microbatches=8)),
+    ("gpt", Pipeline(stages=2, microbatches=1)),
+    ("llama", Pipeline(stages=2, microbatches=2)),
+    ("llama-scan", Pipeline(stages=2, microbatches=2)),
+    ("moe", Pipeline(stages=2, microbatches=4)),
+    ("alexnet", Pipeline(stages=2, microbatches=2)),
+    ("dlrm", Pipeline(stages=2, microbatches=2)),
+    ("transformer", Pipeline(stages=3, microbatches=2, submeshes=(4, 2, 2))),
+]
+
+
+@pytest.mark.parametrize(("name", "planner"), QUICK_CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_pipeline_equals_jit(name: str, planner: Any):
+    check(name, planner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "planner"), SLOW_CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_more_pipelines_equal_jit(name: str, planner: Any):
+    check(name, planner)
+
+
+def mlp(layers: int = 4, rows: int = 16) -> tuple[Any, Any]:
+    keys = jax.random.split(KEY, layers + 2)
+    params = [jax.random.normal(k, (8, 8)) / 3 for k in keys[:layers]]
+    return params, {"x": jax.random.normal(keys[-2], (rows, 8)), "y": jax.random.normal(keys[-1], (rows, 8))}
+
+
+def predict(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def step_of(
+    loss: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation
+) -> Callable[[Any, Any], Any]:
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), {"loss": value, "norm": optax.tree.norm(grads)}
+
+    return step
+
+
+def squared(params: Any, batch: Any) -> jax.Array:
+    return jnp.sum((predict(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def tied(params: Any, batch: Any) -> jax.Array:
+    """The first matrix is the last one too."""
+    return jnp.mean((predict([*params, params[0].T], batch["x"]) - batch["y"]) ** 2)
+
+
+def dropped(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for i, w in enumerate(params):
+        x = jnp.tanh(x @ w) * jax.random.bernoulli(jax.random.fold_in(KEY, i), 0.8, (x.shape[0], 8))
+    return jnp.sum((x - batch["y"]) ** 2)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "adamw+clip": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("loss", [squared, tied, dropped])
+def test_losses_and_optimizers(loss: Callable[..., jax.Array], optimizer: str):
+    with jax.enable_x64(True):
+        params, batch = mlp()
+        step = step_of(loss, OPTIMIZERS[optimizer])
+        planner = Pipeline(stages=2, microbatches=4)
+        parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+        ours = theirs = (params, OPTIMIZERS[optimizer].init(params))
+        for _ in range(3):
+            (ours, told), (theirs, wanted) = parallel(ours, batch), jax.jit(step)(theirs, batch)
+            assert_close((ours, told), (theirs, wanted))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1"])
+def test_schedules(schedule: str):
+    with jax.enable_x64(True):
+        params, batch = mlp()
+        step = step_of(squared, OPTIMIZERS["sgd"])
+        planner = Pipeline(stages=4, microbatches=8, schedule=schedule)
+        parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+        state = (params, OPTIMIZERS["sgd"].init(params))
+        assert_close(parallel(state, batch), jax.jit(step)(state, batch))
+
+
+def written(planner: Pipeline, loss: Callable[..., jax.Array] = squared) -> Any:
+    """(plan, cut, program) of a small step on four devices."""
+    params, batch = mlp()
+    step = step_of(loss, OPTIMIZERS["adamw+clip"])
+    parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+    arguments = (params, OPTIMIZERS["adamw+clip"].init(params)), batch
+    plan = parallel.plan(*arguments)
+    traced = parallel.trace(*arguments)
+    cut = stages.cut(traced.graph, plan.firsts, traced.tied)
+    return plan, cut, build(traced, plan, cut, jax.devices()[:4])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_live_activations_stay_within_the_schedules_bound(schedule: str):
+    plan, _, program = written(Pipeline(stages=4, microbatches=8, schedule=schedule))
+    kept = [0] * 4
+    peak = [0] * 4
+    begun: dict[int, tuple[int, int]] = {}
+    for instruction in program.instructions:
+        match instruction:
+            case Run(task=task) if task is not None and task.kind == "forward":
+                inside = {(task.stage, task.microbatch)}
+                begun |= {slot: one for slot in instruction.outputs for one in inside}
+            case Free():
+                for slot in instruction.slots:
+                    begun.pop(slot, None)
+            case _:
+                continue
+        for stage in range(4):
+            kept[stage] = len({one for one in begun.values() if one[0] == stage})
+            peak[stage] = max(peak[stage], kept[stage])
+    assert all(p <= bound for p, bound in zip(peak[:-1], in_flight(plan.schedule), strict=False))
+
+
+def test_of_weights_only_a_tied_one_and_its_gradient_cross():
+    _, cut, program = written(Pipeline(stages=2, microbatches=4), tied)
+    streams = {v for part in cut.parts for v in part.streams}
+    first, last = (
+        {n: part.graph.types[v] for v, n in zip(part.graph.inputs, part.graph.input_names, strict=True)}
+        for part in cut.parts
+    )
+    assert {n for n in first if n.startswith("state[0]")} & set(last) == {"state[0][0]"}
+    gradients = [n for n, t in (*first.items(), *last.items()) if n.startswith("value") and t.shape == (8, 8)]
+    assert len(gradients) == 1
+    sends = [i for i in program.instructions if isinstance(i, Send)]
+    assert len(streams) == 2
+    assert len(sends) <= 2 * 4 + 2 + 8  # the rest are scalars: the step counter, parts of the norm
+
+
+def test_stages_take_what_they_use_of_the_batch():
+    _, cut, _ = written(Pipeline(stages=2, microbatches=4))
+    first, last = ({n for n in part.graph.input_names if n.startswith("batch")} for part in cut.parts)
+    assert first == {"batch['x']"}
+    assert last == {"batch['y']"}
+
+
+def test_the_whole_step_is_in_the_stages_once():
+    params, batch = mlp()
+    step = step_of(squared, OPTIMIZERS["sgd"])
+    planner = Pipeline(stages=4, microbatches=4)
+    parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+    arguments = (params, OPTIMIZERS["sgd"].init(params)), batch
+    graph = parallel.trace(*arguments).graph
+    cut = stages.cut(graph, parallel.plan(*arguments).firsts)
+    index = loop_of(graph)
+    assert index is not None
+    products = [n for n in graph.nodes[index].subgraphs[0].nodes if n.primitive == "dot_general"]
+    inside = [n for part in cut.parts for n in part.body.nodes if n.primitive == "dot_general"]
+    assert len(inside) == len(products)
+    assert [sum(n.primitive == "dot_general" for n in part.body.nodes) for part in cut.parts] == [2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("planner", "words"),
+    [
+        (Pipeline(stages=3, microbatches=2), "do not spread evenly"),
+        (Pipeline(stages=2, microbatches=2, submeshes=(4, 2)), "has 4"),
+        (Pipeline(stages=2, microbatches=3), "must divide the batch, which is 16"),
+        (Pipeline(stages=2, microbatches=2, submeshes=(1,)), "one submesh for each stage"),
+        (Pipeline(stages=2, microbatches=2, schedule="2f2b"), "1f1b"),
+        (Pipeline(stages=0, microbatches=2), "one stage or more"),
+        (Pipeline(stages=40, microbatches=2, submeshes=(1,) * 40), "has 4"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_said(planner: Pipeline, words: str):
+    params, batch = mlp()
+    step = step_of(squared, OPTIMIZERS["sgd"])
+    state = (params, OPTIMIZERS["sgd"].init(params))
+    with pytest.raises(PlanningError, match=words):
+        autopar.parallelize(step, planner=planner, cluster="4:a100-80g").plan(state, batch)
+
+
+def test_more_stages_than_places_to_cut():
+    params, batch = mlp(layers=1)
+    step = step_of(squared, OPTIMIZERS["sgd"])
+    state = (params, OPTIMIZERS["sgd"].init(params))
+    planner = Pipeline(stages=64, microbatches=2)
+    with pytest.raises(PlanningError, match="too few or too uneven"):
+        autopar.parallelize(step, planner=planner, cluster="8x8:a100-80g").plan(state, batch)
+
+
+def test_a_saved_pipeline_is_a_planner(tmp_path: Any):
+    params, batch = mlp()
+    step = step_of(squared, OPTIMIZERS["sgd"])
+    state = (params, OPTIMIZERS["sgd"].init(params))
+    devices = jax.devices()[:4]
+    planned = autopar.parallelize(step, planner=Pipeline(stages=2, microbatches=4), devices=devices)
+    plan = planned.plan(state, batch)
+    plan.save(tmp_path / "plan.json")
+    assert autopar.PipelinePlan.load(tmp_path / "plan.json") == plan
+    replayed = autopar.parallelize(step, planner=autopar.Manual(tmp_path / "plan.json"), devices=devices)
+    assert replayed.plan(state, batch) == plan
+    assert_close(replayed(state, batch), jax.jit(step)(state, batch), 1e-5)
+    with pytest.raises(PlanningError, match="pipeline"):
+        autopar.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(PlanningError, match="traces to program"):
+        autopar.parallelize(step_of(tied, OPTIMIZERS["sgd"]), planner=autopar.Manual(plan)).plan(state, batch)
+
+
+def test_a_pipeline_is_told_in_80_columns():
+    plan, _, _ = written(Pipeline(stages=4, microbatches=8))
+    text = str(plan)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "bubble" in text
+    assert "1f1b" in text
+    events = plan.timeline.to_trace()
+    assert sum(event["ph"] == "X" for event in events) >= 4 * 8 * 2
