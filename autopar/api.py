@@ -10,16 +10,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from autopar.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
-from autopar.errors import ArgumentError, ClusterError, DeviceError, UnsupportedError, explain
+from autopar.errors import ArgumentError, ClusterError, DeviceError, PlanningError, UnsupportedError, explain
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
 from autopar.jax_compat import Device
 from autopar.microbatch import microbatched
+from autopar.pieces import Joined, Pieces, in_pieces
 from autopar.plan import Plan
 from autopar.program import build
 from autopar.runtime import Pipeline, load
@@ -28,10 +29,13 @@ from passes import stages
 from passes.cluster import Cluster
 from passes.devices import local_cluster, parse_cluster
 from passes.microbatch import Coupling
-from passes.pipeline import PipelinePlan
-from passes.planner import Auto, Planner
+from passes.pipeline import PipelinePlan, load_plan
+from passes.planner import Auto, Manual, Planner
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
+
+MICROBATCHES = (4, 16)
+"""The numbers of microbatches that a search tries beside one, of those that divide the batch."""
 
 _Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...]]
 
@@ -88,7 +92,9 @@ class _Program:
     traced: Traced
     plan: Plan | PipelinePlan | None = None
     prepared: Prepared | None = None
-    executable: Executable | Pipeline | None = None
+    executable: Executable | Pipeline | Joined | None = None
+    pieces: Pieces | None = None
+    out_tree: Any = None
 
 
 class ParallelFunction:
@@ -171,11 +177,31 @@ class ParallelFunction:
         leaves, tree = jax.tree.flatten(abstract(dynamic, self._signature, len(args)))
         key = (tree, statics, types_of(leaves))
         if key not in self._programs:
-            traced = trace(self._fun, args, kwargs, **self._options)
-            if self._count() > 1 or getattr(self._planner, "pipelined", False):
-                traced = microbatched(traced, leaves, self._count(), self._coupling)
-            self._programs[key] = _Program(tuple(leaves), traced)
+            traced, pieces = trace(self._fun, args, kwargs, **self._options), None
+            out_tree = traced.out_tree
+            if not self._searches() and (self._count() > 1 or getattr(self._planner, "pipelined", False)):
+                traced, pieces = self._in_microbatches(traced, leaves)
+            self._programs[key] = _Program(tuple(leaves), traced, pieces=pieces, out_tree=out_tree)
         return self._programs[key]
+
+    def _in_microbatches(
+        self, traced: Traced, structs: Sequence[jax.ShapeDtypeStruct]
+    ) -> tuple[Traced, Pieces | None]:
+        """The program in microbatches; for a pipeline with its loops over layers in pieces, as a saved plan has them."""
+        planner, count = self._planner, self._count()
+        if not getattr(planner, "pipelined", False):
+            return microbatched(traced, structs, count, self._coupling), None
+        saved = planner.source if isinstance(planner, Manual) else None
+        saved = load_plan(saved) if isinstance(saved, str | os.PathLike) else saved
+        stages = len(saved.stages) if isinstance(saved, PipelinePlan) else getattr(planner, "stages", 1)
+        cut, pieces = in_pieces(traced, stages)
+        if pieces is None:
+            return microbatched(traced, structs, count, self._coupling), None
+        found = microbatched(cut, pieces.structs(structs), count, self._coupling)
+        if saved and saved.fingerprint != found.graph.fingerprint:
+            whole = microbatched(traced, structs, count, self._coupling)
+            return (whole, None) if saved.fingerprint == whole.graph.fingerprint else (found, pieces)
+        return found, pieces
 
     def _count(self) -> int:
         """How many microbatches: as asked for, else as a saved plan says, else one. Raises ArgumentError."""
@@ -187,7 +213,7 @@ class ParallelFunction:
             )
         return self._microbatches or planned or 1
 
-    def _executable(self, program: _Program) -> Executable | Pipeline:
+    def _executable(self, program: _Program) -> Executable | Pipeline | Joined:
         plan = self._planned(program)
         if not isinstance(plan, PipelinePlan):
             return self._prepared(program).executable()
@@ -195,18 +221,52 @@ class ParallelFunction:
         cut = stages.cut(traced.graph, plan.firsts, traced.tied)
         written = build(traced, plan, cut, self._present(plan))
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
-        return load(written, rows, traced.out_tree)
+        pipeline = load(written, rows, traced.out_tree)
+        return Joined(pipeline, program.pieces, program.out_tree) if program.pieces else pipeline
 
     def _planned(self, program: _Program) -> Plan | PipelinePlan:
         if program.plan is None:
+            cluster = self._cluster_here()
+            if self._searches():
+                return self._searched(program, cluster)
             traced = program.traced
-            cluster = self._cluster or local_cluster(self._present_devices())
             plan = self._planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
             if isinstance(plan, PipelinePlan):
                 program.plan = plan
                 return plan
             plan = replace(plan, microbatches=self._count())
             program.plan = Plan.bind(plan, traced.in_tree, traced.out_tree)
+        return program.plan
+
+    def _cluster_here(self) -> Cluster:
+        return self._cluster or local_cluster(self._present_devices())
+
+    def _searches(self) -> bool:
+        """Whether the planner looks for stages, and so for a number of microbatches too."""
+        return isinstance(self._planner, Auto) and self._planner.searches(self._cluster_here())
+
+    def _searched(self, program: _Program, cluster: Cluster) -> Plan | PipelinePlan:
+        """The plan of a search over stages and microbatches; the program becomes the one that it is of."""
+        whole = program.traced
+        family: dict[int, Traced] = {}
+        for count in (self._microbatches,) if self._microbatches else MICROBATCHES:
+            try:
+                family[count] = microbatched(whole, program.structs, count, self._coupling)
+            except PlanningError:
+                if self._microbatches:
+                    raise
+        planner = cast("Auto", self._planner)
+        if not family:
+            plan = planner.plan(whole.graph, cluster, tied=whole.tied, donated=whole.donated)
+        else:
+            graphs = {count: traced.graph for count, traced in family.items()}
+            plan = planner.search(whole.graph, cluster, graphs, tied=whole.tied, donated=whole.donated)
+        if isinstance(plan, PipelinePlan):
+            program.traced, program.plan = family[plan.microbatches], plan
+            return plan
+        if plan.fingerprint != whole.graph.fingerprint:
+            program.traced = family[plan.microbatches]
+        program.plan = Plan.bind(plan, whole.in_tree, whole.out_tree)
         return program.plan
 
     def _prepared(self, program: _Program) -> Prepared:

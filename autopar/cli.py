@@ -47,6 +47,7 @@ MODULE is imported from the current folder, on the CPU."""
 _PLANNERS = """\
 planners:
   auto                  the cheapest placements that the solver finds (default)
+  stages                the same, in stages of a pipeline where that is cheaper
   dp                    data parallel: the batch over all devices
   zero3                 ZeRO stage 3: cuts parameters and optimizer state too;
                         zero1 and zero2 cut the optimizer state alone
@@ -231,6 +232,8 @@ def _planner(written: str) -> Planner:
     match name, option:
         case "auto", "":
             return Auto()
+        case "stages", "":
+            return Auto(pipeline=True)
         case "dp", "":
             return DataParallel()
         case "zero1" | "zero2" | "zero3", "":

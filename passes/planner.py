@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-from passes import pipelines, restrictions, stages
+from passes import inter_op, pipelines, restrictions, stages
 from passes.bundles import Grouping, group
 from passes.cluster import Cluster
 from passes.errors import NoLegalPlanError, PlanMismatchError, PlanningError, explain
@@ -31,12 +31,13 @@ from passes.mesh import Mesh, shapes
 from passes.moves import Schedule, due, moves
 from passes.moves import collectives as collectives_of
 from passes.phases import PHASES, Phase
-from passes.pipeline import PipelinePlan, load_plan
+from passes.pipeline import DISPATCH_SECONDS, PipelinePlan, load_plan
 from passes.plan import Plan, Solution
 from passes.plan_parts import operators
 from passes.problem import Assembly, assemble, without_dominated
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
+from passes.stage_table import StageCosts
 
 Tied = tuple[tuple[int, int], ...]
 Restriction = Callable[[Assembly], Assembly]
@@ -54,19 +55,80 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """The cheapest placements on the best logical mesh of at most `max_axes` axes."""
+    """The cheapest placements on the best logical mesh of at most `max_axes` axes, in stages where that is cheaper.
+
+    With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, and numbers of microbatches
+    and `schedules` are tried; a plan without stages competes on equal terms. That takes minutes for a large model.
+    """
 
     max_axes: int = 2
+    pipeline: bool = False
+    layers: int = 8
+    schedules: tuple[str, ...] = ("1f1b", "eager-1f1b")
     solver: SolverOptions = field(default_factory=SolverOptions)
+
+    def searches(self, cluster: Cluster) -> bool:
+        """Whether stages are searched on this cluster."""
+        return self.pipeline and cluster.n_devices > 1
 
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
         if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
-        meshes = [
-            _mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(cluster.n_devices, max_axes=self.max_axes))
-        ]
-        return _best("auto", graph, meshes, tied, donated, self.solver)
+        return _best("auto", graph, self._meshes(cluster, cluster.n_devices), tied, donated, self.solver)
+
+    def search(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        microbatched: Mapping[int, Graph],
+        *,
+        tied: Tied = (),
+        donated: Sequence[bool] = (),
+    ) -> Plan | PipelinePlan:
+        """The cheapest of: no stages and no microbatches, as `plan` has it; and what a search over layers, submeshes,
+        meshes, microbatches and schedules finds, given the step in each number of microbatches.
+        """
+        found: list[Plan | PipelinePlan] = [self.plan(graph, cluster, tied=tied, donated=donated)]
+        table = StageCosts(
+            graphs=microbatched,
+            tied=tied,
+            cluster=cluster,
+            n_layers=self.layers,
+            meshes=lambda n: self._meshes(cluster, n),
+            solve=lambda part, mesh, ties: _best("layer", part.graph, [mesh], ties, (), self.solver),
+        )
+        group = cluster.group()
+        partition = inter_op.partition(
+            self.layers,
+            inter_op.Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host),
+            inter_op.submeshes(cluster, every=False),
+            table,
+            schedules=self.schedules,
+            microbatches=tuple(microbatched),
+            memory_limit=group.device.memory_nbytes,
+            dispatch_seconds=DISPATCH_SECONDS,
+            idle=False,
+        )
+        found.append(self._realised(partition, table, cluster, donated))
+        fitting = [plan for plan in found if plan.peak_nbytes <= group.device.memory_nbytes]
+        return min(fitting or found, key=lambda plan: plan.step_seconds)
+
+    def _realised(
+        self, partition: inter_op.Partition, table: StageCosts, cluster: Cluster, donated: Sequence[bool]
+    ) -> Plan | PipelinePlan:
+        """The stages that the search has chosen, planned as they are."""
+        count = partition.microbatches
+        graph, sizes = table.graphs[count], [stage.submesh.n_devices for stage in partition.stages]
+        if len(sizes) == 1:
+            plan = _best("auto", graph, self._meshes(cluster, sizes[0]), table.tied, donated, self.solver)
+            return replace(plan, microbatches=count)
+        firsts = table.firsts(count)
+        begins = tuple(firsts[stage.first] for stage in partition.stages)
+        return _pipelined("auto", graph, cluster, table.tied, begins, sizes, partition.schedule, self)
+
+    def _meshes(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
+        return _meshes(cluster, n_devices, self.max_axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,20 +197,7 @@ class Pipeline:
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> PipelinePlan:
         sizes = pipelines.check_submeshes(self.stages, self.submeshes, cluster)
         firsts = even_cuts(pipelines.body_of(graph), self.stages)
-        cut = stages.cut(graph, firsts, tied)
-        plans = [
-            _best(
-                f"stage {k}",
-                part.graph,
-                [_mesh(cluster, shape) for shape in _distinct(cluster, shapes(size, max_axes=self.max_axes))],
-                stages.ties(part, graph, tied),
-                (),
-                self.solver,
-            )
-            for k, (part, size) in enumerate(zip(cut.parts, sizes, strict=True))
-        ]
-        name = f"pipeline of {self.stages}"
-        return pipelines.joined(name, graph, cluster, cut, firsts, plans, self.schedule)
+        return _pipelined(f"pipeline of {self.stages}", graph, cluster, tied, firsts, sizes, self.schedule, self)
 
 
 def GPipe(stages: int, microbatches: int) -> Pipeline:
@@ -195,6 +244,47 @@ class Manual:
             remedy = "pass what plan.save(path) wrote, or the plan itself"
             raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
         return load_plan(self.source) if isinstance(self.source, str | Path) else self.source
+
+
+class _Options(Protocol):
+    """What planning a stage depends on."""
+
+    @property
+    def max_axes(self) -> int: ...
+
+    @property
+    def solver(self) -> SolverOptions: ...
+
+
+def _pipelined(
+    name: str,
+    graph: Graph,
+    cluster: Cluster,
+    tied: Tied,
+    firsts: Sequence[int],
+    sizes: Sequence[int],
+    schedule: str,
+    options: _Options,
+) -> PipelinePlan:
+    """The pipeline whose stages begin at body nodes `firsts` and have `sizes` devices, each stage planned."""
+    cut = stages.cut(graph, firsts, tied)
+    plans = [
+        _best(
+            f"stage {k}",
+            part.graph,
+            _meshes(cluster, size, options.max_axes),
+            stages.ties(part, graph, tied),
+            (),
+            options.solver,
+        )
+        for k, (part, size) in enumerate(zip(cut.parts, sizes, strict=True))
+    ]
+    return pipelines.joined(name, graph, cluster, cut, firsts, plans, schedule)
+
+
+def _meshes(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
+    """Every way to lay out the first devices of a cluster that differs there."""
+    return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
 
 
 def _best(

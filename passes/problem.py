@@ -85,13 +85,14 @@ class Region:
                 yield from body.all()
 
     def compute_seconds(self, choice: Sequence[int]) -> dict[Phase, float]:
-        """Seconds of all bundles by phase, reshardings between them apart."""
+        """Seconds of all bundles by phase, reshardings apart; what microbatches add up is part of their backward."""
         totals: dict[Phase, float] = {}
         for region in self.all():
             chosen = choice[region.first : region.first + len(region.tables)]
             for bundle, table, c in zip(region.grouping.bundles, region.tables, chosen, strict=True):
                 spent = region.weight * table.strategies[c].compute_seconds
-                totals[bundle.phase] = totals.get(bundle.phase, 0.0) + spent
+                when: Phase = "backward" if bundle.phase == "apply" and region.number else bundle.phase
+                totals[when] = totals.get(when, 0.0) + spent
         return totals
 
     def assignments(self, choice: Sequence[int]) -> dict[int, Assignment]:

@@ -55,6 +55,7 @@ ORDER = (
     "layers",
     "pipeline",
     "pipelines",
+    "stage_table",
     "planner",
 )
 LIBRARIES = {"highspy", "numpy", "pulp", "scipy"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from autopar import GPipe, Pipeline
 from autopar.program import Free, Run, Send, build
 from benchmarks.trainings import MODELS, QUICK
 from passes import stages
+from passes.devices import parse_cluster
 from passes.errors import PlanningError
 from passes.microbatch import loop_of
 from passes.schedules import in_flight
@@ -271,3 +273,49 @@ def test_a_pipeline_is_told_in_80_columns():
     assert "1f1b" in text
     events = plan.timeline.to_trace()
     assert sum(event["ph"] == "X" for event in events) >= 4 * 8 * 2
+
+
+def slow_network(cluster: str, bytes_per_second: float) -> autopar.Cluster:
+    """A cluster whose hosts are far apart."""
+    found = parse_cluster(cluster)
+    group = found.group()
+    inter = replace(group.inter, bytes_per_second=bytes_per_second)
+    return replace(found, groups=(replace(group, inter=inter),))
+
+
+def wide_mlp() -> tuple[Any, Any]:
+    params = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32) for _ in range(4)]
+    rows = jax.ShapeDtypeStruct((16384, 8192), jnp.float32)
+    return params, {"x": rows, "y": rows}
+
+
+def test_the_search_finds_stages_where_hosts_are_far_apart():
+    params, batch = wide_mlp()
+    step = step_of(squared, OPTIMIZERS["sgd"])
+    state = (params, jax.eval_shape(OPTIMIZERS["sgd"].init, params))
+    planner = autopar.Auto(pipeline=True, layers=2, max_axes=1)
+    far, near = (slow_network("2x1:a100-80g", rate) for rate in (1e10, 1e13))
+    found = {
+        name: autopar.parallelize(step, cluster=cluster, planner=planner).plan(state, batch)
+        for name, cluster in (("far", far), ("near", near))
+    }
+    assert isinstance(found["far"], autopar.PipelinePlan)
+    assert [plan.mesh.size for plan in found["far"].stages] == [1, 1]
+    assert isinstance(found["near"], autopar.Plan)
+    for cluster, plan in ((far, found["far"]), (near, found["near"])):
+        for count in (4, 16):
+            by_hand = Pipeline(stages=2, microbatches=count)
+            other = autopar.parallelize(step, cluster=cluster, planner=by_hand).plan(state, batch)
+            assert plan.step_seconds <= other.step_seconds * (1 + 1e-9)
+        whole = autopar.parallelize(step, cluster=cluster).plan(state, batch)
+        assert plan.step_seconds <= whole.step_seconds * (1 + 1e-9)
+
+
+def test_what_the_search_finds_runs():
+    with jax.enable_x64(True):
+        params, batch = mlp()
+        step = step_of(tied, OPTIMIZERS["sgd"])
+        state = (params, OPTIMIZERS["sgd"].init(params))
+        planner = autopar.Auto(pipeline=True, layers=2)
+        parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:2])
+        assert_close(parallel(state, batch), jax.jit(step)(state, batch))
