@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +50,10 @@ def _flops(body: Graph, index: int) -> float:
     return inside * (trips if isinstance(trips, int) else 1)
 
 
-def even_cuts(body: Graph, n_stages: int) -> tuple[int, ...]:
+def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
     """The first body node of each of `n_stages` stages: as even as can be where little crosses.
+
+    With a `pattern` of module names, only where one such module gives way to another.
 
     Raises PlanningError where there are fewer places to cut than that.
     """
@@ -60,20 +63,29 @@ def even_cuts(body: Graph, n_stages: int) -> tuple[int, ...]:
     crossing, flops = crossing_nbytes(body, nodes), work(body, nodes)
     total = np.concatenate([[0.0], np.cumsum(flops)])
     heavy = [i for i in range(1, len(nodes)) if total[i] > 0.02 * total[-1] and total[i] < 0.98 * total[-1]]
+    if pattern:
+        heavy = [i for i in heavy if _module(body, nodes[i], pattern) != _module(body, nodes[i - 1], pattern)]
     least = min((crossing[i] for i in heavy if crossing[i] > 0), default=0.0)
     for most, uneven in itertools.product(CROSSING, UNEVEN):
         places = [i for i in heavy if crossing[i] <= most * least]
         found = _cheapest(places, crossing, total, n_stages, (1 + uneven) * total[-1] / n_stages)
         if found:
             return (0, *(nodes[i] for i in found))
+    named = f"; layers={pattern!r} may fit no module" if pattern else ""
     raise PlanningError(
         explain(
             f"stages={n_stages}",
             f"the forward pass has {len(heavy)} places where it can be cut, too few or too uneven for that many stages",
             "",
-            "ask for fewer stages, or plan without a pipeline",
+            "ask for fewer stages, or plan without a pipeline"
+            + named,
         )
     )
+
+
+def _module(body: Graph, index: int, pattern: str) -> str:
+    """The outermost module of a node's name stack that fits, empty for none."""
+    return next((name for name in body.nodes[index].scope.split("/") if fnmatchcase(name, pattern)), "")
 
 
 def _cheapest(

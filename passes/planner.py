@@ -38,6 +38,7 @@ from passes.problem import Assembly, assemble, without_dominated
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
 from passes.stage_table import StageCosts
+from passes.stages import Part
 
 Tied = tuple[tuple[int, int], ...]
 Restriction = Callable[[Assembly], Assembly]
@@ -125,7 +126,12 @@ class Auto:
             return replace(plan, microbatches=count)
         firsts = table.firsts(count)
         begins = tuple(firsts[stage.first] for stage in partition.stages)
-        return _pipelined("auto", graph, cluster, table.tied, begins, sizes, partition.schedule, self)
+
+        def plan_stage(part: Part, stage: int) -> Plan:
+            meshes, ties = self._meshes(cluster, sizes[stage]), stages.ties(part, graph, table.tied)
+            return _best(f"stage {stage}", part.graph, meshes, ties, (), self.solver)
+
+        return _pipelined("auto", graph, cluster, table.tied, begins, partition.schedule, plan_stage)
 
     def _meshes(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
         return _meshes(cluster, n_devices, self.max_axes)
@@ -163,18 +169,43 @@ class Zero:
 class Megatron:
     """The batch over `data` devices, every weight matrix over `tensor` devices; which dimension is cut is solved for.
 
-    Reference: Shoeybi et al., "Megatron-LM" (2019), section 3.
+    With `pipeline` stages, each is laid out so, and `microbatches` run through them by `schedule`.
+
+    Reference: Shoeybi et al., "Megatron-LM" (2019), section 3; Narayanan et al. (SC 2021), section 3.
     """
 
     data: int
     tensor: int
+    pipeline: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
     solver: SolverOptions = field(default_factory=SolverOptions)
 
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
-        restrictions.check_sizes({"data": self.data, "tensor": self.tensor}, cluster)
+    @property
+    def pipelined(self) -> bool:
+        """Whether there are several stages."""
+        return self.pipeline > 1
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline
+
+    def plan(
+        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
+    ) -> Plan | PipelinePlan:
+        sizes = {"data": self.data, "tensor": self.tensor}
+        restrictions.check_sizes(sizes | ({"pipeline": self.pipeline} if self.pipelined else {}), cluster)
         mesh = _named(cluster, ("data", self.data), ("tensor", self.tensor))
-        name = f"megatron {self.data}x{self.tensor}"
-        return _best(name, graph, [mesh], tied, donated, self.solver, restrictions.megatron)
+        name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if self.pipelined else "")
+        if not self.pipelined:
+            return _best(name, graph, [mesh], tied, donated, self.solver, restrictions.megatron)
+        firsts = even_cuts(pipelines.body_of(graph), self.pipeline)
+
+        def plan_stage(part: Part, stage: int) -> Plan:
+            ties = stages.ties(part, graph, tied)
+            return _best(f"stage {stage}", part.graph, [mesh], ties, (), self.solver, restrictions.megatron)
+
+        return _pipelined(name, graph, cluster, tied, firsts, self.schedule, plan_stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +213,15 @@ class Pipeline:
     """Stages one behind the other, each planned on a submesh of its own; microbatches run through them.
 
     `submeshes` are the devices of each stage, equal by default; `schedule` is a name of `autopar.SCHEDULES`. Stages are
-    cut where little crosses, as even in work as that allows.
+    cut where little crosses, as even in work as that allows, and with `layers` only between modules whose names match
+    it (`"Block_*"`).
     """
 
     stages: int
     microbatches: int
     schedule: str = "1f1b"
     submeshes: tuple[int, ...] = ()
+    layers: str = ""
     max_axes: int = 2
     solver: SolverOptions = field(default_factory=SolverOptions)
 
@@ -196,8 +229,14 @@ class Pipeline:
 
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> PipelinePlan:
         sizes = pipelines.check_submeshes(self.stages, self.submeshes, cluster)
-        firsts = even_cuts(pipelines.body_of(graph), self.stages)
-        return _pipelined(f"pipeline of {self.stages}", graph, cluster, tied, firsts, sizes, self.schedule, self)
+        firsts = even_cuts(pipelines.body_of(graph), self.stages, self.layers)
+
+        def plan_stage(part: Part, stage: int) -> Plan:
+            meshes, ties = _meshes(cluster, sizes[stage], self.max_axes), stages.ties(part, graph, tied)
+            return _best(f"stage {stage}", part.graph, meshes, ties, (), self.solver)
+
+        name = f"pipeline of {self.stages}"
+        return _pipelined(name, graph, cluster, tied, firsts, self.schedule, plan_stage)
 
 
 def GPipe(stages: int, microbatches: int) -> Pipeline:
@@ -246,39 +285,18 @@ class Manual:
         return load_plan(self.source) if isinstance(self.source, str | Path) else self.source
 
 
-class _Options(Protocol):
-    """What planning a stage depends on."""
-
-    @property
-    def max_axes(self) -> int: ...
-
-    @property
-    def solver(self) -> SolverOptions: ...
-
-
 def _pipelined(
     name: str,
     graph: Graph,
     cluster: Cluster,
     tied: Tied,
     firsts: Sequence[int],
-    sizes: Sequence[int],
     schedule: str,
-    options: _Options,
+    plan_stage: Callable[[Part, int], Plan],
 ) -> PipelinePlan:
-    """The pipeline whose stages begin at body nodes `firsts` and have `sizes` devices, each stage planned."""
+    """The pipeline whose stages begin at body nodes `firsts`, each planned by itself."""
     cut = stages.cut(graph, firsts, tied)
-    plans = [
-        _best(
-            f"stage {k}",
-            part.graph,
-            _meshes(cluster, size, options.max_axes),
-            stages.ties(part, graph, tied),
-            (),
-            options.solver,
-        )
-        for k, (part, size) in enumerate(zip(cut.parts, sizes, strict=True))
-    ]
+    plans = [plan_stage(part, k) for k, part in enumerate(cut.parts)]
     return pipelines.joined(name, graph, cluster, cut, firsts, plans, schedule)
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import GPipe, Pipeline
+from autopar import GPipe, Megatron, Pipeline
 from autopar.program import Free, Run, Send, build
 from benchmarks.trainings import MODELS, QUICK
 from passes import stages
@@ -49,6 +49,7 @@ QUICK_CASES = [
     ("gpt", Pipeline(stages=3, microbatches=4, submeshes=(4, 2, 2))),
     ("bert", Pipeline(stages=2, microbatches=2, submeshes=(6, 2), schedule="eager-1f1b")),
     ("transformer", Pipeline(stages=4, microbatches=4, schedule="zero-bubble-h1")),
+    ("gpt", Megatron(data=2, tensor=2, pipeline=2, microbatches=2)),
 ]
 SLOW_CASES = [
     ("gpt", GPipe(2, 8)),
@@ -193,6 +194,24 @@ def test_of_weights_only_a_tied_one_and_its_gradient_cross():
     sends = [i for i in program.instructions if isinstance(i, Send)]
     assert len(streams) == 2
     assert len(sends) <= 2 * 4 + 2 + 8  # the rest are scalars: the step counter, parts of the norm
+
+
+def test_layers_by_name():
+    training = MODELS["bert"].training("float32", least=True)
+    planner = Pipeline(stages=2, microbatches=2, layers="Block_*")
+    parallel = autopar.parallelize(training.step, planner=planner, devices=jax.devices()[:2])
+    plan = parallel.plan(training.state, training.batch)
+    graph = parallel.trace(training.state, training.batch).graph
+    index = loop_of(graph)
+    assert index is not None
+    nodes = graph.nodes[index].subgraphs[0].nodes
+    here, before = (nodes[plan.firsts[1] - back].scope.split("/")[1] for back in (0, 1))
+    assert here != before
+    assert "Block" in here + before
+    with pytest.raises(PlanningError, match="may fit no module"):
+        autopar.parallelize(
+            training.step, planner=Pipeline(stages=2, microbatches=2, layers="Bloc"), devices=jax.devices()[:2]
+        ).plan(training.state, training.batch)
 
 
 def test_stages_take_what_they_use_of_the_batch():
