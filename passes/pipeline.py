@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Self
 
 from passes import plan_json, quantities
@@ -30,13 +31,15 @@ class PipelinePlan:
     """Stages on submeshes and how microbatches run through them.
 
     `stages[k]` plans stage k, which begins at the loop body's forward node `firsts[k]`, on the devices from
-    `offsets[k]`. `costs` are the stages' seconds and bytes, `transfers` the seconds between neighbours.
+    `offsets[k]`; every submesh has `chunks` stages in turn. `costs` are the stages' seconds and bytes, `transfers` the
+    seconds between neighbours.
     """
 
     fingerprint: str
     cluster: Cluster
     planner: str
     schedule_name: str
+    chunks: int
     microbatches: int
     firsts: tuple[int, ...]
     stages: tuple[Plan, ...]
@@ -49,7 +52,7 @@ class PipelinePlan:
     @cached_property
     def schedule(self) -> Schedule:
         """The order of tasks on every submesh."""
-        return build_schedule(self.schedule_name, len(self.stages), self.microbatches)
+        return build_schedule(self.schedule_name, len(self.stages), self.microbatches, self.chunks)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -66,16 +69,19 @@ class PipelinePlan:
         return self.timeline.tasks
 
     @property
+    def groups(self) -> int:
+        """How many submeshes there are."""
+        return len(self.stages) // self.chunks
+
+    @property
     def offsets(self) -> tuple[int, ...]:
         """The first device of each stage."""
-        found = [0]
-        for plan in self.stages:
-            found.append(found[-1] + plan.mesh.size)
-        return tuple(found[:-1])
+        ends = [0, *accumulate(plan.mesh.size for plan in self.stages[: self.groups])]
+        return tuple(ends[k % self.groups] for k in range(len(self.stages)))
 
     @property
     def n_devices(self) -> int:
-        return sum(plan.mesh.size for plan in self.stages)
+        return sum(plan.mesh.size for plan in self.stages[: self.groups])
 
     @property
     def step_seconds(self) -> float:
@@ -106,6 +112,11 @@ class PipelinePlan:
         """Raises PlanningError unless stages, costs and devices agree and the schedule can run."""
         if not len(self.stages) == len(self.firsts) == len(self.costs) == len(self.transfers) + 1:
             raise PlanningError("a pipeline has a cost for each stage and a transfer between neighbours; plan again")
+        if self.chunks < 1 or len(self.stages) % self.chunks:
+            raise PlanningError(f"{len(self.stages)} stages in {self.chunks} chunks a submesh; plan again")
+        sizes = [plan.mesh.size for plan in self.stages]
+        if sizes != sizes[: self.groups] * self.chunks:
+            raise PlanningError(f"stages that share submeshes have {sizes} devices; plan again")
         if self.n_devices > self.cluster.n_devices:
             raise PlanningError(f"a pipeline of {self.n_devices} devices on {self.cluster.n_devices}; plan again")
         self.schedule.verify()
@@ -135,6 +146,7 @@ class PipelinePlan:
             "pipeline": {
                 "planner": self.planner,
                 "schedule": self.schedule_name,
+                "chunks": self.chunks,
                 "microbatches": self.microbatches,
                 "firsts": list(self.firsts),
                 "sent_nbytes": list(self.sent_nbytes),
@@ -167,6 +179,7 @@ class PipelinePlan:
             cluster=Cluster.from_json(read.object("cluster").data),
             planner=how.text("planner"),
             schedule_name=how.text("schedule"),
+            chunks=how.int("chunks"),
             microbatches=how.int("microbatches"),
             firsts=numbers(how, "firsts"),
             stages=tuple(Plan.from_json(stage) for stage in read.list("stages")),
@@ -231,11 +244,9 @@ class PipelinePlan:
                 quantities.seconds(cost.backward_seconds),
                 quantities.seconds(cost.finish_seconds),
                 quantities.nbytes(sent),
-                quantities.nbytes(peak),
+                quantities.nbytes(self.timeline.peak_nbytes[k % self.groups]),
             )
-            for k, (plan, cost, sent, peak) in enumerate(
-                zip(self.stages, self.costs, self.sent_nbytes, self.timeline.peak_nbytes, strict=True)
-            )
+            for k, (plan, cost, sent) in enumerate(zip(self.stages, self.costs, self.sent_nbytes, strict=True))
         )
         return Table(title="Stages, a microbatch", columns=columns, rows=rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from passes.cluster import Cluster
 from passes.errors import InternalError, PlanningError, explain
@@ -51,6 +52,7 @@ def joined(
     firsts: Sequence[int],
     plans: Sequence[Plan],
     schedule: str,
+    chunks: int,
 ) -> PipelinePlan:
     """The pipeline of these stages."""
     sent = [_sent_nbytes(cut, k) for k in range(len(plans))]
@@ -59,11 +61,12 @@ def joined(
         cluster=cluster,
         planner=planner,
         schedule_name=schedule,
+        chunks=chunks,
         microbatches=cut.microbatches,
         firsts=tuple(firsts),
         stages=tuple(plans),
         costs=tuple(stage_cost(part, plan) for part, plan in zip(cut.parts, plans, strict=True)),
-        transfers=tuple(_transfer(cluster, plans, sent, k) for k in range(len(plans) - 1)),
+        transfers=tuple(_transfer(cluster, plans, chunks, sent, k) for k in range(len(plans) - 1)),
         sent_nbytes=tuple(forward + backward for forward, backward in sent),
         input_names=graph.input_names,
         output_names=graph.output_names,
@@ -121,11 +124,15 @@ def _sent_nbytes(cut: Stages, stage: int) -> tuple[int, int]:
     return forward, backward
 
 
-def _transfer(cluster: Cluster, plans: Sequence[Plan], sent: Sequence[tuple[int, int]], left: int) -> Transfer:
+def _transfer(
+    cluster: Cluster, plans: Sequence[Plan], chunks: int, sent: Sequence[tuple[int, int]], left: int
+) -> Transfer:
     """Seconds between a stage and the next: every device of the smaller one sends or receives its share."""
-    hosts = cluster.group()
-    before = sum(plan.mesh.size for plan in plans[: left + 1])
-    inside = (before - 1) // hosts.devices_per_host == before // hosts.devices_per_host
+    hosts, groups = cluster.group(), len(plans) // chunks
+    ends = [0, *accumulate(plan.mesh.size for plan in plans[:groups])]
+    here, there = left % groups, (left + 1) % groups
+    first, last = min(ends[here], ends[there]), max(ends[here + 1], ends[there + 1])
+    inside = first // hosts.devices_per_host == (last - 1) // hosts.devices_per_host
     link = hosts.intra if inside else hosts.inter
     lanes = min(plans[left].mesh.size, plans[left + 1].mesh.size)
 

@@ -169,7 +169,8 @@ class Zero:
 class Megatron:
     """The batch over `data` devices, every weight matrix over `tensor` devices; which dimension is cut is solved for.
 
-    With `pipeline` stages, each is laid out so, and `microbatches` run through them by `schedule`.
+    With `pipeline` submeshes, each is laid out so and has `interleave` stages in turn, through which `microbatches` run
+    by `schedule`, or interleaved.
 
     Reference: Shoeybi et al., "Megatron-LM" (2019), section 3; Narayanan et al. (SC 2021), section 3.
     """
@@ -177,6 +178,7 @@ class Megatron:
     data: int
     tensor: int
     pipeline: int = 1
+    interleave: int = 1
     microbatches: int = 1
     schedule: str = "1f1b"
     solver: SolverOptions = field(default_factory=SolverOptions)
@@ -188,7 +190,7 @@ class Megatron:
 
     @property
     def stages(self) -> int:
-        return self.pipeline
+        return self.pipeline * self.interleave
 
     def plan(
         self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
@@ -199,13 +201,14 @@ class Megatron:
         name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if self.pipelined else "")
         if not self.pipelined:
             return _best(name, graph, [mesh], tied, donated, self.solver, restrictions.megatron)
-        firsts = even_cuts(pipelines.body_of(graph), self.pipeline)
+        firsts = even_cuts(pipelines.body_of(graph), self.stages)
+        schedule = "interleaved" if self.interleave > 1 else self.schedule
 
         def plan_stage(part: Part, stage: int) -> Plan:
             ties = stages.ties(part, graph, tied)
             return _best(f"stage {stage}", part.graph, [mesh], ties, (), self.solver, restrictions.megatron)
 
-        return _pipelined(name, graph, cluster, tied, firsts, self.schedule, plan_stage)
+        return _pipelined(name, graph, cluster, tied, firsts, schedule, plan_stage, self.interleave)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,13 +217,14 @@ class Pipeline:
 
     `submeshes` are the devices of each stage, equal by default; `schedule` is a name of `autopar.SCHEDULES`. Stages are
     cut where little crosses, as even in work as that allows, and with `layers` only between modules whose names match
-    it (`"Block_*"`).
+    it (`"Block_*"`). With `interleave`, every submesh has so many stages in turn and the schedule is `interleaved`.
     """
 
     stages: int
     microbatches: int
     schedule: str = "1f1b"
     submeshes: tuple[int, ...] = ()
+    interleave: int = 1
     layers: str = ""
     max_axes: int = 2
     solver: SolverOptions = field(default_factory=SolverOptions)
@@ -229,14 +233,15 @@ class Pipeline:
 
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> PipelinePlan:
         sizes = pipelines.check_submeshes(self.stages, self.submeshes, cluster)
-        firsts = even_cuts(pipelines.body_of(graph), self.stages, self.layers)
+        firsts = even_cuts(pipelines.body_of(graph), self.stages * self.interleave, self.layers)
 
         def plan_stage(part: Part, stage: int) -> Plan:
-            meshes, ties = _meshes(cluster, sizes[stage], self.max_axes), stages.ties(part, graph, tied)
-            return _best(f"stage {stage}", part.graph, meshes, ties, (), self.solver)
+            meshes = _meshes(cluster, sizes[stage % self.stages], self.max_axes)
+            return _best(f"stage {stage}", part.graph, meshes, stages.ties(part, graph, tied), (), self.solver)
 
+        schedule = "interleaved" if self.interleave > 1 else self.schedule
         name = f"pipeline of {self.stages}"
-        return _pipelined(name, graph, cluster, tied, firsts, self.schedule, plan_stage)
+        return _pipelined(name, graph, cluster, tied, firsts, schedule, plan_stage, self.interleave)
 
 
 def GPipe(stages: int, microbatches: int) -> Pipeline:
@@ -293,11 +298,12 @@ def _pipelined(
     firsts: Sequence[int],
     schedule: str,
     plan_stage: Callable[[Part, int], Plan],
+    chunks: int = 1,
 ) -> PipelinePlan:
     """The pipeline whose stages begin at body nodes `firsts`, each planned by itself."""
     cut = stages.cut(graph, firsts, tied)
     plans = [plan_stage(part, k) for k, part in enumerate(cut.parts)]
-    return pipelines.joined(name, graph, cluster, cut, firsts, plans, schedule)
+    return pipelines.joined(name, graph, cluster, cut, firsts, plans, schedule, chunks)
 
 
 def _meshes(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:

@@ -147,6 +147,19 @@ def test_schedules(schedule: str):
         assert_close(parallel(state, batch), jax.jit(step)(state, batch))
 
 
+def test_interleaved_stages():
+    with jax.enable_x64(True):
+        params, batch = mlp()
+        step = step_of(tied, OPTIMIZERS["adamw+clip"])
+        planner = Pipeline(stages=2, microbatches=4, interleave=2)
+        parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+        state = (params, OPTIMIZERS["adamw+clip"].init(params))
+        plan = parallel.plan(state, batch)
+        assert plan.offsets == (0, 2, 0, 2)
+        assert plan.schedule.name == "interleaved"
+        assert_close(parallel(state, batch), jax.jit(step)(state, batch))
+
+
 def written(planner: Pipeline, loss: Callable[..., jax.Array] = squared) -> Any:
     """(plan, cut, program) of a small step on four devices."""
     params, batch = mlp()
