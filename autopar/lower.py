@@ -79,7 +79,7 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
 
 def scheduled(traced: Traced, plan: Plan) -> Schedule:
     """The moves of a plan, before each node and after the last."""
-    return moves(traced.graph, plan.layout, Resharder(plan.mesh))
+    return moves(traced.graph, plan.layout, Resharder(plan.mesh), refetch=plan.refetch)
 
 
 def body_of(traced: Traced) -> Body:
@@ -156,7 +156,6 @@ class _State:
         self.body = body
         self.graph: Graph = body.graph
         self.semantics = semantics
-        self.weights = frozenset(self.graph.inputs)
         self.arrays: dict[int, Any] = dict(zip(self.graph.inputs, inputs, strict=True))
         self.arrays |= zip(self.graph.constants, body.constants, strict=True)
         self.home: dict[int, ShardingSpec] = dict(zip(self.graph.inputs, layout.inputs, strict=True))
@@ -197,7 +196,8 @@ class _State:
             return self._make(value, spec)
         if self.home[value] == spec:
             return self.arrays[value]
-        return self.moved[value, spec, "backward" if when == "backward" and value in self.weights else "forward"]
+        again = (value, spec, "backward")
+        return self.moved[again] if when == "backward" and again in self.moved else self.moved[value, spec, "forward"]
 
     def _make(self, value: int, spec: ShardingSpec) -> Any:
         if (value, spec) not in self.made:

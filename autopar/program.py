@@ -79,10 +79,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Brings an array to another stage's submesh, in another placement."""
+    """Brings an array of these `struct` and sharding to another stage's submesh, in another `sharding`."""
 
     source: Slot
     target: Slot
+    struct: jax.ShapeDtypeStruct
     sharding: Sharding
 
 
@@ -282,8 +283,8 @@ class _Builder:
                     found = next((h for h in have if (other.number, *h) in self.slots), None)
                     if other.number != number and found:
                         slot = self.slots[key] = self.fresh()
-                        source = self.slots[other.number, *found]
-                        self.instructions.append(Send(source=source, target=slot, sharding=stage.sharding(spec)))
+                        type = stage.part.graph.types[value]
+                        self._send(self.slots[other.number, *found], slot, type, other, found[1], stage, spec)
                         break
 
     # Before the loop
@@ -384,9 +385,9 @@ class _Builder:
                 self.slots[k, "sum", value] = slot
             self.slots[k, "slice", value, spec, m] = slot
             if value in tasks.sent and spec == tasks.ends[value]:
-                self._send_slice(stage, value, slot, m)
+                self._send_slice(stage, value, spec, slot, m)
 
-    def _send_slice(self, stage: _Stage, value: int, source: Slot, m: int) -> None:
+    def _send_slice(self, stage: _Stage, value: int, held: ShardingSpec, source: Slot, m: int) -> None:
         for other in self.stage_list:
             stream = next(
                 (s for s, v in other.part.streams.items() if v == value and s in other.part.graph.inputs), None
@@ -396,7 +397,20 @@ class _Builder:
             body, inner = other.part.body, other.loop_placement.bodies[0]
             spec = dict(zip(body.inputs, inner.inputs, strict=True))[value]
             slot = self.slots[other.number, "slice", value, spec, m] = self.fresh()
-            self.instructions.append(Send(source=source, target=slot, sharding=other.sharding(spec)))
+            self._send(source, slot, body.types[value], stage, held, other, spec)
+
+    def _send(
+        self,
+        source: Slot,
+        target: Slot,
+        type: TensorType,
+        sender: _Stage,
+        held: ShardingSpec,
+        to: _Stage,
+        spec: ShardingSpec,
+    ) -> None:
+        struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype), sharding=sender.sharding(held))
+        self.instructions.append(Send(source=source, target=target, struct=struct, sharding=to.sharding(spec)))
 
     def _inside(self, stage: _Stage, tasks: _Tasks, held: Held, m: int) -> Slot:
         """The slot of what a task reads: a slice, a sum so far, or what the loop holds."""

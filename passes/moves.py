@@ -76,8 +76,8 @@ class Steps(Protocol):
     def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]: ...
 
 
-def moves(graph: Graph, layout: Layout, resharder: Steps) -> Schedule:
-    """The moves that a layout implies."""
+def moves(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = True) -> Schedule:
+    """The moves that a layout implies; with `refetch`, weights are brought again for the backward pass."""
     weights = frozenset(graph.inputs)
     home: dict[int, ShardingSpec] = dict(zip(graph.inputs, layout.inputs, strict=True))
     home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
@@ -86,7 +86,7 @@ def moves(graph: Graph, layout: Layout, resharder: Steps) -> Schedule:
     backward: set[int] = set()
 
     def bring(value: int, wanted: ShardingSpec, when: Phase, anchor: int | None) -> Move | None:
-        when = "backward" if when == "backward" and value in weights else "forward"
+        when = "backward" if refetch and when == "backward" and value in weights else "forward"
         if value in graph.literals or value in free or home[value] == wanted or (value, wanted, when) in done:
             return None
         done.add((value, wanted, when))
@@ -105,7 +105,7 @@ def moves(graph: Graph, layout: Layout, resharder: Steps) -> Schedule:
         anchor = next((value for value in node.inputs if value in backward), None)
         if placement.bodies:
             inner = zip(node.subgraphs, placement.bodies, strict=True)
-            bodies[index] = tuple(moves(body, inside, resharder) for body, inside in inner)
+            bodies[index] = tuple(moves(body, inside, resharder, refetch=refetch) for body, inside in inner)
         alias = rule_of(node, graph).alias
         wanted = [] if alias else list(zip(node.inputs, placement.operands, strict=True))
         schedule.append(tuple(m for value, spec in wanted if (m := bring(value, spec, when, anchor))))

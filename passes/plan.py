@@ -35,7 +35,8 @@ class Plan:
     `seconds` holds the predicted step time by cause (`compute`, `memory`, `communication`, ...); `nbytes` the peak
     bytes of one device by cause. `replicated` names operators that had no rule, as `primitive at source`.
     `input_names` and `output_names` are argument paths in the user's words; `input_types` and `output_types` are for
-    people, and empty where the planner did not keep them. `phases` are the same seconds by phase of the step.
+    people, and empty where the planner did not keep them. `phases` are the same seconds by phase of the step. With
+    `refetch`, the backward pass brings weights to where it wants them anew, and nothing keeps them in between.
     """
 
     fingerprint: str
@@ -55,6 +56,7 @@ class Plan:
     input_types: tuple[TensorType, ...] = ()
     output_types: tuple[TensorType, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict[str, float])
+    refetch: bool = True
 
     @property
     def step_seconds(self) -> float:
@@ -170,6 +172,7 @@ class Plan:
             "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
             "solution": plan_json.solution_to_json(self.solution),
             "microbatches": self.microbatches,
+            **({} if self.refetch else {"refetch": False}),
             "seconds": {cause: plan_json.number(value) for cause, value in self.seconds.items()},
             **({"phases": phases} if phases else {}),
             "nbytes": dict(self.nbytes),
@@ -222,6 +225,7 @@ class Plan:
             input_types=inputs.types,
             output_types=outputs.types,
             phases={name: phases.float(name) for name in phases.data} if phases else {},
+            refetch=read.data.get("refetch", True) is True,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -162,7 +162,8 @@ class Zero:
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
         restrict = restrictions.zero(self.stage)
         mesh = _named(cluster, ("data", cluster.n_devices))
-        return _best(f"zero-{self.stage}", graph, [mesh], tied, donated, self.solver, restrict)
+        name = f"zero-{self.stage}"
+        return _best(name, graph, [mesh], tied, donated, self.solver, restrict, refetch=self.stage == 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +320,7 @@ def _best(
     donated: Sequence[bool],
     options: SolverOptions,
     restrict: Restriction | None = None,
+    refetch: bool = False,
 ) -> Plan:
     """The cheapest plan over the meshes."""
     start = time.perf_counter()
@@ -331,7 +333,7 @@ def _best(
         began = time.perf_counter()
         resharder = Resharder(mesh)
         try:
-            assembly = assemble(graph, mesh, grouping, resharder, tied)
+            assembly = assemble(graph, mesh, grouping, resharder, tied, refetch=refetch)
             assembly = restrict(assembly) if restrict else assembly
             phases["tables"] += time.perf_counter() - began
             answer = solve(without_dominated(assembly, resharder), options)
@@ -344,7 +346,7 @@ def _best(
     if not found:
         raise illegal[-1]
     assembly, answer, resharder = min(found, key=lambda one: one[1].objective)
-    return _read_off(name, assembly, answer, resharder, tied, donated, phases)
+    return _read_off(name, assembly, answer, resharder, tied, donated, phases, refetch)
 
 
 def _allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
@@ -379,11 +381,12 @@ def _read_off(
     tied: Tied,
     donated: Sequence[bool],
     phases: dict[str, float],
+    refetch: bool,
 ) -> Plan:
     """The plan that an answer stands for: placements, the moves between them, and what both cost."""
     graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
     layout = assembly.layout(answer.choice)
-    schedule = moves(graph, layout, resharder)
+    schedule = moves(graph, layout, resharder, refetch=refetch)
     donated = donated or (False,) * len(graph.inputs)
     compute = assembly.root.compute_seconds(answer.choice)
     moving, moved = _move_seconds(graph, schedule, resharder)
@@ -410,6 +413,7 @@ def _read_off(
             phase_seconds=phases,
         ),
         replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
+        refetch=refetch,
     )
 
 

@@ -207,6 +207,7 @@ class _Builder:
 
     mesh: Mesh
     resharder: Resharder
+    refetch: bool
     regions: int = 0
     seconds: list[Floats] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
@@ -303,8 +304,8 @@ class _Builder:
             for node, specs, incoming in ((border.node, border.specs, False), (target, after, True)):
                 crossing = Crossing(type=type, specs=specs, incoming=incoming, weight=region.weight)
                 self.crossings.setdefault(node, {})[crossing] = None
-            # Weights are fetched again for the backward pass; other readers share what was brought once.
-            share = (region.number, value, late and value in graph.inputs)
+            # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
+            share = (region.number, value, self.refetch and late and value in graph.inputs)
             self.edges.append(
                 Edge(
                     source=border.node,
@@ -374,10 +375,19 @@ def _visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
 
 
 def assemble(
-    graph: Graph, mesh: Mesh, grouping: Grouping, resharder: Resharder, tied: tuple[tuple[int, int], ...]
+    graph: Graph,
+    mesh: Mesh,
+    grouping: Grouping,
+    resharder: Resharder,
+    tied: tuple[tuple[int, int], ...],
+    *,
+    refetch: bool = True,
 ) -> Assembly:
-    """The sharding problem of a graph on one mesh; `tied` pairs (output, input) positions that are one state."""
-    builder = _Builder(mesh=mesh, resharder=resharder)
+    """The sharding problem of a graph on one mesh; `tied` pairs (output, input) positions that are one state.
+
+    With `refetch`, a weight is brought to where the backward pass wants it anew, and paid for again.
+    """
+    builder = _Builder(mesh=mesh, resharder=resharder, refetch=refetch)
     root = builder.lay_out(graph, grouping, {}, 1.0)
     builder.connect(root)
     return builder.finish(root, tied)
