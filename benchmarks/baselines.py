@@ -32,7 +32,7 @@ TRANSFORMER: Cuts = {
     r"mlp/(up|gate)/kernel": 1,
     r"mlp/up/bias": 0,
     r"mlp/down/kernel": 0,
-    r"embed\w*/embedding": 0,
+    r"embed(?!_segment)\w*/embedding": 0,  # two segments are too few to cut
 }
 """Megatron's: columns of what enters attention and MLP, rows of what leaves them, the vocabulary of embeddings."""
 

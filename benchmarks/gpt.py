@@ -27,7 +27,10 @@ from benchmarks import corpus
 from models import gpt
 
 OPTIMIZERS = ("adamw", "sgd")
-PLANNERS = ("auto", "dp", "megatron", "zero3", "jit")
+PIPELINES = ("gpipe", "1f1b")
+PLANNERS = ("auto", "dp", "megatron", "zero3", *PIPELINES, "jit")
+STAGES = 4
+MICROBATCHES = 8
 
 EDGE_STEPS = 5  # how many losses make up the "first" and the "last" that are printed
 HELD_OUT_BATCHES = 8
@@ -95,14 +98,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--planner",
         default="auto",
         choices=PLANNERS,
-        help="who chooses it: autopar's search (auto), a hand-made plan (dp, megatron, zero3), or nobody (jit: plain "
-        "jax.jit on one device, the baseline) (default: %(default)s)",
+        help="who chooses it: autopar's search (auto), a hand-made plan (dp, megatron, zero3, and the pipelines "
+        "gpipe and 1f1b), or nobody (jit: plain jax.jit on one device, the baseline) (default: %(default)s)",
     )
     parallelism.add_argument(
         "--devices", **number, help="virtual devices to make on a CPU (default: 8, or 1 with jit); others are all used"
     )
     parallelism.add_argument(
         "--tensor", default=2, **number, help="devices that split each matrix, with megatron (default: %(default)s)"
+    )
+    parallelism.add_argument("--stages", **number, help=f"of the pipeline, with gpipe or 1f1b (default: {STAGES})")
+    parallelism.add_argument(
+        "--microbatches",
+        **number,
+        help=f"pieces of each batch, whose gradients add up (default: {MICROBATCHES} in a pipeline, else 1)",
     )
 
     results = parser.add_argument_group("results")
@@ -112,7 +121,32 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     results.add_argument(
         "--compare", choices=("jit",), help="train again with plain jax.jit and print how far the losses differ"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.planner == "jit" and args.microbatches:
+        parser.error(f"--microbatches {args.microbatches} needs a planner: jit computes the batch at once")
+    try:
+        schedule = args.planner if args.planner in PIPELINES else None
+        args.pipeline = make_pipeline(schedule, args.stages, args.microbatches, args.batch)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def make_pipeline(
+    schedule: str | None, stages: int | None, microbatches: int | None, batch: int
+) -> autopar.Pipeline | None:
+    """The pipeline of that schedule, or None without one.
+
+    Raises ValueError for stages without a schedule, and for microbatches that are no equal parts of the batch.
+    """
+    count = microbatches or (MICROBATCHES if schedule else 1)
+    if batch % count:
+        raise ValueError(f"--microbatches {count} does not divide --batch {batch}: choose a divisor")
+    if schedule:
+        return autopar.Pipeline(stages=stages or STAGES, microbatches=count, schedule=schedule)
+    if stages is not None:
+        raise ValueError(f"--stages {stages} needs a pipeline: choose --planner gpipe or 1f1b, or leave --stages out")
+    return None
 
 
 def positive(text: str) -> int:
@@ -283,11 +317,18 @@ def planned(
     devices: int,
     console: Console,
 ) -> Callable[..., Any]:
-    """`train_step` made parallel, its plan printed and saved; of `state` and `batch` only the shapes matter."""
-    planner = make_planner(args.planner, devices, args.tensor)
-    step = autopar.parallelize(train_step, planner=planner, donate_argnums=(0,))
+    """`train_step` made parallel, its plan printed and saved; of `state` and `batch` only the shapes matter.
+
+    Raises SystemExit if the planner has no plan.
+    """
+    planner = args.pipeline or make_planner(args.planner, devices, args.tensor)
+    microbatches = None if args.pipeline else args.microbatches
+    step = autopar.parallelize(train_step, planner=planner, microbatches=microbatches, donate_argnums=(0,))
     start = time.perf_counter()
-    plan = step.plan(state, batch)
+    try:
+        plan = step.plan(state, batch)
+    except autopar.PlanningError as error:  # as for stages that do not share the devices
+        raise SystemExit(str(error)) from error
     seconds = time.perf_counter() - start
     console.print(plan.format(width=console.width), markup=False, soft_wrap=True)
     plan.save(args.out)

@@ -17,7 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
-from benchmarks.gpt import EDGE_STEPS, LINES, make_optimizer, positive, start_devices
+from benchmarks.gpt import (
+    EDGE_STEPS,
+    LINES,
+    MICROBATCHES,
+    PIPELINES,
+    STAGES,
+    make_optimizer,
+    make_pipeline,
+    positive,
+    start_devices,
+)
 from benchmarks.trainings import make_state, make_step
 
 Batches = Callable[[int, int], Iterator[dict[str, Any]]]
@@ -28,7 +38,8 @@ class Task:
     """A model of `models` and its data.
 
     `batches` gives endless batches from (batch size, seed); a sample of one is `share` of `unit`, which rates count.
-    `judge` gives (what, value) of the trained state on data held out.
+    `judge` gives (what, value) of the trained state on data held out. A `coupled` model's batch cannot be computed in
+    microbatches exactly (batch normalisation): each then takes its own statistics.
     """
 
     module: ModuleType
@@ -37,6 +48,7 @@ class Task:
     unit: str
     share: int
     judge: Callable[[Any], tuple[str, str]]
+    coupled: bool = False
 
 
 def parser(name: str, description: str, *, batch: int, learning_rate: float) -> argparse.ArgumentParser:
@@ -63,9 +75,15 @@ def parser(name: str, description: str, *, batch: int, learning_rate: float) -> 
         "--planner",
         default="auto",
         type=planner,
-        metavar="auto|dp|zero3|megatron:DxT",
-        help="who plans: autopar's search, or by hand; megatron cuts the batch over D devices, matrices over T "
-        "(default: %(default)s)",
+        metavar="auto|dp|zero3|megatron:DxT|gpipe|1f1b",
+        help="who plans: autopar's search, or by hand; megatron cuts the batch over D devices, matrices over T; gpipe "
+        "and 1f1b make a pipeline (default: %(default)s)",
+    )
+    found.add_argument("--stages", **number, help=f"of the pipeline, with gpipe or 1f1b (default: {STAGES})")
+    found.add_argument(
+        "--microbatches",
+        **number,
+        help=f"pieces of each batch, whose gradients add up (default: {MICROBATCHES} in a pipeline, else 1)",
     )
     found.add_argument("--devices", **number, help="virtual devices to make on a CPU (default: 8); others are all used")
     found.add_argument(
@@ -77,8 +95,21 @@ def parser(name: str, description: str, *, batch: int, learning_rate: float) -> 
     return found
 
 
+def options(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The parsed command line, its planner complete; exits where options do not go together."""
+    args = found.parse_args(argv)
+    schedule = args.planner if args.planner in PIPELINES else None
+    try:
+        pipeline = make_pipeline(schedule, args.stages, args.microbatches, args.batch)
+    except ValueError as error:
+        found.error(str(error))
+    args.planner = pipeline or args.planner
+    args.microbatches = pipeline.microbatches if pipeline else args.microbatches or 1
+    return args
+
+
 def planner(text: str) -> Any:
-    """The planner that `text` names. Raises ArgumentTypeError if there is none."""
+    """The planner that `text` names, a pipeline by its name alone. Raises ArgumentTypeError if there is none."""
     match text.partition(":"):
         case "auto", "", _:
             return autopar.Auto()
@@ -86,12 +117,14 @@ def planner(text: str) -> Any:
             return autopar.DataParallel()
         case "zero3", "", _:
             return autopar.Zero(3)
+        case name, "", _ if name in PIPELINES:
+            return name
         case "megatron", ":", sizes:
             parts = sizes.split("x")
             if len(parts) == 2 and all(part.isdecimal() for part in parts):
                 return autopar.Megatron(data=int(parts[0]), tensor=int(parts[1]))
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no planner: give auto, dp, zero3 or, for 2 x 4 devices, megatron:2x4"
+        f"{text!r} is no planner: give auto, dp, zero3, gpipe, 1f1b or, for 2 x 4 devices, megatron:2x4"
     )
 
 
@@ -105,6 +138,8 @@ def run(task: Task, args: argparse.Namespace) -> None:
         cluster=args.cluster,
         planner=args.planner,
         donate_argnums=(0,),
+        microbatches=args.microbatches,
+        microbatch_semantics="independent" if task.coupled else "exact",
     )
     state = jax.jit(partial(make_state, task.module, task.config, optimizer))(jax.random.key(args.seed))
     batches = task.batches(args.batch, args.seed)
@@ -113,6 +148,12 @@ def run(task: Task, args: argparse.Namespace) -> None:
         f"{devices} x {jax.devices()[0].device_kind}",
         soft_wrap=True,
     )
+    if task.coupled and args.microbatches > 1:
+        console.print(
+            'microbatch_semantics="independent": batch normalisation takes each microbatch\'s own statistics, so the '
+            "step differs from that of the whole batch",
+            soft_wrap=True,
+        )
     start = time.perf_counter()
     try:
         plan = step.plan(state, next(task.batches(args.batch, args.seed)))

@@ -10,7 +10,7 @@ import jax
 
 from benchmarks import corpus
 from benchmarks.gpt import HELD_OUT_BATCHES
-from benchmarks.loop import Task, parser, positive, run
+from benchmarks.loop import Task, options, parser, positive, run
 from models import moe
 
 JUDGED = 8  # sequences of a batch held out
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     found.add_argument(
         "--layers", default=2, type=positive, metavar="N", help="every even one has experts (default: 2)"
     )
-    args = found.parse_args(argv)
+    args = options(found, argv)
     config = replace(moe.Config.preset("tiny"), layers=args.layers)
     text = corpus.read()
     length = config.sequence_length

@@ -17,8 +17,8 @@ from passes.ir import Graph
 from passes.rules import rule_of
 from passes.stages import forward_nodes
 
-UNEVEN = (0.1, 0.25, 0.5, 1.0, 3.0)
-"""How far the largest stage may be above the average, the first that can be had."""
+UNEVEN = ((0.1, 0.25, 0.5), (1.0, 3.0))
+"""How far the largest stage may be above the average: the first that can be had, however much crosses, before more."""
 
 CROSSING = (1.2, 2.0, 8.0, np.inf)
 """How much may cross a cut, as a multiple of the least that crosses anywhere."""
@@ -66,7 +66,8 @@ def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
     if pattern:
         heavy = [i for i in heavy if _module(body, nodes[i], pattern) != _module(body, nodes[i - 1], pattern)]
     least = min((crossing[i] for i in heavy if crossing[i] > 0), default=0.0)
-    for most, uneven in itertools.product(CROSSING, UNEVEN):
+    tries = ((most, uneven) for tier in UNEVEN for most, uneven in itertools.product(CROSSING, tier))
+    for most, uneven in tries:
         places = [i for i in heavy if crossing[i] <= most * least]
         found = _cheapest(places, crossing, total, n_stages, (1 + uneven) * total[-1] / n_stages)
         if found:

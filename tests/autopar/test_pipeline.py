@@ -351,3 +351,17 @@ def test_what_the_search_finds_runs():
         planner = autopar.Auto(pipeline=True, layers=2)
         parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:2])
         assert_close(parallel(state, batch), jax.jit(step)(state, batch))
+
+
+def test_batch_statistics_in_a_pipeline_are_each_microbatchs_own():
+    with jax.enable_x64(True):
+        training = MODELS["wide-resnet"].training("float64", least=True)
+        independent: dict[str, Any] = {"microbatch_semantics": "independent", "donate_argnums": ()}
+        planner = Pipeline(stages=2, microbatches=2)
+        piped = autopar.parallelize(training.step, planner=planner, devices=jax.devices()[:2], **independent)
+        alone = autopar.parallelize(training.step, microbatches=2, devices=jax.devices()[:1], **independent)
+        assert_close(piped(training.state, training.batch), alone(training.state, training.batch))
+        with pytest.raises(PlanningError, match="BatchNorm"):
+            autopar.parallelize(training.step, planner=planner, devices=jax.devices()[:2]).plan(
+                training.state, training.batch
+            )
