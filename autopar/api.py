@@ -18,11 +18,12 @@ import numpy as np
 from autopar.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
 from autopar.errors import ArgumentError, ClusterError, DeviceError, PlanningError, UnsupportedError, explain
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
+from autopar.instructions import build
 from autopar.jax_compat import Device
+from autopar.joined import Joined
 from autopar.microbatch import microbatched
-from autopar.pieces import Joined, Pieces, in_pieces
+from autopar.pieces import MOST, Pieces, in_pieces
 from autopar.plan import Plan
-from autopar.program import build
 from autopar.runtime import Pipeline, load
 from autopar.trace import Traced, trace
 from passes import stages
@@ -184,24 +185,24 @@ class ParallelFunction:
             self._programs[key] = _Program(tuple(leaves), traced, pieces=pieces, out_tree=out_tree)
         return self._programs[key]
 
-    def _in_microbatches(
-        self, traced: Traced, structs: Sequence[jax.ShapeDtypeStruct]
-    ) -> tuple[Traced, Pieces | None]:
-        """The program in microbatches; for a pipeline with its loops over layers in pieces, as a saved plan has them."""
+    def _in_microbatches(self, traced: Traced, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Traced, Pieces | None]:
+        """The program in microbatches; for a pipeline its loops over layers are in pieces, as a saved plan has them."""
         planner, count = self._planner, self._count()
         if not getattr(planner, "pipelined", False):
             return microbatched(traced, structs, count, self._coupling), None
         saved = planner.source if isinstance(planner, Manual) else None
         saved = load_plan(saved) if isinstance(saved, str | os.PathLike) else saved
         stages = len(saved.stages) if isinstance(saved, PipelinePlan) else getattr(planner, "stages", 1)
-        cut, pieces = in_pieces(traced, stages)
-        if pieces is None:
-            return microbatched(traced, structs, count, self._coupling), None
-        found = microbatched(cut, pieces.structs(structs), count, self._coupling)
-        if saved and saved.fingerprint != found.graph.fingerprint:
-            whole = microbatched(traced, structs, count, self._coupling)
-            return (whole, None) if saved.fingerprint == whole.graph.fingerprint else (found, pieces)
-        return found, pieces
+        found: dict[Pieces | None, Traced] = {}
+        for number in (stages, *range(1, MOST + 1)) if saved else (stages,):
+            cut, pieces = in_pieces(traced, number)
+            if pieces not in found:
+                inputs = pieces.structs(structs) if pieces else structs
+                found[pieces] = microbatched(cut, inputs, count, self._coupling)
+            if saved is None or found[pieces].graph.fingerprint == saved.fingerprint:
+                return found[pieces], pieces
+        pieces, program = next(iter(found.items()))
+        return program, pieces
 
     def _count(self) -> int:
         """How many microbatches: as asked for, else as a saved plan says, else one. Raises ArgumentError."""
@@ -221,7 +222,7 @@ class ParallelFunction:
         cut = stages.cut(traced.graph, plan.firsts, traced.tied)
         written = build(traced, plan, cut, self._present(plan))
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
-        pipeline = load(written, rows, traced.out_tree)
+        pipeline = load(written, rows, traced.out_tree, traced.weak)
         return Joined(pipeline, program.pieces, program.out_tree) if program.pieces else pipeline
 
     def _planned(self, program: _Program) -> Plan | PipelinePlan:
@@ -246,26 +247,35 @@ class ParallelFunction:
         return isinstance(self._planner, Auto) and self._planner.searches(self._cluster_here())
 
     def _searched(self, program: _Program, cluster: Cluster) -> Plan | PipelinePlan:
-        """The plan of a search over stages and microbatches; the program becomes the one that it is of."""
-        whole = program.traced
+        """The plan of a search over stages and microbatches; the program becomes the one that it is of.
+
+        It is searched with loops over layers in pieces; a plan without stages is made anew for whole ones.
+        """
+        whole, planner = program.traced, cast("Auto", self._planner)
+        cut, pieces = in_pieces(whole, planner.layers)
+        structs = pieces.structs(program.structs) if pieces else program.structs
         family: dict[int, Traced] = {}
         for count in (self._microbatches,) if self._microbatches else MICROBATCHES:
             try:
-                family[count] = microbatched(whole, program.structs, count, self._coupling)
+                family[count] = microbatched(cut, structs, count, self._coupling)
             except PlanningError:
                 if self._microbatches:
                     raise
-        planner = cast("Auto", self._planner)
         if not family:
             plan = planner.plan(whole.graph, cluster, tied=whole.tied, donated=whole.donated)
         else:
             graphs = {count: traced.graph for count, traced in family.items()}
-            plan = planner.search(whole.graph, cluster, graphs, tied=whole.tied, donated=whole.donated)
+            plan = planner.search(cut.graph, cluster, graphs, tied=cut.tied, donated=cut.donated)
         if isinstance(plan, PipelinePlan):
-            program.traced, program.plan = family[plan.microbatches], plan
+            program.traced, program.plan, program.pieces = family[plan.microbatches], plan, pieces
             return plan
-        if plan.fingerprint != whole.graph.fingerprint:
-            program.traced = family[plan.microbatches]
+        if plan.fingerprint not in (whole.graph.fingerprint, cut.graph.fingerprint):
+            count = plan.microbatches
+            program.traced = microbatched(whole, program.structs, count, self._coupling) if pieces else family[count]
+        if plan.fingerprint != program.traced.graph.fingerprint:
+            traced, count = program.traced, plan.microbatches
+            plan = planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
+            plan = replace(plan, microbatches=count)
         program.plan = Plan.bind(plan, whole.in_tree, whole.out_tree)
         return program.plan
 

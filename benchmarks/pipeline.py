@@ -26,7 +26,8 @@ from rich.table import Table
 
 import autopar
 from autopar import runtime
-from autopar.program import Free, Program, Run, Send, build
+from autopar.instructions import build
+from autopar.program import Free, Program, Run, Send
 from benchmarks.one_device import Pairs
 from benchmarks.trainings import MODELS, Training
 from passes import quantities, stages

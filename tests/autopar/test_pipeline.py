@@ -14,7 +14,8 @@ import pytest
 
 import autopar
 from autopar import GPipe, Megatron, Pipeline
-from autopar.program import Free, Run, Send, build
+from autopar.instructions import build
+from autopar.program import Free, Run, Send
 from benchmarks.trainings import MODELS, QUICK
 from passes import stages
 from passes.devices import parse_cluster
