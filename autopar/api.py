@@ -6,8 +6,10 @@ The meaning of a function and of every option is `jax.jit`'s.
 from __future__ import annotations
 
 import functools
+import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, cast
@@ -132,7 +134,9 @@ class ParallelFunction:
         leaves, tree = jax.tree.flatten(dynamic)
         program = self._programs.get((tree, statics, types_of(leaves)))
         if program is None or program.executable is None:
-            program = self._program(args, kwargs)
+            with _uncollected():
+                program = self._program(args, kwargs)
+                self._planned(program)
             program.executable = self._executable(program)
         return program.executable(leaves)
 
@@ -148,7 +152,8 @@ class ParallelFunction:
 
         Without a `cluster`, JAX is asked which devices there are. Raises PlanningError where no plan is possible.
         """
-        return self._planned(self._program(args, kwargs))
+        with _uncollected():
+            return self._planned(self._program(args, kwargs))
 
     def replan(
         self,
@@ -321,6 +326,18 @@ def _extent(plan: Plan | PipelinePlan) -> tuple[int, str]:
     if isinstance(plan, PipelinePlan):
         return plan.n_devices, f"{len(plan.stages)} stages"
     return plan.mesh.size, str(plan.mesh)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's cycle collector, which walks a program that only grows again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _checked_cluster(cluster: object) -> Cluster | None:
