@@ -78,8 +78,7 @@ def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
             f"stages={n_stages}",
             f"the forward pass has {len(heavy)} places where it can be cut, too few or too uneven for that many stages",
             "",
-            "ask for fewer stages, or plan without a pipeline"
-            + named,
+            "ask for fewer stages, or plan without a pipeline" + named,
         )
     )
 

@@ -13,9 +13,10 @@ import pytest
 from passes.cluster import Cluster
 from passes.devices import parse_cluster
 from passes.errors import ClusterError, PlanningError
-from passes.inter_op import Candidate, Partition, Submesh, _live, even, partition, submeshes
+from passes.inter_op import Candidate, Partition, Submesh, even, partition, submeshes
 from passes.schedules import build, in_flight
 from passes.simulate import Transfer, simulate
+from passes.stage_costs import live
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1")
 
@@ -336,7 +337,7 @@ def test_zero_bubble_is_chosen_where_the_backward_can_be_split() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_flight_formulas_are_those_of_the_schedules(name: str) -> None:
     for n_stages, m in itertools.product(range(1, 9), range(1, 20)):
-        assert _live(name, n_stages, m) == in_flight(build(name, n_stages, m))
+        assert live(name, n_stages, m) == in_flight(build(name, n_stages, m))
 
 
 def test_only_what_is_needed_is_asked() -> None:

@@ -1,0 +1,187 @@
+"""What the search over stages chooses from and answers: submeshes and their places, candidates, partitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.cluster import Cluster
+from passes.errors import PlanningError, explain
+from passes.simulate import StageCost, Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Submesh:
+    """A shape of consecutive devices: part of one host, or whole hosts."""
+
+    hosts: int
+    devices_per_host: int
+
+    @property
+    def n_devices(self) -> int:
+        return self.hosts * self.devices_per_host
+
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.devices_per_host}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What one stage would cost: seconds of a microbatch, and of the end of a step; bytes of one device.
+
+    The halves of the backward are for schedules that split it. `transient_nbytes` are needed while a task runs; `key`
+    is the caller's, and comes back untouched.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    input_gradient_seconds: float | None = None
+    weight_gradient_seconds: float | None = None
+    finish_seconds: float = 0.0
+    persistent_nbytes: int = 0
+    in_flight_nbytes: int = 0
+    transient_nbytes: int = 0
+    key: object = None
+
+    def needed_nbytes(self, microbatches: int) -> int:
+        """Bytes with that many microbatches in flight."""
+        return self.persistent_nbytes + self.transient_nbytes + microbatches * self.in_flight_nbytes
+
+    def cost(self) -> StageCost:
+        """The candidate as the simulator takes it; transient bytes count as persistent."""
+        return StageCost(
+            forward_seconds=self.forward_seconds,
+            backward_seconds=self.backward_seconds,
+            input_gradient_seconds=self.input_gradient_seconds,
+            weight_gradient_seconds=self.weight_gradient_seconds,
+            finish_seconds=self.finish_seconds,
+            in_flight_nbytes=self.in_flight_nbytes,
+            persistent_nbytes=self.persistent_nbytes + self.transient_nbytes,
+        )
+
+
+class StageTable(Protocol):
+    """What stages and the boundaries between them cost; asked at most once for each entry, when it is needed."""
+
+    def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
+        """The stage of layers first..last (`last` excluded) on a submesh; None if it cannot be had."""
+        ...
+
+    def boundary_nbytes(self, cut: int, microbatches: int) -> int:
+        """Bytes of one microbatch from layer cut - 1 to layer cut; their gradients are as many."""
+        ...
+
+    def transfer_seconds(self, sender: Submesh, receiver: Submesh, nbytes: int) -> float:
+        """Seconds of so many bytes from one submesh to another."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageChoice:
+    """Layers first..last (`last` excluded) on the submesh that starts at `first_device`."""
+
+    first: int
+    last: int
+    submesh: Submesh
+    first_device: int
+    candidate: Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What a search did: entries asked of the table, dynamic programs, simulations, partial partitions looked at."""
+
+    asked: int
+    programs: int
+    simulated: int
+    expanded: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Stages in order, how they are scheduled, and the simulated step; no other takes less than `bound` seconds."""
+
+    stages: tuple[StageChoice, ...]
+    schedule: str
+    microbatches: int
+    timeline: Timeline
+    bound: float
+    statistics: Statistics
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def gap(self) -> float:
+        """(seconds - bound) / seconds: 0 is proven optimal."""
+        return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
+
+
+def submeshes(cluster: Cluster, *, every: bool | None = None) -> tuple[Submesh, ...]:
+    """The shapes that stages may have, smallest first: parts of a host, then whole hosts.
+
+    Sizes are `every` one, or divisors and powers of two; by default, every one up to 8. More hosts than 64 are not
+    cut below one host. Raises ClusterError for a cluster of several kinds of hosts.
+    """
+    group = cluster.group()
+    parts = _sizes(group.devices_per_host, every) if group.hosts <= 64 else (group.devices_per_host,)
+    within = (Submesh(hosts=1, devices_per_host=size) for size in parts)
+    across = (Submesh(hosts=n, devices_per_host=group.devices_per_host) for n in _sizes(group.hosts, every) if n > 1)
+    return (*within, *across)
+
+
+def _sizes(whole: int, every: bool | None) -> tuple[int, ...]:
+    if every or (every is None and whole <= 8):
+        return tuple(range(1, whole + 1))
+    return tuple(n for n in range(1, whole + 1) if whole % n == 0 or n & (n - 1) == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where stages may stand; an offset counts free devices from the front, in units that all sizes share.
+
+    `starts` and `ends` [choices, offsets] are those of a stage placed at an offset; the last offset is past the end.
+    `final` [offsets] says where the last stage may end.
+    """
+
+    choices: tuple[Submesh, ...]
+    n_devices: int
+    unit: int
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    final: NDArray[np.bool_]
+
+    @property
+    def n_slots(self) -> int:
+        return len(self.final) - 2
+
+
+def place(whole: Submesh, choices: Sequence[Submesh], idle: bool) -> Places:
+    """The places of `choices` in `whole`, each as far in front as it can stand."""
+    host = whole.devices_per_host
+    for choice in choices:
+        if choice.devices_per_host > host or (choice.hosts > 1 and choice.devices_per_host < host):
+            rule = "is neither part of a host nor whole hosts"
+            raise PlanningError(explain(f"submesh {choice}", rule, f"hosts have {host} devices", "leave it out"))
+    kept = tuple(sorted({choice for choice in choices if choice.hosts <= whole.hosts}))
+    if not kept:
+        raise PlanningError(explain("choices", "no submesh that stages may have", "", "take those of `submeshes`"))
+    unit = math.gcd(host, *(choice.n_devices for choice in kept))
+    outside = whole.n_devices // unit + 1
+    starts = np.full((len(kept), outside + 1), outside)
+    ends = starts.copy()
+    for index, choice in enumerate(kept):
+        for offset in range(outside):
+            used = offset * unit % host
+            skipped = (host - used) // unit if used + min(choice.n_devices, host) > host else 0
+            end = offset + skipped + choice.n_devices // unit
+            if end < outside and (idle or not skipped):
+                starts[index, offset], ends[index, offset] = offset + skipped, end
+    final = np.arange(outside + 1) < outside if idle else np.arange(outside + 1) == outside - 1
+    return Places(choices=kept, n_devices=whole.n_devices, unit=unit, starts=starts, ends=ends, final=final)
