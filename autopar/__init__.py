@@ -14,9 +14,10 @@ from autopar.errors import (
 )
 from autopar.measure import measure
 from autopar.plan import Plan
+from passes.by_hand import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 from passes.cluster import Cluster
 from passes.pipeline import PipelinePlan
-from passes.planner import Auto, DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
+from passes.planner import Auto
 
 __all__ = [
     "ArgumentError",

@@ -29,11 +29,12 @@ from autopar.plan import Plan
 from autopar.runtime import Pipeline, load
 from autopar.trace import Traced, trace
 from passes import stages
+from passes.by_hand import Manual
 from passes.cluster import Cluster
 from passes.devices import local_cluster, parse_cluster
 from passes.microbatch import Coupling
 from passes.pipeline import PipelinePlan, load_plan
-from passes.planner import Auto, Manual, Planner
+from passes.planner import Auto, Planner
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 

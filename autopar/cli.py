@@ -21,12 +21,13 @@ from rich.text import Text
 from autopar.api import ParallelFunction, parallelize
 from autopar.measure import measure
 from passes import plan_json, quantities
+from passes.by_hand import DataParallel, Manual, Megatron, Pipeline, Zero
 from passes.cluster import Cluster
 from passes.devices import known
 from passes.errors import PlanningError
 from passes.pipeline import PipelinePlan, load_plan
 from passes.plan import Plan
-from passes.planner import Auto, DataParallel, Manual, Megatron, Pipeline, Planner, Zero
+from passes.planner import Auto, Planner
 from passes.tables import Column, Table
 
 DONE, DIFFERENT, TROUBLE = 0, 1, 2

@@ -7,6 +7,15 @@
     solve      one strategy per bundle at the least total seconds                    passes/intra_op.py
     read off   placements, then the moves between them, then collectives and bytes   passes/moves.py, passes/memory.py
 
+and for a pipeline, around that:
+
+    microbatch the batch axis in time: what is once before, a loop, once after       passes/microbatch.py
+    layers     places in the forward pass that little crosses                        passes/layers.py
+    price      each layer as a stage of its own, on every mesh of every submesh      passes/stage_table.py
+    partition  layers, submeshes, microbatches and schedules into stages             passes/inter_op.py
+    cut        each stage as a program with a loop, planned by the path above        passes/stages.py
+    simulate   tasks in the order of the schedule, transfers between them            passes/simulate.py
+
 Hand-made planners run the same path on a mesh and under restrictions of their own (passes/restrictions.py).
 """
 
@@ -16,22 +25,20 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol, cast
 
-from passes import inter_op, pipelines, restrictions, stages
+from passes import inter_op, pipelines, stages
 from passes.bundles import Grouping, group
 from passes.cluster import Cluster
-from passes.errors import NoLegalPlanError, PlanMismatchError, PlanningError, explain
+from passes.errors import NoLegalPlanError, PlanningError, explain
 from passes.intra_op import Answer, SolverOptions, solve
 from passes.ir import Graph
-from passes.layers import even_cuts
 from passes.memory import peak_nbytes
 from passes.mesh import Mesh, shapes
 from passes.moves import Schedule, due, moves
 from passes.moves import collectives as collectives_of
 from passes.phases import PHASES, Phase
-from passes.pipeline import DISPATCH_SECONDS, PipelinePlan, load_plan
+from passes.pipeline import DISPATCH_SECONDS, PipelinePlan
 from passes.plan import Plan, Solution
 from passes.plan_parts import operators
 from passes.problem import Assembly, assemble, without_dominated
@@ -76,7 +83,7 @@ class Auto:
         if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
-        return _best("auto", graph, self._meshes(cluster, cluster.n_devices), tied, donated, self.solver)
+        return best("auto", graph, self._laid_out(cluster, cluster.n_devices), tied, donated, self.solver)
 
     def search(
         self,
@@ -96,8 +103,8 @@ class Auto:
             tied=tied,
             cluster=cluster,
             n_layers=self.layers,
-            meshes=lambda n: self._meshes(cluster, n),
-            solve=lambda part, mesh, ties: _best("layer", part.graph, [mesh], ties, (), self.solver),
+            meshes=lambda n: self._laid_out(cluster, n),
+            solve=lambda part, mesh, ties: best("layer", part.graph, [mesh], ties, (), self.solver),
         )
         group = cluster.group()
         partition = inter_op.partition(
@@ -122,176 +129,22 @@ class Auto:
         count = partition.microbatches
         graph, sizes = table.graphs[count], [stage.submesh.n_devices for stage in partition.stages]
         if len(sizes) == 1:
-            plan = _best("auto", graph, self._meshes(cluster, sizes[0]), table.tied, donated, self.solver)
+            plan = best("auto", graph, self._laid_out(cluster, sizes[0]), table.tied, donated, self.solver)
             return replace(plan, microbatches=count)
         firsts = table.firsts(count)
         begins = tuple(firsts[stage.first] for stage in partition.stages)
 
         def plan_stage(part: Part, stage: int) -> Plan:
-            meshes, ties = self._meshes(cluster, sizes[stage]), stages.ties(part, graph, table.tied)
-            return _best(f"stage {stage}", part.graph, meshes, ties, (), self.solver)
+            meshes, ties = self._laid_out(cluster, sizes[stage]), stages.ties(part, graph, table.tied)
+            return best(f"stage {stage}", part.graph, meshes, ties, (), self.solver)
 
-        return _pipelined("auto", graph, cluster, table.tied, begins, partition.schedule, plan_stage)
+        return pipelined("auto", graph, cluster, table.tied, begins, partition.schedule, plan_stage)
 
-    def _meshes(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
-        return _meshes(cluster, n_devices, self.max_axes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallel:
-    """The batch over all devices, everything else whole: one gradient reduction per parameter."""
-
-    solver: SolverOptions = field(default_factory=SolverOptions)
-
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
-        mesh = _named(cluster, ("data", cluster.n_devices))
-        return _best("data parallel", graph, [mesh], tied, donated, self.solver, restrictions.data_parallel)
+    def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
+        return layouts(cluster, n_devices, self.max_axes)
 
 
-@dataclass(frozen=True, slots=True)
-class Zero:
-    """Data parallelism with optimizer state cut over the devices (`stage` 1 or 2) and parameters too (3).
-
-    Reference: Rajbhandari et al., "ZeRO" (SC 2020). Stages 1 and 2 differ only in how long gradients live; here they
-    are scattered as soon as they are summed, which is stage 2.
-    """
-
-    stage: int = 3
-    solver: SolverOptions = field(default_factory=SolverOptions)
-
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
-        restrict = restrictions.zero(self.stage)
-        mesh = _named(cluster, ("data", cluster.n_devices))
-        name = f"zero-{self.stage}"
-        return _best(name, graph, [mesh], tied, donated, self.solver, restrict, refetch=self.stage == 3)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Megatron:
-    """The batch over `data` devices, every weight matrix over `tensor` devices; which dimension is cut is solved for.
-
-    With `pipeline` submeshes, each is laid out so and has `interleave` stages in turn, through which `microbatches` run
-    by `schedule`, or interleaved.
-
-    Reference: Shoeybi et al., "Megatron-LM" (2019), section 3; Narayanan et al. (SC 2021), section 3.
-    """
-
-    data: int
-    tensor: int
-    pipeline: int = 1
-    interleave: int = 1
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    solver: SolverOptions = field(default_factory=SolverOptions)
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether there are several stages."""
-        return self.pipeline > 1
-
-    @property
-    def stages(self) -> int:
-        return self.pipeline * self.interleave
-
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
-    ) -> Plan | PipelinePlan:
-        sizes = {"data": self.data, "tensor": self.tensor}
-        restrictions.check_sizes(sizes | ({"pipeline": self.pipeline} if self.pipelined else {}), cluster)
-        mesh = _named(cluster, ("data", self.data), ("tensor", self.tensor))
-        name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if self.pipelined else "")
-        if not self.pipelined:
-            return _best(name, graph, [mesh], tied, donated, self.solver, restrictions.megatron)
-        firsts = even_cuts(pipelines.body_of(graph), self.stages)
-        schedule = "interleaved" if self.interleave > 1 else self.schedule
-
-        def plan_stage(part: Part, stage: int) -> Plan:
-            ties = stages.ties(part, graph, tied)
-            return _best(f"stage {stage}", part.graph, [mesh], ties, (), self.solver, restrictions.megatron)
-
-        return _pipelined(name, graph, cluster, tied, firsts, schedule, plan_stage, self.interleave)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """Stages one behind the other, each planned on a submesh of its own; microbatches run through them.
-
-    `submeshes` are the devices of each stage, equal by default; `schedule` is a name of `autopar.SCHEDULES`. Stages are
-    cut where little crosses, as even in work as that allows, and with `layers` only between modules whose names match
-    it (`"Block_*"`). With `interleave`, every submesh has so many stages in turn and the schedule is `interleaved`.
-    """
-
-    stages: int
-    microbatches: int
-    schedule: str = "1f1b"
-    submeshes: tuple[int, ...] = ()
-    interleave: int = 1
-    layers: str = ""
-    max_axes: int = 2
-    solver: SolverOptions = field(default_factory=SolverOptions)
-
-    pipelined = True
-
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> PipelinePlan:
-        sizes = pipelines.check_submeshes(self.stages, self.submeshes, cluster)
-        firsts = even_cuts(pipelines.body_of(graph), self.stages * self.interleave, self.layers)
-
-        def plan_stage(part: Part, stage: int) -> Plan:
-            meshes = _meshes(cluster, sizes[stage % self.stages], self.max_axes)
-            return _best(f"stage {stage}", part.graph, meshes, stages.ties(part, graph, tied), (), self.solver)
-
-        schedule = "interleaved" if self.interleave > 1 else self.schedule
-        name = f"pipeline of {self.stages}"
-        return _pipelined(name, graph, cluster, tied, firsts, schedule, plan_stage, self.interleave)
-
-
-def GPipe(stages: int, microbatches: int) -> Pipeline:
-    """The pipeline that runs all forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019)."""
-    return Pipeline(stages=stages, microbatches=microbatches, schedule="gpipe")
-
-
-@dataclass(frozen=True, slots=True)
-class Manual:
-    """A saved or edited plan (a path or a Plan), replayed without solving."""
-
-    source: str | Path | Plan | PipelinePlan
-
-    @property
-    def microbatches(self) -> int:
-        """How many microbatches the plan was made for."""
-        return self._read().microbatches
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether it is the plan of a pipeline."""
-        return isinstance(self._read(), PipelinePlan)
-
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
-    ) -> Plan | PipelinePlan:
-        plan = self._read()
-        if isinstance(plan, PipelinePlan):
-            plan.check(graph, tied)
-            size, shape = plan.n_devices, f"{len(plan.stages)} stages"
-        else:
-            plan.check(graph)
-            size, shape = plan.mesh.size, str(plan.mesh)
-        if size > cluster.n_devices:
-            raise PlanMismatchError(
-                f"the plan was made for {size} devices ({shape}), the cluster {cluster.name!r} has "
-                f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
-            )
-        return plan
-
-    def _read(self) -> Plan | PipelinePlan:
-        if not isinstance(cast(object, self.source), str | Path | Plan | PipelinePlan):
-            rule = "a saved plan is a path, an autopar.Plan or an autopar.PipelinePlan"
-            remedy = "pass what plan.save(path) wrote, or the plan itself"
-            raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
-        return load_plan(self.source) if isinstance(self.source, str | Path) else self.source
-
-
-def _pipelined(
+def pipelined(
     name: str,
     graph: Graph,
     cluster: Cluster,
@@ -307,12 +160,12 @@ def _pipelined(
     return pipelines.joined(name, graph, cluster, cut, firsts, plans, schedule, chunks)
 
 
-def _meshes(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
+def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
     """Every way to lay out the first devices of a cluster that differs there."""
     return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
 
 
-def _best(
+def best(
     name: str,
     graph: Graph,
     meshes: Sequence[Mesh],
@@ -448,7 +301,7 @@ def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
     return Mesh(axes=("x", "y", "z")[: len(sizes)], sizes=sizes, cluster=cluster)
 
 
-def _named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
+def named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
     used = [(name, size) for name, size in axes if size > 1]
     return Mesh(axes=tuple(name for name, _ in used), sizes=tuple(size for _, size in used), cluster=cluster)
 

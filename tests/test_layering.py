@@ -61,6 +61,7 @@ ORDER = (
     "pipelines",
     "stage_table",
     "planner",
+    "by_hand",
 )
 LIBRARIES = {"highspy", "numpy", "pulp", "scipy"}
 CLOSED_WORLD = sys.stdlib_module_names | LIBRARIES | {"passes"}

@@ -13,10 +13,11 @@ from autopar.lower import Program, build
 from autopar.oracle import constrain
 from autopar.trace import Traced, trace
 from benchmarks.placements import by_collectives, changes, compiled, mesh_of, planned, sent, stacked_shape
+from passes.by_hand import Megatron, Zero
 from passes.ir import TensorType
 from passes.moves import Move, Placement, is_free
 from passes.plan import Operator, Plan, Solution
-from passes.planner import Auto, Megatron, Planner, Zero
+from passes.planner import Auto, Planner
 from passes.resharding import Resharder
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
