@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from autopar import jax_compat
 from autopar.jax_compat import PyTreeDef
 from autopar.program import Free, Instruction, Program, Run, Send
-from autopar.transfer import compile_transfer, plan_transfer
+from autopar.transfer import Transfer, TransferPlan, compile_transfer, plan_transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
@@ -47,18 +47,16 @@ class Times:
 class Pipeline:
     """A program with its executables, ready to run step after step.
 
-    `weak` are the outputs of weak type. `steps` are the program's instructions as functions, which the first call
-    writes.
+    `steps` are the program's instructions as functions; `weak` are the outputs of weak type.
     """
 
     program: Program
-    executables: tuple[Any, ...]
+    steps: tuple[Step, ...]
     constants: tuple[tuple[int, jax.Array], ...]
     rows: dict[int, int]
     out_tree: PyTreeDef
     slices: tuple[Slices, ...] = ()
     weak: tuple[int, ...] = ()
-    steps: tuple[Step, ...] = ()
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not jax_compat.has_ambient_mesh():
@@ -68,15 +66,12 @@ class Pipeline:
 
     def _call(self, leaves: Sequence[Any]) -> Any:
         slots = self._fed(leaves)
-        if self.steps:
-            for step in self.steps:
-                step(slots)
-        else:
-            self.steps = tuple(self._first(instruction, slots) for instruction in self.program.instructions)
+        for step in self.steps:
+            step(slots)
         return self._results(slots)
 
     def timed(self, leaves: Sequence[Any], *, wait: bool = False) -> tuple[Any, Times]:
-        """The results of a step, not the first, and its times; with `wait`, each instruction waits for its results."""
+        """The results of a step and its times; with `wait`, each instruction waits for its results."""
         with jax_compat.no_mesh():
             start = time.perf_counter()
             slots = self._fed(leaves)
@@ -99,20 +94,6 @@ class Pipeline:
         for position in self.weak:  # else the next step has arguments of another type, and is planned again
             results[position] = jax_compat.with_weakness(results[position], True)
         return jax.tree.unflatten(self.out_tree, results)
-
-    def _first(self, instruction: Instruction, slots: Slots) -> Step:
-        """The instruction as a function, having run: what a slot holds is known only then."""
-        match instruction:
-            case Run():
-                step = _run(self.executables[instruction.segment], instruction.inputs, instruction.outputs)
-            case Send():
-                array = slots[instruction.source]
-                plan = plan_transfer(array.shape, array.dtype, array.sharding, instruction.sharding)
-                step = _send(compile_transfer(plan).run, instruction.source, instruction.target)
-            case Free():
-                step = _free(instruction.slots)
-        step(slots)
-        return step
 
     def _fed(self, leaves: Sequence[Any]) -> Slots:
         """The slots with every argument where it is read; what lies there already stays."""
@@ -190,17 +171,36 @@ def load(program: Program, rows: dict[int, int], out_tree: PyTreeDef, weak: Sequ
 
     `weak` says of each output whether it is of weak type.
     """
-    executables = tuple(segment.compile() for segment in program.segments)
     constants = tuple((slot, jax.device_put(value, sharding)) for slot, value, sharding in program.constants)
     return Pipeline(
         program=program,
-        executables=executables,
+        steps=_steps(program),
         constants=constants,
         rows=rows,
         out_tree=out_tree,
         slices=_slices(program),
         weak=tuple(i for i, is_weak in enumerate(weak) if is_weak),
     )
+
+
+def _steps(program: Program) -> tuple[Step, ...]:
+    """The instructions as functions, segments and transfers compiled once each."""
+    executables = [segment.compile() for segment in program.segments]
+    transfers: dict[TransferPlan, Transfer] = {}
+
+    def step(instruction: Instruction) -> Step:
+        match instruction:
+            case Run():
+                return _run(executables[instruction.segment], instruction.inputs, instruction.outputs)
+            case Send(struct=struct):
+                plan = plan_transfer(struct.shape, struct.dtype, struct.sharding, instruction.sharding)
+                if plan not in transfers:
+                    transfers[plan] = compile_transfer(plan)
+                return _send(transfers[plan].run, instruction.source, instruction.target)
+            case Free():
+                return _free(instruction.slots)
+
+    return tuple(map(step, program.instructions))
 
 
 def _slices(program: Program) -> tuple[Slices, ...]:
