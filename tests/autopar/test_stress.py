@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from passes.intra_op import SolverOptions
-from passes.planner import _best, _mesh
+from passes.planner import best, named
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Dice:
             return replace(assembly, problem=replace(assembly.problem, seconds=priced, edges=edges))
 
         options = SolverOptions(tie_radius=None)
-        return _best("dice", graph, [_mesh(cluster, self.sizes)], tied, donated, options, roll)
+        mesh = named(cluster, *zip("xyz", self.sizes, strict=False))
+        return best("dice", graph, [mesh], tied, donated, options, roll)
 
 
 def x(*shape):
