@@ -11,6 +11,10 @@ class NoLegalPlanError(PlanningError):
     """No choice of placements on one mesh is legal; another mesh may have one."""
 
 
+class OverBudgetError(PlanningError):
+    """No plan of the kind that was asked for keeps the memory limit."""
+
+
 class ClusterError(PlanningError):
     """A cluster description that cannot be read, or that does not exist."""
 

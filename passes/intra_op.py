@@ -7,10 +7,14 @@ With $x_{n,s} \in \{0,1\}$ for strategy s of node n, $e_{k,i,j} \in [0,1]$ for p
                 sum_j e_{k,i,j} = sum_{s: before_k(s) = i} x_{u,s}  for every edge k = (u, v), i             (`_flow`)
                 sum_i e_{k,i,j} = sum_{t: after_k(t) = j} x_{v,t}   for every edge k = (u, v), j             (`_flow`)
                 w_{g,i,j} >= e_{k,i,j}                              for every edge k of group g    (`_share`)
+                sum_n sum_s M_{p,n,s} x_{n,s} + sum_{g,j} K_{p,g,j} z_{g,j} <= 1   for every budget p      (`_within`)
+                z_{g,j} >= sum_{t: after_k(t) = j} x_{v,t} - sum_{s: before_k(s) = j} x_{u,s}, k in g       (`_copied`)
 
-c are the seconds of a node, R those of a resharding, m how often a tied group occurs. Edges of a group read one value:
-a resharding that several of them want is paid once. A group of one edge needs no w. Edge variables stand on distinct
-*placements*, not on strategies, and only x is integral: with x fixed, e is a product of marginals that are 0 or 1.
+c are the seconds of a node, R those of a resharding, m how often a tied group occurs. M and K are the bytes that a
+strategy and a copy hold at point p of the program, as shares of what may be held there. Edges of a group read one
+value: a resharding that several of them want is paid once. A group of one edge needs no w. Edge variables stand on
+distinct *placements*, not on strategies, and only x is integral: with x fixed, e is a product of marginals that are 0
+or 1.
 
 The relaxation is solved first, and at first with the mean of a group's e in the place of w: the mean is below the
 maximum, so the bound is valid, and where readers agree it is exact. Groups whose readers disagree get their w and the
@@ -28,7 +32,6 @@ design/intra_op.md 3.1-3.4.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,66 +40,29 @@ from typing import Any, Literal
 
 import numpy as np
 import pulp
-from numpy.typing import NDArray
 
-from passes.errors import NoLegalPlanError, PlanningError
-
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
+from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
+from passes.polish import polish
+from passes.sharding_problem import Edge, Floats, ShardingProblem
+from passes.tying import tie
 
 Flow = dict[tuple[int, int], Any]
 """The edge variables of an edge by (placement before, placement after)."""
 
 _TOLERANCE = 1e-6
-_POLISH_ROUNDS = 8
 _LEG = 1e-6
 _BRANCHING = 3.0
 """Times that the last relaxation took: less than that left is too late to branch."""
 
+_PARTS = 4
+"""Parts of equal nodes that budgets may treat differently."""
+
+_LUMPY = 1e-3
+_LEAN = 1e-2
+"""Gaps at which a program with budgets, and one that seeks the least bytes, may end: they take long to close."""
+
 _MICROSECONDS = 1e6
 """The program is stated in microseconds: solver tolerances are absolute."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Edge:
-    """A value that `source` makes and `target` reads.
-
-    `before` [strategies of source] and `after` [strategies of target] index the rows and columns of `seconds`
-    [placements before, placements after]; `labels` names the columns, so that edges of one `group` can share a
-    resharding; `weight` is how often the group occurs. `origins` names the rows: a row and a column of one name are one
-    placement, and `seconds` must then obey the triangle inequality through it. Without names, rows stand apart.
-    """
-
-    source: int
-    target: int
-    before: Indices
-    after: Indices
-    seconds: Floats
-    labels: tuple[object, ...]
-    group: int
-    weight: float = 1.0
-    origins: tuple[object, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardingProblem:
-    """Nodes with the seconds of their strategies (infinite: not allowed) and the edges between them.
-
-    `kinds` says in words what each node is: nodes of different kinds are never tied, even where their costs agree.
-    """
-
-    seconds: tuple[Floats, ...]
-    edges: tuple[Edge, ...]
-    kinds: tuple[str, ...] = ()
-
-    def evaluate(self, choice: Sequence[int]) -> float:
-        """Total seconds when node n takes strategy `choice[n]`; independent of the program that found it."""
-        total = sum(float(seconds[c]) for seconds, c in zip(self.seconds, choice, strict=True))
-        paid: dict[tuple[int, int, object], float] = {}
-        for edge in self.edges:
-            i, j = edge.before[choice[edge.source]], edge.after[choice[edge.target]]
-            paid[(edge.group, int(i), edge.labels[j])] = edge.weight * float(edge.seconds[i, j])
-        return total + sum(paid.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,79 +96,27 @@ class SolverOptions:
 def solve(problem: ShardingProblem, options: SolverOptions | None = None) -> Answer:
     """The best strategy of every node. Raises PlanningError if no combination of strategies is legal."""
     options = options or SolverOptions()
+    if problem.budgets:
+        options = replace(options, gap=max(options.gap, _LUMPY))
     if options.tie_radius is None:
         return _solve(problem, options)
-    tied, classes = tie(problem, options.tie_radius)
+    tied, classes = tie(problem, options.tie_radius, _PARTS if problem.budgets else 1)
     answer = _solve(tied, options)
     choice = tuple(answer.choice[cls] for cls in classes)
     return replace(answer, choice=choice, objective=problem.evaluate(choice))
 
 
-def tie(problem: ShardingProblem, radius: int) -> tuple[ShardingProblem, tuple[int, ...]]:
-    """The problem with structurally equal nodes made one, and the class of every node.
-
-    Nodes are equal if their kinds, their costs and their neighbourhoods up to `radius` edges are (Weisfeiler-Lehman
-    colours). The kind matters: a matrix and its transpose cost the same and want opposite placements. The answer is a
-    feasible answer of the whole problem; that it is also optimal is measured (tests), not proven.
-
-    Reference: design/intra_op.md 3.3.
-    """
-    keys = _edge_keys(problem.edges)
-    colours = _colours(problem, keys, radius)
-    first: dict[str, int] = {}
-    classes = tuple(first.setdefault(colour, len(first)) for colour in colours)
-    seconds: list[Floats] = [np.zeros(0)] * len(first)
-    for cls, own in zip(classes, problem.seconds, strict=True):
-        seconds[cls] = own.copy() if not seconds[cls].size else seconds[cls] + own
-    groups: dict[int, list[tuple[Edge, str]]] = defaultdict(list)
-    for edge, key in zip(problem.edges, keys, strict=True):
-        groups[edge.group].append((edge, key))
-    merged: dict[tuple[tuple[int, int, str], ...], tuple[list[Edge], float]] = {}
-    for edges in groups.values():
-        unique: dict[tuple[int, int, str], Edge] = {}
-        for edge, content in edges:
-            key = (classes[edge.source], classes[edge.target], content)
-            unique.setdefault(key, replace(edge, source=key[0], target=key[1]))
-        signature = tuple(sorted(unique))
-        members, weight = merged.get(signature, (list(unique.values()), 0.0))
-        merged[signature] = (members, weight + edges[0][0].weight)
-    tied: list[Edge] = []
-    for group, (edges, weight) in enumerate(merged.values()):
-        tied.extend(replace(edge, group=group, weight=weight) for edge in edges)
-    return ShardingProblem(seconds=tuple(seconds), edges=tuple(tied)), classes
-
-
-def _colours(problem: ShardingProblem, keys: Sequence[str], radius: int) -> list[str]:
-    kinds = problem.kinds or ("",) * len(problem.seconds)
-    colours = [_digest(own.tobytes() + kind.encode()) for own, kind in zip(problem.seconds, kinds, strict=True)]
-    around: list[list[tuple[str, int]]] = [[] for _ in colours]
-    for edge, key in zip(problem.edges, keys, strict=True):
-        around[edge.source].append((f"to {key}", edge.target))
-        around[edge.target].append((f"from {key}", edge.source))
-    for _ in range(radius):
-        colours = [
-            _digest((colour + "".join(sorted(key + colours[other] for key, other in near))).encode())
-            for colour, near in zip(colours, around, strict=True)
-        ]
-    return colours
-
-
-def _edge_keys(edges: Sequence[Edge]) -> list[str]:
-    """The content of every edge; edges mostly share their arrays, which are then read once."""
-    known: dict[tuple[float, ...], str] = {}
-    keys: list[str] = []
-    for edge in edges:
-        same = (id(edge.before), id(edge.after), id(edge.seconds), id(edge.origins), id(edge.labels), edge.weight)
-        if same not in known:
-            names = (f"{edge.weight} {edge.origins!r}".encode(), repr(edge.labels).encode())
-            parts = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes(), *names)
-            known[same] = _digest(b"|".join(parts))
-        keys.append(known[same])
-    return keys
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=12).hexdigest()
+def leanest(problem: ShardingProblem, options: SolverOptions | None = None) -> tuple[int, ...]:
+    """The strategies that come closest to the budgets, or stay furthest below them, whatever they cost."""
+    options = options or SolverOptions()
+    tied, classes = tie(problem, options.tie_radius or 2, _PARTS)
+    program = _Program(tied, lean=True)
+    program.make_integral()
+    program.run(replace(options, gap=_LEAN), options.time_limit)
+    if not program.has_values():
+        raise NoLegalPlanError(f"no legal plan was found within {options.time_limit:.0f} s; give the solver longer")
+    choice = program.choice()
+    return tuple(choice[cls] for cls in classes)
 
 
 def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
@@ -225,6 +139,8 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
         began = time.perf_counter()
         status = program.run(options, max(1.0, left()))
         relaxed = time.perf_counter() - began
+        if status == "infeasible" and problem.budgets:
+            raise OverBudgetError("no combination of strategies keeps the memory limit")
         if status == "infeasible":
             raise NoLegalPlanError(
                 "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a "
@@ -234,21 +150,23 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
             break
         bound = max(bound, program.objective)
         rounded = polish(problem, program.choice())
-        if problem.evaluate(rounded) < objective:
+        if problem.fits(rounded) and problem.evaluate(rounded) < objective:
             best, objective = rounded, problem.evaluate(rounded)
         if not closed() and not program.share_where_readers_disagree():
             branched = True
     # Branching puts all pairs back; a solver that gets it late overruns its limit by more than it could gain.
     if branched and left() > _BRANCHING * relaxed:
         program.make_integral()
-        finished = program.run(options, left()) == "optimal"
+        ended = program.run(options, left())
+        if ended == "infeasible" and problem.budgets:
+            raise OverBudgetError("no combination of strategies keeps the memory limit")
         found = polish(problem, program.choice()) if program.has_values() else None
-        if found and problem.evaluate(found) < objective:
+        if found and problem.fits(found) and problem.evaluate(found) < objective:
             best, objective = found, problem.evaluate(found)
-        bound = objective if finished else bound
+        bound = objective if ended == "optimal" else bound
     if best is None:
         best = polish(problem, [int(np.argmin(own)) for own in problem.seconds])
-        objective = problem.evaluate(best)
+        objective = problem.evaluate(best) if problem.fits(best) else float("inf")
     if not np.isfinite(objective):
         raise PlanningError(
             f"no legal plan was found within {options.time_limit:.0f} s; give the solver a longer time_limit"
@@ -264,38 +182,6 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
         variables=program.count,
         rows=len(program.lp.constraints),
     )
-
-
-def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
-    """An answer at most as costly: each node in turn takes its best strategy, the others staying, until none moves."""
-    current = list(choice)
-    around: list[list[list[Edge]]] = [[] for _ in problem.seconds]
-    groups: dict[int, list[Edge]] = defaultdict(list)
-    for edge in problem.edges:
-        groups[edge.group].append(edge)
-    for edges in groups.values():
-        for node in {n for edge in edges for n in (edge.source, edge.target)}:
-            around[node].append(edges)
-    for _ in range(_POLISH_ROUNDS):
-        before = tuple(current)
-        for node, seconds in enumerate(problem.seconds):
-            costs = seconds.copy()
-            for s in np.flatnonzero(np.isfinite(seconds)):
-                current[node] = int(s)
-                costs[s] += sum(_group_seconds(edges, current) for edges in around[node])
-            keep = before[node]
-            current[node] = keep if costs[keep] <= costs.min() else int(np.argmin(costs))
-        if tuple(current) == before:
-            break
-    return tuple(current)
-
-
-def _group_seconds(edges: list[Edge], choice: Sequence[int]) -> float:
-    paid: dict[tuple[int, object], float] = {}
-    for edge in edges:
-        i, j = int(edge.before[choice[edge.source]]), int(edge.after[choice[edge.target]])
-        paid[(i, edge.labels[j])] = edge.weight * float(edge.seconds[i, j])
-    return sum(paid.values())
 
 
 def _direct(
@@ -324,7 +210,7 @@ def _direct(
 class _Program:
     """The program of one problem; each method adds the rows that the module's text names."""
 
-    def __init__(self, problem: ShardingProblem) -> None:
+    def __init__(self, problem: ShardingProblem, *, lean: bool = False) -> None:
         self.problem = problem
         self.lp = pulp.LpProblem("intra_op", pulp.LpMinimize)
         self.count = 0
@@ -333,6 +219,8 @@ class _Program:
         for edge in problem.edges:
             self.groups[edge.group].append((edge, self._flow(edge)))
         self.shared: dict[int, list[tuple[Any, float]]] = {}
+        self.most = self._variable("m", upper=None) if lean else None
+        self._within()
 
     @property
     def objective(self) -> float:
@@ -414,7 +302,46 @@ class _Program:
                     break
         return found
 
+    def _within(self) -> None:
+        """Holds every budget, or lets all be exceeded as little as can be."""
+        copies: dict[tuple[int, object], Any] = {}
+        for budget in self.problem.budgets:
+            terms: list[tuple[Any, float]] = []
+            for node, nbytes in budget.nbytes.items():
+                terms.extend(
+                    (variable, float(nbytes[s]) / budget.limit) for s, variable in self.strategies[node].items()
+                )
+            for group, sizes in budget.copies.items():
+                for label, size in sizes.items():
+                    if (group, label) not in copies:
+                        copies[group, label] = self._copied(group, label)
+                    if copies[group, label] is not None:
+                        terms.append((copies[group, label], size / budget.limit))
+            held = pulp.LpAffineExpression(terms)
+            self.lp.addConstraint(held <= 1 if self.most is None else held - self.most <= 0)
+
+    def _copied(self, group: int, label: object) -> Any | None:
+        """Whether some reader of a group has the value copied to a placement; None where no reader may want it."""
+        wanted: list[tuple[list[Any], list[Any]]] = []
+        for edge, _ in self.groups[group]:
+            columns = {j for j, name in enumerate(edge.labels) if name == label}
+            rows = {i for i, name in enumerate(edge.origins) if name == label}
+            asking = [v for t, v in self.strategies[edge.target].items() if int(edge.after[t]) in columns]
+            there = [v for s, v in self.strategies[edge.source].items() if int(edge.before[s]) in rows]
+            if asking:
+                wanted.append((asking, there))
+        if not wanted:
+            return None
+        copied = self._variable("z")
+        for asking, there in wanted:
+            terms = [(copied, 1.0), *((v, -1.0) for v in asking), *((v, 1.0) for v in there)]
+            self.lp.addConstraint(pulp.LpAffineExpression(terms) >= 0)
+        return copied
+
     def _objective(self) -> None:
+        if self.most is not None:
+            self.lp.setObjective(pulp.LpAffineExpression([(self.most, 1.0)]))
+            return
         terms: list[tuple[Any, float]] = []
         for seconds, chosen in zip(self.problem.seconds, self.strategies, strict=True):
             terms.extend((variable, float(seconds[s])) for s, variable in chosen.items())

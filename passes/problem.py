@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from passes.bundles import Grouping
 from passes.control import Body, Control, Slot, Wire
-from passes.intra_op import Edge, Floats, Indices, ShardingProblem
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.moves import Layout, Placement
@@ -23,6 +22,7 @@ from passes.phases import Phase
 from passes.resharding import Resharder
 from passes.rules import Assignment
 from passes.sharding import ShardingSpec, replicated
+from passes.sharding_problem import Edge, Floats, Indices, ShardingProblem
 from passes.strategies import Table, Tabulator, outline
 
 Specs = tuple[ShardingSpec, ...]

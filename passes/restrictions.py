@@ -16,11 +16,11 @@ import numpy as np
 
 from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
-from passes.intra_op import Floats
 from passes.microbatch import microbatch_stacks
 from passes.phases import phase
 from passes.problem import Assembly, Region
 from passes.sharding import ShardingSpec
+from passes.sharding_problem import Floats
 from passes.strategies import PARTIAL, Strategy
 
 

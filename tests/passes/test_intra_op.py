@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.errors import PlanningError
-from passes.intra_op import Edge, ShardingProblem, SolverOptions, solve, tie
+from passes.errors import OverBudgetError, PlanningError
+from passes.intra_op import SolverOptions, leanest, solve
+from passes.sharding_problem import Budget, Edge, ShardingProblem
+from passes.tying import tie
 
 
 def random_problem(rng, nodes: int = 6) -> ShardingProblem:
@@ -159,3 +161,72 @@ def test_a_solver_out_of_time_does_not_claim_the_optimum():
     answer = solve(problem, SolverOptions(tie_radius=None, time_limit=1.0))
     assert answer.status == "time limit"
     assert answer.bound < answer.objective
+
+
+def with_budgets(problem: ShardingProblem, rng: np.random.Generator) -> ShardingProblem:
+    """The problem with two budgets, of nodes and of copies, that rule out about half of the answers."""
+    named = tuple(replace(edge, origins=("a", "b", "c")) for edge in problem.edges)
+    # A placement that an edge starts from costs nothing to reach, and third placements are no short cut.
+    free = {id(e.seconds): np.where(np.eye(3) > 0, 0.0, e.seconds + 40e-6) for e in named}
+    problem = replace(problem, edges=tuple(replace(edge, seconds=free[id(edge.seconds)]) for edge in named))
+    budgets = []
+    for _ in range(2):
+        nodes = rng.permutation(len(problem.seconds))[:4].tolist()
+        nbytes = {n: rng.integers(0, 50, size=problem.seconds[n].size).astype(float) for n in nodes}
+        copies = {g: {label: float(rng.integers(1, 30)) for label in "ab"} for g in range(2) if g in problem.groups}
+        budget = Budget(nbytes=nbytes, copies=copies, limit=1.0)
+        used = [problem.usage(budget, c) for c in itertools.product(*(range(s.size) for s in problem.seconds))]
+        budgets.append(replace(budget, limit=float(np.quantile(used, 0.4)) + 1.0))
+    return replace(problem, budgets=tuple(budgets))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_optimum_within_budgets_equals_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng), rng)
+    every = list(itertools.product(*(range(s.size) for s in problem.seconds)))
+    best = min((problem.evaluate(c) for c in every if problem.fits(c)), default=np.inf)
+    options = SolverOptions(tie_radius=None, gap=0.0)
+    if not np.isfinite(best):
+        with pytest.raises(PlanningError):
+            solve(problem, options)
+        return
+    answer = solve(problem, options)
+    assert problem.fits(answer.choice)
+    assert best * (1 - 1e-9) <= answer.objective <= best * (1 + 1.1e-3)
+    assert answer.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leanest_answer_equals_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng), rng)
+    every = itertools.product(*(range(s.size) for s in problem.seconds))
+    legal = [c for c in every if np.isfinite(problem.evaluate(c))]
+    if not legal:
+        return
+
+    def worst(choice):
+        return max(problem.usage(budget, choice) / budget.limit for budget in problem.budgets)
+
+    found = leanest(problem, SolverOptions(tie_radius=0))
+    assert worst(found) <= min(map(worst, legal)) * 1.011
+
+
+def test_no_answer_within_the_budget_is_said():
+    rng = np.random.default_rng(3)
+    problem = with_budgets(random_problem(rng), rng)
+    impossible = tuple(replace(budget, limit=1e-9) for budget in problem.budgets)
+    with pytest.raises(OverBudgetError, match="memory limit"):
+        solve(replace(problem, budgets=impossible), SolverOptions(tie_radius=None))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tied_budgets_count_every_node(seed):
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng), rng)
+    tied, classes = tie(problem, radius=2)
+    choice = [int(rng.integers(s.size)) for s in tied.seconds]
+    whole = [choice[cls] for cls in classes]
+    for mine, theirs in zip(tied.budgets, problem.budgets, strict=True):
+        assert tied.usage(mine, choice) == pytest.approx(problem.usage(theirs, whole))

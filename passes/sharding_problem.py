@@ -1,0 +1,98 @@
+"""What the integer program solves: one strategy for every node, edges between them, and bytes that must fit.
+
+A problem is plain numbers; `evaluate` and `usage` say what an answer costs, whoever found it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Edge:
+    """A value that `source` makes and `target` reads.
+
+    `before` [strategies of source] and `after` [strategies of target] index the rows and columns of `seconds`
+    [placements before, placements after]; `labels` names the columns, so that edges of one `group` can share a
+    resharding; `weight` is how often the group occurs. `origins` names the rows: a row and a column of one name are one
+    placement, and `seconds` must then obey the triangle inequality through it. Without names, rows stand apart.
+    """
+
+    source: int
+    target: int
+    before: Indices
+    after: Indices
+    seconds: Floats
+    labels: tuple[object, ...]
+    group: int
+    weight: float = 1.0
+    origins: tuple[object, ...] = ()
+
+    def copies(self, choice: Sequence[int]) -> object | None:
+        """The placement in which an answer makes a second array of the value, None where it stays as it is."""
+        i, j = self.before[choice[self.source]], self.after[choice[self.target]]
+        origin = self.origins[i] if self.origins else None
+        return None if self.labels[j] == origin else self.labels[j]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Budget:
+    """Bytes that are live at one point of the program, at most `limit` of them.
+
+    Node n holds `nbytes[n]` [strategies]; `copies[g][label]` are the bytes of what group g is copied to.
+    """
+
+    nbytes: Mapping[int, Floats]
+    copies: Mapping[int, Mapping[object, float]]
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardingProblem:
+    """Nodes with the seconds of their strategies (infinite: not allowed), the edges between them, and budgets.
+
+    `kinds` says in words what each node is: nodes of different kinds are never tied, even where their costs agree.
+    """
+
+    seconds: tuple[Floats, ...]
+    edges: tuple[Edge, ...]
+    kinds: tuple[str, ...] = ()
+    budgets: tuple[Budget, ...] = field(default=())
+
+    @cached_property
+    def groups(self) -> Mapping[int, Sequence[Edge]]:
+        """The edges of each group."""
+        found: dict[int, list[Edge]] = defaultdict(list)
+        for edge in self.edges:
+            found[edge.group].append(edge)
+        return found
+
+    def evaluate(self, choice: Sequence[int]) -> float:
+        """Total seconds when node n takes strategy `choice[n]`; independent of the program that found it."""
+        total = sum(float(seconds[c]) for seconds, c in zip(self.seconds, choice, strict=True))
+        paid: dict[tuple[int, int, object], float] = {}
+        for edge in self.edges:
+            i, j = edge.before[choice[edge.source]], edge.after[choice[edge.target]]
+            paid[(edge.group, int(i), edge.labels[j])] = edge.weight * float(edge.seconds[i, j])
+        return total + sum(paid.values())
+
+    def usage(self, budget: Budget, choice: Sequence[int]) -> float:
+        """Bytes that an answer takes of a budget."""
+        held = sum(float(nbytes[choice[node]]) for node, nbytes in budget.nbytes.items())
+        for group, copies in budget.copies.items():
+            made = {edge.copies(choice) for edge in self.groups.get(group, ())}
+            held += sum(copies.get(label, 0.0) for label in made if label is not None)
+        return held
+
+    def fits(self, choice: Sequence[int]) -> bool:
+        """Whether an answer keeps every budget, to a part in a million."""
+        return all(self.usage(budget, choice) <= budget.limit * (1 + 1e-6) for budget in self.budgets)
