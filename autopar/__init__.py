@@ -1,12 +1,14 @@
 """An ordinary JAX train step, planned for many devices and run."""
 
 from autopar.api import ParallelFunction, parallelize
+from autopar.cache import PlanCache
 from autopar.custom_rules import register_rule
 from autopar.errors import (
     ArgumentError,
     ClusterError,
     DeviceError,
     InternalError,
+    OverBudgetError,
     PlanMismatchError,
     PlanningError,
     UnboundPlanError,
@@ -18,6 +20,7 @@ from passes.by_hand import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 from passes.cluster import Cluster
 from passes.pipeline import PipelinePlan
 from passes.planner import Auto
+from passes.progress import Progress
 
 __all__ = [
     "ArgumentError",
@@ -30,12 +33,15 @@ __all__ = [
     "InternalError",
     "Manual",
     "Megatron",
+    "OverBudgetError",
     "ParallelFunction",
     "Pipeline",
     "PipelinePlan",
     "Plan",
+    "PlanCache",
     "PlanMismatchError",
     "PlanningError",
+    "Progress",
     "UnboundPlanError",
     "UnsupportedError",
     "Zero",

@@ -11,30 +11,48 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 
+import passes.plan
 from autopar.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
-from autopar.errors import ArgumentError, ClusterError, DeviceError, PlanningError, UnsupportedError, explain
+from autopar.cache import Key, PlanCache, checked_cache, key_of, relocated
+from autopar.errors import (
+    ArgumentError,
+    ClusterError,
+    DeviceError,
+    OverBudgetError,
+    PlanningError,
+    UnsupportedError,
+    explain,
+)
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
+from autopar.forms import TracedForms
 from autopar.instructions import build
 from autopar.jax_compat import Device
 from autopar.joined import Joined
 from autopar.microbatch import microbatched
 from autopar.pieces import MOST, Pieces, in_pieces
 from autopar.plan import Plan
+from autopar.remat import recomputed
 from autopar.runtime import Pipeline, load
 from autopar.trace import Traced, trace
 from passes import stages
 from passes.by_hand import Manual
 from passes.cluster import Cluster
 from passes.devices import local_cluster, parse_cluster
+from passes.mesh_search import stopped
 from passes.microbatch import Coupling
 from passes.pipeline import PipelinePlan, load_plan
 from passes.planner import Auto, Planner
+from passes.progress import Report, silent
+from passes.quantities import parse_nbytes
+from passes.remat import Kept, kept_of, layers
+from passes.variants import variant_of
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
@@ -56,14 +74,25 @@ def parallelize(
     donate_argnames: Names = None,
     microbatches: int | None = None,
     microbatch_semantics: Coupling = "exact",
+    memory_limit: int | str | None = None,
+    remat: Kept | Sequence[Kept] | None = None,
+    cache: str | os.PathLike[str] | PlanCache | None = None,
+    progress: Report | None = None,
 ) -> Any:
     """`fun` as a ParallelFunction; a decorator that makes one, without `fun`.
 
     `cluster` is what to plan for, by description (`"8x8:a100-80g"`) or value; by default the `devices`, which are by
     default all of JAX's. `planner` chooses, `Auto()` by default. The batch is computed in `microbatches` that add up to
     the same step; where an operator couples them (batch normalisation) there is none of that, unless
-    `microbatch_semantics` is `"independent"`: then each takes its own statistics, and results are averaged. The other
-    options are `jax.jit`'s.
+    `microbatch_semantics` is `"independent"`: then each takes its own statistics, and results are averaged.
+
+    No device may need more than `memory_limit` (bytes, or in words, `"12 GiB"`), by default the device's memory less a
+    reserve. Where the step does not fit as it is, `Auto` cuts its state further, computes in more microbatches or lets
+    layers compute again what they do not keep, whichever is cheapest. `remat` decides the latter instead: what each
+    layer keeps for the backward pass, `"everything"`, `"matmuls"` (what products with weights make) or `"inputs"`, one
+    word for all layers or one for each. Plans are kept in the folder `cache` and found there the next time; by default
+    they are not. `progress` is called with an `autopar.Progress` at each step of a search. The other options are
+    `jax.jit`'s.
 
     Raises ClusterError for a description that cannot be read, ArgumentError for what is no planner or no devices.
     """
@@ -83,6 +112,10 @@ def parallelize(
             options=options,
             microbatches=microbatches,
             coupling=microbatch_semantics,
+            memory_limit=memory_limit,
+            remat=remat,
+            cache=cache,
+            progress=progress,
         )
 
     return decorate if fun is None else decorate(fun)
@@ -99,6 +132,7 @@ class _Program:
     executable: Executable | Pipeline | Joined | None = None
     pieces: Pieces | None = None
     out_tree: Any = None
+    kept: tuple[Kept, ...] = ()
 
 
 class ParallelFunction:
@@ -117,15 +151,25 @@ class ParallelFunction:
         options: dict[str, Any],
         microbatches: int | None = None,
         coupling: Coupling = "exact",
+        memory_limit: int | str | None = None,
+        remat: Kept | Sequence[Kept] | None = None,
+        cache: str | os.PathLike[str] | PlanCache | Literal[False] | None = None,
+        progress: Report | None = None,
     ) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._cluster = _checked_cluster(cluster)
         self._planner = Auto() if planner is None else _checked_planner(planner)
+        self._memory_limit = _checked_limit(memory_limit)
+        self._remat: Kept | Sequence[Kept] | None = remat
+        if self._memory_limit is not None and isinstance(self._planner, Auto):
+            self._planner = replace(self._planner, memory_limit=self._memory_limit)
         self._devices = None if devices is None else _checked_devices(devices)
         self._options = options
         self._microbatches = _checked_microbatches(microbatches)
         self._coupling: Coupling = _checked_coupling(coupling)
+        self._cache = checked_cache(cache)
+        self._report: Report = silent if progress is None else _checked_progress(progress)
         self._signature: Signature = signature_of(fun, options["static_argnums"], options["static_argnames"])
         self._programs: dict[_Key, _Program] = {}
         jax.jit(fun, **options)  # an option that jit refuses is refused here and now
@@ -162,8 +206,13 @@ class ParallelFunction:
         cluster: str | Cluster | None = None,
         planner: Planner | None = None,
         microbatches: int | None = None,
+        cache: str | os.PathLike[str] | PlanCache | Literal[False] | None = None,
+        progress: Report | None = None,
     ) -> ParallelFunction:
-        """The same function with the same jit options, for another cluster, by another planner or otherwise cut."""
+        """The same function with the same jit options, for another cluster, by another planner or otherwise cut.
+
+        `cache=False` is none.
+        """
         return ParallelFunction(
             self._fun,
             cluster=self._cluster if cluster is None else cluster,
@@ -172,6 +221,10 @@ class ParallelFunction:
             options=self._options,
             microbatches=self._microbatches if microbatches is None else microbatches,
             coupling=self._coupling,
+            memory_limit=self._memory_limit,
+            remat=self._remat,
+            cache=self._cache if cache is None else cache,
+            progress=self._report if progress is None else progress,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -186,10 +239,22 @@ class ParallelFunction:
         if key not in self._programs:
             traced, pieces = trace(self._fun, args, kwargs, **self._options), None
             out_tree = traced.out_tree
-            if not self._searches() and (self._count() > 1 or getattr(self._planner, "pipelined", False)):
+            if kept := self._kept(traced):
+                traced = recomputed(traced, kept)
+            if not isinstance(self._planner, Auto) and (
+                self._count() > 1 or getattr(self._planner, "pipelined", False)
+            ):
                 traced, pieces = self._in_microbatches(traced, leaves)
-            self._programs[key] = _Program(tuple(leaves), traced, pieces=pieces, out_tree=out_tree)
+            self._programs[key] = _Program(tuple(leaves), traced, pieces=pieces, out_tree=out_tree, kept=kept)
         return self._programs[key]
+
+    def _kept(self, traced: Traced) -> tuple[Kept, ...]:
+        """What each layer keeps: as asked for, else as a saved plan says, else nothing is said."""
+        planned: tuple[Kept, ...] = getattr(self._planner, "remat", ())
+        if self._remat is None:
+            return planned
+        named = (self._remat,) * len(layers(traced.graph)) if isinstance(self._remat, str) else self._remat
+        return kept_of(named)
 
     def _in_microbatches(self, traced: Traced, structs: Sequence[jax.ShapeDtypeStruct]) -> tuple[Traced, Pieces | None]:
         """The program in microbatches; for a pipeline its loops over layers are in pieces, as a saved plan has them."""
@@ -232,18 +297,99 @@ class ParallelFunction:
         return Joined(pipeline, program.pieces, program.out_tree) if program.pieces else pipeline
 
     def _planned(self, program: _Program) -> Plan | PipelinePlan:
-        if program.plan is None:
-            cluster = self._cluster_here()
-            if self._searches():
-                return self._searched(program, cluster)
-            traced = program.traced
-            plan = self._planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
-            if isinstance(plan, PipelinePlan):
-                program.plan = plan
-                return plan
-            plan = replace(plan, microbatches=self._count())
-            program.plan = Plan.bind(plan, traced.in_tree, traced.out_tree)
+        if program.plan is not None:
+            return program.plan
+        cluster, cache = self._cluster_here(), self._cache
+        key = self._key(program, cluster) if cache else None
+        if cache is None or key is None:
+            return self._made(program, cluster)
+        plan = cache.read(key, partial(self._restored, program))
+        if plan is None:
+            plan = self._made(program, cluster)
+            cache.write(key, plan)
+        return plan
+
+    def _made(self, program: _Program, cluster: Cluster) -> Plan | PipelinePlan:
+        """The planner's plan."""
+        if self._searches():
+            return self._searched(program, cluster)
+        if isinstance(self._planner, Auto):
+            return self._chosen(program, self._planner, cluster)
+        traced = program.traced
+        plan = self._planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
+        self._check_limit(plan.peak_nbytes)
+        if isinstance(plan, PipelinePlan):
+            program.plan = plan
+            return plan
+        plan = replace(plan, microbatches=self._count(), remat=program.kept)
+        program.plan = Plan.bind(plan, traced.in_tree, traced.out_tree)
         return program.plan
+
+    def _key(self, program: _Program, cluster: Cluster) -> Key | None:
+        """What the plan of a program that is not planned yet follows from."""
+        options = {
+            "microbatches": self._microbatches,
+            "microbatch_semantics": self._coupling,
+            "memory_limit": self._memory_limit,
+            "remat": program.kept,
+        }
+        return key_of(program.traced, cluster, self._planner, options)
+
+    def _restored(self, program: _Program, plan: passes.plan.Plan | PipelinePlan) -> Plan | PipelinePlan | None:
+        """A plan from the cache as the program's own; the program becomes the form of the step that it is of.
+
+        None where lines of the source have changed so that the plan cannot name them. Raises PlanningError for a plan
+        of something else.
+        """
+        traced, pieces = program.traced, program.pieces
+        if isinstance(plan, PipelinePlan):
+            if isinstance(self._planner, Auto):
+                traced, pieces = in_pieces(traced, self._planner.layers)
+                structs = pieces.structs(program.structs) if pieces else program.structs
+                traced = microbatched(traced, structs, plan.microbatches, self._coupling)
+            plan.check(traced.graph, traced.tied)
+        else:
+            if isinstance(self._planner, Auto):
+                traced = self._forms(program).program(variant_of(replace(plan, remat=()) if program.kept else plan))
+            plan.check(traced.graph)
+        found = relocated(plan, traced)
+        if found is None:
+            return None
+        found = found if isinstance(found, PipelinePlan) else Plan.bind(found, traced.in_tree, traced.out_tree)
+        program.traced, program.pieces, program.plan = traced, pieces, found
+        return found
+
+    def _chosen(self, program: _Program, planner: Auto, cluster: Cluster) -> Plan:
+        """The plan of the cheapest form of the step that fits; the program becomes that form."""
+        forms = self._forms(program)
+        plan = planner.choose(forms, cluster, self._report)
+        plan = replace(plan, remat=program.kept or plan.remat)
+        variant = variant_of(replace(plan, remat=()) if program.kept else plan)
+        program.traced = forms.program(variant)
+        program.plan = Plan.bind(plan, program.traced.in_tree, program.traced.out_tree)
+        return program.plan
+
+    def _forms(self, program: _Program) -> TracedForms:
+        return TracedForms(
+            traced=program.traced,
+            structs=program.structs,
+            coupling=self._coupling,
+            count=self._microbatches,
+            fixed=bool(program.kept),
+        )
+
+    def _check_limit(self, nbytes: int) -> None:
+        """Raises OverBudgetError for a plan that needs more than the limit that was asked for."""
+        if self._memory_limit is None or nbytes <= self._memory_limit:
+            return
+        raise OverBudgetError(
+            explain(
+                f"memory_limit={self._memory_limit:,} bytes",
+                f"the plan of planner={self._planner!r:.60} needs {nbytes:,} bytes on a device",
+                self._signature.source,
+                "use planner=autopar.Auto(), which finds a plan that fits, or raise the limit",
+            )
+        )
 
     def _cluster_here(self) -> Cluster:
         return self._cluster or local_cluster(self._present_devices())
@@ -268,10 +414,10 @@ class ParallelFunction:
                 if self._microbatches:
                     raise
         if not family:
-            plan = planner.plan(whole.graph, cluster, tied=whole.tied, donated=whole.donated)
+            plan = planner.plan(whole.graph, cluster, tied=whole.tied, donated=whole.donated, report=self._report)
         else:
             graphs = {count: traced.graph for count, traced in family.items()}
-            plan = planner.search(cut.graph, cluster, graphs, tied=cut.tied, donated=cut.donated)
+            plan = planner.search(cut.graph, cluster, graphs, tied=cut.tied, donated=cut.donated, report=self._report)
         if isinstance(plan, PipelinePlan):
             program.traced, program.plan, program.pieces = family[plan.microbatches], plan, pieces
             return plan
@@ -279,9 +425,10 @@ class ParallelFunction:
             count = plan.microbatches
             program.traced = microbatched(whole, program.structs, count, self._coupling) if pieces else family[count]
         if plan.fingerprint != program.traced.graph.fingerprint:
-            traced, count = program.traced, plan.microbatches
-            plan = planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
-            plan = replace(plan, microbatches=count)
+            traced, found = program.traced, plan
+            plan = planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated, report=self._report)
+            plan = stopped(plan) if found.solution.is_interrupted else plan
+            plan = replace(plan, microbatches=found.microbatches)
         program.plan = Plan.bind(plan, whole.in_tree, whole.out_tree)
         return program.plan
 
@@ -368,6 +515,25 @@ def _checked_microbatches(microbatches: Any) -> int | None:
         return microbatches
     rule = "the batch is computed in a whole number of microbatches, 1 or more"
     raise ArgumentError(explain(f"microbatches={microbatches!r:.60}", rule, "", "leave it out for 1"))
+
+
+def _checked_progress(progress: Any) -> Any:
+    """What hears of progress. Raises ArgumentError for what cannot be called."""
+    if callable(progress):
+        return progress
+    rule = "progress is a function of one autopar.Progress"
+    raise ArgumentError(explain(f"progress={progress!r:.60}", rule, "", "write, say, progress=print"))
+
+
+def _checked_limit(limit: Any) -> int | None:
+    """The bytes that a device may hold. Raises ArgumentError."""
+    if limit is None:
+        return None
+    nbytes = parse_nbytes(limit) if isinstance(limit, str) else limit
+    if isinstance(nbytes, int | float) and not isinstance(nbytes, bool) and nbytes > 0:
+        return int(nbytes)
+    rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
+    raise ArgumentError(explain(f"memory_limit={limit!r:.60}", rule, "", "leave it out for the device's own memory"))
 
 
 def _checked_coupling(coupling: Any) -> Coupling:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -18,32 +17,23 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from autopar import fit, fit_text, targets
 from autopar.api import ParallelFunction, parallelize
 from autopar.measure import measure
+from autopar.plot import plot_memory
+from autopar.progress_bar import shown
+from autopar.targets import TARGET, UsageError
 from passes import plan_json, quantities
 from passes.by_hand import DataParallel, Manual, Megatron, Pipeline, Zero
 from passes.cluster import Cluster
-from passes.devices import known
-from passes.errors import PlanningError
+from passes.devices import known, parse_cluster
+from passes.errors import PlanningError, explain
 from passes.pipeline import PipelinePlan, load_plan
 from passes.plan import Plan
 from passes.planner import Auto, Planner
 from passes.tables import Column, Table
 
-DONE, DIFFERENT, TROUBLE = 0, 1, 2
-
-_TARGET = """\
-FUNCTION takes no arguments and returns (step, args) or (step, args, kwargs):
-step is the train step, plain or under @autopar.parallelize; args are what it
-is called with, arrays or jax.ShapeDtypeStructs: only shapes and dtypes count.
-
-  # train.py
-  def example():
-      state = jax.eval_shape(make_state)
-      batch = jax.ShapeDtypeStruct((64, 1024), "int32")
-      return train_step, (state, batch)
-
-MODULE is imported from the current folder, on the CPU."""
+DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 
 _PLANNERS = """\
 planners:
@@ -60,7 +50,7 @@ planners:
 _PLAN_HELP = f"""\
 Plan a train step for a cluster that need not be here, and show the plan.
 
-{_TARGET}"""
+{TARGET}"""
 
 _CLUSTERS = f"""\
 clusters:
@@ -77,7 +67,12 @@ _PLAN_MORE = f"""\
 example:
   autopar plan train:example --cluster 2x8:a100-80g --out plan.json
 
-exit status: 0 planned, 2 no plan (the reason is on stderr)."""
+Plans are kept in ~/.cache/autopar/plans (in $XDG_CACHE_HOME if that is set) and
+found there when the same step is planned again; --no-cache does without. Ctrl-C
+ends the search with the best plan until then, marked as interrupted.
+
+exit status: 0 planned, 2 no plan (the reason is on stderr), 130 ended by Ctrl-C
+before there was one."""
 
 _SHOW_MORE = """\
 example:
@@ -92,6 +87,28 @@ example:
 exit status: 0 the plans are alike, 1 they differ, 2 one cannot be read."""
 
 
+_FIT_HELP = f"""\
+Show what fits in the memory of a cluster that need not be here: plain jit on
+one device, data parallel, ZeRO, Megatron and the searched plan, each with the
+predicted peak of one device by cause; then the largest batch, and of presets
+the largest. ZeRO-1 and 2 are one plan: gradients are scattered when summed.
+
+{TARGET}
+
+The batch is what microbatches would be cut from, and is tried in multiples of
+the devices: FUNCTION's step must take any. With --presets, or where MODULE has
+a function `presets`, that returns {{name: example}}, smallest first, where an
+example is what FUNCTION returns, or a function that returns it."""
+
+_FIT_MORE = f"""\
+{_CLUSTERS}
+
+example:
+  autopar fit train:example --cluster 8:a100-80g --memory-limit "40 GiB"
+
+exit status: 0 a plan fits, 1 none does, 2 nothing could be planned,
+130 ended by Ctrl-C, after what was found by then is printed."""
+
 _MEASURE_MORE = """\
 example:
   autopar measure --devices 8 --out here.json
@@ -100,18 +117,28 @@ example:
 exit status: 0 measured, 2 not measured or not saved."""
 
 
-class UsageError(Exception):
-    """A command that cannot be carried out as written; the message says what to write."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status of a command line: 0 done, 1 the plans differ, 2 trouble, told on stderr."""
+    """The exit status of a command line: 0 done, 1 the plans differ, 2 trouble, told on stderr, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except (PlanningError, UsageError) as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"autopar {arguments.command}: {error}"))
+        _tell(f"autopar {arguments.command}: {error}")
         return TROUBLE
+    except KeyboardInterrupt:
+        _tell(f"autopar {arguments.command}: interrupted before there was anything to show")
+        return INTERRUPTED
+
+
+def plans_folder() -> str:
+    """The folder of the plans that commands keep, in the user's own cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "autopar", "plans")
+
+
+def _tell(message: str) -> None:
+    """Prints a message on stderr."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
     plan.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
+    plan.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing; see below")
     show = add("show", _show, "show a saved plan", "Show a saved plan.", _SHOW_MORE)
     show.add_argument("plan", type=Path, metavar="PLAN", help="a file that `autopar plan --out` wrote")
     show.add_argument("--operators", action="store_true", help="every operator, and every line that communicates")
@@ -142,6 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument(
         "--json", action="store_true", help="print the differences as JSON; seconds and bytes are numbers"
     )
+    show.add_argument("--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg)")
+    _add_fit(add)
     measured = add(
         "measure",
         _measure,
@@ -152,6 +182,24 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--devices", type=int, metavar="N", help="this many virtual CPU devices (default: JAX's own)")
     measured.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")
     return parser
+
+
+def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """The arguments of `fit`."""
+    fits = add("fit", _fit, "show what fits in memory", _FIT_HELP, _FIT_MORE)
+    fits.add_argument("target", metavar="MODULE:FUNCTION", help="what should fit; see above")
+    fits.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
+    fits.add_argument("--memory-limit", metavar="SIZE", help="of one device, as '40 GiB' (default: its own less 6 %%)")
+    fits.add_argument("--presets", metavar="MODULE:FUNCTION", help="sizes of the model to choose from; see above")
+    fits.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="that the search may take, and again the largest batch and preset; 0: look for none (default: 60)",
+    )
+    fits.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step (png, svg)")
+    fits.add_argument("--json", action="store_true", help="print JSON; seconds and bytes are numbers")
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -191,12 +239,19 @@ def cluster_table(cluster: Cluster) -> Table:
 def _plan(arguments: argparse.Namespace) -> int:
     planner = _planner(arguments.planner)
     jax.config.update("jax_platforms", "cpu")
-    step, args, kwargs = _example(arguments.target)
-    if isinstance(step, ParallelFunction):
-        step = step.replan(cluster=arguments.cluster, planner=planner, microbatches=arguments.microbatches)
-    else:
-        step = parallelize(step, cluster=arguments.cluster, planner=planner, microbatches=arguments.microbatches)
-    plan = step.plan(*args, **kwargs)
+    step, args, kwargs = targets.example(arguments.target)
+    with shown(Console(stderr=True, quiet=arguments.json)) as report:
+        options: dict[str, Any] = {
+            "cluster": arguments.cluster,
+            "planner": planner,
+            "microbatches": arguments.microbatches,
+            "cache": False if arguments.no_cache else plans_folder(),
+            "progress": report,
+        }
+        step = step.replan(**options) if isinstance(step, ParallelFunction) else parallelize(step, **options)
+        plan = step.plan(*args, **kwargs)
+    if isinstance(plan, Plan) and plan.solution.is_interrupted:
+        _tell(f"autopar {arguments.command}: interrupted; this is the best plan until then")
     if arguments.out:
         plan.save(arguments.out)
     _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables())
@@ -207,8 +262,52 @@ def _show(arguments: argparse.Namespace) -> int:
     plan = load_plan(arguments.plan)
     if arguments.trace:
         _save_trace(plan, arguments.trace)
+    if arguments.plot:
+        _plot(plan, arguments.plot)
     _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables(operators=arguments.operators))
     return DONE
+
+
+def _plot(plan: Plan | PipelinePlan, path: Path) -> None:
+    """Draws a plan's memory; of a pipeline, that of each stage for one microbatch."""
+    staged = isinstance(plan, PipelinePlan)
+    plans = {p.solution.planner: p for p in plan.stages} if staged else {plan.solution.planner: plan}
+    plot_memory(plans, path, Auto().limit(plan.cluster))
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    jax.config.update("jax_platforms", "cpu")
+    cluster = parse_cluster(arguments.cluster)
+    limit = Auto(memory_limit=_limit(arguments.memory_limit)).limit(cluster)
+    room = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or Auto().seconds)
+    rows: list[fit.Row] = []
+    largest: list[fit.Largest] = []
+    note = ""
+    with Console(stderr=True, highlight=False).status("tracing") as status:
+        try:
+            example = fit.Example.of(*targets.example(arguments.target))
+            presets = targets.presets(arguments.target, arguments.presets)
+            step = fit.traced_step(example)
+            rows.extend(fit.plans(step, room, status.update))
+            if arguments.seconds > 0:
+                largest.extend(fit.largest(example, step, room, rows, presets, status.update))
+        except KeyboardInterrupt:
+            note = "Ended by Ctrl-C: rows are missing."
+    if arguments.plot:
+        plot_memory({row.name: row.plan for row in rows if row.plan}, arguments.plot, limit)
+    _print(
+        fit_text.json_text(room, rows, largest, note) if arguments.json else fit_text.tables(room, rows, largest, note)
+    )
+    return INTERRUPTED if note else DONE if any(row.fits for row in rows) else DIFFERENT
+
+
+def _limit(written: str | None) -> int | None:
+    """The bytes that `--memory-limit` names. Raises UsageError for what is no size."""
+    nbytes = quantities.parse_nbytes(written) if written else None
+    if written is not None and not nbytes:
+        rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
+        raise UsageError(explain(f"--memory-limit {written!r}", rule, "", "leave it out for the device's own memory"))
+    return None if nbytes is None else int(nbytes)
 
 
 def _save_trace(plan: Plan | PipelinePlan, path: Path) -> None:
@@ -232,9 +331,9 @@ def _planner(written: str) -> Planner:
     name, _, option = written.partition(":")
     match name, option:
         case "auto", "":
-            return Auto()
+            return Auto(interruptible=True)
         case "stages", "":
-            return Auto(pipeline=True)
+            return Auto(pipeline=True, interruptible=True)
         case "dp", "":
             return DataParallel()
         case "zero1" | "zero2" | "zero3", "":
@@ -251,30 +350,6 @@ def _planner(written: str) -> Planner:
         case "manual", path if path:
             return Manual(path)
     raise UsageError(f"--planner {written!r} is not a planner\n{_PLANNERS}")
-
-
-def _example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The step and its arguments that `MODULE:FUNCTION` returns. Raises UsageError where it does not."""
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise UsageError(f"{target!r} is not MODULE:FUNCTION\n{_TARGET}")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A missing module inside the user's own module is theirs to see, with its traceback.
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise UsageError(f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed") from error
-    if not callable(function := getattr(module, name, None)):
-        raise UsageError(f"{module_name} ({module.__file__}) has no function {name!r}")
-    match function():
-        case (step, tuple() | list() as args) if callable(step):
-            return step, tuple(args), {}
-        case (step, tuple() | list() as args, dict(kwargs)) if callable(step):
-            return step, tuple(args), kwargs
-        case other:
-            raise UsageError(f"{target} returned {type(other).__name__}, not a step and its arguments\n{_TARGET}")
 
 
 def _print(found: str | Sequence[Table]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from passes import errors
-from passes.errors import ClusterError, InternalError, PlanMismatchError, PlanningError
+from passes.errors import ClusterError, InternalError, OverBudgetError, PlanMismatchError, PlanningError
 
 __all__ = [
     "ArgumentError",
     "ClusterError",
     "DeviceError",
     "InternalError",
+    "OverBudgetError",
     "PlanMismatchError",
     "PlanningError",
     "UnboundPlanError",

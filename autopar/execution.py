@@ -18,6 +18,9 @@ from autopar.lower import build
 from autopar.plan import Plan
 from autopar.trace import Traced
 from autopar.verify import Verification, verify
+from passes import plan_text, quantities
+from passes.memory import PERSISTENT
+from passes.tables import Column, Table
 
 _SHARDING = attrgetter("sharding")
 
@@ -68,6 +71,7 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=tuple(i for i, donated in enumerate(traced.donated) if donated),
+        compiler_options=hlo.compiler_options(devices[0].platform),
     )
     return Prepared(
         signature=signature,
@@ -136,12 +140,14 @@ class Lowered:
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """The executable; `compiler_options` are XLA's."""
-        compiled = self._lowered.compile(compiler_options=compiler_options)
+        options = hlo.compiler_options(self._prepared.platform, asked=compiler_options)
+        compiled = self._lowered.compile(compiler_options=options)
         return Compiled(self._prepared, self._types, compiled, self._prepared.executable(compiled), self)
 
     def verify(self) -> Verification:
         """The plan's collectives against those that XLA makes of the program, compiled once more to tell them apart."""
-        text = self._lowered.compile(compiler_options=dict(hlo.UNCOMBINED)).as_text()
+        options = hlo.compiler_options(self._prepared.platform, asked=hlo.UNCOMBINED)
+        text = self._lowered.compile(compiler_options=options).as_text()
         return verify(self.plan, text, platform=self._prepared.platform)
 
 
@@ -187,6 +193,10 @@ class Compiled:
         """XLA's account of one device's memory, as from `jax.stages.Compiled`."""
         return self._compiled.memory_analysis()
 
+    def memory_report(self) -> str:
+        """The plan's bytes of one device beside those that XLA counts, as text: what is predicted, XLA's, the ratio."""
+        return memory_table(self.plan, self.memory_analysis()).format()
+
     def cost_analysis(self) -> Any:
         """XLA's estimate of flops and bytes on one device; it counts the body of a loop once."""
         return self._compiled.cost_analysis()
@@ -212,6 +222,27 @@ def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct]) -> Lowere
     ]
     with jax_compat.no_mesh():
         return Lowered(prepared, types_of(structs), prepared.jitted.lower(*inner))
+
+
+def memory_table(plan: Plan, analysis: Any) -> Table:
+    """Predicted bytes of one device beside XLA's `memory_analysis()`; outputs that alias arguments count once."""
+    outputs = plan.nbytes.get("outputs", 0)
+    arguments = sum(plan.nbytes.get(cause, 0) for cause in (*PERSISTENT, "offloaded"))
+    pairs = {
+        "arguments": (arguments, analysis.argument_size_in_bytes),
+        "outputs": (outputs, analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
+        "temporaries": (plan.peak_nbytes - arguments - outputs, analysis.temp_size_in_bytes),
+    }
+    pairs["peak"] = (plan.peak_nbytes, sum(xla for _, xla in pairs.values()))
+    return Table(
+        title="memory of one device",
+        columns=(Column(heading=""), *(Column(heading=name, right=True) for name in ("predicted", "XLA", "ratio"))),
+        rows=tuple(
+            (name, quantities.nbytes(ours), quantities.nbytes(xla), f"{ours / xla:.3f}" if xla else "-")
+            for name, (ours, xla) in pairs.items()
+        ),
+        note=f"predicted peak at {plan_text.short(plan.memory.where)}" if plan.memory and plan.memory.where else "",
+    )
 
 
 def _shardings_of(leaves: list[Any]) -> tuple[Sharding, ...] | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
@@ -36,6 +37,9 @@ _CALLS = {
 
 # Primitives that stay nodes, and the parameters that hold their bodies in the order of `Node.subgraphs`.
 _CONTROL = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
+
+# Primitives whose parameters read differently for other operands.
+_PLACED = frozenset({"sharding_constraint", "shard_map"})
 
 _HINTS = frozenset({"reshard", "mesh_cast"})
 
@@ -84,7 +88,7 @@ def flatten(
 
 def type_of(aval: Any) -> TensorType:
     """The planner's name for a JAX type."""
-    name = aval.dtype.name
+    name = _name(aval.dtype)
     return TensorType(shape=tuple(int(d) for d in aval.shape), dtype="float0" if name == "void" else name)
 
 
@@ -105,6 +109,8 @@ class _Builder:
 
     def __init__(self) -> None:
         self.types: list[TensorType] = []
+        self._known_types: dict[Any, TensorType] = {}
+        self._known_params: dict[tuple[object, ...], dict[str, object]] = {}
         self.nodes: list[Node] = []
         self.equations: list[Equation] = []
         self.kept: set[int] = set()  # nodes with an effect, which live without a reader
@@ -114,7 +120,10 @@ class _Builder:
         self._constant_values: dict[int, int] = {}
 
     def fresh(self, aval: Any) -> int:
-        self.types.append(type_of(aval))
+        key = (aval.shape, aval.dtype)
+        if key not in self._known_types:
+            self._known_types[key] = type_of(aval)
+        self.types.append(self._known_types[key])
         return len(self.types) - 1
 
     def constant(self, array: Any, aval: Any) -> int:
@@ -126,11 +135,11 @@ class _Builder:
 
     def literal(self, literal: Any) -> int:
         """The value of a literal: a number if it is one, else a constant."""
-        dtype = literal.aval.dtype
+        dtype = _name(literal.aval.dtype)
         number = _number(literal.val, dtype) if literal.aval.shape == () else None
         if number is None:
             return self.constant(literal.val, literal.aval)
-        key = (repr(number), dtype.name)
+        key = (repr(number), dtype)
         if key not in self._literal_values:
             self._literal_values[key] = value = self.fresh(literal.aval)
             self.literals[value] = number
@@ -170,13 +179,25 @@ class _Builder:
                 primitive=name,
                 inputs=inputs,
                 outputs=tuple(self.fresh(var.aval) for var in equation.outvars),
-                params=node_params(equation, site.source),
+                params=self._params(equation, site.source),
                 subgraphs=tuple(body.graph for body in bodies),
                 source=site.source,
                 scope=site.scope,
             ),
             Equation(primitive=equation.primitive, params=equation.params, bodies=bodies),
         )
+
+    def _params(self, equation: Any, source: str) -> dict[str, object]:
+        """The parameters of a node; equal ones are read once. Values of equal hash and other type stay apart."""
+        values = tuple(equation.params.values())
+        key = (equation.primitive.name, *equation.params, *map(type, values), *values)
+        try:
+            known = self._known_params.get(key)
+        except TypeError:  # unhashable
+            return node_params(equation, source)
+        if known is None or equation.primitive.name in _PLACED:
+            known = self._known_params[key] = node_params(equation, source)
+        return known
 
     def append(self, node: Node, equation: Equation) -> tuple[int, ...]:
         self.nodes.append(node)
@@ -218,12 +239,20 @@ class _Builder:
         number = {value: index for index, value in enumerate(order)}
 
         def renumber(values: Sequence[int]) -> tuple[int, ...]:
-            return tuple(number[v] for v in values)
+            return tuple([number[v] for v in values])
 
         graph = Graph(
             types=tuple(self.types[v] for v in order),
             nodes=tuple(
-                replace(node, inputs=renumber(node.inputs), outputs=renumber(node.outputs))
+                Node(
+                    primitive=node.primitive,
+                    inputs=renumber(node.inputs),
+                    outputs=renumber(node.outputs),
+                    params=node.params,
+                    subgraphs=node.subgraphs,
+                    source=node.source,
+                    scope=node.scope,
+                )
                 for node in (self.nodes[i] for i in picked)
             ),
             inputs=renumber(inputs),
@@ -302,7 +331,7 @@ def _plain(value: Any) -> object:
         case float() | np.floating():
             return float(value)
         case np.dtype():
-            return value.name
+            return _name(value)
         case tuple() if hasattr(value, "_fields"):
             fields = zip(getattr(value, "_fields", ()), value, strict=True)
             return {key: _plain(item) for key, item in fields if not _is_code(item)}
@@ -331,15 +360,21 @@ def _is_code(value: Any) -> bool:
     return jax_compat.is_jaxpr(value) or (callable(value) and not isinstance(value, _CALLABLE_DATA))
 
 
-def _number(value: Any, dtype: Any) -> float | int | bool | None:
+def _number(value: Any, dtype: str) -> float | int | bool | None:
     """A scalar as a Python number, None for one that is no bool, integer or real (keys, complex numbers)."""
-    if dtype.name == "bool":
+    if dtype == "bool":
         return bool(value)
-    if dtype.name.startswith(("int", "uint")):
+    if dtype.startswith(("int", "uint")):
         return int(value)
-    if dtype.name.startswith(("float", "bfloat")):
+    if dtype.startswith(("float", "bfloat")):
         return float(value)
     return None
+
+
+@cache
+def _name(dtype: Any) -> str:
+    """The name of a dtype, which NumPy spells out anew each time."""
+    return str(dtype.name)
 
 
 def _several(jaxprs: Any) -> tuple[Any, ...]:

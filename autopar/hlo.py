@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +34,25 @@ UNCOMBINED: Mapping[str, str] = MappingProxyType({"xla_disable_hlo_passes": "cpu
 XLA accepts unknown pass names in silence: `test_uncombined_keeps_all_reduces_apart` guards this one.
 """
 
+BARRIERS_KEPT: Mapping[str, str] = MappingProxyType({"xla_disable_hlo_passes": "cse_barrier_expander"})
+"""Compiler options that keep optimization barriers on CPU until the program is scheduled.
+
+Without them XLA's CPU backend, as of jaxlib 0.10, drops barriers and runs what is recomputed as soon as it can, or not
+again at all. Jaxlib 0.11 keeps them by itself. `test_what_is_recomputed_is_there` guards the name.
+"""
+
 UNKNOWN = ("?",)
 """The axes of a collective whose device groups are no axes of the mesh."""
+
+
+def compiler_options(platform: str, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """XLA's options for a planned program on a platform, those that are `asked` for besides."""
+    options = dict(asked or {})
+    if platform == "cpu":
+        passes = (options.get("xla_disable_hlo_passes"), BARRIERS_KEPT["xla_disable_hlo_passes"])
+        options["xla_disable_hlo_passes"] = ",".join(filter(None, passes))
+    return options
+
 
 _KINDS = {
     "all-reduce": "all_reduce",

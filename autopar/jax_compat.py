@@ -9,7 +9,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol
+from typing import Literal as OneOf
 
 import jax
 from jax._src import config as _config  # no public way to track what varies inside an untracked shard_map
@@ -116,15 +118,30 @@ def source_of(equation: Any, call: str = "") -> str:
     JAX and its neural-network libraries are not the user's code. Where nothing else led to an equation, it is the line
     of the `call` around it, then a library's own.
     """
+    traceback = equation.source_info.traceback
     innermost = ""
-    for frame in source_info_util.user_frames(equation.source_info.traceback):
-        if frame.file_name.startswith(_OURS):
+    for code, instruction in zip(*traceback.raw_frames(), strict=True) if traceback else ():
+        kind = _whose(code.co_filename)
+        if kind == "ours":
             break
+        if (kind == "library" and innermost) or kind == "jax":
+            continue
+        frame = source_info_util.raw_frame_to_frame(code, instruction)
         here = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-        if not _FRAMEWORK.search(frame.file_name):
+        if kind == "user":
             return here
-        innermost = innermost or here
+        innermost = here
     return call or innermost
+
+
+@cache
+def _whose(file_name: str) -> OneOf["jax", "ours", "library", "user"]:
+    """Who wrote a file: JAX with Python, this project, a neural-network library, or the user."""
+    if not source_info_util.is_user_filename(file_name):
+        return "jax"
+    if file_name.startswith(_OURS):
+        return "ours"
+    return "library" if _FRAMEWORK.search(file_name) else "user"
 
 
 def scope_of(equation: Any) -> str:

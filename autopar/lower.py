@@ -10,7 +10,7 @@ What a step does to a piece is said once, here; which steps are taken was decide
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -58,23 +58,48 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
     run = partial(walk, body_of(traced), plan.layout, schedule, OnPieces(plan.mesh))
     if not plan.mesh.axes:
         whole = SingleDeviceSharding(devices[0])
-        return Program(
-            function=lambda *inputs: run(inputs),
-            in_shardings=(whole,) * len(plan.inputs),
-            out_shardings=(whole,) * len(plan.outputs),
-            schedule=schedule,
+        sides = (whole,) * len(plan.inputs), (whole,) * len(plan.outputs)
+        program = Program(
+            function=lambda *inputs: run(inputs), in_shardings=sides[0], out_shardings=sides[1], schedule=schedule
         )
+        return _offloading(program, traced, plan)
     mesh = device_mesh(plan.mesh, devices)
     in_specs, out_specs = partition_specs(plan.inputs), partition_specs(plan.outputs)
     function = jax.shard_map(
         lambda *inputs: run(inputs), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    return Program(
+    program = Program(
         function=function,
         in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
         out_shardings=tuple(NamedSharding(mesh, spec) for spec in out_specs),
         schedule=schedule,
     )
+    return _offloading(program, traced, plan)
+
+
+def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
+    """The program with the plan's offloaded inputs in the host's memory, where their new values go as well."""
+    if not plan.offloaded:
+        return program
+    back = {o: i for o, i in traced.tied if i in plan.offloaded}
+    inner, inputs, outputs = program.function, program.in_shardings, program.out_shardings
+
+    def function(*given: Any) -> tuple[Any, ...]:
+        here = [jax.device_put(x, inputs[i]) if i in plan.offloaded else x for i, x in enumerate(given)]
+        found = inner(*here)
+        return tuple(jax.device_put(x, _at_host(outputs[o])) if o in back else x for o, x in enumerate(found))
+
+    return replace(
+        program,
+        function=function,
+        in_shardings=tuple(_at_host(s) if i in plan.offloaded else s for i, s in enumerate(inputs)),
+        out_shardings=tuple(_at_host(s) if o in back else s for o, s in enumerate(outputs)),
+    )
+
+
+def _at_host(sharding: Sharding) -> Sharding:
+    """The same pieces, in the memory of the devices' host."""
+    return sharding.with_memory_kind("pinned_host")
 
 
 def scheduled(traced: Traced, plan: Plan) -> Schedule:

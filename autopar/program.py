@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from autopar import jax_compat
+from autopar import hlo, jax_compat
 from passes.errors import InternalError
 from passes.schedules import Task
 from passes.sharding import ShardingSpec
@@ -36,6 +36,7 @@ class Segment:
     out_shardings: tuple[Sharding, ...]
     in_structs: tuple[jax.ShapeDtypeStruct, ...]
     donated: tuple[int, ...] = ()
+    platform: str = "cpu"
 
     def compile(self) -> Any:
         """The executable."""
@@ -44,6 +45,7 @@ class Segment:
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
             donate_argnums=self.donated,
+            compiler_options=hlo.compiler_options(self.platform),
         )
         with jax_compat.no_mesh():
             return jitted.lower(*self.in_structs).compile()

@@ -133,6 +133,7 @@ def segment_of(
         out_shardings=tuple(stage.sharding(spec) for _, spec in wanted),
         in_structs=tuple(_struct(graph.types[v], spec, stage) for v, spec in inputs),
         donated=tuple(i for i, v in enumerate(entering) if v in donated),
+        platform=stage.device.platform,
     )
 
 

@@ -13,6 +13,7 @@ from autopar import jax_compat
 from autopar.arguments import Names, Positions, abstract, signature_of
 from autopar.flatten import Equation, flatten
 from autopar.jax_compat import PyTreeDef
+from passes.collector import uncollected
 from passes.ir import Graph, TensorType
 
 
@@ -37,6 +38,7 @@ class Traced:
     stacked: tuple[int, ...] = ()
 
 
+@uncollected()
 def trace(
     fun: Callable[..., Any],
     args: tuple[Any, ...],

@@ -301,12 +301,22 @@ def comparison_table(planner: str, run: Run, plain: Run) -> Table:
     return table
 
 
-def example() -> tuple[Any, tuple[Any, ...]]:
+def example(preset: str = "350M") -> tuple[Any, tuple[Any, ...]]:
     """GPT 350M's step and shapes at batch 64: `autopar plan benchmarks.gpt:example --cluster 8:a100-80g`."""
-    config, optimizer = replace(gpt.Config.preset("350M"), dtype="bfloat16"), make_optimizer("adamw", 1e-3)
+    config, optimizer = replace(gpt.Config.preset(preset), dtype="bfloat16"), make_optimizer("adamw", 1e-3)
     state = jax.eval_shape(lambda: make_state(config, optimizer, 0))
     batch = jax.eval_shape(lambda: gpt.example_batch(config, 64, jax.random.key(0)))
     return autopar.parallelize(make_step(config, 0), donate_argnums=(0,)), (state, batch)
+
+
+def tiny() -> tuple[Any, tuple[Any, ...]]:
+    """The smallest GPT's step and shapes at batch 64."""
+    return example("tiny")
+
+
+def presets() -> dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]]:
+    """The examples of all sizes by name, smallest first, for `autopar fit benchmarks.gpt:example`."""
+    return {name: partial(example, name) for name in gpt.PRESETS}
 
 
 def planned(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import resource
 import statistics
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks import one_mesh
 from models import gpt
 from passes import quantities
 from passes.cluster import Cluster
@@ -76,7 +78,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog="example: python -m benchmarks.planning --model 125M --model 350M --cluster 2x8:a100-80g",
     )
     parser.add_argument(
-        "--model", choices=gpt.PRESETS, action="append", help=f"give it again for more (default: {BOUND_MODEL})"
+        "--model",
+        choices=(*gpt.PRESETS, *one_mesh.MODELS),
+        action="append",
+        help=f"give it again for more (default: {BOUND_MODEL})",
     )
     parser.add_argument(
         "--cluster",
@@ -101,13 +106,31 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--layers", type=int, metavar="N", help="this many layers in place of the model's own; lifts the bound"
     )
     parser.add_argument(
+        "--mesh",
+        type=sizes,
+        metavar="ROWSxCOLUMNS",
+        help="plan for this one mesh, placements alone, and print CPU and wall time of every phase; then models are "
+        f"{', '.join(one_mesh.MODELS)} too",
+    )
+    parser.add_argument(
         "--tie-check",
         action="store_true",
         help="plan again with every node solved apart and compare what both promise: exits with 1 if that is better "
         "by more than the solver's gap (only for small models: it can take many minutes)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    strange = [name for name in args.model or () if name in one_mesh.MODELS]
+    if strange and not args.mesh:
+        parser.error(f"--model {strange[0]} is planned for one mesh: add --mesh 8x8")
+    return args
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """`8x8` as sizes, its mistakes as argparse reports them."""
+    if not re.fullmatch(r"\d+(x\d+){0,2}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh of one to three axes: write, say, 8x8")
+    return tuple(map(int, text.split("x")))
 
 
 def cluster(text: str) -> Cluster:
@@ -248,6 +271,11 @@ def main(argv: list[str] | None = None) -> int:
     results: list[Planned] = []
     ties: list[str] = []
     misses: list[str] = []
+    if args.mesh:
+        for name in args.model or [BOUND_MODEL]:
+            found = one_mesh.plan(name, args.mesh, args.cluster, args.batch, args.layers, tied_options)
+            console.print_json(json.dumps(asdict(found))) if args.json else console.print(*one_mesh.tables(found))
+        return 0
     for name in args.model or [BOUND_MODEL]:
         config = gpt.Config.preset(name)
         if args.layers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from passes.collector import uncollected
 from passes.control import Control, control_of
 from passes.ir import Graph, Node
 from passes.moves import is_free
@@ -21,6 +22,7 @@ from passes.rules import ShardingRule, replicate, rule_of
 class Bundle:
     """Members in order, the graph inputs they absorb, and the class of every member factor and value dimension.
 
+    Classes are kept as their representatives: classes that become one are renamed wherever they stand.
     `value_classes` covers values that members read from elsewhere too: two readers of one value agree on its
     dimensions. A `rooted` bundle transforms graph inputs only. Built up by `group` and not changed afterwards.
     """
@@ -49,45 +51,41 @@ class Bundle:
         a, b = self.find(a), self.find(b)
         if a == b:
             return True
-        for classes in (*self.value_classes.values(), *self.factor_classes.values()):
-            found = {self.find(cls) for cls in classes}
-            if a in found and b in found:
-                return False
-        self.parents[max(a, b)] = min(a, b)
+        rows = [*self.value_classes.values(), *self.factor_classes.values()]
+        if any(a in row and b in row for row in rows):
+            return False
+        kept, gone = min(a, b), max(a, b)
+        self.parents[gone] = kept
+        for row in rows:
+            if gone in row:
+                row[:] = [kept if cls == gone else cls for cls in row]
         return True
 
     @property
     def classes(self) -> list[int]:
         """The distinct classes, in order of appearance."""
-        return list(
-            dict.fromkeys(self.find(cls) for classes in self.factor_classes.values() for cls in classes if cls >= 0)
-        )
+        return list(dict.fromkeys(cls for classes in self.factor_classes.values() for cls in classes if cls >= 0))
 
     def join(self, index: int, graph: Graph, rule: ShardingRule) -> None:
         """Adds a node; its dimensions take the classes of the operands that the bundle already holds."""
         node = graph.nodes[index]
-        classes = [-1] * len(rule.factors)
+        self.factor_classes[index] = classes = [-1] * len(rule.factors)
         for value, factors in zip(node.inputs, rule.operands, strict=True):
-            for dim, factor in enumerate(factors):
-                if factor < 0 or value not in self.value_classes:
-                    continue
-                held = self.find(self.value_classes[value][dim])
-                if held < 0:
-                    continue
-                taken = {self.find(cls) for f, cls in enumerate(classes) if f != factor and cls >= 0}
-                if classes[factor] < 0 and held not in taken:
+            for held, factor in zip(self.value_classes.get(value, ()), factors, strict=False):
+                if held < 0 or factor < 0 or held in classes:
+                    continue  # nothing to agree on, or another factor has it already
+                if classes[factor] < 0:
                     classes[factor] = held
-                elif classes[factor] >= 0 and held not in taken:
+                else:
                     self.unite(classes[factor], held)
         for factor, properties in enumerate(rule.factors):
             if properties.size and classes[factor] < 0:
                 classes[factor] = self.new_class()
         self.members.append(index)
-        self.factor_classes[index] = classes
-        values = (*zip(node.inputs, rule.operands, strict=True), *zip(node.outputs, rule.results, strict=True))
-        for value, factors in values:
-            if value not in graph.literals:
-                self.value_classes.setdefault(value, [classes[f] if f >= 0 else -1 for f in factors])
+        for values, dims in ((node.inputs, rule.operands), (node.outputs, rule.results)):
+            for value, factors in zip(values, dims, strict=True):
+                if value not in self.value_classes and value not in graph.literals:
+                    self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +122,8 @@ class _Grouper:
         self.roots: dict[int, int] = {}
         self.free: set[int] = set()
         self.followers: dict[tuple[int, Phase], int] = {}
-        once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in graph.outputs)
+        self.outputs = frozenset(graph.outputs)
+        once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in self.outputs)
         self.single = {v for v in once if not inside and graph.consumers[v][0] not in controls}
 
     def run(self) -> Grouping:
@@ -165,9 +164,10 @@ class _Grouper:
             if value in self.single and value not in self.home:
                 bundle.inputs.append(value)
                 self.home[value] = host
-        made = [v for v in node.inputs if v in self.graph.producers]
-        bundle.rooted &= all(self.home.get(v, host) == host for v in made)
-        bundle.rooted &= self.controls.keys().isdisjoint(self.graph.producers[v] for v in made)
+        if bundle.rooted:
+            made = [v for v in node.inputs if v in self.graph.producers]
+            outside = any(self.home.get(v, host) != host for v in made)
+            bundle.rooted = not outside and self.controls.keys().isdisjoint(self.graph.producers[v] for v in made)
         self.home.update(dict.fromkeys(node.outputs, host))
 
     def _host(self, index: int) -> int | None:
@@ -183,7 +183,7 @@ class _Grouper:
             rooted = home is not None and self.bundles[home].rooted
             return graph.types[value].size, not rooted, graph.producers[value]
 
-        for value in sorted(made, key=rank, reverse=True):
+        for value in sorted(made, key=rank, reverse=True) if len(made) > 1 else made:
             made_by = self.home.get(value)
             bundle = self.bundles[made_by] if made_by is not None else None
             if bundle and bundle.light and bundle.phase == when:
@@ -201,12 +201,12 @@ class _Grouper:
     def _absorb_bundle(self, host: int, other: int, index: int) -> None:
         """Moves a bundle that only transforms inputs for this node (a moment scaled by its decay) into the host."""
         source, target = self.bundles[other], self.bundles[host]
+        if not (source.light and source.rooted and source.members and source.phase == target.phase):
+            return
         graph = self.graph
         inside = {*source.members, *target.members, index}
         made = [value for member in source.members for value in graph.nodes[member].outputs]
-        if not (source.light and source.rooted and source.members and source.phase == target.phase):
-            return
-        if any(v in graph.outputs or not inside.issuperset(graph.consumers.get(v, ())) for v in made):
+        if any(v in self.outputs or not inside.issuperset(graph.consumers.get(v, ())) for v in made):
             return
         if target.members and any(source.value_classes.values()) != any(target.value_classes.values()):
             return
@@ -214,7 +214,7 @@ class _Grouper:
         target.parents.extend(parent + offset for parent in source.parents)
 
         def moved(classes: list[int]) -> list[int]:
-            return [cls + offset if cls >= 0 else -1 for cls in classes]
+            return [target.find(cls + offset) if cls >= 0 else -1 for cls in classes]
 
         target.factor_classes |= {member: moved(classes) for member, classes in source.factor_classes.items()}
         for value, classes in source.value_classes.items():
@@ -229,6 +229,7 @@ class _Grouper:
         self.bundles[other] = Bundle(phase=source.phase, light=True)
 
 
+@uncollected()
 def group(graph: Graph, *, inside: bool = False) -> Grouping:
     """The bundles of a graph, in order of their first member; `inside` a loop or branch no bundle absorbs an input.
 
@@ -238,17 +239,16 @@ def group(graph: Graph, *, inside: bool = False) -> Grouping:
     rules: list[ShardingRule] = []
     controls = {i: c for i, node in enumerate(graph.nodes) if (c := control_of(node, graph))}
     for index, node in enumerate(graph.nodes):
+        reads, writes = (tuple([graph.types[v] for v in values]) for values in (node.inputs, node.outputs))
         if index in controls:
-            types = (tuple(graph.types[v] for v in values) for values in (node.inputs, node.outputs))
-            rules.append(replicate(*types, reason=""))
+            rules.append(replicate(reads, writes, reason=""))
             continue
-        key = (
-            node.primitive,
-            repr(node.params),
-            tuple(graph.types[v] for v in node.inputs),
-            tuple(graph.types[v] for v in node.outputs),
-        )
-        if key not in known:
-            known[key] = rule_of(node, graph)
-        rules.append(known[key])
+        # Equal nodes mostly hold the same objects, and those need no comparing.
+        same = (node.primitive, id(node.params), *map(id, reads), None, *map(id, writes))
+        if same not in known:
+            equal = (node.primitive, repr(node.params), reads, writes)
+            if equal not in known:
+                known[equal] = rule_of(node, graph)
+            known[same] = known[equal]
+        rules.append(known[same])
     return _Grouper(graph, rules, controls, inside).run()

@@ -17,9 +17,11 @@ from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
 from passes.layers import even_cuts
+from passes.mesh_search import Tied, best, layouts, named
 from passes.pipeline import PipelinePlan, load_plan
+from passes.pipelines import pipelined
 from passes.plan import Plan
-from passes.planner import Tied, best, layouts, named, pipelined
+from passes.remat import Kept, kept_of
 from passes.stages import Part
 
 
@@ -146,6 +148,12 @@ class Manual:
     def microbatches(self) -> int:
         """How many microbatches the plan was made for."""
         return self._read().microbatches
+
+    @property
+    def remat(self) -> tuple[Kept, ...]:
+        """What each layer keeps for the backward pass, empty for the step as it was written."""
+        plan = self._read()
+        return () if isinstance(plan, PipelinePlan) else kept_of(plan.remat)
 
     @property
     def pipelined(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Self, cast
 
 from passes.errors import ClusterError, explain
@@ -24,6 +24,10 @@ class Link:
     congestion: float = 0.0
 
 
+HOST_BYTES_PER_SECOND = 12e9
+"""What PCI Express 3 x16 gives, of 15.75 GB/s."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
     """One accelerator, each number with its `source`.
@@ -32,6 +36,8 @@ class DeviceSpec:
     large products reach; each of a product's three extents e (rows, columns, inner) slows it by 1 + `half_extent` / e
     (0: not at all). `launch_seconds` is the floor of one fused kernel. A collective that cuts or joins another
     dimension than the leading one rearranges its larger side at `strided_bytes_per_second` (0: at no cost).
+    Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
+    no accelerator of the table has a slower link. 0 says that there is no way.
     """
 
     name: str
@@ -43,6 +49,7 @@ class DeviceSpec:
     source: str
     half_extent: float = 0.0
     strided_bytes_per_second: float = 0.0
+    host_bytes_per_second: float = HOST_BYTES_PER_SECOND
 
     def matmul_flops_per_second(self, dtype: str) -> float:
         """The rate that large matrix products of `dtype` reach; an unlisted dtype runs at the slowest listed peak."""
@@ -196,8 +203,15 @@ def _group_json(group: HostGroup) -> dict[str, object]:
     """A group as plain dictionaries and lists; what was not measured is not mentioned."""
     written: dict[str, object] = asdict(group)
     del written["measured"]
-    written["device"] = {name: value for name, value in asdict(group.device).items() if value or name not in _SEEN}
+    written["device"] = {
+        name: value for name, value in asdict(group.device).items() if name not in _SEEN or value != _usual(name)
+    }
     return written | ({"measured": [asdict(m) for m in group.measured]} if group.measured else {})
+
+
+def _usual(name: str) -> object:
+    """The value of a device's field where nothing is said."""
+    return next(field.default for field in fields(DeviceSpec) if field.name == name)
 
 
 def _host_group(read: _Fields) -> HostGroup:
@@ -220,7 +234,7 @@ def _measured(read: _Fields) -> Measured:
     )
 
 
-_SEEN = ("half_extent", "strided_bytes_per_second")
+_SEEN = ("half_extent", "strided_bytes_per_second", "host_bytes_per_second")
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 
 
@@ -238,6 +252,11 @@ def _device(read: _Fields) -> DeviceSpec:
         source=read.text("source"),
         half_extent=read.at_least_0("half_extent"),
         strided_bytes_per_second=read.at_least_0("strided_bytes_per_second"),
+        **(
+            {"host_bytes_per_second": read.at_least_0("host_bytes_per_second")}
+            if "host_bytes_per_second" in read.data
+            else {}
+        ),
     )
 
 

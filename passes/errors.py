@@ -12,7 +12,11 @@ class NoLegalPlanError(PlanningError):
 
 
 class OverBudgetError(PlanningError):
-    """No plan of the kind that was asked for keeps the memory limit."""
+    """No plan of the kind that was asked for keeps the memory limit; `leanest` needs the least, where one was found."""
+
+    def __init__(self, message: str, *, leanest: object = None) -> None:
+        super().__init__(message)
+        self.leanest = leanest
 
 
 class ClusterError(PlanningError):

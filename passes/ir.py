@@ -159,12 +159,15 @@ class Graph:
 
 
 def _canonical(graph: Graph) -> str:
-    renamed: dict[int, int] = {}
+    names = {value: f"{literal!r}:{graph.types[value]}" for value, literal in graph.literals.items()}
+    types: dict[TensorType, str] = {}
 
     def name(value: int) -> str:
-        if value in graph.literals:
-            return f"{graph.literals[value]!r}:{graph.types[value]}"
-        return f"%{renamed.setdefault(value, len(renamed))}:{graph.types[value]}"
+        if value not in names:
+            type = graph.types[value]
+            text = types.get(type) or types.setdefault(type, str(type))
+            names[value] = f"%{len(names) - len(graph.literals)}:{text}"
+        return names[value]
 
     lines = [" ".join(map(name, graph.inputs)), " ".join(map(name, graph.constants))]
     for node in graph.nodes:

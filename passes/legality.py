@@ -12,7 +12,7 @@ from dataclasses import replace
 from passes import quantities
 from passes.control import Control, control_of
 from passes.errors import PlanMismatchError
-from passes.ir import Graph, TensorType
+from passes.ir import Graph, Node, TensorType
 from passes.mesh import Mesh
 from passes.moves import Placement, is_free
 from passes.plan_parts import Operator
@@ -22,6 +22,9 @@ from passes.sharding import ShardingSpec
 
 _Shape = tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 """What the legal placements of a rule depend on: its factors, and where operands and results have them."""
+
+_Use = tuple[str, str, tuple[TensorType, ...], tuple[TensorType, ...], Placement]
+"""All that decides whether a node without bodies is placed legally."""
 
 
 def verify_values(
@@ -41,7 +44,7 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
     """Raises PlanMismatchError unless every operator is placed as some assignment of mesh axes by its rule places it.
 
     Free operators may be placed in any way, aliases in any way that fits their results, loops and branches so that
-    their bodies find and leave every slot in one placement.
+    their bodies find and leave every slot in one placement. Of operators that are alike, one is looked at.
     """
     if len(operators) != len(graph.nodes):
         raise PlanMismatchError(
@@ -49,7 +52,11 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
             f"{len(graph.nodes)}"
         )
     legal: dict[_Shape, frozenset[Placement]] = {}
+    seen: set[_Use] = set()
     for index, (operator, node) in enumerate(zip(operators, graph.nodes, strict=True)):
+        use = _use(node, operator.placement, graph)
+        if node.primitive == operator.primitive and use in seen:
+            continue
         where = f"{within}operator {index} ({operator.primitive}{f' at {operator.source}' if operator.source else ''})"
         if node.primitive != operator.primitive:
             raise PlanMismatchError(f"{where} is {node.primitive} in the function")
@@ -69,6 +76,13 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
             legal[shape] = placements(rule, mesh)
         if operator.placement not in legal[shape]:
             raise _illegal(operator.placement, legal[shape], mesh, where)
+        seen.add(use)
+
+
+def _use(node: Node, placement: Placement, graph: Graph) -> _Use:
+    types = graph.types
+    operands, results = tuple(types[v] for v in node.inputs), tuple(types[v] for v in node.outputs)
+    return node.primitive, repr(sorted(node.params.items())), operands, results, placement
 
 
 def _verify_control(operator: Operator, control: Control, mesh: Mesh, where: str) -> None:

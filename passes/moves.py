@@ -106,8 +106,10 @@ def moves(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = Tru
         if placement.bodies:
             inner = zip(node.subgraphs, placement.bodies, strict=True)
             bodies[index] = tuple(moves(body, inside, resharder, refetch=refetch) for body, inside in inner)
-        alias = rule_of(node, graph).alias
-        wanted = [] if alias else list(zip(node.inputs, placement.operands, strict=True))
+        operands = zip(node.inputs, placement.operands, strict=True)
+        wanted = [(value, spec) for value, spec in operands if home.get(value, spec) != spec]
+        if wanted and rule_of(node, graph).alias:
+            wanted = []
         schedule.append(tuple(m for value, spec in wanted if (m := bring(value, spec, when, anchor))))
         home.update(zip(node.outputs, placement.results, strict=True))
         if when == "backward":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from passes import stages
 from passes.cluster import Cluster
 from passes.errors import InternalError, PlanningError, explain
 from passes.ir import Graph
@@ -42,6 +43,22 @@ def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> 
         rule = f"these are {sum(sizes)} devices, and cluster {cluster.name!r} has {devices}"
         raise PlanningError(explain(asked, rule, "", "give the stages fewer devices"))
     return sizes
+
+
+def pipelined(
+    name: str,
+    graph: Graph,
+    cluster: Cluster,
+    tied: tuple[tuple[int, int], ...],
+    firsts: Sequence[int],
+    schedule: str,
+    plan_stage: Callable[[Part, int], Plan],
+    chunks: int = 1,
+) -> PipelinePlan:
+    """The pipeline whose stages begin at body nodes `firsts`, each planned by itself."""
+    parts = stages.cut(graph, firsts, tied)
+    plans = [plan_stage(part, k) for k, part in enumerate(parts.parts)]
+    return joined(name, graph, cluster, parts, firsts, plans, schedule, chunks)
 
 
 def joined(

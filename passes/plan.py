@@ -19,11 +19,11 @@ from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.moves import Layout
 from passes.plan_diff import PlanDiff
-from passes.plan_parts import Operator, Solution, Stage
+from passes.plan_parts import MemoryReport, Operator, Solution, Stage
 from passes.sharding import ShardingSpec
 from passes.tables import Table
 
-__all__ = ["SCHEMA", "Operator", "Plan", "PlanDiff", "Solution", "Stage"]
+__all__ = ["SCHEMA", "MemoryReport", "Operator", "Plan", "PlanDiff", "Solution", "Stage"]
 
 SCHEMA = 1
 
@@ -36,7 +36,9 @@ class Plan:
     bytes of one device by cause. `replicated` names operators that had no rule, as `primitive at source`.
     `input_names` and `output_names` are argument paths in the user's words; `input_types` and `output_types` are for
     people, and empty where the planner did not keep them. `phases` are the same seconds by phase of the step. With
-    `refetch`, the backward pass brings weights to where it wants them anew, and nothing keeps them in between.
+    `refetch`, the backward pass brings weights to where it wants them anew, and nothing keeps them in between. `remat`
+    is what each layer keeps for the backward pass (passes/remat.py), empty for the step as it was written. The inputs
+    at `offloaded` stay in the host's memory between steps. `memory` is what more there is to say of one device's.
     """
 
     fingerprint: str
@@ -57,6 +59,9 @@ class Plan:
     output_types: tuple[TensorType, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict[str, float])
     refetch: bool = True
+    remat: tuple[str, ...] = ()
+    offloaded: tuple[int, ...] = ()
+    memory: MemoryReport | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -114,9 +119,12 @@ class Plan:
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
         """The plan as tables, header first; `operators` adds every operator and every line that communicates."""
         found = [
-            plan_text.header(self.fingerprint, self.cluster, self.mesh, self.solution, self.microbatches),
+            plan_text.header(
+                self.fingerprint, self.cluster, self.mesh, self.solution, self.microbatches, self.remat, self.offloaded
+            ),
             plan_text.seconds_table(self.seconds),
             plan_text.nbytes_table(self.nbytes),
+            *(plan_text.memory_tables(self.memory) if self.memory else ()),
             plan_text.collectives_table(self.collectives, every=operators),
             plan_text.inputs_table(self.input_names, self.input_types, self.inputs, self.mesh),
         ]
@@ -148,6 +156,8 @@ class Plan:
                     "solver": (self.solution.status, other.solution.status),
                     "gap": (plan_text.gap(self.solution), plan_text.gap(other.solution)),
                     "microbatches": (f"{self.microbatches:,}", f"{other.microbatches:,}"),
+                    "offloaded": (f"{len(self.offloaded)}", f"{len(other.offloaded)}"),
+                    "recomputation": (plan_text.kept(self.remat), plan_text.kept(other.remat)),
                 }
             ),
             seconds=plan_diff.amounts(self.seconds, other.seconds),
@@ -173,9 +183,12 @@ class Plan:
             "solution": plan_json.solution_to_json(self.solution),
             "microbatches": self.microbatches,
             **({} if self.refetch else {"refetch": False}),
+            **({"remat": list(self.remat)} if self.remat else {}),
+            **({"offloaded": list(self.offloaded)} if self.offloaded else {}),
             "seconds": {cause: plan_json.number(value) for cause, value in self.seconds.items()},
             **({"phases": phases} if phases else {}),
             "nbytes": dict(self.nbytes),
+            **({"memory": plan_json.memory_to_json(self.memory)} if self.memory else {}),
             "inputs": plan_json.values_to_json(self.input_names, self.input_types, self.inputs),
             "outputs": plan_json.values_to_json(self.output_names, self.output_types, self.outputs),
             "collectives": [plan_json.collective_to_json(c) for c in self.collectives],
@@ -204,6 +217,8 @@ class Plan:
         seconds, nbytes = read.object("seconds"), read.object("nbytes")
         phases = read.object("phases") if "phases" in read.data else None
         collectives, replicated = read.list("collectives"), read.list("replicated")
+        remat = read.list("remat") if "remat" in read.data else ()
+        offloaded = read.list("offloaded") if "offloaded" in read.data else ()
         return cls(
             fingerprint=read.text("fingerprint"),
             cluster=cluster,
@@ -226,6 +241,9 @@ class Plan:
             output_types=outputs.types,
             phases={name: phases.float(name) for name in phases.data} if phases else {},
             refetch=read.data.get("refetch", True) is True,
+            offloaded=plan_json.positions(offloaded, len(inputs.specs), "offloaded"),
+            memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
+            remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -21,9 +21,10 @@ from passes.cluster import Cluster
 from passes.collectives import Collective, Kind
 from passes.errors import PlanningError
 from passes.ir import TensorType
+from passes.memory import Holder
 from passes.mesh import Mesh
 from passes.moves import Layout, Placement
-from passes.plan_parts import Operator, Solution
+from passes.plan_parts import MemoryReport, Operator, Solution
 from passes.plan_text import placement_text
 from passes.sharding import ShardingSpec, parse_spec
 
@@ -145,6 +146,14 @@ def as_list(value: object, where: str) -> Sequence[object]:
     return cast(Sequence[object], value)
 
 
+def positions(entries: Sequence[object], size: int, where: str) -> tuple[int, ...]:
+    """Positions below `size`. Raises PlanningError for anything else."""
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, int) or isinstance(entry, bool) or not 0 <= entry < size:
+            raise PlanningError(f"{where}[{i}] should be a whole number from 0 to {size - 1}, it is {entry!r}")
+    return tuple(cast("Sequence[int]", entries))
+
+
 def as_text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise _wrong(value, "text", where)
@@ -235,8 +244,11 @@ def _operator_to_json(operator: Operator) -> list[object]:
     return [*head, bodies] if bodies else head
 
 
-def operators_from_json(entries: Sequence[object], mesh: Mesh, within: str = "") -> tuple[Operator, ...]:
-    """The operators of all runs, in order."""
+def operators_from_json(
+    entries: Sequence[object], mesh: Mesh, within: str = "", known: dict[str, Placement] | None = None
+) -> tuple[Operator, ...]:
+    """The operators of all runs, in order; placements of one text are read once, `known` has those read before."""
+    known = {} if known is None else known
     found: list[Operator] = []
     for r, entry in enumerate(entries):
         run = as_object(entry, f"{within}operators[{r}]")
@@ -245,10 +257,11 @@ def operators_from_json(entries: Sequence[object], mesh: Mesh, within: str = "")
             match item:
                 case [str(primitive), str(written)] | [str(primitive), str(written), list()]:
                     where = f"{within}operator {len(found)} ({primitive}{f' at {source}' if source else ''})"
-                    placement = placement_from_text(written, mesh, where)
+                    placement = known.get(written) or placement_from_text(written, mesh, where)
+                    known[written] = placement
                     bodies = cast(Sequence[Sequence[object]], item)[2:]
                     read = [
-                        _body_from_json(body, mesh, f"{where}, body {i}: ")
+                        _body_from_json(body, mesh, f"{where}, body {i}: ", known)
                         for i, body in enumerate(bodies[0] if bodies else ())
                     ]
                     found.append(
@@ -256,7 +269,7 @@ def operators_from_json(entries: Sequence[object], mesh: Mesh, within: str = "")
                             primitive=primitive,
                             source=source,
                             scope=scope,
-                            placement=replace(placement, bodies=tuple(layout for layout, _ in read)),
+                            placement=replace(placement, bodies=tuple(lay for lay, _ in read)) if read else placement,
                             bodies=tuple(inside for _, inside in read),
                         )
                     )
@@ -266,10 +279,12 @@ def operators_from_json(entries: Sequence[object], mesh: Mesh, within: str = "")
     return tuple(found)
 
 
-def _body_from_json(entry: object, mesh: Mesh, where: str) -> tuple[Layout, tuple[Operator, ...]]:
+def _body_from_json(
+    entry: object, mesh: Mesh, where: str, known: dict[str, Placement]
+) -> tuple[Layout, tuple[Operator, ...]]:
     """The layout and the operators of a loop's or branch's body."""
     body = as_object(entry, where.rstrip(": "))
-    inside = operators_from_json(body.list("operators"), mesh, where)
+    inside = operators_from_json(body.list("operators"), mesh, where, known)
     inputs, outputs = (
         tuple(
             spec_from_text(as_text(spec, f"{where}{kind}[{i}]"), mesh, f"{where}{kind}[{i}]")
@@ -360,4 +375,20 @@ def solution_from_json(data: Fields) -> Solution:
         objective=data.float("objective_seconds"),
         bound=data.float("bound_seconds"),
         phase_seconds={name: phases.float(name) for name in phases.data},
+    )
+
+
+def memory_to_json(memory: MemoryReport) -> dict[str, object]:
+    """What a plan says of one device's memory."""
+    holders = [{"name": h.name, "nbytes": h.nbytes, "cause": h.cause} for h in memory.holders]
+    return {"where": memory.where, "over_time": list(memory.over_time), "holders": holders}
+
+
+def memory_from_json(data: Fields) -> MemoryReport:
+    """What a plan says of one device's memory."""
+    holders = [as_object(entry, data.place(f"holders[{i}]")) for i, entry in enumerate(data.list("holders"))]
+    return MemoryReport(
+        where=data.text("where"),
+        holders=tuple(Holder(name=h.text("name"), nbytes=h.int("nbytes"), cause=h.text("cause")) for h in holders),
+        over_time=tuple(as_int(x, data.place(f"over_time[{i}]")) for i, x in enumerate(data.list("over_time"))),
     )

@@ -1,13 +1,19 @@
-"""What a plan is made of: how it was found, its operators, its stages."""
+"""What a plan is made of: how it was found, its operators, its stages, what it says of memory."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from passes.ir import Graph
+from passes.memory import Holder, Memory
 from passes.mesh import Mesh
 from passes.moves import Placement
+
+INTERRUPTED = "interrupted"
+"""The status of the best plan of a search that its user ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,11 @@ class Solution:
     def gap(self) -> float:
         """(objective - bound) / objective: 0 is proven optimal."""
         return max(0.0, (self.objective - self.bound) / self.objective) if self.objective else 0.0
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the plan is the best of a search that its user ended."""
+        return self.status == INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,38 @@ def operators(graph: Graph, placements: Sequence[Placement]) -> tuple[Operator, 
         )
         for node, placement in zip(graph.nodes, placements, strict=True)
     )
+
+
+POINTS = 60
+"""Of a step at which a report has its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """What a plan says of one device's memory: `where` the peak is, its largest `holders`, and bytes `over_time`.
+
+    `over_time` has the busiest kernel of each of at most `POINTS` equal parts of the step, [parts].
+    """
+
+    where: str
+    holders: tuple[Holder, ...]
+    over_time: tuple[int, ...]
+
+    @classmethod
+    def of(cls, memory: Memory) -> Self:
+        """The report of a whole step."""
+        return cls(where=memory.where, holders=memory.holders, over_time=busiest_of(memory.over_time))
+
+    def less(self, nbytes: int) -> MemoryReport:
+        """The same with so many bytes elsewhere all the time."""
+        return replace(self, over_time=tuple(held - nbytes for held in self.over_time))
+
+
+def busiest_of(values: Sequence[int], points: int = POINTS) -> tuple[int, ...]:
+    """The largest of each of at most `points` equal parts of `values`."""
+    points = min(points, len(values))
+    ends = [len(values) * part // points for part in range(points + 1)] if points else []
+    return tuple(max(values[first:end]) for first, end in itertools.pairwise(ends))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,14 +14,30 @@ from passes.collectives import Collective
 from passes.ir import TensorType
 from passes.mesh import Mesh
 from passes.moves import Placement
-from passes.plan_parts import Operator, Solution
+from passes.plan_parts import MemoryReport, Operator, Solution
 from passes.sharding import ShardingSpec
 from passes.tables import Column, Table
+
+_KEEPS = {
+    "everything": "keeping everything",
+    "matmuls": "keeping products with weights",
+    "inputs": "keeping inputs alone",
+}
+
+_BARS = " ▁▂▃▄▅▆▇█"
 
 _PLAIN = (Column(heading=""), Column(heading="", flexible=True))
 
 
-def header(fingerprint: str, cluster: Cluster, mesh: Mesh, solution: Solution, microbatches: int) -> Table:
+def header(
+    fingerprint: str,
+    cluster: Cluster,
+    mesh: Mesh,
+    solution: Solution,
+    microbatches: int,
+    remat: Sequence[str] = (),
+    offloaded: Sequence[int] = (),
+) -> Table:
     """What was planned, for which devices, by whom, and how sure the answer is."""
     planning = sum(solution.phase_seconds.values())
     phases = ", ".join(f"{name} {quantities.seconds(value)}" for name, value in solution.phase_seconds.items())
@@ -34,7 +51,18 @@ def header(fingerprint: str, cluster: Cluster, mesh: Mesh, solution: Solution, m
     ]
     if microbatches > 1:
         rows.append(("microbatches", f"{microbatches:,}"))
+    if remat:
+        rows.append(("recomputation", kept(remat)))
+    if offloaded:
+        rows.append(("offloaded", f"{quantities.count(len(offloaded), 'input')} in the host's memory between steps"))
     return Table(title="plan", columns=_PLAIN, rows=tuple(rows))
+
+
+def kept(remat: Sequence[str]) -> str:
+    """What layers keep for the backward pass, in words."""
+    counted = Counter(remat)
+    several = ", ".join(f"{quantities.count(number, 'layer')} {_KEEPS[choice]}" for choice, number in counted.items())
+    return several or "none"
 
 
 def gap(solution: Solution) -> str:
@@ -64,6 +92,35 @@ def nbytes_table(nbytes: Mapping[str, int]) -> Table:
         columns=(Column(heading="cause"), Column(heading="memory", right=True), Column(heading="share", right=True)),
         rows=tuple(rows),
     )
+
+
+def memory_tables(memory: MemoryReport) -> tuple[Table, ...]:
+    """Bytes of one device over the step, and what holds most at the peak."""
+    held = memory.over_time
+    if not held:
+        return ()
+    over_time = Table(
+        title=f"over the step: {quantities.nbytes(min(held))} to {quantities.nbytes(max(held))}",
+        columns=(Column(heading=""),),
+        rows=((sparkline(held),),),
+        note=f"peak at {short(memory.where)}" if memory.where else "",
+    )
+    holders = Table(
+        title="largest at the peak",
+        columns=(
+            Column(heading="array", flexible=True),
+            Column(heading="cause"),
+            Column(heading="memory", right=True),
+        ),
+        rows=tuple((_short_entry(h.name), h.cause, quantities.nbytes(h.nbytes)) for h in memory.holders if h.nbytes),
+    )
+    return over_time, holders
+
+
+def sparkline(values: Sequence[float], full: float = 0.0) -> str:
+    """Values as bars, one character each; a full one is the largest, or `full` and more. Only 0 is blank."""
+    full = full or max(values)
+    return "".join(_BARS[min(len(_BARS) - 1, math.ceil((len(_BARS) - 1) * value / full))] for value in values)
 
 
 def collectives_table(collectives: Sequence[Collective], *, every: bool = False) -> Table:

@@ -5,7 +5,13 @@
     lay out    every way to arrange the devices as one or two axes                   passes/mesh.py
     tabulate   each bundle's legal shardings, priced; reshardings between them       passes/problem.py
     solve      one strategy per bundle at the least total seconds                    passes/intra_op.py
-    read off   placements, then the moves between them, then collectives and bytes   passes/moves.py, passes/memory.py
+    read off   placements, then the moves between them, then collectives and bytes   passes/mesh_search.py
+
+and where that does not fit in memory:
+
+    forbid     what is live at the busiest point becomes a row of the program        passes/fitting.py, budgets.py
+    vary       more microbatches; layers that keep less and compute again            passes/variants.py, remat.py
+    explain    how much is missing, what holds it, and what would help               passes/shortage.py
 
 and for a pipeline, around that:
 
@@ -21,34 +27,29 @@ Hand-made planners run the same path on a mesh and under restrictions of their o
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
-from passes import inter_op, pipelines, stages
-from passes.bundles import Grouping, group
+from passes import inter_op, stages
 from passes.cluster import Cluster
-from passes.errors import NoLegalPlanError, PlanningError, explain
-from passes.intra_op import Answer, SolverOptions, solve
+from passes.errors import OverBudgetError, PlanningError, explain
+from passes.intra_op import SolverOptions
 from passes.ir import Graph
-from passes.memory import peak_nbytes
-from passes.mesh import Mesh, shapes
-from passes.moves import Schedule, due, moves
-from passes.moves import collectives as collectives_of
-from passes.phases import PHASES, Phase
+from passes.mesh import Mesh
+from passes.mesh_search import MeshSearch, Tied, best, layouts, stopped
 from passes.pipeline import DISPATCH_SECONDS, PipelinePlan
-from passes.plan import Plan, Solution
-from passes.plan_parts import operators
-from passes.problem import Assembly, assemble, without_dominated
-from passes.resharding import Resharder
-from passes.rules import pinned_mesh
+from passes.pipelines import pipelined
+from passes.plan import Plan
+from passes.progress import Progress, Report, silent
+from passes.progress import within as told_of
+from passes.shortage import shortage
 from passes.stage_table import StageCosts
 from passes.stages import Part
+from passes.variants import Form, Forms, Variant, VariantSearch, variant_of
 
-Tied = tuple[tuple[int, int], ...]
-Restriction = Callable[[Assembly], Assembly]
+RESERVE = 0.06
+"""The share of a device's memory that is left to the framework, its communicators and fragmentation."""
 
 
 class Planner(Protocol):
@@ -67,23 +68,91 @@ class Auto:
 
     With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, and numbers of microbatches
     and `schedules` are tried; a plan without stages competes on equal terms. That takes minutes for a large model.
+
+    No device may need more than `memory_limit` bytes, by default its own memory less a reserve of 6 %. Where the step
+    as it is written does not fit, it is tried in more microbatches and with less kept, for `seconds`.
+
+    If `interruptible`, Ctrl-C ends the search as soon as there is a plan; its `solution.status` is `interrupted` then.
     """
 
     max_axes: int = 2
+    memory_limit: int | None = None
     pipeline: bool = False
     layers: int = 8
     schedules: tuple[str, ...] = ("1f1b", "eager-1f1b")
+    seconds: float = 60.0
     solver: SolverOptions = field(default_factory=SolverOptions)
+    interruptible: bool = field(default=False, compare=False, repr=False)
 
     def searches(self, cluster: Cluster) -> bool:
         """Whether stages are searched on this cluster."""
         return self.pipeline and cluster.n_devices > 1
 
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+    def plan(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        *,
+        tied: Tied = (),
+        donated: Sequence[bool] = (),
+        report: Report = silent,
+    ) -> Plan:
         if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
-        return best("auto", graph, self._laid_out(cluster, cluster.n_devices), tied, donated, self.solver)
+        form = Form(graph=graph, tied=tied, donated=donated)
+        search = self._search(form, cluster, report)
+        plan, limit = search.cheapest, self.limit(cluster)
+        if plan.peak_nbytes <= limit:
+            return plan
+        if search.interrupted:
+            raise KeyboardInterrupt
+        try:
+            return search.within(limit) or plan
+        except OverBudgetError as error:
+            raise shortage(error, limit, cluster) from None
+
+    def choose(self, forms: Forms, cluster: Cluster, report: Report = silent) -> Plan:
+        """The cheapest plan of a step in any of its forms. Raises OverBudgetError, with what would help."""
+        limit = self.limit(cluster)
+        search = VariantSearch(
+            forms=forms,
+            limit=limit,
+            seconds=self.seconds,
+            search=lambda form, offload, told: self._search(form, cluster, told, offload),
+            report=report,
+            interruptible=self.interruptible,
+        )
+        try:
+            return search.run()
+        except OverBudgetError as error:
+            lean = search.leanest
+
+            def elsewhere(cluster: Cluster) -> Plan | None:
+                """The leanest form on another cluster."""
+                form = forms.form(variant_of(lean)) if lean else forms.form(Variant())
+                return self._search(form, cluster, report, bool(lean and lean.offloaded)).within(limit)
+
+            raise shortage(error, limit, cluster, elsewhere) from None
+
+    def limit(self, cluster: Cluster) -> float:
+        """Bytes that a plan may need on one device."""
+        return self.memory_limit or (1 - RESERVE) * cluster.group().device.memory_nbytes
+
+    def _search(self, form: Form, cluster: Cluster, report: Report, offload: bool = False) -> MeshSearch:
+        """The program on every mesh, no limit kept."""
+        search = MeshSearch(
+            name="auto",
+            graph=form.graph,
+            tied=form.tied,
+            donated=form.donated,
+            options=self.solver,
+            offload=offload,
+            report=report,
+            interruptible=self.interruptible,
+        )
+        search.over(self._laid_out(cluster, cluster.n_devices))
+        return search
 
     def search(
         self,
@@ -93,18 +162,44 @@ class Auto:
         *,
         tied: Tied = (),
         donated: Sequence[bool] = (),
+        report: Report = silent,
     ) -> Plan | PipelinePlan:
         """The cheapest of: no stages and no microbatches, as `plan` has it; and what a search over layers, submeshes,
         meshes, microbatches and schedules finds, given the step in each number of microbatches.
         """
-        found: list[Plan | PipelinePlan] = [self.plan(graph, cluster, tied=tied, donated=donated)]
+        search = self._search(Form(graph=graph, tied=tied, donated=donated), cluster, report)
+        whole, limit = search.cheapest, self.limit(cluster)
+        fits = whole.peak_nbytes <= limit
+        if search.interrupted and fits:
+            return whole
+        if search.interrupted:
+            raise KeyboardInterrupt
+        told = told_of("stages", report, best=lambda _: whole.step_seconds if fits else None)
+        try:
+            staged = self._staged(cluster, microbatched, tied, donated, told)
+        except KeyboardInterrupt:
+            if not self.interruptible or not fits:
+                raise
+            return stopped(whole)
+        fitting = [plan for plan in (whole, staged) if plan.peak_nbytes <= limit]
+        return min(fitting or (whole, staged), key=lambda plan: plan.step_seconds)
+
+    def _staged(
+        self, cluster: Cluster, microbatched: Mapping[int, Graph], tied: Tied, donated: Sequence[bool], report: Report
+    ) -> Plan | PipelinePlan:
+        """What the search over stages finds."""
+
+        def solve(part: Part, mesh: Mesh, ties: Tied) -> Plan:
+            report(Progress(phase=f"price a layer on {mesh}", done=table.solved, total=None))
+            return best("layer", part.graph, [mesh], ties, (), self.solver)
+
         table = StageCosts(
             graphs=microbatched,
             tied=tied,
             cluster=cluster,
             n_layers=self.layers,
             meshes=lambda n: self._laid_out(cluster, n),
-            solve=lambda part, mesh, ties: best("layer", part.graph, [mesh], ties, (), self.solver),
+            solve=solve,
         )
         group = cluster.group()
         partition = inter_op.partition(
@@ -114,16 +209,19 @@ class Auto:
             table,
             schedules=self.schedules,
             microbatches=tuple(microbatched),
-            memory_limit=group.device.memory_nbytes,
+            memory_limit=self.limit(cluster),
             dispatch_seconds=DISPATCH_SECONDS,
             idle=False,
         )
-        found.append(self._realised(partition, table, cluster, donated))
-        fitting = [plan for plan in found if plan.peak_nbytes <= group.device.memory_nbytes]
-        return min(fitting or found, key=lambda plan: plan.step_seconds)
+        return self._realised(partition, table, cluster, donated, report)
 
     def _realised(
-        self, partition: inter_op.Partition, table: StageCosts, cluster: Cluster, donated: Sequence[bool]
+        self,
+        partition: inter_op.Partition,
+        table: StageCosts,
+        cluster: Cluster,
+        donated: Sequence[bool],
+        report: Report,
     ) -> Plan | PipelinePlan:
         """The stages that the search has chosen, planned as they are."""
         count = partition.microbatches
@@ -136,178 +234,10 @@ class Auto:
 
         def plan_stage(part: Part, stage: int) -> Plan:
             meshes, ties = self._laid_out(cluster, sizes[stage]), stages.ties(part, graph, table.tied)
+            report(Progress(phase="plan the stages chosen", done=stage, total=len(sizes)))
             return best(f"stage {stage}", part.graph, meshes, ties, (), self.solver)
 
         return pipelined("auto", graph, cluster, table.tied, begins, partition.schedule, plan_stage)
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
         return layouts(cluster, n_devices, self.max_axes)
-
-
-def pipelined(
-    name: str,
-    graph: Graph,
-    cluster: Cluster,
-    tied: Tied,
-    firsts: Sequence[int],
-    schedule: str,
-    plan_stage: Callable[[Part, int], Plan],
-    chunks: int = 1,
-) -> PipelinePlan:
-    """The pipeline whose stages begin at body nodes `firsts`, each planned by itself."""
-    cut = stages.cut(graph, firsts, tied)
-    plans = [plan_stage(part, k) for k, part in enumerate(cut.parts)]
-    return pipelines.joined(name, graph, cluster, cut, firsts, plans, schedule, chunks)
-
-
-def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
-    """Every way to lay out the first devices of a cluster that differs there."""
-    return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
-
-
-def best(
-    name: str,
-    graph: Graph,
-    meshes: Sequence[Mesh],
-    tied: Tied,
-    donated: Sequence[bool],
-    options: SolverOptions,
-    restrict: Restriction | None = None,
-    refetch: bool = False,
-) -> Plan:
-    """The cheapest plan over the meshes."""
-    start = time.perf_counter()
-    grouping = group(graph)
-    grouped = time.perf_counter()
-    phases = {"bundles": grouped - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
-    found: list[tuple[Assembly, Answer, Resharder]] = []
-    illegal: list[NoLegalPlanError] = []
-    for mesh in _allowed(graph, meshes):
-        began = time.perf_counter()
-        resharder = Resharder(mesh)
-        try:
-            assembly = assemble(graph, mesh, grouping, resharder, tied, refetch=refetch)
-            assembly = restrict(assembly) if restrict else assembly
-            phases["tables"] += time.perf_counter() - began
-            answer = solve(without_dominated(assembly, resharder), options)
-        except NoLegalPlanError as error:
-            illegal.append(error)
-            continue
-        phases["build"] += answer.build_seconds
-        phases["solve"] += answer.solve_seconds
-        found.append((assembly, answer, resharder))
-    if not found:
-        raise illegal[-1]
-    assembly, answer, resharder = min(found, key=lambda one: one[1].objective)
-    return _read_off(name, assembly, answer, resharder, tied, donated, phases, refetch)
-
-
-def _allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
-    """The meshes, or the one that the program's own `shard_map`s name, if a planner's mesh has its sizes."""
-    pinned = pinned_mesh(graph)
-    if pinned is None:
-        return meshes
-    names, sizes = tuple(pinned), tuple(pinned.values())
-    same = [mesh for mesh in meshes if sorted(mesh.sizes) == sorted(s for s in sizes if s > 1)]
-    if not same:
-        asked = ", ".join(f"{name}={size}" for name, size in pinned.items())
-        tried, count = " or ".join(map(str, meshes)), math.prod(sizes)
-        remedy = f"give it a mesh of that shape, or plan with Auto(max_axes={max(2, len(sizes))})"
-        if count != meshes[0].size:
-            remedy = f"give it a mesh of all devices, or plan for its own {count}: devices=jax.devices()[:{count}]"
-        raise PlanningError(
-            explain(
-                f"a shard_map over the mesh ({asked})",
-                "a shard_map runs on the very mesh that it names, with all of its devices",
-                f"this planner tried {tried}",
-                remedy,
-            )
-        )
-    return [Mesh(axes=names, sizes=sizes, cluster=same[0].cluster)]
-
-
-def _read_off(
-    name: str,
-    assembly: Assembly,
-    answer: Answer,
-    resharder: Resharder,
-    tied: Tied,
-    donated: Sequence[bool],
-    phases: dict[str, float],
-    refetch: bool,
-) -> Plan:
-    """The plan that an answer stands for: placements, the moves between them, and what both cost."""
-    graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
-    layout = assembly.layout(answer.choice)
-    schedule = moves(graph, layout, resharder, refetch=refetch)
-    donated = donated or (False,) * len(graph.inputs)
-    compute = assembly.root.compute_seconds(answer.choice)
-    moving, moved = _move_seconds(graph, schedule, resharder)
-    return Plan(
-        fingerprint=graph.fingerprint,
-        cluster=mesh.cluster,
-        mesh=mesh,
-        operators=operators(graph, layout.placements),
-        inputs=layout.inputs,
-        outputs=layout.outputs,
-        input_names=graph.input_names,
-        output_names=graph.output_names,
-        input_types=tuple(graph.types[v] for v in graph.inputs),
-        output_types=tuple(graph.types[v] for v in graph.outputs),
-        collectives=collectives_of(graph, schedule, mesh),
-        seconds={"compute": sum(compute.values()), **moving},
-        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
-        nbytes=peak_nbytes(graph, grouping, mesh, layout, schedule, tied, donated),
-        solution=Solution(
-            planner=name,
-            status=answer.status,
-            objective=answer.objective,
-            bound=answer.bound,
-            phase_seconds=phases,
-        ),
-        replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
-        refetch=refetch,
-    )
-
-
-def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
-    """The operators that no rule cuts, those of loops and branches included."""
-    for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
-        if rule.reason:
-            yield f"{node.primitive} at {node.source}"
-        if index in grouping.controls:
-            for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
-                yield from _uncut(body.graph, inner)
-
-
-def _move_seconds(
-    graph: Graph, schedule: Schedule, resharder: Resharder
-) -> tuple[dict[str, float], dict[Phase, float]]:
-    """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
-    by_kind: dict[str, float] = {}
-    by_phase: dict[Phase, float] = {}
-    for one in due(graph, schedule):
-        spec = one.move.before
-        for step in one.move.steps:
-            before, spec = spec, step.apply(spec)
-            spent = one.trips * one.share * resharder.cost(one.type, before, spec)
-            cause = "copies" if step.is_local else step.kind
-            by_kind[cause] = by_kind.get(cause, 0.0) + spent
-            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + spent
-    return by_kind, by_phase
-
-
-def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
-    return Mesh(axes=("x", "y", "z")[: len(sizes)], sizes=sizes, cluster=cluster)
-
-
-def named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
-    used = [(name, size) for name, size in axes if size > 1]
-    return Mesh(axes=tuple(name for name, _ in used), sizes=tuple(size for _, size in used), cluster=cluster)
-
-
-def _distinct(cluster: Cluster, sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """The shapes that differ on this cluster: on one host all devices are equally far apart and order is naming."""
-    if cluster.group().hosts > 1:
-        return list(sizes)
-    return list(dict.fromkeys(tuple(sorted(shape)) for shape in sizes))

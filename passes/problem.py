@@ -1,4 +1,4 @@
-"""From a graph on a mesh to the sharding problem that is solved, and back from its answer to placements.
+"""From a graph on a mesh to the sharding problem that is solved.
 
 Bundles, the loose inputs and the slots of loops and branches are the problem's nodes; every value that one of them
 makes and another reads is an edge. A body is a region of the same problem, its seconds counted once an iteration, so
@@ -7,186 +7,24 @@ what a loop carries and what is brought in before it are decided together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.bundles import Grouping
-from passes.control import Body, Control, Slot, Wire
+from passes.assembly import Assembly, Border, Crossing, Joint, Region, Specs, full_placements, stacked
+from passes.bundles import Bundle, Grouping
+from passes.collector import uncollected
+from passes.control import Slot
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
-from passes.moves import Layout, Placement
-from passes.phases import Phase
 from passes.resharding import Resharder
-from passes.rules import Assignment
 from passes.sharding import ShardingSpec, replicated
 from passes.sharding_problem import Edge, Floats, Indices, ShardingProblem
 from passes.strategies import Table, Tabulator, outline
 
-Specs = tuple[ShardingSpec, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Border:
-    """Where a value is made: the node of the problem, and the value's placement under each of its strategies."""
-
-    node: int
-    specs: Specs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """A value at the border of a node, `weight` times: its placement under each strategy, and which way it goes."""
-
-    type: TensorType
-    specs: Specs
-    incoming: bool
-    weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
-    """A loop or branch in the problem: a node for every slot, a region for every body."""
-
-    control: Control
-    slots: tuple[Border, ...]
-    bodies: tuple[Region, ...]
-
-    def wired(self, wire: Wire, choice: Sequence[int]) -> ShardingSpec:
-        """The placement of an operand or result that hangs on a slot."""
-        border = self.slots[wire.slot]
-        return _stacked(border.specs[choice[border.node]], wire)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Region:
-    """A graph in the problem: its bundles are nodes `first` and on, and `borders[v]` says where value v lives.
-
-    `tables[b]` holds the strategies of bundle b, whose seconds count `weight` times; `joints` are its loops and
-    branches, by node.
-    """
-
-    number: int
-    graph: Graph
-    grouping: Grouping
-    first: int
-    weight: float
-    tables: tuple[Table, ...]
-    borders: Mapping[int, Border]
-    joints: Mapping[int, Joint]
-
-    def all(self) -> Iterator[Region]:
-        """This region and those inside it."""
-        yield self
-        for joint in self.joints.values():
-            for body in joint.bodies:
-                yield from body.all()
-
-    def compute_seconds(self, choice: Sequence[int]) -> dict[Phase, float]:
-        """Seconds of all bundles by phase, reshardings apart; what microbatches add up is part of their backward."""
-        totals: dict[Phase, float] = {}
-        for region in self.all():
-            chosen = choice[region.first : region.first + len(region.tables)]
-            for bundle, table, c in zip(region.grouping.bundles, region.tables, chosen, strict=True):
-                spent = region.weight * table.strategies[c].compute_seconds
-                when: Phase = "backward" if bundle.phase == "apply" and region.number else bundle.phase
-                totals[when] = totals.get(when, 0.0) + spent
-        return totals
-
-    def assignments(self, choice: Sequence[int]) -> dict[int, Assignment]:
-        """The assignment of every graph node that belongs to a bundle."""
-        found: dict[int, Assignment] = {}
-        for index, (bundle, table) in enumerate(zip(self.grouping.bundles, self.tables, strict=True)):
-            strategy = table.strategies[choice[self.first + index]]
-            found |= zip(sorted(bundle.members), strategy.assignments, strict=True)
-        return found
-
-    def placed(self, choice: Sequence[int]) -> tuple[dict[int, ShardingSpec], tuple[Placement, ...]]:
-        """(home of every value, one placement per graph node) of an answer."""
-        graph = self.graph
-        assignments = self.assignments(choice)
-        home = {value: border.specs[choice[border.node]] for value, border in self.borders.items()}
-        home |= {value: replicated(graph.types[value].rank) for value in (*graph.constants, *graph.literals)}
-        placements: list[Placement] = []
-        for index, node in enumerate(graph.nodes):
-            rule = self.grouping.rules[index]
-            bodies: tuple[Layout, ...] = ()
-            if index in assignments:
-                operands = tuple(rule.operand_spec(o, assignments[index]) for o in range(len(node.inputs)))
-                results = tuple(rule.result_spec(r, assignments[index]) for r in range(len(node.outputs)))
-            elif index in self.joints:
-                joint = self.joints[index]
-                operands, results = (
-                    tuple(joint.wired(wire, choice) for wire in wires)
-                    for wires in (joint.control.operands, joint.control.results)
-                )
-                bodies = tuple(
-                    region.inside(joint, body, choice)
-                    for region, body in zip(joint.bodies, joint.control.bodies, strict=True)
-                )
-            elif rule.alias:
-                operands = results = tuple(home[value] for value in node.inputs)
-            else:
-                operands = tuple(replicated(graph.types[v].rank) for v in node.inputs)
-                results = tuple(replicated(graph.types[v].rank) for v in node.outputs)
-            home.update(zip(node.outputs, results, strict=True))
-            placements.append(Placement(operands=operands, results=results, bodies=bodies))
-        return home, tuple(placements)
-
-    def inside(self, joint: Joint, body: Body, choice: Sequence[int]) -> Layout:
-        """The layout of a body, which takes its inputs from the slots and brings its outputs back to them."""
-        _, placements = self.placed(choice)
-        inputs, outputs = (
-            tuple(joint.slots[s].specs[choice[joint.slots[s].node]] for s in slots)
-            for slots in (body.inputs, body.outputs)
-        )
-        return Layout(inputs=inputs, placements=placements, outputs=outputs)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Assembly:
-    """A sharding problem and what its nodes stand for; `crossings[n]` are the values on the edges of node n."""
-
-    mesh: Mesh
-    root: Region
-    crossings: tuple[tuple[Crossing, ...], ...]
-    problem: ShardingProblem
-    tied: tuple[tuple[int, int], ...]
-
-    def layout(self, choice: Sequence[int]) -> Layout:
-        """Where everything is under an answer."""
-        graph = self.root.graph
-        home, placements = self.root.placed(choice)
-        inputs = tuple(home[value] for value in graph.inputs)
-        back = dict(self.tied)
-        outputs = tuple(
-            inputs[back[o]] if o in back else full_target(graph.types[v], home[v], Resharder(self.mesh))
-            for o, v in enumerate(graph.outputs)
-        )
-        return Layout(inputs=inputs, placements=placements, outputs=outputs)
-
-
-def _stacked(spec: ShardingSpec, wire: Wire) -> ShardingSpec:
-    """A slice's placement as that of the stack, whose first dimension is never cut."""
-    return replace(spec, dims=((), *spec.dims)) if wire.stacked else spec
-
-
-def full_target(type: TensorType, spec: ShardingSpec, resharder: Resharder) -> ShardingSpec:
-    """The placement without partial axes that is cheapest to reach."""
-    if not spec.partial:
-        return spec
-    return min(full_placements(type, resharder), key=lambda target: resharder.cost(type, spec, target))
-
-
-def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec]:
-    """Every placement without partial axes whose axes divide, replicated first. Typed keys stay whole."""
-    seconds = resharder.seconds(type)[0]
-    every = resharder.placements(type.rank)
-    if type.dtype.startswith("key<"):
-        return [every[0]]
-    return [spec for spec, reach in zip(every, seconds, strict=True) if not spec.partial and np.isfinite(reach)]
+__all__ = ["Assembly", "Region", "assemble", "without_dominated"]
 
 
 def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
@@ -201,9 +39,34 @@ def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
     return full + [s for s, reach in zip(every, seconds.T, strict=True) if s.partial and np.isfinite(reach[0])]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matrix:
+    """Seconds between the placements of two nodes, as an `Edge` has them; `free` if no resharding costs anything."""
+
+    seconds: Floats
+    before: Indices
+    after: Indices
+    origins: Specs
+    labels: Specs
+    free: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rim:
+    """The border of a table: its ports and what it makes, placements that are equal being one object."""
+
+    ports: tuple[tuple[int, Specs], ...]
+    makes: tuple[tuple[int, Specs], ...]
+    kind: str
+
+
 @dataclass(slots=True, kw_only=True)
 class _Builder:
-    """The nodes and edges of one problem, as regions are laid out and then connected."""
+    """The nodes and edges of one problem, as regions are laid out and then connected.
+
+    Placements under each strategy are interned (`_one`), so that the many equal ones of a model's layers are told
+    apart by identity and never compared.
+    """
 
     mesh: Mesh
     resharder: Resharder
@@ -212,12 +75,15 @@ class _Builder:
     seconds: list[Floats] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
-    groups: dict[tuple[object, ...], int] = field(default_factory=dict)
-    known: dict[tuple[TensorType, Specs, Specs], tuple[Floats, Indices, Indices, Specs, Specs]] = field(
-        default_factory=dict
-    )
+    groups: dict[tuple[int, int, bool], int] = field(default_factory=dict)
+    matrices: dict[tuple[TensorType, int, int], _Matrix] = field(default_factory=dict)
+    specs: dict[Specs, Specs] = field(default_factory=dict)
+    borders: dict[int, tuple[Table, _Rim]] = field(default_factory=dict)
+    full: dict[TensorType, Specs] = field(default_factory=dict)
+    crossed: dict[tuple[TensorType, int, bool, float], Crossing] = field(default_factory=dict)
     crossings: dict[int, dict[Crossing, None]] = field(default_factory=dict)
     reads: dict[int, list[int]] = field(default_factory=dict)
+    ports: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
 
     def _node(self, seconds: Floats, kind: str) -> int:
         self.seconds.append(seconds)
@@ -233,14 +99,15 @@ class _Builder:
         for bundle in grouping.bundles:
             shape, held, read = outline(bundle, graph, grouping, visible)
             table = tabulator.table(bundle, shape, held, read)
-            node = self._node(weight * table.seconds, _kind(graph, sorted(bundle.members)))
+            rim = self._rim(table, graph, bundle)
+            node = self._node(weight * table.seconds, rim.kind)
             tables.append(table)
-            self.reads[node] = read
-            for position, specs in table.makes.items():
+            self.reads[node], self.ports[node] = read, rim.ports
+            for position, specs in rim.makes:
                 borders[held[position]] = Border(node=node, specs=specs)
         for value in grouping.loose:
             if value not in borders:
-                borders[value] = self._chosen(graph.types[value], full_placements(graph.types[value], self.resharder))
+                borders[value] = self._chosen(graph.types[value], self._full(graph.types[value]))
         joints: dict[int, Joint] = {}
         for index, control in grouping.controls.items():
             slots = tuple(self._chosen(slot.type, slot_placements(slot, self.resharder)) for slot in control.slots)
@@ -251,7 +118,8 @@ class _Builder:
             joints[index] = Joint(control=control, slots=slots, bodies=tuple(bodies))
             for value, wire in zip(graph.nodes[index].outputs, control.results, strict=True):
                 slot = slots[wire.slot]
-                borders[value] = Border(node=slot.node, specs=tuple(_stacked(spec, wire) for spec in slot.specs))
+                specs = self._one(tuple(stacked(spec, wire) for spec in slot.specs))
+                borders[value] = Border(node=slot.node, specs=specs)
         return Region(
             number=number,
             graph=graph,
@@ -265,20 +133,39 @@ class _Builder:
 
     def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> Border:
         """A node that stands for the placement of one value."""
-        return Border(node=self._node(np.zeros(len(specs)), str(type)), specs=tuple(specs))
+        return Border(node=self._node(np.zeros(len(specs)), str(type)), specs=self._one(tuple(specs)))
+
+    def _one(self, specs: Specs) -> Specs:
+        """The one object for these placements."""
+        return self.specs.setdefault(specs, specs)
+
+    def _full(self, type: TensorType) -> Specs:
+        if type not in self.full:
+            self.full[type] = self._one(tuple(full_placements(type, self.resharder)))
+        return self.full[type]
+
+    def _rim(self, table: Table, graph: Graph, bundle: Bundle) -> _Rim:
+        """The border of a table, found once; tables stay referenced, so their ids stay theirs."""
+        if id(table) not in self.borders:
+            rim = _Rim(
+                ports=tuple((position, self._one(specs)) for position, specs in table.ports),
+                makes=tuple((position, self._one(specs)) for position, specs in table.makes.items()),
+                kind=_kind(graph, sorted(bundle.members)),
+            )
+            self.borders[id(table)] = (table, rim)
+        return self.borders[id(table)][1]
 
     def connect(self, region: Region) -> None:
         """The edges of a region and of those inside it."""
-        for index, table in enumerate(region.tables):
-            bundle = region.first + index
-            late = region.grouping.bundles[index].phase == "backward"
-            for position, specs in table.ports:
-                self._connect(region, self.reads[bundle][position], bundle, specs, late)
+        for index, bundle in enumerate(region.grouping.bundles):
+            node, late = region.first + index, bundle.phase == "backward"
+            for position, specs in self.ports[node]:
+                self._connect(region, self.reads[node][position], node, specs, late)
         for index, joint in region.joints.items():
             operands = zip(region.graph.nodes[index].inputs, joint.control.operands, strict=True)
             for value, wire in operands:
                 slot = joint.slots[wire.slot]
-                specs = tuple(_stacked(spec, wire) for spec in slot.specs)
+                specs = self._one(tuple(stacked(spec, wire) for spec in slot.specs))
                 self._connect(region, value, slot.node, specs)
             for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
                 self.connect(inner)
@@ -297,12 +184,12 @@ class _Builder:
             self.seconds[target] += region.weight * np.array([self.resharder.cost(type, whole, s) for s in after])
             return
         border = region.borders[root]
-        seconds, rows, columns, origins, labels = self._matrix(type, border.specs, after)
+        matrix = self._matrix(type, border.specs, after)
         if border.node == target:
-            self.seconds[target] += region.weight * seconds[rows, columns]
-        elif np.any(seconds > 0):
+            self.seconds[target] += region.weight * matrix.seconds[matrix.before, matrix.after]
+        elif not matrix.free:
             for node, specs, incoming in ((border.node, border.specs, False), (target, after, True)):
-                crossing = Crossing(type=type, specs=specs, incoming=incoming, weight=region.weight)
+                crossing = self._crossing(type, specs, incoming, region.weight)
                 self.crossings.setdefault(node, {})[crossing] = None
             # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
             share = (region.number, value, self.refetch and late and value in graph.inputs)
@@ -310,15 +197,21 @@ class _Builder:
                 Edge(
                     source=border.node,
                     target=target,
-                    before=rows,
-                    after=columns,
-                    seconds=seconds,
-                    labels=labels,
-                    origins=origins,
+                    before=matrix.before,
+                    after=matrix.after,
+                    seconds=matrix.seconds,
+                    labels=matrix.labels,
+                    origins=matrix.origins,
                     group=self.groups.setdefault(share, len(self.groups)),
                     weight=region.weight,
                 )
             )
+
+    def _crossing(self, type: TensorType, specs: Specs, incoming: bool, weight: float) -> Crossing:
+        key = (type, id(specs), incoming, weight)
+        if key not in self.crossed:
+            self.crossed[key] = Crossing(type=type, specs=specs, incoming=incoming, weight=weight)
+        return self.crossed[key]
 
     def finish(self, root: Region, tied: tuple[tuple[int, int], ...]) -> Assembly:
         """The problem, its outputs back where they are state or at least whole."""
@@ -341,20 +234,27 @@ class _Builder:
             crossings=tuple(tuple(self.crossings.get(node, ())) for node in range(len(self.seconds))),
             problem=ShardingProblem(seconds=tuple(self.seconds), edges=tuple(self.edges), kinds=tuple(self.kinds)),
             tied=tied,
+            groups=self.groups,
         )
 
     def _finish_seconds(self, type: TensorType, spec: ShardingSpec) -> float:
-        return min(self.resharder.cost(type, spec, target) for target in full_placements(type, self.resharder))
+        return min(self.resharder.cost(type, spec, target) for target in self._full(type))
 
-    def _matrix(self, type: TensorType, before: Specs, after: Specs) -> tuple[Floats, Indices, Indices, Specs, Specs]:
-        key = (type, before, after)
-        if key not in self.known:
+    def _matrix(self, type: TensorType, before: Specs, after: Specs) -> _Matrix:
+        key = (type, id(before), id(after))
+        if key not in self.matrices:
             sources, targets = dict.fromkeys(before), dict.fromkeys(after)
             row, column = ({spec: i for i, spec in enumerate(specs)} for specs in (sources, targets))
-            costs = self.resharder.matrix(type, tuple(sources), tuple(targets))
-            rows, columns = np.array([row[s] for s in before]), np.array([column[s] for s in after])
-            self.known[key] = (costs, rows, columns, tuple(sources), tuple(targets))
-        return self.known[key]
+            seconds = self.resharder.matrix(type, tuple(sources), tuple(targets))
+            self.matrices[key] = _Matrix(
+                seconds=seconds,
+                before=np.array([row[s] for s in before]),
+                after=np.array([column[s] for s in after]),
+                origins=self._one(tuple(sources)),
+                labels=self._one(tuple(targets)),
+                free=not np.any(seconds > 0),
+            )
+        return self.matrices[key]
 
 
 def _kind(graph: Graph, members: Sequence[int]) -> str:
@@ -374,6 +274,7 @@ def _visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
     return frozenset(seen)
 
 
+@uncollected()
 def assemble(
     graph: Graph,
     mesh: Mesh,
@@ -403,7 +304,7 @@ def without_dominated(assembly: Assembly, resharder: Resharder) -> ShardingProbl
     known: dict[tuple[object, ...], NDArray[np.bool_]] = {}
     masked: list[Floats] = []
     for seconds, crossings in zip(assembly.problem.seconds, assembly.crossings, strict=True):
-        key = (seconds.tobytes(), crossings)
+        key = (seconds.tobytes(), crossings)  # crossings that are equal are one object
         if key not in known:
             known[key] = _undominated(seconds, crossings, resharder)
         masked.append(np.where(known[key], seconds, np.inf))
@@ -414,9 +315,9 @@ def _undominated(seconds: Floats, crossings: tuple[Crossing, ...], resharder: Re
     """Which strategies stay; `replacing[s, t]` is what t costs in the place of s."""
     replacing = np.broadcast_to(seconds, (seconds.size, seconds.size)).copy()
     for crossing in crossings:
-        specs = list(dict.fromkeys(crossing.specs))
-        between = resharder.matrix(crossing.type, specs, specs)
-        at = np.array([specs.index(spec) for spec in crossing.specs])
+        specs = {spec: i for i, spec in enumerate(dict.fromkeys(crossing.specs))}
+        between = resharder.matrix(crossing.type, tuple(specs), tuple(specs))
+        at = np.array([specs[spec] for spec in crossing.specs])
         detour = crossing.weight * between[np.ix_(at, at)]
         replacing += detour if crossing.incoming else detour.T
     kept = np.zeros(seconds.size, dtype=bool)

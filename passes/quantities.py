@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 Text = Callable[[float], str]
@@ -27,6 +28,15 @@ def nbytes(value: float) -> str:
         power += 1
     scaled = value / 1024**power
     return f"{scaled:.0f} B" if power == 0 else f"{_three(scaled)} {_NBYTES[power]}"
+
+
+def parse_nbytes(text: str) -> float | None:
+    """The bytes that `12 GiB`, `1.5 GB` or `4096` say; None for other words."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtp]?)(i?)b?\s*", text.lower())
+    if found is None or found[1].count(".") > 1 or found[1] == ".":
+        return None
+    power = " kmgtp".index(found[2] or " ")
+    return float(found[1]) * (1024 if found[3] else 1000) ** power
 
 
 def share(part: float, whole: float) -> str:

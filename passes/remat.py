@@ -18,9 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+import numpy as np
+
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node, TensorType
-from passes.layers import even_cuts
+from passes.layers import crossing_nbytes, work
+from passes.moves import is_free
 from passes.phases import phase
 from passes.rules import ShardingRule, rule_of
 from passes.stages import forward_nodes
@@ -30,8 +33,11 @@ Kept = Literal["everything", "matmuls", "inputs"]
 
 KEPT: tuple[Kept, ...] = get_args(Kept)
 
-_LAYERS = (8, 6, 4, 3, 2)
-"""Numbers of layers that are tried where no modules are numbered."""
+_LAYERS = 8
+_CROSSING = 1.2
+_MARGIN = 0.02
+"""Where no modules are numbered: layers at most, what may cross between two as a multiple of the least that does, and
+the share of the work that must lie on both sides."""
 
 _NUMBERED = re.compile(r"(?:^|/)jvp\([^()]*\)/(?:[^/]*/)*?([A-Za-z_.]*?[_.]?)(\d+)(?=/|$)")
 _DIFFERENTIATED = re.compile(r"jvp\([^()]*\)")
@@ -46,6 +52,16 @@ class Recomputed:
 
     graph: Graph
     origins: tuple[int | None, ...]
+
+
+def kept_of(names: Sequence[str]) -> tuple[Kept, ...]:
+    """What layers keep, by name. Raises PlanningError for another name."""
+    known: dict[str, Kept] = {kept: kept for kept in KEPT}
+    for name in names:
+        if name not in known:
+            rule = f"a layer keeps one of {', '.join(KEPT)}"
+            raise PlanningError(explain(f"recomputation {name!r}", rule, "", "plan again, or mend the plan's file"))
+    return tuple(known[name] for name in names)
 
 
 def layers(graph: Graph) -> tuple[int, ...]:
@@ -66,12 +82,19 @@ def layers(graph: Graph) -> tuple[int, ...]:
         last = max(index for index, name in named if name[0] == prefix)
         found = [index for (p, _), index in firsts.items() if p == prefix]
         return (*sorted(found), *[i for i in forward if i > last][:1])
-    for count in _LAYERS:
-        try:
-            return even_cuts(graph, count)
-        except PlanningError:
-            continue
-    return (forward[0],)
+    return _even(graph, nodes)
+
+
+def _even(graph: Graph, nodes: Sequence[int]) -> tuple[int, ...]:
+    """The first node of each of several parts of a forward pass, as even as can be among cuts that little crosses."""
+    crossing, flops = crossing_nbytes(graph, nodes), work(graph, nodes)
+    done = np.cumsum(flops) / max(float(flops.sum()), 1.0)
+    inner = [i for i in range(1, len(nodes)) if crossing[i] > 0 and _MARGIN < done[i - 1] < 1 - _MARGIN]
+    least = min((crossing[i] for i in inner), default=0.0)
+    places = [i for i in inner if crossing[i] <= _CROSSING * least]
+    wanted = [k / _LAYERS for k in range(1, _LAYERS)] if places else []
+    cuts = {min(places, key=lambda i: abs(float(done[i - 1]) - share)) for share in wanted}
+    return (nodes[0], *(nodes[i] for i in sorted(cuts)))
 
 
 def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
@@ -92,13 +115,16 @@ def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
 
 @dataclass(slots=True, kw_only=True)
 class _Draft:
-    """A program while copies are added: `inserted[i]` stand before node i; late readers of v read `again[v]`."""
+    """A program while copies are added: `inserted[i]` stand before node i; late readers of v read `again[v]`, node i
+    reads `awaited[i][v]`.
+    """
 
     graph: Graph
     firsts: tuple[int, ...]
     types: list[TensorType] = field(default_factory=list[TensorType])
     inserted: dict[int, list[tuple[int | None, Node]]] = field(default_factory=dict[int, list[tuple[int | None, Node]]])
     again: dict[int, int] = field(default_factory=dict[int, int])
+    awaited: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
     layer: dict[int, int] = field(default_factory=dict[int, int])
     late: frozenset[int] = frozenset()
 
@@ -128,11 +154,22 @@ class _Draft:
             self._insert(copied)
 
     def _keeps(self, index: int, kept: Kept) -> bool:
-        """Whether a node is never run again: what has an effect, and with `matmuls` loops and products with weights."""
+        """Whether a node is never run again: what has an effect or costs nothing; with `matmuls`, loops, products."""
         node = self.graph.nodes[index]
-        if "callback" in node.primitive:
+        if "callback" in node.primitive or is_free(self.graph, index):
             return True
         return kept == "matmuls" and (bool(node.subgraphs) or _is_product(rule_of(node, self.graph)))
+
+    def _is_made(self, value: int) -> bool:
+        """Whether a node makes a value of others, not of numbers alone."""
+        made = self.graph.producers.get(value)
+        return made is not None and not is_free(self.graph, made)
+
+    def _is_batch(self, value: int) -> bool:
+        """Whether an input is no state: nothing updates it."""
+        if value not in self.graph.inputs or self.graph.types[value].dtype.startswith("key<"):
+            return False
+        return all(phase(self.graph.nodes[r]) != "apply" for r in self.graph.consumers.get(value, ()))
 
     def _inside(self, value: int, layer: int) -> bool:
         """Whether only this layer and the backward pass read a value."""
@@ -170,12 +207,15 @@ class _Draft:
             outputs = tuple(new[v] for v in node.outputs)
             here.append((index, replace(node, inputs=inputs, outputs=outputs, scope=_transposed(node.scope))))
         self.again |= {v: new[v] for v in made}
+        if anchor is not None:
+            # Read from behind the barrier, or XLA drops it from there as a result that nobody wants.
+            self.awaited[place] = {**self.awaited.get(place, {}), anchor: new[anchor]}
 
     def _anchor(self, place: int) -> int | None:
         """A cotangent that is there when node `place` runs: what is computed again waits for it."""
         nodes, producers = self.graph.nodes, self.graph.producers
-        own = [v for v in nodes[place].inputs if producers.get(v) in self.late]
-        earlier = (v for i in reversed(range(place)) if i in self.late for v in nodes[i].outputs)
+        own = [v for v in nodes[place].inputs if producers.get(v) in self.late and self._is_made(v)]
+        earlier = (v for i in reversed(range(place)) if i in self.late for v in nodes[i].outputs if self._is_made(v))
         return own[-1] if own else next(earlier, None)
 
     def _fresh(self, value: int) -> int:
@@ -189,7 +229,10 @@ class _Draft:
             for origin, copy in self.inserted.get(index, ()):
                 nodes.append(copy)
                 origins.append(origin)
-            inputs = tuple(self.again.get(v, v) for v in node.inputs) if index in self.late else node.inputs
+            inputs = node.inputs
+            if index in self.late:
+                here = self.awaited.get(index, {})
+                inputs = tuple(here.get(v, self.again.get(v, v)) for v in inputs)
             nodes.append(replace(node, inputs=inputs))
             origins.append(index)
         return Recomputed(

@@ -9,8 +9,10 @@ Reference: a chain of single-axis steps compiles exactly as planned where one ju
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -25,6 +27,7 @@ from passes.sharding import ShardingSpec
 StepKind = Literal["slice", "keep", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
 
 Seconds = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Step:
         return f"{self.kind}@{'+'.join(self.axes)}{where}" + (f"->{self.to_dim}" if self.to_dim >= 0 else "")
 
 
+@lru_cache(maxsize=1 << 16)
 def placed(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...], reduction: str) -> ShardingSpec:
     """The canonical spec: partial axes sorted, and `add` where nothing is partial."""
     return ShardingSpec(dims=dims, partial=tuple(sorted(partial)), reduction=reduction if partial else "add")
@@ -73,12 +77,14 @@ def placed(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...], reductio
 class _Moves:
     """All single steps between the placements of one rank: `source[m]` to `target[m]` by `step[m]`.
 
+    `parts` [placements, dimensions] are the devices that cut each dimension.
     `seams[:, m]` are the dimensions that collective m cuts and joins (-1: none), `seam_parts` the devices that cut what
     stands before them.
     """
 
     placements: tuple[ShardingSpec, ...]
     index: dict[ShardingSpec, int]
+    parts: Indices
     steps: tuple[Step, ...]
     source: NDArray[np.intp]
     target: NDArray[np.intp]
@@ -173,7 +179,9 @@ class Resharder:
                 group = self.mesh.group(step.axes)
                 cost[members] = collectives.seconds(step.kind, payload[members], group) + device.launch_seconds
                 cost[members] += strided * rearranged[members]
-        divisible = np.array([_divides(self.mesh, type.shape, spec) for spec in moves.placements], dtype=bool)
+        divisible = (np.array(type.shape, dtype=np.int64) % moves.parts == 0).all(axis=1)
+        if 0 in type.shape:  # never cut
+            divisible &= (moves.parts == 1).all(axis=1)
         cost[~(divisible[moves.source] & divisible[moves.target])] = np.inf
         return cost
 
@@ -184,14 +192,8 @@ def _strided(type: TensorType, moves: _Moves) -> Seconds:
     return ((moves.seams >= 0) & (leading > 1)).sum(axis=0).astype(np.float64)
 
 
-def _divides(mesh: Mesh, shape: tuple[int, ...], spec: ShardingSpec) -> bool:
-    """Whether the axes divide every dimension; an array without elements is never cut."""
-    cut = list(zip(shape, _parts(mesh, spec), strict=True))
-    return all(size % parts == 0 for size, parts in cut) and (0 not in shape or all(parts == 1 for _, parts in cut))
-
-
 def _parts(mesh: Mesh, spec: ShardingSpec) -> list[int]:
-    return [int(np.prod([mesh.axis_size(axis) for axis in axes], dtype=np.int64)) for axes in spec.dims]
+    return [math.prod(map(mesh.axis_size, axes)) for axes in spec.dims]
 
 
 def _enumerate_moves(mesh: Mesh, rank: int, reduction: str) -> _Moves:
@@ -209,11 +211,11 @@ def _enumerate_moves(mesh: Mesh, rank: int, reduction: str) -> _Moves:
                 continue
             steps.append(step)
             ends.append((index[spec], index[after]))
-            held = [int(np.prod(_parts(mesh, s))) for s in (spec, after)]
+            held = [math.prod(_parts(mesh, s)) for s in (spec, after)]
             parts.append(float(held[1] if step.kind == "slice" else min(held)))
             ends_at = (-1, -1) if step.is_local else (step.dim, step.to_dim)
             seams.append(ends_at)
-            seam_parts.append(tuple(float(np.prod(_parts(mesh, spec)[: max(d, 0)])) for d in ends_at))
+            seam_parts.append(tuple(float(math.prod(_parts(mesh, spec)[: max(d, 0)])) for d in ends_at))
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for i, step in enumerate(steps):
         groups.setdefault((step.kind, step.axes), []).append(i)
@@ -222,6 +224,7 @@ def _enumerate_moves(mesh: Mesh, rank: int, reduction: str) -> _Moves:
     return _Moves(
         placements=placements,
         index=index,
+        parts=np.array([_parts(mesh, spec) for spec in placements], dtype=np.intp).reshape(len(placements), rank),
         steps=tuple(steps),
         source=source,
         target=target,

@@ -19,7 +19,7 @@ from passes.errors import NoLegalPlanError, explain
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.resharding import Resharder
-from passes.rules import Assignment, canonical
+from passes.rules import Assignment, ShardingRule, canonical
 from passes.sharding import ShardingSpec
 
 PARTIAL = -2
@@ -103,8 +103,17 @@ def outline(
     return made, list(held), list(read)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A rule under one assignment: the placements of its operands and results, and a device's flops."""
+
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+    flops: float
+
+
 class Tabulator:
-    """Tables of bundles on one mesh; equal outlines are tabulated once."""
+    """Tables of bundles on one mesh; equal outlines are tabulated once, equal rules cut once."""
 
     def __init__(self, graph: Graph, grouping: Grouping, mesh: Mesh, resharder: Resharder) -> None:
         self.graph = graph
@@ -112,12 +121,33 @@ class Tabulator:
         self.mesh = mesh
         self.resharder = resharder
         self._known: dict[Outline, Table] = {}
+        self._cuts: dict[tuple[int, Assignment], _Cut] = {}
+        self._extended: dict[tuple[int, Assignment, str, int], Assignment | None] = {}
 
     def table(self, bundle: Bundle, shape: Outline, held: list[int], read: list[int]) -> Table:
         """The table of a bundle with this outline; positions refer to `held` and `read`."""
         if shape not in self._known:
             self._known[shape] = _Tabulation(self, bundle, shape, held, read).run()
         return self._known[shape]
+
+    def cut(self, rule: ShardingRule, assignment: Assignment) -> _Cut:
+        """What an assignment makes of a rule of the grouping."""
+        key = (id(rule), assignment)
+        if key not in self._cuts:
+            self._cuts[key] = _Cut(
+                operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
+                results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
+                flops=local_flops(rule, assignment, self.mesh),
+            )
+        return self._cuts[key]
+
+    def extended(self, rule: ShardingRule, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
+        """An assignment with one more axis, None where the rule does not allow it."""
+        key = (id(rule), assignment, axis, factor)
+        if key not in self._extended:
+            candidate = canonical((*assignment, (axis, factor)), self.mesh)
+            self._extended[key] = candidate if rule.allows(candidate, self.mesh) else None
+        return self._extended[key]
 
 
 def picks(classes: list[int], axes: tuple[str, ...], *, partial: bool) -> Iterator[Picks]:
@@ -136,11 +166,14 @@ def picks(classes: list[int], axes: tuple[str, ...], *, partial: bool) -> Iterat
 class _Tabulation:
     def __init__(self, tabulator: Tabulator, bundle: Bundle, shape: Outline, held: list[int], read: list[int]) -> None:
         graph = tabulator.graph
+        self.tabulator = tabulator
         self.mesh, self.resharder, self.bundle, self.shape = tabulator.mesh, tabulator.resharder, bundle, shape
+        self.sizes = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))
         self.members = tuple(sorted(bundle.members))
         self.rules = [tabulator.grouping.rules[m] for m in self.members]
         self.held_types = [graph.types[v] for v in held]
         self.read_types = [graph.types[v] for v in read]
+        self.held_nbytes, self.read_nbytes = ([t.nbytes for t in types] for types in (self.held_types, self.read_types))
         self.result_types = [[graph.types[v] for v in graph.nodes[m].outputs] for m in self.members]
         self.dtype = _dominant_dtype(graph, self.members)
         self.source = graph.nodes[self.members[0]].source
@@ -188,28 +221,29 @@ class _Tabulation:
             if assignment is None:
                 return None
             assignments.append(assignment)
-            flops += local_flops(rule, assignment, self.mesh)
+            cut = self.tabulator.cut(rule, assignment)
+            flops += cut.flops
             for operand, where in enumerate(self.shape.operands[position]):
                 if where is None:
                     continue
-                spec = rule.operand_spec(operand, assignment)
+                spec = cut.operands[operand]
                 kind, value = where
                 if kind == "out":
                     reads.append((value, spec))
-                    nbytes += self._read_nbytes(position, operand, self.read_types[value].nbytes, spec)
+                    nbytes += self._read_nbytes(position, operand, self.read_nbytes[value], spec)
                 elif value not in home:
                     if spec.partial:
                         return None
                     home[value] = spec
-                    nbytes += self._read_nbytes(position, operand, self.held_types[value].nbytes, spec)
+                    nbytes += self._read_nbytes(position, operand, self.held_nbytes[value], spec)
                 elif home[value] != spec and (value, spec) not in moved:
                     moved.add((value, spec))
                     reshard += self.resharder.cost(self.held_types[value], home[value], spec)
             for result, value in enumerate(self.shape.makes[position]):
-                home[value] = rule.result_spec(result, assignment)
+                home[value] = cut.results[result]
         if not np.isfinite(reshard):
             return None
-        nbytes += sum(self._parts_nbytes(self.held_types[v].nbytes, home[v]) for v in self.shape.visible)
+        nbytes += sum(self._parts_nbytes(self.held_nbytes[v], home[v]) for v in self.shape.visible)
         work = Work(flops=flops, nbytes=nbytes, dtype=self.dtype)
         compute = work.seconds(self.mesh.cluster.group().device)
         strategy = Strategy(
@@ -235,20 +269,17 @@ class _Tabulation:
         """
         rule = self.rules[position]
         classes = self.shape.classes[position]
-        pairs: list[tuple[str, int]] = []
+        found: Assignment = ()
         for axis, cls in choice:
-            factor = next((f for f, c in enumerate(classes) if c == cls and c >= 0), None)
-            if factor is None:
-                factor = self._linear(position, axis, cls, home)
+            factor = classes.index(cls) if cls >= 0 and cls in classes else self._linear(position, axis, cls, home)
             if factor is None:
                 continue
-            candidate = canonical((*pairs, (axis, factor)), self.mesh)
-            if rule.allows(candidate, self.mesh):
-                pairs.append((axis, factor))
+            extended = self.tabulator.extended(rule, found, axis, factor)
+            if extended is not None:
+                found = extended
             elif rule.factors[factor].size:
                 return None
-        found = canonical(tuple(pairs), self.mesh)
-        return found if rule.fulfils(found, self.mesh) else None
+        return found if not rule.pieces or rule.fulfils(found, self.mesh) else None
 
     def _linear(self, position: int, axis: str, cls: int, home: dict[int, ShardingSpec]) -> int | None:
         """The linear factor that carries `axis` through a member, if its operands are partial over it or may be."""
@@ -289,7 +320,7 @@ class _Tabulation:
     def _parts_nbytes(self, nbytes: float, spec: ShardingSpec) -> float:
         for axes in spec.dims:
             for axis in axes:
-                nbytes /= self.mesh.axis_size(axis)
+                nbytes /= self.sizes[axis]
         return nbytes
 
 

@@ -5,8 +5,7 @@ Reference: design/intra_op.md 3.3; Weisfeiler and Lehman's colour refinement.
 
 from __future__ import annotations
 
-import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -28,31 +27,27 @@ def tie(problem: ShardingProblem, radius: int, parts: int = 1) -> tuple[Sharding
     """
     keys = _edge_keys(problem.edges)
     colours = _parted(_colours(problem, keys, radius), parts)
-    first: dict[str, int] = {}
+    first: dict[int, int] = {}
     classes = tuple(first.setdefault(colour, len(first)) for colour in colours)
     seconds: list[Floats] = [np.zeros(0)] * len(first)
     for cls, own in zip(classes, problem.seconds, strict=True):
         seconds[cls] = own.copy() if not seconds[cls].size else seconds[cls] + own
-    groups: dict[int, list[tuple[Edge, str]]] = defaultdict(list)
+    groups: dict[int, dict[tuple[int, int, int], Edge]] = defaultdict(dict)
     for edge, key in zip(problem.edges, keys, strict=True):
-        groups[edge.group].append((edge, key))
-    merged: dict[tuple[tuple[int, int, str], ...], tuple[list[Edge], float]] = {}
-    numbers: dict[tuple[tuple[int, int, str], ...], int] = {}
-    places: dict[int, int] = {}
+        groups[edge.group].setdefault((classes[edge.source], classes[edge.target], key), edge)
+    numbers: dict[tuple[tuple[int, int, int], ...], int] = {}
+    places = {group: numbers.setdefault(tuple(sorted(edges)), len(numbers)) for group, edges in groups.items()}
+    weights, kept = [0.0] * len(numbers), dict[int, dict[tuple[int, int, int], Edge]]()
     for group, edges in groups.items():
-        unique: dict[tuple[int, int, str], Edge] = {}
-        for edge, content in edges:
-            key = (classes[edge.source], classes[edge.target], content)
-            unique.setdefault(key, replace(edge, source=key[0], target=key[1]))
-        signature = tuple(sorted(unique))
-        members, weight = merged.get(signature, (list(unique.values()), 0.0))
-        merged[signature] = (members, weight + edges[0][0].weight)
-        places[group] = numbers.setdefault(signature, len(numbers))
-    tied: list[Edge] = []
-    for group, (edges, weight) in enumerate(merged.values()):
-        tied.extend(replace(edge, group=group, weight=weight) for edge in edges)
+        weights[places[group]] += next(iter(edges.values())).weight
+        kept.setdefault(places[group], edges)
+    tied = tuple(
+        replace(edge, source=source, target=target, group=place, weight=weights[place])
+        for place, edges in kept.items()
+        for (source, target, _), edge in edges.items()
+    )
     budgets = tuple(_tied_budget(budget, classes, places) for budget in problem.budgets)
-    return ShardingProblem(seconds=tuple(seconds), edges=tuple(tied), budgets=budgets), classes
+    return ShardingProblem(seconds=tuple(seconds), edges=tied, budgets=budgets), classes
 
 
 def _tied_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, int]) -> Budget:
@@ -70,49 +65,44 @@ def _tied_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, in
     return Budget(nbytes=nbytes, copies=copies, limit=budget.limit)
 
 
-def _parted(colours: Sequence[str], parts: int) -> list[str]:
+def _parted(colours: Sequence[int], parts: int) -> list[int]:
     """Colours of which each has been made `parts` colours, by the order of its nodes."""
     if parts == 1:
         return list(colours)
-    sizes: dict[str, int] = defaultdict(int)
+    sizes, seen = Counter(colours), Counter[int]()
+    parted: list[int] = []
     for colour in colours:
-        sizes[colour] += 1
-    seen: dict[str, int] = defaultdict(int)
-    parted: list[str] = []
-    for colour in colours:
-        parted.append(f"{colour}/{seen[colour] * parts // sizes[colour]}")
+        parted.append(colour * parts + seen[colour] * parts // sizes[colour])
         seen[colour] += 1
     return parted
 
 
-def _colours(problem: ShardingProblem, keys: Sequence[str], radius: int) -> list[str]:
+def _colours(problem: ShardingProblem, keys: Sequence[int], radius: int) -> list[int]:
+    """A number for every node, equal for nodes that are equal up to `radius` edges."""
     kinds = problem.kinds or ("",) * len(problem.seconds)
-    colours = [_digest(own.tobytes() + kind.encode()) for own, kind in zip(problem.seconds, kinds, strict=True)]
-    around: list[list[tuple[str, int]]] = [[] for _ in colours]
+    known: dict[object, int] = {}
+    own = ((seconds.tobytes(), kind) for seconds, kind in zip(problem.seconds, kinds, strict=True))
+    colours = [known.setdefault(content, len(known)) for content in own]
+    around: list[list[tuple[int, int]]] = [[] for _ in colours]
     for edge, key in zip(problem.edges, keys, strict=True):
-        around[edge.source].append((f"to {key}", edge.target))
-        around[edge.target].append((f"from {key}", edge.source))
+        around[edge.source].append((2 * key, edge.target))
+        around[edge.target].append((2 * key + 1, edge.source))
     for _ in range(radius):
-        colours = [
-            _digest((colour + "".join(sorted(key + colours[other] for key, other in near))).encode())
-            for colour, near in zip(colours, around, strict=True)
-        ]
+        known = {}
+        seen = ((c, *sorted((key, colours[n]) for key, n in near)) for c, near in zip(colours, around, strict=True))
+        colours = [known.setdefault(content, len(known)) for content in seen]
     return colours
 
 
-def _edge_keys(edges: Sequence[Edge]) -> list[str]:
-    """The content of every edge; edges mostly share their arrays, which are then read once."""
-    known: dict[tuple[float, ...], str] = {}
-    keys: list[str] = []
+def _edge_keys(edges: Sequence[Edge]) -> list[int]:
+    """A number for the content of every edge; edges mostly share their arrays, which are then read once."""
+    known: dict[tuple[float, ...], int] = {}
+    numbers: dict[tuple[object, ...], int] = {}
+    keys: list[int] = []
     for edge in edges:
         same = (id(edge.before), id(edge.after), id(edge.seconds), id(edge.origins), id(edge.labels), edge.weight)
         if same not in known:
-            names = (f"{edge.weight} {edge.origins!r}".encode(), repr(edge.labels).encode())
-            parts = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes(), *names)
-            known[same] = _digest(b"|".join(parts))
+            arrays = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes())
+            known[same] = numbers.setdefault((*arrays, edge.origins, edge.labels, edge.weight), len(numbers))
         keys.append(known[same])
     return keys
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=12).hexdigest()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import pytest
 
@@ -12,6 +14,12 @@ def pytest_configure(config: pytest.Config) -> None:
     asks_for_gpu = "gpu" in str(config.getoption("markexpr")).replace("not gpu", "")
     if not asks_for_gpu:
         jax.config.update("jax_platforms", "cpu")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Commands keep no plans in the cache of whoever runs the tests."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

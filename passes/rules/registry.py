@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from passes.errors import InternalError, PlanningError
 from passes.ir import Graph, Node, TensorType
@@ -112,6 +113,7 @@ def canonical(pairs: Assignment, mesh: Mesh) -> Assignment:
     return tuple((axis, factor) for factor, axes in ordered for axis in axes)
 
 
+@lru_cache(maxsize=1 << 16)
 def _dims(factors: tuple[int, ...], assignment: Assignment) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(axis for axis, cut in assignment if cut == f and f >= 0) for f in factors)
 

@@ -429,6 +429,7 @@ def test_no_internal_error_is_a_users_to_read(source: str, golden: dict[str, str
 def refresh() -> None:
     os.environ["COLUMNS"] = "80"
     with workplace():
+        os.environ["XDG_CACHE_HOME"] = os.getcwd()
         texts = [entry(source, answer(source)) for source in (*ALL, *COMMANDS)]
     GOLDEN.write_text("\n".join(texts))
 

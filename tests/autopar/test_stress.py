@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from passes.intra_op import SolverOptions
-from passes.planner import best, named
+from passes.mesh_search import best, named
 
 
 @dataclass(frozen=True)

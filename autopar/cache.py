@@ -1,0 +1,257 @@
+"""Plans kept on disk by the content that they follow from, so that the same step is planned once.
+
+An entry is the file that `plan.save` writes with one field more, `cache`: the whole key, and a digest of the rest. An
+entry that is damaged, or not what its name says, is ignored with a warning and replaced. Files appear under their names
+whole, so any number of processes may read and write one folder. Nothing is ever deleted: the folder is the user's to
+empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import passes
+from autopar.errors import ArgumentError, PlanningError, explain
+from autopar.trace import Traced
+from passes import plan_json
+from passes.by_hand import Manual
+from passes.cluster import Cluster
+from passes.ir import Graph, Node
+from passes.pipeline import PipelinePlan
+from passes.plan import SCHEMA, Plan
+from passes.plan_parts import Operator
+from passes.planner import Planner
+from passes.rules import known_primitives, rule_of
+from passes.stages import cut
+
+AnyPlan = Plan | PipelinePlan
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What a plan follows from, as JSON data."""
+
+    data: Mapping[str, object]
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that name the content."""
+        return _digest(json.dumps(self.data, sort_keys=True))[:32]
+
+
+def key_of(
+    traced: Traced,
+    cluster: Cluster,
+    planner: Planner,
+    options: Mapping[str, object],
+) -> Key | None:
+    """The key of the plan of a step as it was traced; None for a planner that is not autopar's own, or a saved plan.
+
+    `options` are what else was asked for, as plain data. Names and scopes of the user's code count, its line numbers
+    do not. Of a user's own sharding rules, those count that this step uses, as they come out for it.
+    """
+    described = _described(planner)
+    if described is None:
+        return None
+    graph = traced.graph
+    data: dict[str, object] = {
+        "autopar": plan_json.version(),
+        "schema": SCHEMA,
+        "code": _code_digest(),
+        "program": graph.fingerprint,
+        "names": _digest(repr((graph.input_names, graph.output_names, [node.scope for _, node in _nodes(graph)]))),
+        "rules": _digest("\n".join(_own_rules(graph))),
+        "tied": traced.tied,
+        "donated": [i for i, is_donated in enumerate(traced.donated) if is_donated],
+        "cluster": cluster.to_json(),
+        "planner": described,
+        **options,
+    }
+    return Key(data=json.loads(json.dumps(data)))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCache:
+    """The plans in a folder, which is made when the first one is written."""
+
+    folder: str | os.PathLike[str]
+
+    def path(self, key: Key) -> Path:
+        """Where the plan of a key is, or would be."""
+        return Path(self.folder) / f"{key.digest}.json"
+
+    def read(self, key: Key, accept: Callable[[AnyPlan], Found | None]) -> Found | None:
+        """What `accept` makes of the plan of a key; None, with a warning where there is a file, for one that is no use.
+
+        `accept` raises PlanningError for a plan that is not one of the step, and gives None for one to be passed over.
+        """
+        path = self.path(key)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            return _ignored(path, str(error))
+        try:
+            return accept(_plan(text, key))
+        except (PlanningError, ValueError, RecursionError) as error:
+            return _ignored(path, str(error))
+
+    def write(self, key: Key, plan: AnyPlan) -> None:
+        """Keeps a plan, unless its search was interrupted; warns where it cannot."""
+        if isinstance(plan, Plan) and plan.solution.is_interrupted:
+            return
+        path = self.path(key)
+        part = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(_entry(key, plan), encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            warnings.warn(f"{path}: the plan is not kept in the cache: {error.strerror}", stacklevel=2)
+        finally:
+            _discard(part)
+
+
+def checked_cache(cache: Any) -> PlanCache | None:
+    """The cache that is meant. Raises ArgumentError."""
+    if cache is None or cache is False:
+        return None
+    if isinstance(cache, PlanCache):
+        return cache
+    if isinstance(cache, str | os.PathLike) and os.fspath(cache):
+        return PlanCache(cache)
+    rule = "a cache is a folder, by its path, or an autopar.PlanCache"
+    raise ArgumentError(
+        explain(f"cache={cache!r:.60}", rule, "", "write, say, cache='plans', or leave it out for none")
+    )
+
+
+def relocated(plan: AnyPlan, traced: Traced) -> AnyPlan | None:
+    """A plan of this very step with the source lines that it has now; None where one line has become several."""
+    if isinstance(plan, PipelinePlan):
+        parts = cut(traced.graph, plan.firsts, traced.tied).parts
+        pairs = [(stage.operators, part.graph) for stage, part in zip(plan.stages, parts, strict=True)]
+    else:
+        pairs = [(plan.operators, traced.graph)]
+    sources: dict[str, str] = {}
+    for operators, graph in pairs:
+        for before, now in _sources(operators, graph):
+            if sources.setdefault(before, now) != now:
+                return None
+    if all(before == now for before, now in sources.items()):
+        return plan
+    return _from_json(_renamed(plan.to_json(), sources))
+
+
+def _sources(operators: Sequence[Operator], graph: Graph) -> Iterator[tuple[str, str]]:
+    """(source in the plan, source now) of every operator, those of loops and branches included."""
+    for operator, node in zip(operators, graph.nodes, strict=True):
+        if operator.source:
+            yield operator.source, node.source
+        for inside, body in zip(operator.bodies, node.subgraphs, strict=False):
+            yield from _sources(inside, body)
+
+
+def _renamed(data: object, sources: Mapping[str, str]) -> object:
+    """JSON data in which `FILE:LINE` and `PRIMITIVE at FILE:LINE` have their new lines."""
+    if isinstance(data, str):
+        head, at, source = data.rpartition(" at ")
+        return head + at + sources.get(source, source)
+    if isinstance(data, Mapping):
+        return {name: _renamed(value, sources) for name, value in data.items()}
+    return [_renamed(value, sources) for value in data] if isinstance(data, list) else data
+
+
+def _from_json(data: object) -> AnyPlan:
+    """The plan that JSON data describe. Raises PlanningError."""
+    kind = PipelinePlan if "pipeline" in plan_json.as_object(data, "the plan").data else Plan
+    return kind.from_json(data)
+
+
+def _entry(key: Key, plan: AnyPlan) -> str:
+    """The text of an entry; its second line is what a plan's own file does not have."""
+    body = plan_json.text(plan.to_json()).removeprefix("{\n")
+    head = json.dumps({"key": key.data, "digest": _digest(body)})
+    return f'{{\n  "cache": {head},\n{body}'
+
+
+def _plan(text: str, key: Key) -> AnyPlan:
+    """The plan of an entry. Raises PlanningError or ValueError unless it is whole and that of the key."""
+    _, _, rest = text.partition("\n")
+    head, _, body = rest.partition("\n")
+    if not head.startswith('  "cache": '):
+        raise PlanningError("this is no entry of the cache")
+    cache = json.loads(head.removeprefix('  "cache": ').removesuffix(","))
+    if not isinstance(cache, dict) or cache.get("key") != key.data:
+        raise PlanningError("the entry is another step's")
+    if cache.get("digest") != _digest(body):
+        raise PlanningError("the entry has been damaged")
+    return _from_json(json.loads("{" + body))
+
+
+def _ignored(path: Path, why: str) -> None:
+    warnings.warn(f"{path}: this plan in the cache is ignored, and replaced by a new one: {why}", stacklevel=3)
+
+
+def _discard(part: Path) -> None:
+    """Deletes a file that was not finished, if there is one."""
+    try:
+        part.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def _described(planner: Planner) -> object:
+    """A planner's kind and fields as plain data; None for a planner of the user's own, or a saved plan."""
+    if not type(planner).__module__.startswith("passes.") or isinstance(planner, Manual):
+        return None
+    return _plain(planner)
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        compared = {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.compare}
+        return {"kind": type(value).__qualname__, **compared}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _nodes(graph: Graph) -> Iterator[tuple[Graph, Node]]:
+    """Every node with the graph that it is in, bodies of loops and branches included."""
+    for node in graph.nodes:
+        yield graph, node
+        for body in node.subgraphs:
+            yield from _nodes(body)
+
+
+def _own_rules(graph: Graph) -> Iterator[str]:
+    """The sharding rules of the nodes whose primitives autopar does not know."""
+    known = known_primitives()
+    for inside, node in _nodes(graph):
+        if node.primitive not in known and not node.subgraphs:
+            yield f"{node.primitive} {rule_of(node, inside)!r}"
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Digest of autopar's own source: a checkout changes while its version stands still."""
+    roots = [Path(__file__).parent, Path(cast("str", passes.__file__)).parent]
+    paths = [path for root in roots for path in sorted(root.rglob("*.py"))]
+    found = hashlib.sha256()
+    for path in paths:
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:32]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

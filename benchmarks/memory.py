@@ -1,0 +1,326 @@
+"""Predicted peak memory against XLA's own analysis, over the model zoo: `python -m benchmarks.memory --help`.
+
+Every model is planned and compiled for 8 virtual CPU devices under each planner, with its blocks recomputed or not and
+in 1 to 8 microbatches. What the plan predicts for one device is held against what XLA's CPU compiler reports:
+arguments, plus outputs, less what they share, plus temporaries. `--zero` holds model states against the ZeRO paper's.
+"""
+
+import argparse
+import csv
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from benchmarks.trainings import MODELS, make_state, make_step
+from benchmarks.zoo import models
+from passes import quantities
+from passes.errors import PlanningError
+from passes.memory import gradient_nbytes
+
+DEVICES = 8
+MEDIAN_TARGET = 0.05
+WORST_TARGET = 0.15
+UNDER_TARGET = 0.05
+
+PLANNERS: dict[str, Callable[[], Any]] = {
+    "dp": autopar.DataParallel,
+    "zero3": lambda: autopar.Zero(3),
+    "megatron": lambda: autopar.Megatron(data=2, tensor=4),
+    "auto": autopar.Auto,
+}
+COUNTS = (1, 2, 4, 8)
+ZERO = Path(__file__).resolve().parents[2] / "shared" / "data" / "published" / "zero.csv"
+V100_NBYTES = 32e9
+STAGES = {"baseline DP": 0, "Pos (ZeRO-1)": 1, "Pos+g (ZeRO-2)": 2, "Pos+g+p (ZeRO-3)": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A program and how it is planned."""
+
+    model: str
+    planner: str
+    remat: bool
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Bytes of one device as planned, by cause, and as XLA reports them."""
+
+    case: Case
+    predicted: dict[str, int]
+    measured_nbytes: int
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, of what was measured; negative where it is too low."""
+        return sum(self.predicted.values()) / self.measured_nbytes - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A printed value of the ZeRO paper, what the plan comes to, and by how much they may differ for its rounding."""
+
+    table: str
+    scheme: str
+    what: str
+    printed: float
+    found: float
+    rounding: float
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.printed - self.found) <= self.rounding * (1 + 1e-9)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory",
+        description=f"Plan and compile every model for {DEVICES} virtual CPU devices, and print the planned peak bytes "
+        "of one device beside XLA's own. Targets: median error 5 %, worst 15 %, never 5 % too low.",
+        epilog="example: python -m benchmarks.memory --models gpt,moe --planners dp,zero3 --microbatches 1,4",
+    )
+    parser.add_argument("--models", default=tuple(MODELS), type=models, metavar="A,B", help="(default: all)")
+    parser.add_argument(
+        "--planners", default=tuple(PLANNERS), type=planners, metavar="A,B", help=f"of {', '.join(PLANNERS)}"
+    )
+    parser.add_argument(
+        "--microbatches", default=COUNTS, type=counts, metavar="N,M", help="(default: 1,2,4,8; whole models only: 1)"
+    )
+    parser.add_argument("--remat", choices=("off", "on", "both"), default="both", help="(default: %(default)s)")
+    parser.add_argument("--zero", action="store_true", help="instead, the model states of the ZeRO paper, tables 1, 2")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser.parse_args(argv)
+
+
+def planners(text: str) -> tuple[str, ...]:
+    """The planners that `text` lists. Raises ArgumentTypeError for one that is not there."""
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in PLANNERS]:
+        raise argparse.ArgumentTypeError(f"no planner is called {unknown[0]!r}; there are {', '.join(PLANNERS)}")
+    return names
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """The numbers that `text` lists."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """The grid that the command line asks for; `remat` is on only where a model has it."""
+    for model, planner, remat, count in product(args.models, args.planners, (False, True), args.microbatches):
+        wanted = args.remat == "both" or remat == (args.remat == "on")
+        if wanted and (not remat or hasattr(MODELS[model].config, "remat")):
+            yield Case(model=model, planner=planner, remat=remat, microbatches=count)
+
+
+def measure(case: Case) -> Row:
+    """One case, planned and compiled from shapes alone. Raises PlanningError where microbatches are not to be had."""
+    model, optimizer = MODELS[case.model], optax.sgd(0.05, momentum=0.9)
+    config = replace(model.config, remat=True) if case.remat else model.config
+    batch_size = max(model.batch, DEVICES * case.microbatches)
+    state = jax.eval_shape(partial(make_state, model.module, config, optimizer), jax.random.key(0))
+    batch = jax.eval_shape(partial(model.module.example_batch, config, batch_size), jax.random.key(1))
+    step = make_step(model.module, config, optimizer)
+    count = case.microbatches if case.microbatches > 1 else None
+    parallel = autopar.parallelize(step, planner=PLANNERS[case.planner](), donate_argnums=(0,), microbatches=count)
+    compiled = parallel.lower(state, batch).compile()
+    found = compiled.memory_analysis()
+    return Row(
+        case=case,
+        predicted=dict(compiled.plan.nbytes),
+        measured_nbytes=found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        - found.alias_size_in_bytes
+        + found.temp_size_in_bytes,
+    )
+
+
+def mixed_precision_step(state: Any, batch: Any) -> Any:
+    """Adam in mixed precision: float16 parameters and gradients, float32 master copy, momentum and variance."""
+    params, master, momentum, variance = state
+
+    def loss(params: Any) -> jax.Array:
+        inner, outer = params
+        return jnp.mean(jnp.square((batch @ inner) @ outer).astype(jnp.float32))
+
+    gradients = jax.grad(loss)(params)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, momentum, gradients)
+    variance = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * jnp.square(g), variance, gradients)
+    master = jax.tree.map(lambda x, m, v: x - 1e-3 * m / (jnp.sqrt(v) + 1e-8), master, momentum, variance)
+    return jax.tree.map(lambda x: x.astype(jnp.float16), master), master, momentum, variance
+
+
+def state_nbytes(stage: int, devices: int, billions: float) -> float:
+    """Bytes of model state on one device: of `billions` of parameters in all, exact for a multiple of 2,097,152.
+
+    In stage 1 gradients stay whole beside whole parameters, as in the paper; `Zero(1)` has them scattered already.
+    """
+    width, depth = 1024, 1024 * max(1, round(billions * 1e9 / 2**21))
+    shapes = ((width, depth), (depth, width))
+    halves, floats = (tuple(jax.ShapeDtypeStruct(s, t) for s in shapes) for t in (jnp.float16, jnp.float32))
+    planner = autopar.Zero(stage) if stage else autopar.DataParallel()
+    cluster = f"{max(1, devices // 8)}x{min(devices, 8)}:v100-32g"
+    parallel = autopar.parallelize(mixed_precision_step, planner=planner, cluster=cluster, donate_argnums=(0,))
+    given = (halves, floats, floats, floats), jax.ShapeDtypeStruct((1024, width), jnp.float16)
+    plan, graph = parallel.plan(*given), parallel.trace(*given).graph
+    held = plan.nbytes["parameters"] + plan.nbytes["optimizer state"]
+    gradients = plan.nbytes["parameters"] if stage == 1 else gradient_nbytes(graph, plan.mesh, plan.layout)
+    return (held + gradients) / (2 * width * depth) * billions * 1e9
+
+
+def published(path: Path = ZERO) -> Iterator[Published]:
+    """Tables 1 and 2 of the ZeRO paper: bytes of model state a device, and the largest model that fits 32 GB.
+
+    Model parallelism of degree m cuts all of it by m. A value may be off by one in the last digit that is printed; for
+    m > 1 table 2 prints m times the rounded value, or one digit.
+
+    Reference: Rajbhandari et al., "ZeRO" (SC 2020), tables 1 and 2.
+    """
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        stage, devices = STAGES.get(row["stage_or_scheme"], -1), int(row["dp_degree"] or 0)
+        if row["table"].startswith("Table 1 ") and stage >= 0:
+            size, printed = float(row["model_params_billion"]), row["model_state_memory_GB_per_device"]
+            nbytes = state_nbytes(stage, devices, size)
+            what, found, rounding = f"{size:g}B on {devices}", nbytes / 1e9, _unit(printed)
+        elif row["table"].startswith("Table 2 ") and stage >= 0:
+            degree, printed = int(row["mp_degree"]), row["theoretical_max_params_billion"]
+            found = degree * V100_NBYTES / (state_nbytes(stage, devices, 1.0) / 1e9) / 1e9
+            loose = 10 ** math.floor(math.log10(float(printed))) / 2
+            what, rounding = (
+                f"largest, {devices} x {degree}",
+                loose if float(printed) >= 500 else degree * _unit(printed),
+            )
+        else:
+            continue
+        yield Published(
+            table=row["table"][:7],
+            scheme=row["stage_or_scheme"],
+            what=what,
+            printed=float(printed),
+            found=found,
+            rounding=rounding,
+        )
+
+
+def _unit(printed: str) -> float:
+    """One in the last digit of a printed number."""
+    return 10.0 ** -len(printed.partition(".")[2])
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One case a row."""
+    shown = Table(title="peak memory of one device", title_justify="left", padding=(0, 0))
+    for name in ("model", "planner", "remat"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("microbatches", "predicted", "XLA", "error"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        shown.add_row(
+            row.case.model,
+            row.case.planner,
+            "on" if row.case.remat else "off",
+            str(row.case.microbatches),
+            quantities.nbytes(sum(row.predicted.values())),
+            quantities.nbytes(row.measured_nbytes),
+            f"{row.error:+.1%}",
+            style="red" if row.error < -UNDER_TARGET or abs(row.error) > WORST_TARGET else None,
+        )
+    return shown
+
+
+def summary(rows: Sequence[Row]) -> Table:
+    """Errors by model and by planner, and of all: median, worst, and worst that is too low."""
+    shown = Table(title="errors", title_justify="left", padding=(0, 0))
+    shown.add_column("", no_wrap=True)
+    for name in ("cases", "median", "worst", "worst under"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    groups = {name: [r.error for r in rows if name in (r.case.model, r.case.planner)] for name in (*MODELS, *PLANNERS)}
+    for name, errors in {**groups, "all": [r.error for r in rows]}.items():
+        if errors:
+            worst, under = max(errors, key=abs), min(0.0, *errors)
+            shown.add_row(
+                name,
+                str(len(errors)),
+                f"{statistics.median(map(abs, errors)):.1%}",
+                f"{worst:+.1%}",
+                f"{under:+.1%}",
+            )
+    return shown
+
+
+def zero_table(rows: Sequence[Published]) -> Table:
+    """One printed value a row."""
+    shown = Table(title="model states: the ZeRO paper and the plans", title_justify="left", padding=(0, 0))
+    for name in ("table", "scheme", "case"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("printed", "planned"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        style = None if row.agrees else "red"
+        shown.add_row(row.table, row.scheme, row.what, f"{row.printed:g}", f"{row.found:.6g}", style=style)
+    return shown
+
+
+def _zero(console: Console, as_json: bool) -> int:
+    rows = list(published())
+    missed = sum(not row.agrees for row in rows)
+    if as_json:
+        print(json.dumps([asdict(row) | {"agrees": row.agrees} for row in rows], indent=1))
+        return bool(missed)
+    console.print(zero_table(rows))
+    console.print(
+        f"{len(rows) - missed} of {len(rows)} within the printed rounding; table 1 in GB, table 2 in billions"
+    )
+    return bool(missed)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what the command line asks for; 1 if a printed value of the ZeRO paper is missed, else 0."""
+    args = arguments(argv)
+    console = Console(highlight=False)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_platforms", "cpu")
+    if args.zero:
+        return _zero(console, args.json)
+    rows: list[Row] = []
+    without: dict[str, Case] = {}
+    for case in cases(args):
+        with console.status(f"{case.model} {case.planner}, {case.microbatches} microbatches: planning, compiling"):
+            try:
+                rows.append(measure(case))
+            except PlanningError as error:
+                without.setdefault(f"{case.model}: {str(error).splitlines()[0]}", case)
+    if args.json:
+        print(json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1))
+        return 0
+    console.print(table(rows), summary(rows))
+    console.print(
+        f"targets: median {MEDIAN_TARGET:.0%}, worst {WORST_TARGET:.0%}, never {UNDER_TARGET:.0%} too low; XLA: "
+        "arguments + outputs - aliased + temporaries of one device"
+    )
+    for words in without:
+        console.print(f"left out: {words}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,141 @@
+"""CPU and wall time of every phase of planning one model for one mesh; `benchmarks.planning --mesh` prints them."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import optax
+from rich.table import Table
+
+from autopar.trace import trace
+from models import gpt, llama
+from passes import quantities
+from passes.bundles import group
+from passes.cluster import Cluster
+from passes.intra_op import SolverOptions, solve
+from passes.memory import peak_nbytes
+from passes.mesh_search import best, named
+from passes.moves import moves
+from passes.problem import assemble, without_dominated
+from passes.resharding import Resharder
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    **{f"gpt-{name.lower()}": (gpt, gpt.Config.preset(name)) for name in gpt.PRESETS},
+    **{f"llama-{name.lower()}": (llama, llama.Config.preset(name)) for name in llama.PRESETS},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Seconds of CPU and of the clock."""
+
+    cpu: float
+    wall: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Phases:
+    """What each phase of planning a model for a mesh took, in order, and what came of it."""
+
+    model: str
+    mesh: str
+    spent: dict[str, Spent] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    status: str = ""
+    objective: float = 0.0
+    gap: float = 0.0
+    rss_nbytes: int = 0
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        cpu, wall = time.process_time(), time.perf_counter()
+        yield
+        self.spent[phase] = Spent(cpu=time.process_time() - cpu, wall=time.perf_counter() - wall)
+
+
+def make_step(module: Any, config: Any) -> tuple[Callable[..., Any], Any]:
+    """An ordinary AdamW step (state, batch) -> (state, loss), and the shapes of its state."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, moments = state
+        loss, gradients = jax.value_and_grad(lambda params: module.loss(config, params, batch))(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    def init(key: jax.Array) -> Any:
+        params = module.init(config, key)
+        return params, optimizer.init(params)
+
+    return train_step, jax.eval_shape(init, jax.random.key(0))
+
+
+def plan(
+    name: str, sizes: tuple[int, ...], cluster: Cluster, batch_size: int, layers: int | None, options: SolverOptions
+) -> Phases:
+    """The phases, each run by itself; then the planner as a whole, whose time beyond theirs is the `rest`."""
+    module, config = MODELS[name] if name in MODELS else (gpt, gpt.Config.preset(name))
+    config = replace(config, layers=layers) if layers else config
+    train_step, state = make_step(module, config)
+    batch = jax.eval_shape(lambda: module.example_batch(config, batch_size, jax.random.key(0)))
+    mesh = named(cluster, *zip("xyz", sizes, strict=False))
+    found = Phases(model=f"{name}, {config.layers} layers", mesh=str(mesh))
+    with found.timed("trace"):
+        traced = trace(train_step, (state, batch), {}, donate_argnums=(0,))
+    graph, resharder = traced.graph, Resharder(mesh)
+    with found.timed("bundles"):
+        grouping = group(graph)
+    with found.timed("tables"):
+        assembly = assemble(graph, mesh, grouping, resharder, traced.tied, refetch=False)
+        problem = without_dominated(assembly, resharder)
+    with found.timed("build and solve"):
+        answer = solve(problem, options)
+    with found.timed("placements and moves"):
+        layout = assembly.layout(answer.choice)
+        schedule = moves(graph, layout, resharder, refetch=False)
+    with found.timed("memory"):
+        peak_nbytes(graph, grouping, mesh, layout, schedule, traced.tied, traced.donated)
+    with found.timed("whole"):
+        whole = best("auto", graph, [mesh], traced.tied, traced.donated, options)
+    parts = [spent for phase, spent in found.spent.items() if phase not in ("trace", "whole")]
+    total = found.spent.pop("whole")
+    found.spent["rest"] = Spent(
+        cpu=max(0.0, total.cpu - sum(p.cpu for p in parts)), wall=max(0.0, total.wall - sum(p.wall for p in parts))
+    )
+    found.spent["after tracing"] = total
+    found.spent["in all"] = Spent(cpu=total.cpu + found.spent["trace"].cpu, wall=total.wall + found.spent["trace"].wall)
+    found.sizes = {
+        "operators": len(graph.nodes),
+        "bundles": len(grouping.bundles),
+        "edges": len(problem.edges),
+        "variables": answer.variables,
+        "rows": answer.rows,
+        "integer programs asked": 1,
+        "relaxations solved": answer.relaxations,
+        "branched": int(answer.branched),
+    }
+    found.status, found.objective, found.gap = whole.solution.status, whole.solution.objective, whole.gap
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found.rss_nbytes = peak if sys.platform == "darwin" else peak * 1024
+    return found
+
+
+def tables(found: Phases) -> list[Table]:
+    """Phases and their times; then everything else."""
+    times = Table("phase", "CPU", "wall", title=f"{found.model} on {found.mesh}", title_justify="left")
+    for phase, spent in found.spent.items():
+        if phase == "after tracing":
+            times.add_section()
+        times.add_row(phase, quantities.seconds(spent.cpu), quantities.seconds(spent.wall))
+    rest = Table(show_header=False)
+    for name, number in found.sizes.items():
+        rest.add_row(name, f"{number:,}")
+    rest.add_row("status", f"{found.status}, gap {100 * found.gap:.3g} %")
+    rest.add_row("objective", quantities.seconds(found.objective))
+    rest.add_row("process peak", f"{quantities.nbytes(found.rss_nbytes)} of resident memory so far")
+    return [times, rest]

@@ -1,0 +1,118 @@
+"""What is live at one point of a program, as a budget of the integer program.
+
+A plan that does not fit is cut off by a budget at its busiest point, and the program is solved again: of all points
+only those that bind are ever stated. Values count where they are made; what the apply phase reads of the backward pass
+counts as its reader wants it, since it is brought there as soon as it is made; copies count from their first reader to
+their last. What a budget leaves out (working space of operators, bodies of loops) is taken to shrink with the rest.
+
+Reference: design/compiler.md section 4, memory rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from passes.mesh import Mesh
+from passes.phases import phase
+from passes.problem import Assembly, Region
+from passes.sharding import ShardingSpec
+from passes.sharding_problem import Budget, Edge, Floats
+
+
+def budget(
+    assembly: Assembly, point: int, choice: Sequence[int], nbytes: float, limit: float, offloaded: Sequence[int] = ()
+) -> Budget:
+    """The budget at node `point` that rules out `choice`, which needs `nbytes` there where `limit` are to be had.
+
+    The inputs at `offloaded` are not on the device.
+    """
+    graph = assembly.root.graph
+    live = _Live(assembly, point, frozenset(graph.inputs[i] for i in offloaded)).budget()
+    used = assembly.problem.usage(live, choice)
+    return replace(live, limit=max(limit - (nbytes - used), used * limit / nbytes))
+
+
+class _Live:
+    """The values of the program itself that are live when one of its nodes runs."""
+
+    def __init__(self, assembly: Assembly, point: int, away: frozenset[int]) -> None:
+        self.assembly = assembly
+        self.away = away
+        self.point = point
+        self.region: Region = assembly.root
+        self.graph = assembly.root.graph
+        self.mesh: Mesh = assembly.mesh
+        self.readers = _readers(self.region)
+        self.nbytes: dict[int, Floats] = {}
+        self.copies: dict[int, dict[object, float]] = {}
+
+    def budget(self) -> Budget:
+        late = {v for v in self.readers if self._is_gradient(v)}
+        for value, border in self.region.borders.items():
+            if value not in late and value not in self.away and self._is_live(value):
+                self._hold(border.node, value, border.specs)
+        for (number, value, fetched), group in self.assembly.groups.items():
+            if number != self.region.number or not (edges := self.assembly.problem.groups.get(group)):
+                continue
+            if value in late:
+                self._hold_gradient(value, edges)
+            elif self._is_copied(value, fetched):
+                labels = {label for edge in edges for label in edge.labels}
+                self.copies[group] = {s: self._local(value, s) for s in labels if isinstance(s, ShardingSpec)}
+        return Budget(nbytes=self.nbytes, copies=self.copies, limit=np.inf)
+
+    def _local(self, value: int, spec: ShardingSpec) -> float:
+        return float(spec.local_nbytes(self.graph.types[value], self.mesh))
+
+    def _hold(self, node: int, value: int, specs: Sequence[ShardingSpec]) -> None:
+        known: dict[ShardingSpec, float] = {}
+        own = np.array([known.setdefault(spec, self._local(value, spec)) for spec in specs])
+        self.nbytes[node] = self.nbytes[node] + own if node in self.nbytes else own
+
+    def _is_live(self, value: int) -> bool:
+        if value not in self.graph.producers:
+            return True
+        made = self.graph.producers[value]
+        last = max(self.readers.get(value, ()), default=made)
+        return made <= self.point <= (len(self.graph.nodes) if value in self.graph.outputs else last)
+
+    def _is_gradient(self, value: int) -> bool:
+        """Whether a value of the backward pass is read by the apply phase alone."""
+        made = self.graph.producers.get(value)
+        if made is None or phase(self.graph.nodes[made]) != "backward":
+            return False
+        readers = self.readers[value]
+        return bool(readers) and all(phase(self.graph.nodes[r]) == "apply" for r in readers)
+
+    def _hold_gradient(self, value: int, edges: Sequence[Edge]) -> None:
+        """A gradient as its last reader wants it."""
+        if not self._is_live(value):
+            return
+        edge = edges[-1]
+        sizes = np.array([self._local(value, s) if isinstance(s, ShardingSpec) else 0.0 for s in edge.labels])
+        own = sizes[edge.after]
+        self.nbytes[edge.target] = self.nbytes[edge.target] + own if edge.target in self.nbytes else own
+
+    def _is_copied(self, value: int, fetched: bool) -> bool:
+        """Whether copies of a value may be live: between the first and last of the readers that share them."""
+        readers = [r for r in self.readers.get(value, ()) if not fetched or phase(self.graph.nodes[r]) == "backward"]
+        return bool(readers) and min(readers) <= self.point <= max(readers)
+
+
+def _readers(region: Region) -> Mapping[int, Sequence[int]]:
+    """The nodes that read each value, those that read another name of it included."""
+    found: dict[int, list[int]] = {}
+    for index, node in enumerate(region.graph.nodes):
+        for value in _named(region, node.inputs):
+            found.setdefault(value, []).append(index)
+    return found
+
+
+def _named(region: Region, values: Sequence[int]) -> Iterator[int]:
+    for value in values:
+        yield value
+        if (root := region.grouping.roots.get(value, value)) != value:
+            yield root

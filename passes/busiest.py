@@ -1,0 +1,91 @@
+"""The node at which a plan holds most, in the graph's own order: where a budget is stated (passes/budgets.py).
+
+Nodes are counted in the order in which the program was traced, and values that leave their bundle as live, which a
+budget can say too. What a compiler makes of the same plan is in passes/memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from passes.bundles import Grouping
+from passes.ir import Graph
+from passes.mesh import Mesh
+from passes.moves import Layout, Move, Placement, Schedule
+
+
+def busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> int:
+    """The node at which most is live."""
+    live = _live_nbytes(graph, grouping, mesh, layout, schedule)
+    return min(live.index(max(live)), len(graph.nodes) - 1) if live else 0
+
+
+def _live_nbytes(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> list[int]:
+    """Bytes of live values after each node, [nodes]; a loop or branch adds the busiest point of its largest body."""
+    last = _last_use(graph, grouping)
+    change = [0] * (len(graph.nodes) + 2)
+    for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
+        for value, spec in zip(node.outputs, placement.results, strict=True):
+            end = last.get(value, index)
+            if _materialised(graph, grouping, value):
+                nbytes = spec.local_nbytes(graph.types[value], mesh)
+                change[index] += nbytes
+                change[end + 1] -= nbytes
+        for move in schedule.before[index]:
+            nbytes = move.after.local_nbytes(graph.types[move.value], mesh)
+            change[index] += nbytes
+            change[_last_reader(graph, layout.placements, move, index) + 1] -= nbytes
+        inside = _inside_nbytes(grouping, index, mesh, placement, schedule)
+        change[index] += inside
+        change[index + 1] -= inside
+    return _running(change)
+
+
+def _inside_nbytes(grouping: Grouping, index: int, mesh: Mesh, placement: Placement, schedule: Schedule) -> int:
+    """The peak of a control node's largest body."""
+    if index not in schedule.bodies:
+        return 0
+    bodies = zip(
+        grouping.controls[index].bodies,
+        grouping.bodies[index],
+        placement.bodies,
+        schedule.bodies[index],
+        strict=True,
+    )
+    return max(max(_live_nbytes(b.graph, inner, mesh, inside, due), default=0) for b, inner, inside, due in bodies)
+
+
+def _running(change: Sequence[int]) -> list[int]:
+    totals: list[int] = []
+    total = 0
+    for step in change:
+        total += step
+        totals.append(total)
+    return totals
+
+
+def _last_use(graph: Graph, grouping: Grouping) -> Mapping[int, int]:
+    """The last node that reads each value, aliases included."""
+    last: dict[int, int] = {}
+    for index, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            last[value] = last[grouping.roots.get(value, value)] = index
+    return last
+
+
+def _materialised(graph: Graph, grouping: Grouping, value: int) -> bool:
+    home = grouping.home.get(value)
+    if graph.producers.get(value) in grouping.controls:
+        return True
+    readers = (graph.nodes[r] for r in graph.consumers.get(value, ()))
+    return home is not None and any(grouping.bundle_of(reader) != home for reader in readers)
+
+
+def _last_reader(graph: Graph, placements: Sequence[Placement], move: Move, index: int) -> int:
+    last = index
+    for reader in graph.consumers.get(move.value, ()):
+        node = graph.nodes[reader]
+        wants = (s for v, s in zip(node.inputs, placements[reader].operands, strict=True) if v == move.value)
+        if reader > last and move.after in wants:
+            last = reader
+    return last

@@ -1,0 +1,272 @@
+"""What one device runs under a plan: the graph on local shapes, operation by operation, with the moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.combining import combined
+from passes.control import Body, Control
+from passes.ir import Graph, TensorType
+from passes.mesh import Mesh
+from passes.moves import Layout, Move, Placement, Schedule, is_free
+from passes.operations import Operation, Operations
+from passes.phases import Phase, phase
+from passes.resharding import Step
+from passes.rules import ShardingRule
+from passes.sharding import ShardingSpec, replicated
+from passes.spelling import spell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProgram:
+    """The operations in order, and which are its inputs, constants and outputs.
+
+    `hoisted` are those that do not change from one iteration to the next, which XLA moves out of the loop.
+    """
+
+    operations: tuple[Operation, ...]
+    inputs: tuple[int, ...]
+    constants: tuple[int, ...]
+    outputs: tuple[int, ...]
+    hoisted: tuple[int, ...] = ()
+
+
+UNCHANGING = frozenset({"collective", "transpose", "bitcast", "rearrange"})
+"""Kinds whose chains from the inputs of a loop are followed to see which collectives it need not repeat."""
+
+Inside = Callable[[int, Placement, Mapping[int, object]], None]
+"""Sees to the bodies of a control node, by its index, its placement and the numbers that slots hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a graph is lowered with: its rules, its control nodes, and what sees to their bodies."""
+
+    rules: Sequence[ShardingRule]
+    controls: Mapping[int, Control]
+    mesh: Mesh
+    inside: Inside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """How a body's inputs and outputs hang on what is around it, by position.
+
+    Inputs `sliced` are slices of a stack, outputs `stacked` are written into one, `numbers` are what inputs hold in
+    every element, inputs `fixed` are the same in every iteration, output o takes the place of input `carried[o]`.
+    """
+
+    sliced: frozenset[int] = frozenset()
+    stacked: tuple[int, ...] = ()
+    numbers: Mapping[int, object] = field(default_factory=dict[int, object])
+    fixed: tuple[int, ...] = ()
+    carried: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+WHOLE = Border()
+"""The border of a program that is no body."""
+
+
+def border_of(body: Body, control: Control, known: Mapping[int, object]) -> Border:
+    """The border of a body, given what its slots are known to hold."""
+    sliced = {wire.slot for wire in control.operands if wire.stacked}
+    stacked = {wire.slot for wire in control.results if wire.stacked}
+    entering = {slot: position for position, slot in enumerate(body.inputs)}
+    fixed = entering.keys() - sliced - known.keys() - set(body.outputs) if body.share == 1 else set[int]()
+    return Border(
+        sliced=frozenset(entering[slot] for slot in sliced if slot in entering),
+        stacked=tuple(position for position, slot in enumerate(body.outputs) if slot in stacked),
+        numbers={entering[slot]: number for slot, number in known.items() if slot in entering},
+        fixed=tuple(sorted(entering[slot] for slot in fixed)),
+        carried={position: entering[slot] for position, slot in enumerate(body.outputs) if slot in entering},
+    )
+
+
+def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, border: Border = WHOLE) -> DeviceProgram:
+    """The program of a graph, or of the body of a loop or branch."""
+    lowering = _Lowering(graph, context)
+    for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
+        lowering.enter(value, spec, sliced=position in border.sliced, number=border.numbers.get(position))
+    for value in graph.constants:
+        lowering.enter(value, replicated(graph.types[value].rank))
+    for index, placement in enumerate(layout.placements):
+        lowering.bring(index, schedule.before[index])
+        if is_free(graph, index):
+            lowering.free.update(dict.fromkeys(graph.nodes[index].outputs, index))
+        else:
+            lowering.run(index, placement)
+    lowering.bring(len(graph.nodes), schedule.before[-1])
+    outputs = [lowering.read(v, s, "forward") for v, s in zip(graph.outputs, layout.outputs, strict=True)]
+    for position in border.stacked:
+        outputs[position] = lowering.operations.add("update", (outputs[position],), (0,), "bool", ("stack", position))
+    operations, moved = _hoisted(lowering.operations.every, {lowering.entered[position] for position in border.fixed})
+    operations, place = combined(operations)
+    entered = [place[o] for o in lowering.entered]
+    return DeviceProgram(
+        operations=operations,
+        inputs=tuple(entered[: len(graph.inputs)]),
+        constants=tuple(entered[len(graph.inputs) :]),
+        outputs=tuple(place[o] for o in outputs),
+        hoisted=tuple(place[o] for o in moved),
+    )
+
+
+def _hoisted(operations: Sequence[Operation], same: set[int]) -> tuple[Sequence[Operation], list[int]]:
+    """The operations with collectives of what is the `same` in every iteration as inputs, and which those are."""
+    found: list[int] = []
+    replaced = list(operations)
+    for index, operation in enumerate(operations):
+        if operation.operands and operation.kind in UNCHANGING and same.issuperset(operation.operands):
+            same.add(index)
+            if operation.kind == "collective":
+                found.append(index)
+                replaced[index] = replace(operation, kind="input", operands=())
+    return replaced, found
+
+
+class _Lowering:
+    """Every value as an operation, where it is at home and where it was moved to; as `autopar.lower` walks it."""
+
+    def __init__(self, graph: Graph, context: Context) -> None:
+        self.graph, self.context = graph, context
+        self.operations = Operations()
+        self.home: dict[int, ShardingSpec] = {}
+        self.made: dict[int, int] = {}
+        self.moved: dict[tuple[int, ShardingSpec, Phase], int] = {}
+        self.free: dict[int, int] = {}
+        self.entered: list[int] = []
+        self.needed = _needed(graph)
+
+    def _type(self, value: int, spec: ShardingSpec) -> TensorType:
+        type = self.graph.types[value]
+        return TensorType(shape=spec.local_shape(type.shape, self.context.mesh), dtype=type.dtype)
+
+    def enter(self, value: int, spec: ShardingSpec, *, sliced: bool = False, number: object = None) -> None:
+        """A value from outside."""
+        type = self._type(value, spec)
+        self.operations.value = value
+        made = self.operations.add("input", (), type.shape, type.dtype, value)
+        self.entered.append(made)
+        if number is not None:
+            made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
+        elif sliced:
+            made = self.operations.add("rearrange", (made,), type.shape, type.dtype, "slice")
+        self.home[value], self.made[value] = spec, made
+
+    def bring(self, index: int, due: Sequence[Move]) -> None:
+        """Makes moves, each from its value's home."""
+        self.operations.at = index
+        for move in due:
+            self.operations.value = move.value
+            made = self.made[move.value]
+            if move.after_value is not None:
+                # What is behind a barrier is in the place of what was before it, so an argument is copied first.
+                waited = (self.operations.copied(made), self.made[move.after_value])
+                made, self.made[move.after_value] = self.operations.barrier(waited)
+            self.moved[move.value, move.after, move.phase] = self._moved(made, move)
+
+    def _moved(self, made: int, move: Move) -> int:
+        spec = move.before
+        for step in move.steps:
+            spec = step.apply(spec)
+            type = self._type(move.value, spec)
+            number = self.operations.number(made)
+            if number is not None and (step.kind == "slice" or number == 0):
+                made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
+            elif step.kind == "slice":
+                made = self.operations.add("rearrange", (made,), type.shape, type.dtype, str(step))
+            elif step.kind == "keep":
+                made = self.operations.add("elementwise", (made,), type.shape, type.dtype, str(step))
+            else:
+                made = self._sent(made, step, type, move.before.reduction)
+        return made
+
+    def _sent(self, made: int, step: Step, type: TensorType, reduction: str) -> int:
+        """A collective; the dimension that it joins or cuts comes first in memory."""
+        tag = (step.kind, step.axes, reduction, step.dim, step.to_dim)
+        along = {"all_gather": step.dim, "reduce_scatter": step.to_dim}.get(step.kind, -1)
+        if along < 0:
+            return self.operations.add("collective", (made,), type.shape, type.dtype, tag)
+        order = (along, *(d for d in range(type.rank) if d != along))
+        made = self.operations.transpose(made, order)
+        shape = tuple(type.shape[d] for d in order)
+        made = self.operations.add("collective", (made,), shape, type.dtype, tag)
+        return self.operations.transpose(made, sorted(range(type.rank), key=order.__getitem__))
+
+    def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
+        """A value in the placement that its reader wants; literals and free values are made for each placement."""
+        if value in self.graph.literals:
+            return self.operations.literal(self.graph.literals[value], self.graph.types[value].dtype)
+        if value in self.free:
+            return self._make(value, spec)
+        if self.home[value] == spec:
+            return self.made[value]
+        again = (value, spec, "backward")
+        return self.moved[again] if when == "backward" and again in self.moved else self.moved[value, spec, "forward"]
+
+    def _make(self, value: int, spec: ShardingSpec) -> int:
+        type, node = self._type(value, spec), self.graph.nodes[self.free[value]]
+        if node.primitive == "iota":
+            return self.operations.add("iota", (), type.shape, type.dtype, node.params.get("dimension"))
+        return self.operations.broadcast(self.read(node.inputs[0], spec, "forward"), type.shape, ())
+
+    def run(self, index: int, placement: Placement) -> None:
+        """Adds the operations of a node and keeps its results."""
+        node = self.graph.nodes[index]
+        self.operations.at = index
+        if self.context.rules[index].alias:
+            placed = zip(node.inputs, placement.results, strict=True)
+            made = [self.made[v] if v in self.made else self.read(v, spec, phase(node)) for v, spec in placed]
+            if node.primitive == "optimization_barrier":
+                made = self._held(node.outputs, made)
+        else:
+            when = phase(node)
+            operands = [self.read(v, s, when) for v, s in zip(node.inputs, placement.operands, strict=True)]
+            results = [self._type(v, s) for v, s in zip(node.outputs, placement.results, strict=True)]
+            self.operations.value = node.outputs[0] if node.outputs else -1
+            if index in self.context.controls and placement.bodies:
+                made = self._control(index, placement, operands, results)
+            else:
+                made = spell(self.operations, node, operands, results)
+        self.made.update(zip(node.outputs, made, strict=True))
+        self.home.update(zip(node.outputs, placement.results, strict=True))
+
+    def _held(self, outputs: Sequence[int], made: list[int]) -> list[int]:
+        """What a barrier lets through; what nothing needs of it is left out."""
+        wanted = [position for position, value in enumerate(outputs) if value in self.needed]
+        passed = dict(zip(wanted, self.operations.barrier([made[position] for position in wanted]), strict=True))
+        return [passed.get(position, operation) for position, operation in enumerate(made)]
+
+    def _control(
+        self, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
+    ) -> list[int]:
+        """A loop keeps its carries where they are and has room for what it stacks; a branch makes new results."""
+        node, control = self.graph.nodes[index], self.context.controls[index]
+        entering = {wire.slot: o for wire, o in zip(control.operands, operands, strict=True)}
+        room: list[int] = []
+        for position, (wire, type) in enumerate(zip(control.results, results, strict=True)):
+            held = () if node.primitive == "cond" or wire.slot not in entering else (entering[wire.slot],)
+            kind = "carry" if held else "fresh"
+            room.append(self.operations.add(kind, held, type.shape, type.dtype, (index, position)))
+        fixed = {w.slot for w in control.operands} - {w.slot for w in control.results}
+        known = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
+        self.context.inside(index, placement, known)
+        fixed -= known.keys()
+        read = [o for wire, o in zip(control.operands, operands, strict=True) if wire.slot in fixed]
+        loop = self.operations.add("loop", (*read, *room), (0,), "bool", index)
+        return [
+            self.operations.add("part", (one, loop), type.shape, type.dtype, (index, position))
+            for position, (one, type) in enumerate(zip(room, results, strict=True))
+        ]
+
+
+def _needed(graph: Graph) -> set[int]:
+    """The values that outputs depend on, through each barrier one by one."""
+    needed = set(graph.outputs)
+    for node in reversed(graph.nodes):
+        if node.primitive == "optimization_barrier":
+            needed.update(v for v, made in zip(node.inputs, node.outputs, strict=True) if made in needed)
+        elif not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+    return needed

@@ -1,0 +1,169 @@
+"""A linear or mixed-integer program as arrays, and the two solvers that take it.
+
+HiGHS reads the arrays as they are; CBC reads the model that PuLP makes of them, term by term, which is slower to build
+and there to check the other. Programs grow by blocks: a group of readers that turn out to disagree adds rows to what is
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import highspy
+import numpy as np
+import pulp
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Solver = Literal["highs", "cbc"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a solve ended, `optimal` or the solver's own word; `values` [columns] are empty if it found none."""
+
+    status: str
+    objective: float
+    values: Floats
+
+
+@dataclass(slots=True, kw_only=True)
+class LinearProgram:
+    """Columns from 0 to `upper`, rows between `low` and `high`, and what minimises a cost over them.
+
+    Entries are (row, column, coefficient) triplets, none twice. `basis` is that of the last relaxation, with the
+    columns and rows that there were: the next one starts from it.
+    """
+
+    columns: int = 0
+    rows: int = 0
+    upper: list[Floats] = field(default_factory=list[Floats])
+    low: list[Floats] = field(default_factory=list[Floats])
+    high: list[Floats] = field(default_factory=list[Floats])
+    basis: tuple[int, int, Any] | None = None
+    entries: list[tuple[Indices, Indices, Floats]] = field(default_factory=list[tuple[Indices, Indices, Floats]])
+
+    def add_columns(self, count: int, upper: float = 1.0) -> Indices:
+        """The numbers of new columns."""
+        first, self.columns = self.columns, self.columns + count
+        self.upper.append(np.full(count, upper))
+        return np.arange(first, self.columns)
+
+    def add_rows(self, count: int, low: float, high: float) -> Indices:
+        """The numbers of new rows, empty so far."""
+        first, self.rows = self.rows, self.rows + count
+        self.low.append(np.full(count, low))
+        self.high.append(np.full(count, high))
+        return np.arange(first, self.rows)
+
+    def enter(self, rows: Indices, columns: Indices, value: float | Floats) -> None:
+        """Puts coefficients into rows."""
+        self.entries.append((rows, columns, np.broadcast_to(np.asarray(value, dtype=np.float64), rows.shape)))
+
+    def minimise(self, cost: Floats, integral: Indices, solver: Solver, seconds: float, gap: float) -> Outcome:
+        """The least of `cost` [columns], found within `seconds` to a relative `gap`; by CBC if HiGHS fails."""
+        if solver == "highs":
+            outcome = _highs(self, cost, integral, seconds, gap)
+            if outcome.status in _HIGHS_STATUS.values():
+                return outcome
+        return _cbc(self, cost, integral, seconds, gap)
+
+    def triplets(self) -> tuple[Indices, Indices, Floats]:
+        """All entries, by column."""
+        rows, columns, values = (_joined([entry[part] for entry in self.entries]) for part in range(3))
+        order = np.argsort(columns, kind="stable")
+        return rows[order].astype(np.intp), columns[order].astype(np.intp), values[order]
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _highs(program: LinearProgram, cost: Floats, integral: Indices, seconds: float, gap: float) -> Outcome:
+    """HiGHS on the arrays. Reference: Huangfu and Hall, Math. Prog. Comp. 10 (2018)."""
+    rows, columns, values = program.triplets()
+    starts = np.concatenate([[0], np.cumsum(np.bincount(columns, minlength=program.columns))]).astype(np.int32)
+    kinds = np.zeros(program.columns, dtype=np.int32)
+    kinds[integral] = int(highspy.HighsVarType.kInteger.value)
+    highs: Any = highspy.Highs()
+    options = {"output_flag": False, "threads": 1, "time_limit": seconds, "mip_rel_gap": gap}
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(
+        program.columns,
+        program.rows,
+        values.size,
+        int(highspy.MatrixFormat.kColwise.value),
+        int(highspy.ObjSense.kMinimize.value),
+        0.0,
+        cost,
+        np.zeros(program.columns),
+        _joined(program.upper),
+        _joined(program.low),
+        _joined(program.high),
+        starts,
+        rows.astype(np.int32),
+        values,
+        kinds,
+    )
+    if program.basis and not integral.size:
+        highs.setBasis(_grown(program))
+    highs.run()
+    status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
+    program.basis = (program.columns, program.rows, highs.getBasis()) if status == "optimal" else None
+    feasible = highs.getInfo().primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible.value)
+    found = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
+    return Outcome(
+        status=status,
+        objective=float(highs.getInfo().objective_function_value) if feasible else float("inf"),
+        values=found,
+    )
+
+
+def _grown(program: LinearProgram) -> Any:
+    """The last basis for the program as it is now: new rows are basic, new columns at zero."""
+    columns, rows, last = program.basis or (0, 0, highspy.HighsBasis())
+    basis: Any = highspy.HighsBasis()
+    basis.col_status = [*last.col_status, *[highspy.HighsBasisStatus.kLower] * (program.columns - columns)]
+    basis.row_status = [*last.row_status, *[highspy.HighsBasisStatus.kBasic] * (program.rows - rows)]
+    basis.valid = True
+    return basis
+
+
+_HIGHS_STATUS = {
+    highspy.HighsModelStatus.kOptimal: "optimal",
+    highspy.HighsModelStatus.kInfeasible: "infeasible",
+    highspy.HighsModelStatus.kUnboundedOrInfeasible: "infeasible",
+    highspy.HighsModelStatus.kTimeLimit: "time limit",
+}
+
+
+def _cbc(program: LinearProgram, cost: Floats, integral: Indices, seconds: float, gap: float) -> Outcome:
+    """CBC on the model that PuLP makes."""
+    model: Any = pulp.LpProblem("intra_op", pulp.LpMinimize)
+    upper: Floats = _joined(program.upper)
+    bounds = (None if np.isinf(most) else float(most) for most in upper)
+    variables: list[Any] = [model.add_variable(f"x{i}", 0.0, most) for i, most in enumerate(bounds)]
+    for column in integral.tolist():
+        variables[column].cat = pulp.LpInteger
+    terms: list[list[Any]] = [[] for _ in range(program.rows)]
+    rows, columns, values = program.triplets()
+    for row, column, value in zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True):
+        terms[row].append((variables[column], value))
+    model.setObjective(pulp.LpAffineExpression(list(zip(variables, cost.tolist(), strict=True))))
+    limits: tuple[Floats, Floats] = (_joined(program.low), _joined(program.high))
+    for row, low, high in zip(terms, *(limit.tolist() for limit in limits), strict=True):
+        total = pulp.LpAffineExpression(row)
+        model.addConstraint(total == low if low == high else total >= low if np.isinf(high) else total <= high)
+    model.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, threads=1, gapRel=gap))
+    status = str(pulp.LpStatus[model.status]).lower()
+    # PuLP calls a program that ran out of time optimal too; only the status of its solution tells them apart.
+    if model.status == pulp.LpStatusOptimal and model.sol_status != pulp.LpSolutionOptimal:
+        status = "time limit"
+    solved: list[float | None] = [variable.value() for variable in variables]
+    known = status in ("optimal", "time limit") and any(value is not None for value in solved)
+    found = np.array([value or 0.0 for value in solved]) if known else np.zeros(0)
+    return Outcome(status=status, objective=float(found @ cost) if known else float("inf"), values=found)

@@ -1,0 +1,368 @@
+"""The cheapest placements of a program over logical meshes: tabulate, solve, and read the plan off the answer.
+
+With a memory limit, answers that need more are forbidden one by one (passes/fitting.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from passes.bundles import Grouping, group
+from passes.cluster import Cluster
+from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError, explain
+from passes.fitting import Point, least, within
+from passes.intra_op import Answer, SolverOptions, solve
+from passes.ir import Graph
+from passes.memory import busiest, memory, peak_nbytes
+from passes.mesh import Mesh, shapes
+from passes.moves import Layout, Schedule, due, moves
+from passes.moves import collectives as collectives_of
+from passes.phases import PHASES, Phase, phase
+from passes.plan import Plan, Solution
+from passes.plan_parts import INTERRUPTED, MemoryReport, operators
+from passes.problem import Assembly, assemble, without_dominated
+from passes.progress import Progress, Report, silent
+from passes.resharding import Resharder
+from passes.rules import pinned_mesh
+
+Tied = tuple[tuple[int, int], ...]
+Restriction = Callable[[Assembly], Assembly]
+
+
+def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
+    """Every way to lay out the first devices of a cluster that differs there."""
+    return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    """A mesh with its sharding problem and the answer to it."""
+
+    assembly: Assembly
+    resharder: Resharder
+    answer: Answer
+    refetch: bool
+
+
+def best(
+    name: str,
+    graph: Graph,
+    meshes: Sequence[Mesh],
+    tied: Tied,
+    donated: Sequence[bool],
+    options: SolverOptions,
+    restrict: Restriction | None = None,
+    refetch: bool = False,
+    report: Report = silent,
+) -> Plan:
+    """The cheapest plan over the meshes, whatever memory it needs."""
+    return MeshSearch(
+        name=name,
+        graph=graph,
+        tied=tied,
+        donated=donated,
+        options=options,
+        restrict=restrict,
+        refetch=refetch,
+        report=report,
+    ).over(meshes)
+
+
+@dataclass(slots=True, kw_only=True)
+class MeshSearch:
+    """A program with the sharding problems that were solved of it, cheapest first.
+
+    If `interruptible`, Ctrl-C ends the search as soon as there is an answer, and it is `interrupted`.
+    """
+
+    name: str
+    graph: Graph
+    tied: Tied
+    donated: Sequence[bool]
+    options: SolverOptions
+    restrict: Restriction | None = None
+    refetch: bool = False
+    offload: bool = False
+    report: Report = silent
+    interruptible: bool = False
+    interrupted: bool = field(default=False, init=False)
+    grouping: Grouping = field(init=False)
+    offloaded: tuple[int, ...] = field(init=False)
+    phases: dict[str, float] = field(init=False)
+    solved: list[_Solved] = field(default_factory=list[_Solved])
+    lowest: tuple[float, _Solved, tuple[int, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        start = time.perf_counter()
+        self.grouping = group(self.graph)
+        self.offloaded = resting(self.graph, self.tied) if self.offload else ()
+        self.phases = {"bundles": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
+
+    def over(self, meshes: Sequence[Mesh]) -> Plan:
+        """The cheapest plan over the meshes, whatever memory it needs."""
+        illegal: list[NoLegalPlanError] = []
+        allowed = _allowed(self.graph, meshes)
+        for number, mesh in enumerate(allowed):
+            try:
+                self.solved.append(self._solve(mesh, self.refetch, number, len(allowed)))
+            except NoLegalPlanError as error:
+                illegal.append(error)
+            except KeyboardInterrupt:
+                if not self.interruptible or not self.solved:
+                    raise
+                self.interrupted = True
+                break
+        if not self.solved:
+            raise illegal[-1]
+        self.solved.sort(key=lambda one: one.answer.objective)
+        return self.cheapest
+
+    @property
+    def cheapest(self) -> Plan:
+        """The cheapest plan, whatever memory it needs."""
+        return self._read_off(self.solved[0], self.solved[0].answer)
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds of a step that no plan over these meshes goes below."""
+        return self.solved[0].answer.bound
+
+    def within(self, limit: float, at_most: float = math.inf) -> Plan | None:
+        """The cheapest plan that needs at most `limit` bytes on a device, None if it takes `at_most` seconds or more.
+
+        Weights may be fetched once a step or once a use. Raises OverBudgetError with the leanest plan that was met.
+        """
+        if not self.refetch:
+            meshes = [one.assembly.mesh for one in self.solved]
+            self.refetch = True
+            self.solved.extend(self._solve(mesh, True, number, len(meshes)) for number, mesh in enumerate(meshes))
+            self.solved.sort(key=lambda one: one.answer.objective)
+        cheapest: tuple[_Solved, Answer] | None = None
+        dear = False
+        for number, one in enumerate(self.solved):
+            if one.answer.bound >= (cheapest[1].objective if cheapest else at_most):
+                dear = dear or cheapest is None
+                continue
+            try:
+                self._tell(f"fit {one.assembly.mesh} within memory", number, len(self.solved), cheapest)
+                answer = within(one.assembly, one.answer, limit, self.options, partial(self._peak, one), self.offloaded)
+            except (NoLegalPlanError, OverBudgetError):
+                continue
+            except KeyboardInterrupt:
+                if not self.interruptible or cheapest is None:
+                    raise
+                self.interrupted = True
+                break
+            if cheapest is None or answer.objective < cheapest[1].objective:
+                cheapest = one, answer
+        if cheapest is not None:
+            return self._read_off(*cheapest)
+        if dear:
+            return None
+        raise OverBudgetError("no placements keep the memory limit", leanest=self._lowest())
+
+    def leanest(self) -> Plan:
+        """The plan that needs least memory, of those met on the way to the least on every mesh."""
+        for one in self.solved:
+            least(one.assembly, one.answer, self.options, partial(self._peak, one), self.offloaded)
+        return self._lowest()
+
+    def _lowest(self) -> Plan:
+        """The plan that needs least memory, of those met so far."""
+        if self.lowest is None:
+            return self.cheapest
+        _, one, choice = self.lowest
+        objective = one.assembly.problem.evaluate(choice)
+        return self._read_off(one, replace(one.answer, choice=choice, objective=objective))
+
+    def _tell(self, what: str, done: int, total: int, best: tuple[_Solved, Answer] | None = None) -> None:
+        seconds = best[1].objective if best else None
+        self.report(Progress(phase=what, done=done, total=total, best_seconds=seconds))
+
+    def _solve(self, mesh: Mesh, refetch: bool, done: int, total: int) -> _Solved:
+        """A mesh's problem and its answer; `done` of `total` meshes came before."""
+        best = min(((one, one.answer) for one in self.solved), key=lambda pair: pair[1].objective, default=None)
+        self._tell(f"tabulate {mesh}", done, total, best)
+        began = time.perf_counter()
+        resharder = Resharder(mesh)
+        assembly = assemble(self.graph, mesh, self.grouping, resharder, self.tied, refetch=refetch)
+        assembly = self.restrict(assembly) if self.restrict else assembly
+        self.phases["tables"] += time.perf_counter() - began
+        self._tell(f"solve {mesh}", done, total, best)
+        answer = solve(without_dominated(assembly, resharder), self.options)
+        self.phases["build"] += answer.build_seconds
+        self.phases["solve"] += answer.solve_seconds
+        return _Solved(assembly=assembly, resharder=resharder, answer=answer, refetch=refetch)
+
+    def _read_off(self, one: _Solved, answer: Answer) -> Plan:
+        plan = _read_off(
+            self.name, one.assembly, answer, one.resharder, self.tied, self.donated, self.phases, one.refetch
+        )
+        plan = stopped(plan) if self.interrupted else plan
+        if not self.offloaded:
+            return plan
+        held = _held(self.graph, plan.layout, self.offloaded, plan.mesh)
+        rate = plan.cluster.group().device.host_bytes_per_second
+        return replace(
+            plan,
+            offloaded=self.offloaded,
+            seconds={**plan.seconds, "offload": 2 * sum(held) / rate},
+            nbytes={**plan.nbytes, "offloaded": -_away(held)},
+            memory=plan.memory and plan.memory.less(_away(held)),
+        )
+
+    def _peak(self, one: _Solved, choice: Sequence[int]) -> Point:
+        """Where the plan of an answer needs most memory."""
+        graph, grouping, mesh = self.graph, self.grouping, one.assembly.mesh
+        layout = one.assembly.layout(choice)
+        schedule = moves(graph, layout, one.resharder, refetch=one.refetch)
+        donated = self.donated or (False,) * len(graph.inputs)
+        nbytes = peak_nbytes(graph, grouping, mesh, layout, schedule, self.tied, donated)
+        away = _away(_held(graph, layout, self.offloaded, mesh))
+        needed = sum(nbytes.values()) - away
+        if self.lowest is None or needed < self.lowest[0]:
+            self.lowest = needed, one, tuple(choice)
+        return Point(node=busiest(graph, grouping, mesh, layout, schedule), nbytes=needed)
+
+
+def stopped(plan: Plan) -> Plan:
+    """A plan marked as the best of a search that was interrupted."""
+    return replace(plan, solution=replace(plan.solution, status=INTERRUPTED))
+
+
+def resting(graph: Graph, tied: Tied) -> tuple[int, ...]:
+    """The inputs that the step returns again and reads in its apply phase alone: the optimizer's state, for one."""
+    found: list[int] = []
+    for _, position in tied:
+        value = graph.inputs[position]
+        readers = [graph.nodes[r] for r in graph.consumers.get(value, ())]
+        if graph.types[value].rank and all(phase(node) == "apply" and not node.subgraphs for node in readers):
+            found.append(position)
+    return tuple(sorted(found))
+
+
+def _held(graph: Graph, layout: Layout, inputs: Sequence[int], mesh: Mesh) -> list[int]:
+    """Bytes of each of these inputs on one device."""
+    return [layout.inputs[i].local_nbytes(graph.types[graph.inputs[i]], mesh) for i in inputs]
+
+
+def _away(held: Sequence[int]) -> int:
+    """Bytes that a device does not need at once: two of the arrays are there, one being updated, one on its way."""
+    return max(sum(held) - 2 * max(held, default=0), 0)
+
+
+def _allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
+    """The meshes, or the one that the program's own `shard_map`s name, if a planner's mesh has its sizes."""
+    pinned = pinned_mesh(graph)
+    if pinned is None:
+        return meshes
+    names, sizes = tuple(pinned), tuple(pinned.values())
+    same = [mesh for mesh in meshes if sorted(mesh.sizes) == sorted(s for s in sizes if s > 1)]
+    if not same:
+        asked = ", ".join(f"{name}={size}" for name, size in pinned.items())
+        tried, count = " or ".join(map(str, meshes)), math.prod(sizes)
+        remedy = f"give it a mesh of that shape, or plan with Auto(max_axes={max(2, len(sizes))})"
+        if count != meshes[0].size:
+            remedy = f"give it a mesh of all devices, or plan for its own {count}: devices=jax.devices()[:{count}]"
+        raise PlanningError(
+            explain(
+                f"a shard_map over the mesh ({asked})",
+                "a shard_map runs on the very mesh that it names, with all of its devices",
+                f"this planner tried {tried}",
+                remedy,
+            )
+        )
+    return [Mesh(axes=names, sizes=sizes, cluster=same[0].cluster)]
+
+
+def _read_off(
+    name: str,
+    assembly: Assembly,
+    answer: Answer,
+    resharder: Resharder,
+    tied: Tied,
+    donated: Sequence[bool],
+    phases: dict[str, float],
+    refetch: bool,
+) -> Plan:
+    """The plan that an answer stands for: placements, the moves between them, and what both cost."""
+    graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
+    layout = assembly.layout(answer.choice)
+    schedule = moves(graph, layout, resharder, refetch=refetch)
+    donated = donated or (False,) * len(graph.inputs)
+    compute = assembly.root.compute_seconds(answer.choice)
+    moving, moved = _move_seconds(graph, schedule, resharder)
+    held = memory(graph, grouping, mesh, layout, schedule, tied, donated)
+    return Plan(
+        fingerprint=graph.fingerprint,
+        cluster=mesh.cluster,
+        mesh=mesh,
+        operators=operators(graph, layout.placements),
+        inputs=layout.inputs,
+        outputs=layout.outputs,
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+        input_types=tuple(graph.types[v] for v in graph.inputs),
+        output_types=tuple(graph.types[v] for v in graph.outputs),
+        collectives=collectives_of(graph, schedule, mesh),
+        seconds={"compute": sum(compute.values()), **moving},
+        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
+        nbytes={cause: size for cause, size in held.nbytes.items() if size},
+        memory=MemoryReport.of(held),
+        solution=Solution(
+            planner=name,
+            status=answer.status,
+            objective=answer.objective,
+            bound=answer.bound,
+            phase_seconds=phases,
+        ),
+        replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
+        refetch=refetch,
+    )
+
+
+def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
+    """The operators that no rule cuts, those of loops and branches included."""
+    for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
+        if rule.reason:
+            yield f"{node.primitive} at {node.source}"
+        if index in grouping.controls:
+            for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
+                yield from _uncut(body.graph, inner)
+
+
+def _move_seconds(
+    graph: Graph, schedule: Schedule, resharder: Resharder
+) -> tuple[dict[str, float], dict[Phase, float]]:
+    """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
+    by_kind: dict[str, float] = {}
+    by_phase: dict[Phase, float] = {}
+    for one in due(graph, schedule):
+        spec = one.move.before
+        for step in one.move.steps:
+            before, spec = spec, step.apply(spec)
+            spent = one.trips * one.share * resharder.cost(one.type, before, spec)
+            cause = "copies" if step.is_local else step.kind
+            by_kind[cause] = by_kind.get(cause, 0.0) + spent
+            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + spent
+    return by_kind, by_phase
+
+
+def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
+    return Mesh(axes=("x", "y", "z")[: len(sizes)], sizes=sizes, cluster=cluster)
+
+
+def named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
+    used = [(name, size) for name, size in axes if size > 1]
+    return Mesh(axes=tuple(name for name, _ in used), sizes=tuple(size for _, size in used), cluster=cluster)
+
+
+def _distinct(cluster: Cluster, sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    """The shapes that differ on this cluster: on one host all devices are equally far apart and order is naming."""
+    if cluster.group().hosts > 1:
+        return list(sizes)
+    return list(dict.fromkeys(tuple(sorted(shape)) for shape in sizes))

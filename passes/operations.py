@@ -1,0 +1,222 @@
+"""The operations of one device as XLA sees them, and the simplifications that it makes as they are added.
+
+Equal operations are one; what changes nothing is left out; operands of other shapes are broadcast, and what is the same
+along a dimension is computed once, before the broadcast. Only what decides memory is kept of an operation: what it
+reads and writes, and how it can be fused.
+
+Reference: XLA's algebraic simplifier and CSE, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, cast
+
+from passes.ir import TensorType, item_nbytes
+
+Kind = Literal[
+    "input",
+    "literal",
+    "elementwise",
+    "expensive",
+    "broadcast",
+    "iota",
+    "bitcast",
+    "transpose",
+    "rearrange",
+    "gather",
+    "reduce",
+    "update",
+    "dot",
+    "collective",
+    "fresh",
+    "carry",
+    "loop",
+    "opaque",
+    "part",
+    "result",
+]
+"""How XLA treats an operation: `expensive` ones are elementwise but never computed twice, `rearrange` takes elements
+from other places, `update` and `carry` write into their first operand, `fresh` is room that a loop fills, `part` is
+another name for its first operand once the others are there, `result` one of several that its operand makes, and
+`opaque` whatever has a kernel of its own."""
+
+Shape = tuple[int, ...]
+
+NEUTRAL: Mapping[str, float] = MappingProxyType(
+    {"add": 0.0, "add_any": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0, "max": -math.inf, "min": math.inf}
+)
+"""The second operand that changes nothing."""
+
+BY_COLUMNS = (((0,), (0,)), ((), ()))
+"""The dimension numbers of a product of columns with columns."""
+
+COMMUTATIVE = frozenset({"add", "add_any", "mul", "max", "min"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation; `operands` are positions in the program, `node` and `value` what it stands for in the graph.
+
+    `tag` tells apart what has the same kind, operands and shape.
+    """
+
+    kind: Kind
+    operands: tuple[int, ...]
+    shape: Shape
+    dtype: str
+    node: int
+    value: int = -1
+    tag: object = None
+
+    @property
+    def name(self) -> str:
+        """What the tag begins with: a primitive, or the kind of a collective."""
+        tag = cast("tuple[object, ...]", self.tag) if isinstance(self.tag, tuple) else (self.tag,)
+        return str(tag[0]) if tag else ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * item_nbytes(self.dtype)
+
+
+class Operations:
+    """The operations of a program as they are added; `at` and `value` are what the next ones stand for."""
+
+    def __init__(self) -> None:
+        self.every: list[Operation] = []
+        self.known: dict[tuple[object, ...], int] = {}
+        self.at = -1
+        self.value = -1
+
+    def __getitem__(self, operation: int) -> Operation:
+        return self.every[operation]
+
+    def add(self, kind: Kind, operands: Iterable[int], shape: Shape, dtype: str, tag: object = None) -> int:
+        """The operation, or the equal one that is there already."""
+        key = (kind, operands := tuple(operands), shape, dtype, tag)
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = len(self.every)
+            self.every.append(
+                Operation(
+                    kind=kind,
+                    operands=operands,
+                    shape=shape,
+                    dtype=dtype,
+                    node=self.at,
+                    value=self.value,
+                    tag=tag,
+                )
+            )
+        return found
+
+    def literal(self, value: object, dtype: str) -> int:
+        """A scalar known while planning."""
+        return self.add("literal", (), (), dtype, (type(value).__name__, value))
+
+    def barrier(self, operations: Sequence[int]) -> list[int]:
+        """The operations under other names, once all of them are there; what is made of those is made anew."""
+        tag = ("barrier", len(self.every))
+        held = [(o, self.every[o]) for o in operations]
+        joined = self.add("opaque", (o for o, one in held if one.kind != "literal"), (0,), "bool", tag)
+        passed = self.add("opaque", (joined,), (0,), "bool", tag)
+        return [
+            o if one.kind == "literal" else self.add("part", (o, passed), one.shape, one.dtype, tag) for o, one in held
+        ]
+
+    def copied(self, operation: int) -> int:
+        """An argument in a place of its own; anything else as it is."""
+        held = self.every[operation]
+        return self.add("opaque", (operation,), held.shape, held.dtype, "copy") if held.kind == "input" else operation
+
+    def number(self, operation: int) -> object:
+        """The literal that an operation holds everywhere, None for anything else."""
+        held = self.every[operation]
+        held = self.every[held.operands[0]] if held.kind == "broadcast" else held
+        return cast("tuple[str, object]", held.tag)[1] if held.kind == "literal" else None
+
+    def reshape(self, operation: int, shape: Shape) -> int:
+        """The same bytes under another shape."""
+        held = self.every[operation]
+        if held.kind == "bitcast":
+            operation = held.operands[0]
+        if self.every[operation].shape == shape:
+            return operation
+        return self.add("bitcast", (operation,), shape, held.dtype)
+
+    def broadcast(self, operation: int, shape: Shape, dims: Sequence[int] | None = None) -> int:
+        """The operation with more dimensions, its own being `dims`; only a reshape where its size stays."""
+        held = self.every[operation]
+        if held.shape == shape:
+            return operation
+        if held.kind != "literal" and math.prod(shape) == math.prod(held.shape):
+            return self.reshape(operation, shape)
+        dims = range(len(shape) - len(held.shape), len(shape)) if dims is None else dims
+        wide = tuple(d for d, size in zip(dims, held.shape, strict=True) if size > 1)
+        if held.kind == "broadcast" and held.shape == tuple(shape[d] for d in dims):
+            inner = cast("tuple[int, ...]", held.tag)
+            wide, operation = tuple(dims[d] for d in inner), held.operands[0]
+        else:
+            operation = self.reshape(operation, tuple(size for size in held.shape if size > 1))
+        return self.add("broadcast", (operation,), shape, held.dtype, wide)
+
+    def transpose(self, operation: int, permutation: Sequence[int]) -> int:
+        """Dimensions in another order; two transposes are one, and dimensions of size 1 move for free.
+
+        A product of columns with columns is written in whatever order its reader wants.
+        """
+        held = self.every[operation]
+        after = tuple(held.shape[d] for d in permutation)
+        moved = [d for d in permutation if held.shape[d] > 1]
+        if moved == sorted(moved):
+            return self.reshape(operation, after)
+        if held.kind == "dot" and held.tag == BY_COLUMNS:
+            return self.add("bitcast", (operation,), after, held.dtype, "transposed")
+        if held.kind == "transpose":
+            before = cast("tuple[int, ...]", held.tag)
+            return self.transpose(held.operands[0], [before[d] for d in permutation])
+        return self.add("transpose", (operation,), after, held.dtype, tuple(permutation))
+
+    def elementwise(self, name: str, operands: Sequence[int], type: TensorType, *, expensive: bool = False) -> int:
+        """One operation on every element; what is the same along a dimension is computed once and broadcast."""
+        spread = [self.broadcast(o, type.shape) for o in operands]
+        numbers = [self.number(o) for o in spread]
+        if name in NEUTRAL and len(spread) == 2 and "float" in type.dtype:
+            if is_number(numbers[1], NEUTRAL[name]):
+                return spread[0]
+            if name in COMMUTATIVE and is_number(numbers[0], NEUTRAL[name]):
+                return spread[1]
+        if name == "select_n" and len(set(spread[1:])) == 1:
+            return spread[1]
+        if name in ("add", "add_any") and len(spread) == 2:
+            for into, scattered in (spread, spread[::-1]):
+                held = self.every[scattered]
+                if held.kind == "update" and is_number(self.number(held.operands[0]), 0.0) and "-add" in str(held.tag):
+                    return self.add("update", (into, *held.operands[1:]), type.shape, type.dtype, held.tag)
+        if type.shape and spread and all(n is not None for n in numbers):
+            return self.broadcast(self.literal((name, *numbers), type.dtype), type.shape)
+        sources = {o for o, n in zip(spread, numbers, strict=True) if n is None}
+        if len(sources) == 1 and self.every[(source := min(sources))].kind == "broadcast":
+            held = self.every[source]
+            narrow = self.every[held.operands[0]].shape
+            below = [
+                held.operands[0] if n is None else self.broadcast(self.every[o].operands[0], narrow)
+                for o, n in zip(spread, numbers, strict=True)
+            ]
+            inner = TensorType(shape=narrow, dtype=type.dtype)
+            made = self.elementwise(name, below, inner, expensive=expensive)
+            return self.broadcast(made, type.shape, cast("tuple[int, ...]", held.tag))
+        return self.add("expensive" if expensive else "elementwise", spread, type.shape, type.dtype, name)
+
+
+def is_number(number: object, wanted: float) -> bool:
+    """Whether a literal is this number."""
+    return isinstance(number, int | float) and float(number) == wanted

@@ -1,0 +1,75 @@
+"""Why no plan fits in memory, and the smallest changes with which one does, each of them planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from passes.cluster import Cluster
+from passes.errors import OverBudgetError, explain
+from passes.plan import Plan
+from passes.quantities import count, nbytes
+
+_MOST = 8
+"""Times the devices that are tried."""
+
+
+def shortage(
+    error: OverBudgetError,
+    limit: float,
+    cluster: Cluster,
+    plan: Callable[[Cluster], Plan | None] | None = None,
+) -> OverBudgetError:
+    """The error in four parts; `plan` plans for other clusters, to see how many devices would do."""
+    lean = error.leanest
+    what = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
+    if not isinstance(lean, Plan):
+        return OverBudgetError(explain(what, str(error), "", "give each device more memory, or plan for more devices"))
+    held = sorted(((size, cause) for cause, size in lean.nbytes.items() if size), reverse=True)
+    words = ", ".join(f"{nbytes(size)} of {cause}" for size, cause in held)
+    ways = [f"{nbytes(_up(lean.peak_nbytes - limit))} more on each device (memory_limit={lean.peak_nbytes:,} bytes)"]
+    if plan is not None:
+        ways.extend(_more_devices(cluster, plan))
+    return OverBudgetError(
+        explain(
+            what,
+            f"the leanest plan found needs {nbytes(lean.peak_nbytes)} ({words})",
+            f"it has {_form(lean)} on mesh ({lean.mesh})",
+            f"what would do, as planned: {', or '.join(ways)}; a smaller batch or model needs less as well",
+        ),
+        leanest=lean,
+    )
+
+
+def _form(plan: Plan) -> str:
+    kept = sum(choice == "inputs" for choice in plan.remat)
+    words = count(plan.microbatches, "microbatch", "microbatches")
+    return f"{words}, {count(kept, 'layer')} of {len(plan.remat)} keeping inputs alone" if plan.remat else words
+
+
+def _up(size: float) -> float:
+    return float(math.ceil(size))
+
+
+def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> Iterator[str]:
+    """The fewest times as many devices that hold a plan."""
+    times = 2
+    while times <= _MOST:
+        larger = _times(cluster, times)
+        try:
+            found = plan(larger)
+        except OverBudgetError:
+            found = None
+        if found is None:
+            times *= 2
+            continue
+        yield f"{count(larger.n_devices, 'device')} ({nbytes(found.peak_nbytes)} each)"
+        return
+
+
+def _times(cluster: Cluster, times: int) -> Cluster:
+    """The cluster with several times the hosts."""
+    group = cluster.group()
+    hosts = group.hosts * times
+    return Cluster(name=f"{cluster.name} x {times}", groups=(replace(group, hosts=hosts),))

@@ -1,0 +1,282 @@
+"""What each primitive turns into, as XLA comes to see it, on the shapes of one device.
+
+What a dot or a convolution takes is transposed to where its kernel wants it, quotients by a broadcast become products,
+logistic functions are spelled out, and the transpose of max-pooling finds every window's choice before it scatters.
+
+Reference: XLA's dot decomposer, transpose folding, logistic and select-and-scatter expanders, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, cast
+
+from passes.ir import Node, TensorType
+from passes.operations import Kind, Operations, Shape, is_number
+
+CHEAP = frozenset(
+    "abs add add_any and ceil clamp clz complex conj convert_element_type cos eq eq_to floor ge gt imag is_finite le "
+    "le_to lt lt_to max min mul mulhi ne neg not one_minus_square or population_count real reduce_precision round "
+    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub xor".split()
+)
+"""Elementwise primitives that XLA computes again for every reader."""
+
+EXPENSIVE = frozenset(
+    "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cosh digamma erf erf_inv erfc exp exp2 expm1 "
+    "igamma igamma_grad_a igammac lgamma log log1p log2 nextafter polygamma pow regularized_incomplete_beta rem rsqrt "
+    "sinh sqrt tan tanh threefry2x32 zeta".split()
+)
+"""Elementwise primitives that XLA computes once, however many readers they have."""
+
+Spelling = Callable[[Operations, Node, Sequence[int], Sequence[TensorType]], list[int]]
+
+
+def spell(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The operations that hold a node's results, given those of its operands, on local types."""
+    if node.primitive in SPELLINGS:
+        return SPELLINGS[node.primitive](operations, node, operands, results)
+    if node.primitive in CHEAP or node.primitive in EXPENSIVE:
+        expensive = node.primitive in EXPENSIVE
+        return [operations.elementwise(node.primitive, operands, type, expensive=expensive) for type in results]
+    tag = (node.primitive, operations.at)
+    return [operations.add("opaque", operands, t.shape, t.dtype, (*tag, i)) for i, t in enumerate(results)]
+
+
+def _same(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return list(operands)
+
+
+def _converted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """To bfloat16 from float32 takes checks for NaN, which XLA does not do twice."""
+    before, after = operations[operands[0]].dtype, results[0].dtype
+    if before == after:
+        return list(operands)
+    narrow = after == "bfloat16" and before == "float32"
+    return [operations.elementwise(f"convert {before}", operands, results[0], expensive=narrow)]
+
+
+def _divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """A quotient by something known or broadcast is a product."""
+    (type,), (above, below) = results, operands
+    if "float" not in type.dtype:
+        return [operations.elementwise("div", operands, type, expensive=operations.number(below) is None)]
+    if (number := operations.number(below)) is not None:
+        if is_number(number, 1.0):
+            return [operations.broadcast(above, type.shape)]
+        return [operations.elementwise("mul", (above, operations.literal(("1/", number), type.dtype)), type)]
+    spread = operations[operations.broadcast(below, type.shape)]
+    if spread.kind != "broadcast" or operations.number(above) is not None:
+        return [operations.elementwise("div", operands, type, expensive=True)]
+    narrow = TensorType(shape=operations[spread.operands[0]].shape, dtype=type.dtype)
+    one = operations.literal(1.0, type.dtype)
+    inverse = operations.elementwise("div", (one, spread.operands[0]), narrow, expensive=True)
+    wide = operations.broadcast(inverse, type.shape, cast("tuple[int, ...]", spread.tag))
+    return [operations.elementwise("mul", (above, wide), type)]
+
+
+def _power(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    (type,), exponent = results, cast("int", node.params["y"])
+    raised = operands[0]
+    if abs(exponent) != 1:
+        raised = operations.elementwise(f"power {abs(exponent)}", operands, type)
+    if exponent < 0:
+        one = operations.literal(1.0, type.dtype)
+        raised = operations.elementwise("div", (one, raised), type, expensive=True)
+    return [raised]
+
+
+def _logistic(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    (type,), one = results, operations.literal(1.0, results[0].dtype)
+    negative = operations.elementwise("neg", operands, type)
+    exponential = operations.elementwise("exp", (negative,), type, expensive=True)
+    below = operations.elementwise("add", (one, exponential), type)
+    return [operations.elementwise("div", (one, below), type, expensive=True)]
+
+
+def _reshaped(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return [operations.reshape(operands[0], results[0].shape)]
+
+
+def _broadcast(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    dims = cast("tuple[int, ...]", node.params["broadcast_dimensions"])
+    return [operations.broadcast(operands[0], results[0].shape, dims)]
+
+
+def _transposed(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    return [operations.transpose(operands[0], cast("tuple[int, ...]", node.params["permutation"]))]
+
+
+def _iota(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return [operations.add("iota", operands, t.shape, t.dtype, node.params.get("dimension")) for t in results]
+
+
+def _rearranged(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    tag = (node.primitive, repr(node.params))
+    return [operations.add("rearrange", operands, t.shape, t.dtype, (*tag, i)) for i, t in enumerate(results)]
+
+
+def _concatenated(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """XLA fuses a concatenation unless it joins many arrays, or long rows."""
+    (type,), dimension = results, cast("int", node.params["dimension"])
+    minor = dimension == type.rank - 1 and type.rank > 1 and type.shape[-1] * type.item_nbytes >= 64
+    kind: Kind = "opaque" if len(operands) > 8 or (minor and type.nbytes >= 2048) else "rearrange"
+    return [operations.add(kind, operands, type.shape, type.dtype, ("concatenate", dimension))]
+
+
+def _gathered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Where indices may lie outside, what they select is masked."""
+    (type,) = results
+    found = operations.add("gather", operands, type.shape, type.dtype, repr(node.params))
+    if "FILL" not in str(node.params.get("mode")):
+        return [found]
+    return [operations.add("elementwise", (found, operands[1]), type.shape, type.dtype, "masked")]
+
+
+def _scattered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return [operations.add("update", operands, results[0].shape, results[0].dtype, (node.primitive, operations.at))]
+
+
+def _reduced(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Nothing to do along dimensions of size 1; a sum of negatives is a negative sum."""
+    (type,), axes, held = results, cast("tuple[int, ...]", node.params["axes"]), operations[operands[0]]
+    if all(held.shape[d] == 1 for d in axes):
+        return [operations.reshape(operands[0], type.shape)]
+    if node.primitive == "reduce_sum" and held.tag == "neg":
+        made = _reduced(operations, node, held.operands, results)
+        return [operations.elementwise("neg", made, type)]
+    return [operations.add("reduce", operands, type.shape, type.dtype, (node.primitive, tuple(axes)))]
+
+
+def _as_sent(operations: Operations, operand: int) -> int:
+    """An operand of a batch of products, which is read as a collective has laid it out."""
+    held = operations[operand]
+    if held.kind == "transpose" and operations[held.operands[0]].kind == "collective":
+        return operations.add("bitcast", held.operands, held.shape, held.dtype, held.tag)
+    return operand
+
+
+def _dot(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Unless each side has at most one dimension of every sort, both are brought to (batch, free, contracted) order."""
+    numbers = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", node.params["dimension_numbers"])
+    (contracted, batch), (type,) = numbers, results
+    if batch[0]:
+        operands = [_as_sent(operations, o) for o in operands]
+    sides = [_Side.of(operations[o].shape, c, b) for o, c, b in zip(operands, contracted, batch, strict=True)]
+    if all(side.is_canonical for side in sides):
+        return [operations.add("dot", operands, type.shape, type.dtype, numbers)]
+    left, right = sides
+    orders = ((*left.batch, *left.free, *left.contracted), (*right.batch, *right.contracted, *right.free))
+    wanted = ((left.size("free"), left.size("contracted")), (right.size("contracted"), right.size("free")))
+    reads: list[int] = []
+    for operand, side, order, matrix in zip(operands, sides, orders, wanted, strict=True):
+        arranged = operations.transpose(operand, order)
+        if operations[arranged].kind == "transpose" and side.is_matrix and (side is right or len(side.shape) == 2):
+            arranged = operand  # read by columns as well as by rows
+        reads.append(operations.reshape(arranged, (*(side.shape[d] for d in side.batch), *matrix)))
+    flat = (*(left.shape[d] for d in left.batch), left.size("free"), right.size("free"))
+    made = operations.add("dot", reads, flat, type.dtype, ("merged", numbers))
+    return [operations.reshape(made, type.shape)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One side of a product, its dimensions by sort."""
+
+    shape: Shape
+    batch: Shape
+    free: Shape
+    contracted: Shape
+
+    @classmethod
+    def of(cls, shape: Shape, contracted: Shape, batch: Shape) -> _Side:
+        free = tuple(d for d in range(len(shape)) if d not in (*contracted, *batch))
+        return cls(shape=shape, batch=tuple(batch), free=free, contracted=tuple(contracted))
+
+    def size(self, sort: Literal["free", "contracted"]) -> int:
+        return math.prod(self.shape[d] for d in (self.free if sort == "free" else self.contracted))
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is one matrix, or a batch of them one after the other."""
+        others = [d for d in (*self.free, *self.contracted) if self.shape[d] > 1]
+        wide = [d for d in self.batch if self.shape[d] > 1]
+        return len(others) <= 2 and bool(wide) == bool(self.batch) and all(d < min(others, default=d + 1) for d in wide)
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether a kernel takes it as it lies; in a batch of products, dimensions of size 1 do not count."""
+        free, contracted, batch = (
+            [d for d in dims if not self.batch or self.shape[d] > 1]
+            for dims in (self.free, self.contracted, self.batch)
+        )
+        ordered = not batch or (
+            batch == sorted(batch) and batch[-1] < min((*free, *contracted), default=len(self.shape))
+        )
+        return len(contracted) <= 1 and len(free) <= 1 and ordered
+
+
+def _convolved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Batch first and features last, the kernel's spatial dimensions first: whatever lies otherwise is copied."""
+    numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
+    (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
+    (first, last, *between), (type,) = numbers["out_spec"], results
+    left = operations.transpose(operands[0], (batch, *spatial, feature))
+    right = operations.transpose(operands[1], (*window, into, out))
+    order = (first, *between, last)
+    shape = tuple(type.shape[d] for d in order)
+    made = operations.add("opaque", (left, right), shape, type.dtype, ("convolution", operations.at))
+    return [operations.transpose(made, sorted(range(type.rank), key=order.__getitem__))]
+
+
+def _selected(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The place of every window's choice, found among counters along each dimension, and a scatter to those places."""
+    source, operand = operands
+    held, (type,), windows = operations[operand], results, operations[source]
+    counters = [operations.add("iota", (), held.shape, "int32", d) for d in range(len(held.shape))]
+    found = [
+        operations.add("opaque", (operand, *counters), windows.shape, dtype, ("window", operations.at, i))
+        for i, dtype in enumerate((held.dtype, *("int32" for _ in counters)))
+    ]
+    places = operations.add("rearrange", found[1:], (windows.size, len(counters)), "int32", ("places", operations.at))
+    zeros = operations.broadcast(operations.literal(0.0, type.dtype), type.shape, ())
+    reads = (zeros, places, operations.reshape(source, (windows.size,)))
+    return [operations.add("update", reads, type.shape, type.dtype, ("scatter", operations.at))]
+
+
+SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("stop_gradient", "copy", "copy_p", "name", "device_put", "sharding_constraint"),
+            _same,
+        ),
+        **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
+        **dict.fromkeys(("slice", "dynamic_slice", "rev", "pad", "split", "unstack", "stack", "tile"), _rearranged),
+        **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
+        **dict.fromkeys(
+            ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scattered
+        ),
+        "broadcast_in_dim": _broadcast,
+        "concatenate": _concatenated,
+        "conv_general_dilated": _convolved,
+        "convert_element_type": _converted,
+        "div": _divided,
+        "dot_general": _dot,
+        "dynamic_update_slice": _scattered,
+        "gather": _gathered,
+        "integer_pow": _power,
+        "iota": _iota,
+        "logistic": _logistic,
+        "select_and_scatter_add": _selected,
+        "transpose": _transposed,
+    }
+)
+"""What the primitives that are more or less than one operation turn into."""

@@ -1,0 +1,210 @@
+"""A step in other forms that compute the same: in more microbatches, with less kept for the backward pass.
+
+Each form is a program of its own, planned by the search over meshes; the cheapest that fits is taken. Forms are tried
+from those that cost least to those that need least memory; one whose bound is above the best plan found is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from passes import quantities
+from passes.errors import OverBudgetError, PlanningError
+from passes.ir import Graph
+from passes.mesh_search import MeshSearch, Tied, stopped
+from passes.plan import Plan
+from passes.progress import Report, silent, within
+from passes.remat import KEPT, Kept, kept_of
+
+_NEAR = 1.02
+"""A plan this close to the step without a limit is good enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A form of the step: how many microbatches, and what each layer keeps (nothing: as it was written).
+
+    Planned with `offload`, the optimizer's state stays in the host's memory between steps.
+    """
+
+    microbatches: int = 1
+    kept: tuple[Kept, ...] = ()
+    offload: bool = False
+
+    def __str__(self) -> str:
+        """The form in words, empty for the step as it was written."""
+        kinds = tuple(dict.fromkeys(self.kept))
+        words = [quantities.count(self.microbatches, "microbatch", "microbatches")] if self.microbatches > 1 else []
+        words += [f"layers keep {kinds[0]}" if len(kinds) == 1 else "layers keep different things"] if kinds else []
+        return ", ".join([*words, *(["state offloaded"] if self.offload else [])])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A step in one form, as planners take it."""
+
+    graph: Graph
+    tied: Tied
+    donated: Sequence[bool]
+
+
+class Forms(Protocol):
+    """The forms that a step has: `layers` of its forward pass, and numbers of microbatches that divide its batch."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def counts(self) -> Sequence[int]: ...
+
+    def form(self, variant: Variant) -> Form:
+        """The step in one form. Raises PlanningError where it has none such."""
+        ...
+
+
+def tries(forms: Forms) -> Iterator[Variant]:
+    """The forms in the order in which they are tried."""
+    kinds: Sequence[Kept] = KEPT if forms.layers else KEPT[:1]
+    for count in forms.counts:
+        for offload in (False, True):
+            for kind in kinds:
+                kept = () if kind == "everything" else (kind,) * forms.layers
+                yield Variant(microbatches=count, kept=kept, offload=offload)
+
+
+def _is_lean(variant: Variant) -> bool:
+    """Whether a form needs the least memory of those with as many microbatches."""
+    return variant.offload and set(variant.kept) <= {"inputs"}
+
+
+@dataclass(slots=True, kw_only=True)
+class VariantSearch:
+    """The cheapest plan of a step in any form, of those that need at most `limit` bytes.
+
+    `search` plans a form on every mesh without a limit, its state offloaded or not. Forms are tried for `seconds`;
+    where none fits by then, only the leanest with more microbatches still are. If `interruptible`, Ctrl-C ends the
+    search as soon as there is a plan.
+    """
+
+    forms: Forms
+    limit: float
+    seconds: float
+    search: Callable[[Form, bool, Report], MeshSearch]
+    report: Report = silent
+    interruptible: bool = False
+    best: Plan | None = None
+    leanest: Plan | None = None
+    leanest_search: MeshSearch | None = None
+    tried: int = 0
+
+    def run(self) -> Plan:
+        """Raises OverBudgetError with the leanest plan that was met."""
+        try:
+            return self._run(time.perf_counter() + self.seconds)
+        except KeyboardInterrupt:
+            if not self.interruptible or self.best is None:
+                raise
+            return stopped(self.best)
+
+    def _run(self, end: float) -> Plan:
+        floor = 0.0
+        refused: PlanningError | None = None
+        for variant in tries(self.forms):
+            late = time.perf_counter() > end
+            if self.best is not None and (self.best.solution.objective <= _NEAR * floor or late):
+                break
+            if late and not _is_lean(variant):
+                continue
+            try:
+                form = self.forms.form(variant)
+            except PlanningError as error:
+                refused = refused or error
+                continue
+            search = self._searched(form, variant, end)
+            if not self.tried and search.cheapest.peak_nbytes <= self.limit:
+                return _formed(search.cheapest, variant)
+            floor = floor or search.least_seconds
+            self._take(search, variant)
+        if not self.tried and refused is not None:
+            raise refused
+        if self.best is None:
+            self.leanest = self._least()
+            if self.leanest is None or self.leanest.peak_nbytes > self.limit:
+                raise OverBudgetError("no form of the step keeps the memory limit", leanest=self.leanest)
+            self.best = self.leanest
+        return self._mixed(self.best, end)
+
+    def _searched(self, form: Form, variant: Variant, end: float) -> MeshSearch:
+        """A form planned without a limit; only forms beyond the first are tried against the clock."""
+        ends = end if self.tried else float("inf")
+        return self.search(form, variant.offload, within(str(variant), self.report, best=self._best_seconds, end=ends))
+
+    def _best_seconds(self, unlimited: float | None) -> float | None:
+        """Seconds of the best plan so far; `unlimited` is that of a form of which it is not known whether it fits."""
+        if self.best:
+            return self.best.step_seconds
+        return None if self.tried else unlimited
+
+    def _take(self, search: MeshSearch, variant: Variant) -> bool:
+        """Whether the plan of a form fits and takes less time than the best so far, which it becomes then.
+
+        Raises KeyboardInterrupt if the form's own search was interrupted.
+        """
+        plan, best = self._fitting(search, variant), self.best
+        is_better = plan is not None and (best is None or plan.step_seconds < best.step_seconds)
+        if plan is not None and is_better:
+            self.best = _formed(plan, variant)
+        if search.interrupted:
+            raise KeyboardInterrupt
+        return is_better
+
+    def _fitting(self, search: MeshSearch, variant: Variant) -> Plan | None:
+        """The cheapest plan of a form that fits, None if it has none or takes more time than the best so far."""
+        self.tried += 1
+        plan = search.cheapest
+        if plan.peak_nbytes <= self.limit:
+            return plan
+        if search.interrupted:
+            return None
+        try:
+            return search.within(self.limit, self.best.solution.objective if self.best else float("inf"))
+        except OverBudgetError as error:
+            plan = error.leanest
+            if isinstance(plan, Plan) and (self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes):
+                self.leanest, self.leanest_search = _formed(plan, variant), search
+            return None
+
+    def _least(self) -> Plan | None:
+        """The leanest form's leanest plan."""
+        if self.leanest is None or self.leanest_search is None:
+            return self.leanest
+        plan = _formed(self.leanest_search.leanest(), variant_of(self.leanest))
+        return min(plan, self.leanest, key=lambda one: one.peak_nbytes)
+
+    def _mixed(self, best: Plan, end: float) -> Plan:
+        """The plan with as many of its last layers as can be keeping everything, by bisection."""
+        if not best.remat:
+            return best
+        fewest, most = 0, len(best.remat)
+        while most - fewest > 1 and time.perf_counter() < end:
+            middle = (fewest + most) // 2
+            kept = kept_of((*best.remat[: len(best.remat) - middle], *("everything",) * middle))
+            variant = Variant(microbatches=best.microbatches, kept=kept, offload=bool(best.offloaded))
+            if self._take(self._searched(self.forms.form(variant), variant, end), variant):
+                fewest = middle
+            else:
+                most = middle
+        return self.best or best
+
+
+def _formed(plan: Plan, variant: Variant) -> Plan:
+    """A plan that says which form of the step it is of."""
+    return replace(plan, microbatches=variant.microbatches, remat=variant.kept)
+
+
+def variant_of(plan: Plan) -> Variant:
+    """The form of the step that a plan is of."""
+    return Variant(microbatches=plan.microbatches, kept=kept_of(plan.remat), offload=bool(plan.offloaded))

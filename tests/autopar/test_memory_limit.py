@@ -1,0 +1,134 @@
+"""Plans under a memory limit: they fit when compiled, take the same step, and say what is missing where none fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import Plan
+from autopar.errors import ArgumentError, OverBudgetError
+from passes.errors import PlanningError
+from tests.autopar.test_microbatch import assert_close
+from tests.autopar.test_remat import arguments, train_step
+
+OPTIMIZER = optax.sgd(0.01, momentum=0.9)
+BRIEF = autopar.Auto(seconds=2.0)
+
+
+def momentum_step(state: Any, batch: jax.Array) -> Any:
+    params, moments = state
+    value, grads = jax.value_and_grad(lambda w: jnp.sum((jnp.tanh(batch @ w["up"]) @ w["down"]) ** 2) / 64)(params)
+    updates, moments = OPTIMIZER.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
+def wide(dtype: str = "float32") -> Any:
+    """A state of which parameters are most, and a small batch."""
+    rng = np.random.default_rng(0)
+    params = {
+        "up": jnp.asarray(rng.normal(size=(64, 512)) * 0.1, dtype),
+        "down": jnp.asarray(rng.normal(size=(512, 64)) * 0.1, dtype),
+    }
+    return (params, OPTIMIZER.init(params)), jnp.asarray(rng.normal(size=(16, 64)), dtype)
+
+
+def nbytes(compiled: Any) -> int:
+    found = compiled.memory_analysis()
+    return (
+        found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes
+    )
+
+
+def test_activations_are_recomputed_to_fit():
+    with jax.enable_x64(True):
+        given = arguments("float64")
+        free = autopar.parallelize(train_step, devices=jax.devices()[:1])
+        limit = int(0.76 * free.plan(*given).peak_nbytes)
+        step = autopar.parallelize(train_step, devices=jax.devices()[:1], memory_limit=limit)
+        compiled = step.lower(*given).compile()
+        plan = compiled.plan
+        assert plan.peak_nbytes <= limit
+        assert nbytes(compiled) <= limit
+        assert plan.remat or plan.microbatches > 1
+        assert_close(compiled(*given), jax.jit(train_step)(*given))
+
+
+def test_state_is_cut_to_fit():
+    with jax.enable_x64(True):
+        given = wide("float64")
+        free = autopar.parallelize(momentum_step, planner=autopar.DataParallel(), donate_argnums=0)
+        peak = free.plan(*given).peak_nbytes
+        step = autopar.parallelize(momentum_step, donate_argnums=0, memory_limit=peak // 2)
+        compiled = step.lower(*given).compile()
+        assert nbytes(compiled) <= peak // 2
+        wanted = jax.jit(momentum_step)(*given)
+        assert_close(compiled(*jax.tree.map(jnp.copy, given)), wanted)
+
+
+def test_offloaded_state_rests_with_the_host_and_the_step_is_the_same(tmp_path: Any):
+    with jax.enable_x64(True):
+        given = wide("float64")
+        wanted = given
+        for _ in range(3):
+            wanted = (jax.jit(momentum_step)(*wanted)[0], given[1])
+        plan = autopar.parallelize(momentum_step, planner=autopar.DataParallel(), donate_argnums=0).plan(*given)
+        resting = tuple(i for i, name in enumerate(plan.input_names) if name.startswith("state[1]") and "trace" in name)
+        assert len(resting) == 2
+        edited = Plan.from_json({**plan.to_json(), "offloaded": list(resting)})
+        edited.save(tmp_path / "plan.json")
+        step = autopar.parallelize(momentum_step, planner=autopar.Manual(tmp_path / "plan.json"), donate_argnums=0)
+        state = jax.tree.map(jnp.copy, given[0])
+        for _ in range(3):
+            state, _ = step(state, given[1])
+        assert_close(state, wanted[0])
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state[1])}
+        assert kinds == {"pinned_host"}
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state[0])} != kinds
+
+
+def test_what_is_missing_is_said():
+    with pytest.raises(OverBudgetError) as caught:
+        autopar.parallelize(momentum_step, planner=BRIEF, memory_limit=10_000, donate_argnums=0).plan(*wide())
+    message = str(caught.value)
+    assert "8 devices with 9.77 KiB each" in message
+    assert "the leanest plan found needs" in message
+    assert "more on each device (memory_limit=" in message
+
+
+def test_a_limit_above_the_least_that_is_named_does():
+    given = wide()
+    with pytest.raises(OverBudgetError) as caught:
+        autopar.parallelize(momentum_step, planner=BRIEF, memory_limit=10_000, donate_argnums=0).plan(*given)
+    least = caught.value.leanest
+    assert isinstance(least, Plan | object)
+    needed = int(str(caught.value).split("memory_limit=")[1].split(" ")[0].replace(",", ""))
+    plan = autopar.parallelize(momentum_step, planner=BRIEF, memory_limit=needed, donate_argnums=0).plan(*given)
+    assert plan.peak_nbytes <= needed
+
+
+def test_a_hand_made_plan_above_the_limit_is_refused():
+    with pytest.raises(OverBudgetError, match=r"use planner=autopar\.Auto"):
+        autopar.parallelize(momentum_step, planner=autopar.DataParallel(), memory_limit="10 kB").plan(*wide())
+
+
+@pytest.mark.parametrize(("words", "size"), [("2 MiB", 2 << 20), ("1.5 GB", 1_500_000_000), ("4096", 4096)])
+def test_limits_are_read_in_words(words: str, size: int):
+    assert autopar.parallelize(momentum_step, memory_limit=words)._memory_limit == size
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "much", True, "1.2.3 GiB"])
+def test_a_wrong_limit_is_said(wrong: Any):
+    with pytest.raises(ArgumentError, match="memory_limit="):
+        autopar.parallelize(momentum_step, memory_limit=wrong)
+
+
+def test_offloaded_inputs_of_a_file_are_checked():
+    plan = autopar.parallelize(momentum_step, planner=autopar.DataParallel()).plan(*wide())
+    with pytest.raises(PlanningError, match=r"offloaded\[0\]"):
+        Plan.from_json({**plan.to_json(), "offloaded": [99]})
