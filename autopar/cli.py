@@ -19,8 +19,10 @@ from rich.text import Text
 
 from autopar import fit, fit_text, targets
 from autopar.api import ParallelFunction, parallelize
+from autopar.largest import Largest
+from autopar.largest import largest as find_largest
 from autopar.measure import measure
-from autopar.plot import plot_memory
+from autopar.plot import blank, plot_memory
 from autopar.progress_bar import shown
 from autopar.targets import TARGET, UsageError
 from passes import plan_json, quantities
@@ -276,12 +278,14 @@ def _plot(plan: Plan | PipelinePlan, path: Path) -> None:
 
 
 def _fit(arguments: argparse.Namespace) -> int:
+    if arguments.plot:
+        blank(arguments.plot)  # what is wrong with it is better known before than after all the planning
     jax.config.update("jax_platforms", "cpu")
     cluster = parse_cluster(arguments.cluster)
     limit = Auto(memory_limit=_limit(arguments.memory_limit)).limit(cluster)
     room = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or Auto().seconds)
     rows: list[fit.Row] = []
-    largest: list[fit.Largest] = []
+    largest: list[Largest] = []
     note = ""
     with Console(stderr=True, highlight=False).status("tracing") as status:
         try:
@@ -290,7 +294,7 @@ def _fit(arguments: argparse.Namespace) -> int:
             step = fit.traced_step(example)
             rows.extend(fit.plans(step, room, status.update))
             if arguments.seconds > 0:
-                largest.extend(fit.largest(example, step, room, rows, presets, status.update))
+                largest.extend(find_largest(example, step, room, rows, presets, status.update))
         except KeyboardInterrupt:
             note = "Ended by Ctrl-C: rows are missing."
     if arguments.plot:

@@ -1,13 +1,13 @@
-"""What fits in the memory of a cluster that need not be here: plans by hand beside the searched one, and how far each
-of them can be stretched: the largest batch, the largest preset. No device is touched.
+"""What fits in the memory of a cluster that need not be here: plans by hand beside the searched one.
+
+No device is touched. `autopar.largest` stretches them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, cast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
 
 import jax
 
@@ -24,17 +24,11 @@ from passes.errors import OverBudgetError, PlanningError
 from passes.mesh_search import best, named
 from passes.plan import Plan
 from passes.planner import Auto, Planner
-from passes.progress import Progress
-from passes.variants import VariantSearch
 
 TENSOR = (2, 4, 8)
 """The degrees of tensor parallelism that are tried for Megatron."""
 
 Said = Callable[[str], None]
-
-
-class _OutOfTime(Exception):
-    """The end of a search that was given no more time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,24 +95,6 @@ class Row:
             "nbytes": dict(plan.nbytes),
             "where": plan.memory.where if plan.memory else "",
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
-    """The largest batch or preset that one planner fits, None if it fits none; not `certain` if time ran out first."""
-
-    name: str
-    what: Literal["batch", "preset"]
-    size: int | str | None = None
-    certain: bool = False
-    row: Row | None = None
-    refusal: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        """The answer as JSON data."""
-        row = self.row.to_json() if self.row else {}
-        refusal = {"refusal": self.refusal} if self.refusal else {}
-        return {"what": self.what, "size": self.size, "certain": self.certain, **row, "plan": self.name, **refusal}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,26 +209,6 @@ def _searched(step: Step, room: Room, said: Said) -> Plan:
     return room.auto.choose(step.forms(), room.cluster, lambda now: said(f"planning searched: {now.phase}"))
 
 
-def _tried(step: Step, room: Room, said: Said) -> Plan:
-    """As `_searched`, but an error says nothing of other clusters, and there are no seconds beyond the room's.
-
-    Raises _OutOfTime when they are over.
-    """
-    end = time.monotonic() + room.seconds
-
-    def report(progress: Progress) -> None:
-        if time.monotonic() > end:
-            raise _OutOfTime
-
-    return VariantSearch(
-        forms=step.forms(),
-        limit=room.limit_nbytes,
-        seconds=room.seconds,
-        search=lambda form, offload, told: room.auto._search(form, room.cluster, told, offload),
-        report=report,
-    ).run()
-
-
 Planned = Callable[[Step, Room, Said], Plan]
 
 PLANNERS: dict[str, Planned] = {
@@ -264,132 +220,3 @@ PLANNERS: dict[str, Planned] = {
     "searched": _searched,
 }
 """The rows of the table, by name. ZeRO's stages 1 and 2 are one plan: gradients are scattered as soon as summed."""
-
-STRETCHED: dict[str, Planned] = {
-    name: _tried if name == "searched" else PLANNERS[name] for name in ("data parallel", "ZeRO-3", "searched")
-}
-"""The planners whose largest batch and preset are looked for."""
-
-
-def largest(
-    example: Example,
-    step: Step,
-    room: Room,
-    rows: Sequence[Row],
-    presets: Mapping[str, Callable[[], Example]],
-    said: Said = quiet,
-) -> Iterator[Largest]:
-    """The largest batch, and of `presets` (smallest first) the largest, of some planners, for `room.seconds` in all.
-
-    `rows` are those of the example as it is.
-    """
-    names = tuple(STRETCHED)
-    end = time.monotonic() + room.seconds
-    shares = len(names) * (1 + bool(presets))
-
-    def until(turn: int) -> float:
-        """When the search that comes at `turn` should end: what is left, in equal shares."""
-        now = time.monotonic()
-        return now + (end - now) / (shares - turn)
-
-    known = {row.name: row for row in rows}
-    for turn, name in enumerate(names):
-        try:
-            yield _largest_batch(name, example, step, room, known.get(name), until(turn), said)
-        except PlanningError as error:
-            yield Largest(name=name, what="batch", refusal=str(error))
-    for turn, name in enumerate(names if presets else (), len(names)):
-        try:
-            yield _largest_preset(name, presets, room, until(turn), said)
-        except PlanningError as error:
-            yield Largest(name=name, what="preset", refusal=str(error))
-
-
-def _largest_batch(
-    name: str, example: Example, step: Step, room: Room, known: Row | None, end: float, said: Said
-) -> Largest:
-    """The largest batch in multiples of the devices; `known` is the row of the batch as it is."""
-    devices = room.cluster.n_devices
-    batch = step.batch()
-    given = step.structs[batch[0]].shape[0]
-
-    def planned(multiple: int) -> Row:
-        if known is not None and multiple * devices == given:
-            return known
-        said(f"planning {name} for a batch of {multiple * devices:,}")
-        rows = dict.fromkeys(batch, multiple * devices)
-        return _stretched(name, lambda: traced_step(example, rows), room, end, said)
-
-    multiple, found, certain = reach(planned, max(1, given // devices), end)
-    return Largest(name=name, what="batch", size=multiple * devices or None, certain=certain, row=found)
-
-
-def _largest_preset(
-    name: str, presets: Mapping[str, Callable[[], Example]], room: Room, end: float, said: Said
-) -> Largest:
-    """The largest preset, if each needs more than those before it."""
-    names = tuple(presets)
-
-    def planned(number: int) -> Row:
-        said(f"planning {name} for preset {names[number - 1]}")
-        return _stretched(name, lambda: traced_step(presets[names[number - 1]]()), room, end, said)
-
-    number, found, certain = reach(planned, (len(names) + 1) // 2, end, len(names))
-    return Largest(name=name, what="preset", size=names[number - 1] if number else None, certain=certain, row=found)
-
-
-def _stretched(name: str, make: Callable[[], Step], room: Room, end: float, said: Said) -> Row:
-    """A row for a step of another size. Raises PlanningError where the user's function takes no such size."""
-    left = replace(room, seconds=max(0.0, end - time.monotonic()))
-    try:
-        step = make()
-    except PlanningError:
-        raise
-    except Exception as error:
-        raise PlanningError(f"the step cannot be traced at other sizes: {type(error).__name__}: {error}") from error
-    try:
-        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=STRETCHED[name](step, left, said))
-    except PlanningError as error:
-        return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))
-
-
-def reach(
-    planned: Callable[[int], Row], start: int, end: float, most: int | None = None
-) -> tuple[int, Row | None, bool]:
-    """(the largest number from 1 to `most` whose row fits, 0 if none does; that row; whether no larger one does).
-
-    From `start` it doubles, then bisects, where two peaks are known at the line through them. At `end` it gives up.
-    """
-    low, high = 0, most + 1 if most else None
-    rows: dict[int, Row] = {}
-    at = start
-    while high is None or high - low > 1:
-        if rows and time.monotonic() > end:
-            return low, rows.get(low), False
-        try:
-            rows[at] = planned(at)
-        except _OutOfTime:
-            return low, rows.get(low), False
-        if rows[at].fits:
-            low = at
-        else:
-            high = at
-        at = 2 * low if high is None else _between(rows, low, high, by_line=len(rows) % 2 == 1)
-    return low, rows.get(low), True
-
-
-def _between(rows: Mapping[int, Row], low: int, high: int, *, by_line: bool) -> int:
-    """The number to try next: where a line through the peaks at both ends meets the limit, or in the middle."""
-    if by_line and all(n in rows and rows[n].plan for n in (low, high)):
-        room, over = -rows[low].over_nbytes, rows[high].over_nbytes
-        return min(max(low + 1, low + int((high - low) * room / (room + over))), high - 1)
-    return (low + high) // 2
-
-
-def presets_of(found: Mapping[str, Any], read: Callable[[Any], Example]) -> dict[str, Callable[[], Example]]:
-    """Examples by name, each made when it is wanted; `read` tells what a value stands for."""
-
-    def later(value: Any) -> Callable[[], Example]:
-        return lambda: read(value() if callable(value) else value)
-
-    return {name: later(value) for name, value in found.items()}

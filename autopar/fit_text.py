@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from autopar.fit import Largest, Room, Row
+from autopar.fit import Room, Row
+from autopar.largest import Largest
 from passes import plan_text, quantities
 from passes.plan import Plan
 from passes.plan_parts import POINTS
@@ -135,13 +136,19 @@ def _largest_table(what: str, found: Sequence[Largest]) -> Table:
 
 def _largest_cells(one: Largest) -> tuple[str, ...]:
     """The numbers of a row; `or more` where time ran out."""
-    if one.refusal or one.size is None or one.row is None or one.row.plan is None:
-        none = one.refusal.splitlines()[0] if one.refusal else "" if one.certain else "no time to find out"
-        return ("none" if one.certain else "?", "", "", none)
+    refusal = one.refusal.partition("\n")[0]
+    if one.size is None or one.row is None or one.row.plan is None:
+        none = "none" if one.certain else "?"
+        return (none, "", "", refusal or ("" if one.certain else "no time to find out"))
     size = f"{one.size:,}" if isinstance(one.size, int) else one.size
     plan = one.row.plan
     seconds, peak = quantities.seconds(plan.step_seconds), quantities.nbytes(plan.peak_nbytes)
-    return (size if one.certain else f"{size} or more", seconds, peak, chosen(one.row))
+    return (
+        size if one.certain else f"{size} or more",
+        seconds,
+        peak,
+        "; ".join(filter(None, (chosen(one.row), refusal))),
+    )
 
 
 def json_text(room: Room, rows: Sequence[Row], largest: Sequence[Largest], note: str = "") -> str:

@@ -25,15 +25,11 @@ def plot_memory(plans: Mapping[str, Plan], path: str | os.PathLike[str], limit_n
     peak of the last is named by its source line. Raises PlanningError without matplotlib, for another kind of file,
     and where no plan says how its memory goes over time.
     """
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        rule = f"a plot is a file that ends in {' or '.join(SUFFIXES)}"
-        raise PlanningError(explain(f"plot {path}", rule, "", f"write, say, {path.stem or 'memory'}.png"))
+    figure = blank(path)
     drawn = {name: plan for name, plan in plans.items() if plan.memory and plan.memory.over_time}
     if not drawn:
         rule = "a plan of an earlier autopar, or of no program, does not say how its memory goes over time"
         raise PlanningError(explain(f"plot {path}", rule, "", "plan again, or show the plan without a plot"))
-    figure = _figure(path)
     axes = figure.subplots()
     most = max(max(_over_time(plan)) for plan in drawn.values())
     scale, unit = _scale(most)
@@ -59,7 +55,12 @@ def plot_memory(plans: Mapping[str, Plan], path: str | os.PathLike[str], limit_n
         raise PlanningError(f"{path}: the plot cannot be written: {error.strerror}") from error
 
 
-def _figure(path: Path) -> Any:
+def blank(path: str | os.PathLike[str]) -> Any:
+    """An empty figure for a file. Raises PlanningError without matplotlib and for another kind of file."""
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        rule = f"a plot is a file that ends in {' or '.join(SUFFIXES)}"
+        raise PlanningError(explain(f"plot {path}", rule, "", f"write, say, {path.stem or 'memory'}.png"))
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

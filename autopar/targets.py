@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.errors import explain
-from autopar.fit import Example, presets_of
+from autopar.fit import Example
+from autopar.largest import presets_of
 
 TARGET = """\
 FUNCTION takes no arguments and returns (step, args) or (step, args, kwargs):

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
+from autopar.cli import plans_folder
 from benchmarks import corpus
 from models import gpt
 
@@ -117,6 +118,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     results = parser.add_argument_group("results")
     results.add_argument(
         "--out", default="plan.json", metavar="PATH", help="where to save the plan; jit has none (default: %(default)s)"
+    )
+    results.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="plan anew, and keep nothing (default: the plan is found where an earlier run kept it)",
     )
     results.add_argument(
         "--compare", choices=("jit",), help="train again with plain jax.jit and print how far the losses differ"
@@ -333,7 +339,13 @@ def planned(
     """
     planner = args.pipeline or make_planner(args.planner, devices, args.tensor)
     microbatches = None if args.pipeline else args.microbatches
-    step = autopar.parallelize(train_step, planner=planner, microbatches=microbatches, donate_argnums=(0,))
+    step = autopar.parallelize(
+        train_step,
+        planner=planner,
+        microbatches=microbatches,
+        donate_argnums=(0,),
+        cache=None if args.no_cache else plans_folder(),
+    )
     start = time.perf_counter()
     try:
         plan = step.plan(state, batch)

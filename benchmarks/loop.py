@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
+from autopar.cli import plans_folder
 from benchmarks.gpt import (
     EDGE_STEPS,
     LINES,
@@ -92,6 +93,11 @@ def parser(name: str, description: str, *, batch: int, learning_rate: float) -> 
     found.add_argument(
         "--out", default="plan.json", metavar="PATH", help="where to save the plan (default: %(default)s)"
     )
+    found.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="plan anew, and keep nothing (default: the plan is found where an earlier run kept it)",
+    )
     return found
 
 
@@ -140,6 +146,7 @@ def run(task: Task, args: argparse.Namespace) -> None:
         donate_argnums=(0,),
         microbatches=args.microbatches,
         microbatch_semantics="independent" if task.coupled else "exact",
+        cache=None if args.no_cache else plans_folder(),
     )
     state = jax.jit(partial(make_state, task.module, task.config, optimizer))(jax.random.key(args.seed))
     batches = task.batches(args.batch, args.seed)

@@ -5,6 +5,7 @@ A saved plan can be edited by hand, so every complaint says which placement, and
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,11 +18,8 @@ from passes.mesh import Mesh
 from passes.moves import Placement, is_free
 from passes.plan_parts import Operator
 from passes.plan_text import placement_text
-from passes.rules import Factor, ShardingRule, rule_of
+from passes.rules import Assignment, ShardingRule, canonical, rule_of
 from passes.sharding import ShardingSpec
-
-_Shape = tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
-"""What the legal placements of a rule depend on: its factors, and where operands and results have them."""
 
 _Use = tuple[str, str, tuple[TensorType, ...], tuple[TensorType, ...], Placement]
 """All that decides whether a node without bodies is placed legally."""
@@ -51,7 +49,6 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
             f"{within or 'the plan '}places {quantities.count(len(operators), 'operator')}, the function has "
             f"{len(graph.nodes)}"
         )
-    legal: dict[_Shape, frozenset[Placement]] = {}
     seen: set[_Use] = set()
     for index, (operator, node) in enumerate(zip(operators, graph.nodes, strict=True)):
         use = _use(node, operator.placement, graph)
@@ -71,11 +68,10 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
         if control := control_of(node, graph):
             _verify_control(operator, control, mesh, where)
             continue
-        shape = (rule.factors, rule.operands, rule.results)
-        if shape not in legal:
-            legal[shape] = placements(rule, mesh)
-        if operator.placement not in legal[shape]:
-            raise _illegal(operator.placement, legal[shape], mesh, where)
+        if not is_legal(operator.placement, rule, mesh):
+            legal = placements(rule, mesh)
+            if operator.placement not in legal:
+                raise _illegal(operator.placement, legal, mesh, where)
         seen.add(use)
 
 
@@ -123,13 +119,38 @@ def _verify_control(operator: Operator, control: Control, mesh: Mesh, where: str
 
 def placements(rule: ShardingRule, mesh: Mesh) -> frozenset[Placement]:
     """Every placement that some assignment of mesh axes to factors gives."""
-    return frozenset(
-        Placement(
-            operands=tuple(rule.operand_spec(i, assignment) for i in range(len(rule.operands))),
-            results=tuple(rule.result_spec(i, assignment) for i in range(len(rule.results))),
-        )
-        for assignment in rule.assignments(mesh)
+    return frozenset(_placement(rule, assignment) for assignment in rule.assignments(mesh))
+
+
+def _placement(rule: ShardingRule, assignment: Assignment) -> Placement:
+    return Placement(
+        operands=tuple(rule.operand_spec(i, assignment) for i in range(len(rule.operands))),
+        results=tuple(rule.result_spec(i, assignment) for i in range(len(rule.results))),
     )
+
+
+def is_legal(placement: Placement, rule: ShardingRule, mesh: Mesh) -> bool:
+    """Whether `placements(rule, mesh)` has this one: an axis cuts the factor of the dimensions that it is found in.
+
+    False may be wrong where users pinned the specs.
+    """
+    everywhere = (*rule.operands, *rule.results)
+    shown = {factor for factors in everywhere for factor in factors}
+    hidden = (None, *(f for f in range(len(rule.factors)) if f not in shown))
+    cut: dict[str, set[int]] = {axis: set() for axis in mesh.axes}
+    for factors, spec in zip(everywhere, (*placement.operands, *placement.results), strict=True):
+        for factor, axes in zip(factors, spec.dims, strict=True):
+            for axis in axes:
+                cut[axis].add(factor)
+    for order in itertools.permutations(mesh.axes):
+        for picks in itertools.product(*(cut[axis] or hidden for axis in order)):
+            pairs = tuple((axis, f) for axis, f in zip(order, picks, strict=True) if f is not None)
+            assignment = canonical(pairs, mesh)
+            if min((f for _, f in pairs), default=0) < 0 or not rule.allows(assignment, mesh):
+                continue
+            if rule.fulfils(assignment, mesh) and _placement(rule, assignment) == placement:
+                return True
+    return False
 
 
 def _illegal(placement: Placement, legal: frozenset[Placement], mesh: Mesh, where: str) -> PlanMismatchError:

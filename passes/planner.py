@@ -97,9 +97,6 @@ class Auto:
         donated: Sequence[bool] = (),
         report: Report = silent,
     ) -> Plan:
-        if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
-            rule = "a mesh has a whole number of axes, one or more"
-            raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
         form = Form(graph=graph, tied=tied, donated=donated)
         search = self._search(form, cluster, report)
         plan, limit = search.cheapest, self.limit(cluster)
@@ -141,6 +138,9 @@ class Auto:
 
     def _search(self, form: Form, cluster: Cluster, report: Report, offload: bool = False) -> MeshSearch:
         """The program on every mesh, no limit kept."""
+        if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
+            rule = "a mesh has a whole number of axes, one or more"
+            raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
         search = MeshSearch(
             name="auto",
             graph=form.graph,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import fit, fit_text
+from autopar import fit, fit_text, largest
 from autopar.cli import main
 from autopar.errors import PlanningError
 from autopar.plot import plot_memory
@@ -80,7 +80,7 @@ def saved(**changes: Any) -> Plan:
     return replace(plan, **{"nbytes": nbytes, "memory": REPORT} | changes)
 
 
-def found() -> tuple[fit.Room, list[fit.Row], list[fit.Largest]]:
+def found() -> tuple[fit.Room, list[fit.Row], list[largest.Largest]]:
     """One row of each kind."""
     limit = 2.5 * 2**20
     lean = saved(nbytes={"parameters": 2**20, "outputs": 2**18, "offloaded": -(2**18)}, microbatches=4, offloaded=(1,))
@@ -89,13 +89,13 @@ def found() -> tuple[fit.Room, list[fit.Row], list[fit.Largest]]:
         fit.Row(name="ZeRO-3", limit_nbytes=limit, plan=saved()),
         fit.Row(name="searched", limit_nbytes=limit, plan=replace(lean, remat=("inputs", "inputs", "everything"))),
     ]
-    largest = [
-        fit.Largest(name="ZeRO-3", what="batch", certain=True),
-        fit.Largest(name="searched", what="batch", size=4096, row=rows[2]),
-        fit.Largest(name="searched", what="preset", size="1.3B", certain=True, row=rows[2]),
-        fit.Largest(name="ZeRO-3", what="preset", refusal="the step cannot be traced at other sizes"),
+    stretched = [
+        largest.Largest(name="ZeRO-3", what="batch", certain=True),
+        largest.Largest(name="searched", what="batch", size=4096, row=rows[2]),
+        largest.Largest(name="searched", what="preset", size="1.3B", certain=True, row=rows[2]),
+        largest.Largest(name="ZeRO-3", what="preset", refusal="the step cannot be traced at other sizes"),
     ]
-    return fit.Room(cluster=CLUSTER, limit_nbytes=limit), rows, largest
+    return fit.Room(cluster=CLUSTER, limit_nbytes=limit), rows, stretched
 
 
 def test_the_tables_are_the_golden_text():
@@ -124,31 +124,32 @@ def rows_of(nbytes_of_one: int, limit: float, asked: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("start", [1, 3, 64, 500])
-@pytest.mark.parametrize("largest", [0, 1, 2, 7, 8, 100, 333])
-def test_the_largest_that_fits_is_reached(start: int, largest: int):
+@pytest.mark.parametrize("number", [0, 1, 2, 7, 8, 100, 333])
+def test_the_largest_that_fits_is_reached(start: int, number: int):
     asked: list[int] = []
-    reached, row, certain = fit.reach(rows_of(7, 1000 + 7 * largest, asked), start, math.inf)
-    assert (reached, certain) == (largest, True)
-    assert row is None if largest == 0 else row is not None and row.fits
+    reached = largest.reach(rows_of(7, 1000 + 7 * number, asked), start, math.inf)
+    assert (reached.number, reached.certain) == (number, True)
+    assert reached.row is None if number == 0 else reached.row is not None and reached.row.fits
     assert len(asked) == len(set(asked)) <= 16
 
 
 def test_no_number_above_the_most_is_tried():
     asked: list[int] = []
-    assert fit.reach(rows_of(1, AMPLE, asked), 3, math.inf, most=5)[0] == 5
+    assert largest.reach(rows_of(1, AMPLE, asked), 3, math.inf, most=5).number == 5
     assert max(asked) == 5
 
 
 def test_without_time_one_is_tried_and_nothing_is_certain():
     asked: list[int] = []
-    assert fit.reach(rows_of(1, AMPLE, asked), 4, 0.0)[::2] == (4, False)
+    reached = largest.reach(rows_of(1, AMPLE, asked), 4, 0.0)
+    assert (reached.number, reached.certain) == (4, False)
     assert asked == [4]
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
     step = fit.traced_step(example())
     limit = fit.row("data parallel", step, room(AMPLE)).plan.peak_nbytes + 30_000
-    found = next(fit.largest(example(), step, room(limit), [fit.row("data parallel", step, room(limit))], {}))
+    found = next(largest.largest(example(), step, room(limit), [fit.row("data parallel", step, room(limit))], {}))
     assert found.what == "batch"
     assert found.certain
     assert found.size % CLUSTER.n_devices == 0
@@ -160,12 +161,12 @@ def test_the_largest_batch_fits_and_the_next_does_not():
 
 
 def test_the_largest_preset_is_found(monkeypatch: Any):
-    monkeypatch.setattr(fit, "STRETCHED", {"ZeRO-3": fit.PLANNERS["ZeRO-3"]})
-    presets = fit.presets_of(
+    monkeypatch.setattr(largest, "STRETCHED", {"ZeRO-3": fit.PLANNERS["ZeRO-3"]})
+    presets = largest.presets_of(
         {str(width): (lambda width=width: width) for width in (64, 256, 1024, 4096)}, lambda width: example(width)
     )
     limit = fit.row("ZeRO-3", fit.traced_step(example(1024)), room(AMPLE)).plan.peak_nbytes
-    _, found = fit.largest(example(), fit.traced_step(example()), room(limit), [], presets)
+    _, found = largest.largest(example(), fit.traced_step(example()), room(limit), [], presets)
     assert (found.what, found.size, found.certain) == ("preset", "1024", True)
 
 
@@ -175,15 +176,15 @@ def test_a_step_of_one_size_says_so():
 
     given = replace(example(), step=rigid)
     step = fit.traced_step(given)
-    answers = list(fit.largest(given, step, room(AMPLE), [], {}))
-    assert all(x.size is None and not x.certain and "cannot be traced at other sizes" in x.refusal for x in answers)
+    answers = list(largest.largest(given, step, room(AMPLE), [], {}))
+    assert all(x.size == 128 and not x.certain and "cannot be traced at other sizes" in x.refusal for x in answers)
 
 
 def test_a_step_without_a_batch_says_so():
     given = fit.Example(step=lambda x: x * 2, args=(f32(),))
     step = fit.traced_step(given)
     assert not fit.row("ZeRO-3", step, room(AMPLE)).fits
-    assert "none" in next(iter(fit.largest(given, step, room(AMPLE), [], {}))).refusal
+    assert "none" in next(iter(largest.largest(given, step, room(AMPLE), [], {}))).refusal
 
 
 # The planners
