@@ -52,7 +52,7 @@ def _tried(step: Step, room: Room, said: Said) -> Plan:
         forms=step.forms(),
         limit=room.limit_nbytes,
         seconds=room.seconds,
-        search=lambda form, offload, told: room.auto._search(form, room.cluster, told, offload),
+        search=lambda form, offload, beneath, told: room.auto._search(form, room.cluster, told, offload, beneath),
         report=report,
     ).run()
 

@@ -3,7 +3,8 @@
 A plan that does not fit is cut off by a budget at its busiest point, and the program is solved again: of all points
 only those that bind are ever stated. Values count where they are made; what the apply phase reads of the backward pass
 counts as its reader wants it, since it is brought there as soon as it is made; copies count from their first reader to
-their last. What a budget leaves out (working space of operators, bodies of loops) is taken to shrink with the rest.
+their last; a loop's body counts at its own busiest node. What a budget leaves out (working space of operators) is
+taken to shrink with the rest.
 
 Reference: design/compiler.md section 4, memory rows.
 """
@@ -15,54 +16,77 @@ from dataclasses import replace
 
 import numpy as np
 
+from passes.assembly import Joint
+from passes.busiest import Path
 from passes.mesh import Mesh
 from passes.phases import phase
 from passes.problem import Assembly, Region
 from passes.sharding import ShardingSpec
-from passes.sharding_problem import Budget, Edge, Floats
+from passes.sharding_problem import Budget, Edge
 
 
 def budget(
-    assembly: Assembly, point: int, choice: Sequence[int], nbytes: float, limit: float, offloaded: Sequence[int] = ()
+    assembly: Assembly, at: Path, choice: Sequence[int], nbytes: float, limit: float, offloaded: Sequence[int] = ()
 ) -> Budget:
-    """The budget at node `point` that rules out `choice`, which needs `nbytes` there where `limit` are to be had.
+    """The budget at a node that rules out `choice`, which needs `nbytes` there where `limit` are to be had.
 
     The inputs at `offloaded` are not on the device.
     """
-    graph = assembly.root.graph
-    live = _Live(assembly, point, frozenset(graph.inputs[i] for i in offloaded)).budget()
-    used = assembly.problem.usage(live, choice)
-    return replace(live, limit=max(limit - (nbytes - used), used * limit / nbytes))
+    row = live(assembly, at, limit, offloaded)
+    used = assembly.problem.usage(row, choice)
+    return replace(row, limit=max(limit - (nbytes - used), used * limit / nbytes))
+
+
+def live(assembly: Assembly, at: Path, limit: float, offloaded: Sequence[int] = ()) -> Budget:
+    """What is live at a node: that and what is live around the loops and branches that it is in, at most `limit`."""
+    row = Budget(nbytes={}, copies={}, limit=limit)
+    region = assembly.root
+    away = frozenset(region.graph.inputs[i] for i in offloaded)
+    for depth, (point, body) in enumerate(at):
+        _Live(assembly, region, point, away, row).hold(whole=depth == 0)
+        if body >= 0:
+            joint = region.joints[point]
+            region, away = joint.bodies[body], _unsliced(joint, body)
+    return row
+
+
+def _unsliced(joint: Joint, body: int) -> frozenset[int]:
+    """The inputs of a body that are the very arrays around it, not slices."""
+    sliced = {wire.slot for wire in joint.control.operands if wire.stacked}
+    inside = joint.control.bodies[body]
+    return frozenset(v for v, slot in zip(inside.graph.inputs, inside.inputs, strict=True) if slot not in sliced)
 
 
 class _Live:
-    """The values of the program itself that are live when one of its nodes runs."""
+    """The values of one region that are live when one of its nodes runs, added to a budget.
 
-    def __init__(self, assembly: Assembly, point: int, away: frozenset[int]) -> None:
+    Those `away` take no room of their own.
+    """
+
+    def __init__(self, assembly: Assembly, region: Region, point: int, away: frozenset[int], row: Budget) -> None:
         self.assembly = assembly
         self.away = away
         self.point = point
-        self.region: Region = assembly.root
-        self.graph = assembly.root.graph
+        self.region = region
+        self.graph = region.graph
         self.mesh: Mesh = assembly.mesh
-        self.readers = _readers(self.region)
-        self.nbytes: dict[int, Floats] = {}
-        self.copies: dict[int, dict[object, float]] = {}
+        self.readers = _readers(region)
+        self.nbytes, self.copies = row.nbytes, row.copies
 
-    def budget(self) -> Budget:
+    def hold(self, *, whole: bool) -> None:
+        """Adds them; inputs of the `whole` program live as long as it runs."""
         late = {v for v in self.readers if self._is_gradient(v)}
         for value, border in self.region.borders.items():
-            if value not in late and value not in self.away and self._is_live(value):
+            if value not in late and value not in self.away and self._is_live(value, whole):
                 self._hold(border.node, value, border.specs)
         for (number, value, fetched), group in self.assembly.groups.items():
             if number != self.region.number or not (edges := self.assembly.problem.groups.get(group)):
                 continue
             if value in late:
-                self._hold_gradient(value, edges)
+                self._hold_gradient(value, edges, whole)
             elif self._is_copied(value, fetched):
                 labels = {label for edge in edges for label in edge.labels}
                 self.copies[group] = {s: self._local(value, s) for s in labels if isinstance(s, ShardingSpec)}
-        return Budget(nbytes=self.nbytes, copies=self.copies, limit=np.inf)
 
     def _local(self, value: int, spec: ShardingSpec) -> float:
         return float(spec.local_nbytes(self.graph.types[value], self.mesh))
@@ -72,10 +96,10 @@ class _Live:
         own = np.array([known.setdefault(spec, self._local(value, spec)) for spec in specs])
         self.nbytes[node] = self.nbytes[node] + own if node in self.nbytes else own
 
-    def _is_live(self, value: int) -> bool:
-        if value not in self.graph.producers:
+    def _is_live(self, value: int, whole: bool) -> bool:
+        if value not in self.graph.producers and whole:
             return True
-        made = self.graph.producers[value]
+        made = self.graph.producers.get(value, 0)
         last = max(self.readers.get(value, ()), default=made)
         return made <= self.point <= (len(self.graph.nodes) if value in self.graph.outputs else last)
 
@@ -87,9 +111,9 @@ class _Live:
         readers = self.readers[value]
         return bool(readers) and all(phase(self.graph.nodes[r]) == "apply" for r in readers)
 
-    def _hold_gradient(self, value: int, edges: Sequence[Edge]) -> None:
+    def _hold_gradient(self, value: int, edges: Sequence[Edge], whole: bool) -> None:
         """A gradient as its last reader wants it."""
-        if not self._is_live(value):
+        if not self._is_live(value, whole):
             return
         edge = edges[-1]
         sizes = np.array([self._local(value, s) if isinstance(s, ShardingSpec) else 0.0 for s in edge.labels])

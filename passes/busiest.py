@@ -13,17 +13,20 @@ from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.moves import Layout, Move, Placement, Schedule
 
-
-def busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> int:
-    """The node at which most is live."""
-    live = _live_nbytes(graph, grouping, mesh, layout, schedule)
-    return min(live.index(max(live)), len(graph.nodes) - 1) if live else 0
+Path = tuple[tuple[int, int], ...]
+"""A node, after those that it is inside of: (node, which of its bodies), outermost first; the last is -1, no body."""
 
 
-def _live_nbytes(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> list[int]:
-    """Bytes of live values after each node, [nodes]; a loop or branch adds the busiest point of its largest body."""
+def busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> Path:
+    """The node at which most is live, inside loops and branches where it is there."""
+    return _busiest(graph, grouping, mesh, layout, schedule)[1]
+
+
+def _busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> tuple[int, Path]:
+    """The most that is live after any node, and that node; loops and branches add the most of their largest body."""
     last = _last_use(graph, grouping)
     change = [0] * (len(graph.nodes) + 2)
+    paths: dict[int, Path] = {}
     for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
         for value, spec in zip(node.outputs, placement.results, strict=True):
             end = last.get(value, index)
@@ -35,16 +38,17 @@ def _live_nbytes(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, s
             nbytes = move.after.local_nbytes(graph.types[move.value], mesh)
             change[index] += nbytes
             change[_last_reader(graph, layout.placements, move, index) + 1] -= nbytes
-        inside = _inside_nbytes(grouping, index, mesh, placement, schedule)
-        change[index] += inside
-        change[index + 1] -= inside
-    return _running(change)
+        if index in schedule.bodies:
+            inside, paths[index] = _inside(grouping, index, mesh, placement, schedule)
+            change[index] += inside
+            change[index + 1] -= inside
+    live = _running(change)
+    at = min(max(range(len(live)), key=live.__getitem__), len(graph.nodes) - 1)
+    return max(live), paths.get(at, ((at, -1),))
 
 
-def _inside_nbytes(grouping: Grouping, index: int, mesh: Mesh, placement: Placement, schedule: Schedule) -> int:
-    """The peak of a control node's largest body."""
-    if index not in schedule.bodies:
-        return 0
+def _inside(grouping: Grouping, index: int, mesh: Mesh, placement: Placement, schedule: Schedule) -> tuple[int, Path]:
+    """The most that is live in the largest body of a control node, and where."""
     bodies = zip(
         grouping.controls[index].bodies,
         grouping.bodies[index],
@@ -52,7 +56,10 @@ def _inside_nbytes(grouping: Grouping, index: int, mesh: Mesh, placement: Placem
         schedule.bodies[index],
         strict=True,
     )
-    return max(max(_live_nbytes(b.graph, inner, mesh, inside, due), default=0) for b, inner, inside, due in bodies)
+    found = [_busiest(b.graph, inner, mesh, inside, due) for b, inner, inside, due in bodies]
+    largest = max(range(len(found)), key=lambda body: found[body][0])
+    nbytes, path = found[largest]
+    return nbytes, ((index, largest), *path)
 
 
 def _running(change: Sequence[int]) -> list[int]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from passes.budgets import budget
+from passes.budgets import budget, live
+from passes.busiest import Path
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op import Answer, SolverOptions, leanest, solve
 from passes.problem import Assembly
+from passes.sharding_problem import ShardingProblem
 
 _ROUNDS = 8
 _PROGRESS = 0.99
@@ -18,16 +21,35 @@ _PROGRESS = 0.99
 _SECONDS = 4.0
 """Of one round: what is not found by then is found by another round or another form of the step."""
 
+LOOSE = 2e-2
+"""The gap at which a round may end: what it finds is mostly forbidden by the next one."""
+
 Peak = Callable[[Sequence[int]], "Point"]
 """Where an answer's memory is highest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The node at which most is live, and the bytes."""
+    """Where most is live, and the bytes."""
 
-    node: int
+    at: Path
     nbytes: float
+
+
+class HopelessError(OverBudgetError):
+    """No answer at all keeps a budget: the smallest strategies of all nodes together do not."""
+
+
+class DearError(OverBudgetError):
+    """No answer that keeps the budgets takes less time than what is known already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """An answer that fits, and the problem with the budgets that led to it."""
+
+    problem: ShardingProblem
+    answer: Answer
 
 
 def within(
@@ -37,33 +59,70 @@ def within(
     options: SolverOptions,
     peak: Peak,
     offloaded: Sequence[int] = (),
-) -> Answer:
-    """The cheapest answer whose peak is at most `limit`, starting from one without a limit.
+    seen: list[Path] | None = None,
+    at_most: float = math.inf,
+) -> Fitted:
+    """The cheapest answer whose peak is at most `limit`, to a percent, starting from one without a limit.
 
-    The inputs at `offloaded` are kept elsewhere.
+    The inputs at `offloaded` are kept elsewhere. Budgets are stated from the first at the places `seen` to be busiest
+    on other meshes, and places found here are added.
 
-    Raises OverBudgetError where the program proves that there is none, or comes no nearer.
+    Raises OverBudgetError where the program proves that there is none, or comes no nearer; HopelessError where that
+    takes no solver to see; DearError where none takes less than `at_most` seconds.
     """
-    start = time.perf_counter()
-    options = replace(options, time_limit=min(options.time_limit, _SECONDS))
-    problem, answer, lowest, stalled = assembly.problem, first, float("inf"), 0
+    options = replace(options, time_limit=min(options.time_limit, _SECONDS), gap=max(options.gap, LOOSE))
+    answer, lowest, stalled = first, float("inf"), 0
+    seen = [] if seen is None else seen
+    rows = {at: live(assembly, at, limit, offloaded) for at in seen}
+    problem = replace(assembly.problem, budgets=tuple(rows.values()))
+    if is_hopeless(problem, limit):
+        raise HopelessError("no combination of strategies keeps the memory limit")
     for _ in range(_ROUNDS):
         point = peak(answer.choice)
         if point.nbytes <= limit:
-            return replace(answer, solve_seconds=time.perf_counter() - start)
+            return Fitted(problem=problem, answer=answer)
         stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
         lowest = min(lowest, point.nbytes)
         if stalled > 1:
             break
-        row = budget(assembly, point.node, answer.choice, point.nbytes, limit, offloaded)
-        problem = replace(problem, budgets=(*problem.budgets, row))
+        row = budget(assembly, point.at, answer.choice, point.nbytes, limit, offloaded)
+        rows[point.at] = min(row, rows.get(point.at, row), key=lambda one: one.limit)
+        if point.at not in seen:
+            seen.append(point.at)
+        problem = replace(problem, budgets=tuple(rows.values()))
+        if is_hopeless(problem, limit):
+            raise HopelessError("no combination of strategies keeps the memory limit")
         try:
             answer = solve(problem, options)
         except (NoLegalPlanError, OverBudgetError):
             raise
         except PlanningError as error:
             raise OverBudgetError(str(error)) from error
+        if answer.bound >= at_most:
+            raise DearError("what fits takes more time than another plan")
     raise OverBudgetError("no plan below the memory limit was found")
+
+
+def is_hopeless(problem: ShardingProblem, limit: float) -> bool:
+    """Whether some budget's arrays, each as small as it can be, need more than `limit` bytes."""
+    return any(problem.least(row) > limit for row in problem.budgets)
+
+
+def tightened(found: Fitted, limit: float, options: SolverOptions, peak: Peak) -> Answer:
+    """An answer that fits, brought nearer to the optimum, with the time that it took."""
+    start, answer = time.perf_counter(), found.answer
+    if answer.objective - answer.bound > options.gap * answer.objective:
+        options = replace(options, time_limit=min(options.time_limit, _SECONDS))
+        try:
+            closer = solve(found.problem, options)
+        except PlanningError:  # out of time: the answer stays as it is
+            return answer
+        if closer.objective <= answer.objective and peak(closer.choice).nbytes <= limit:
+            answer = closer
+        else:
+            bound = max(closer.bound, answer.bound)
+            answer = replace(answer, bound=min(bound, answer.objective))
+    return replace(answer, solve_seconds=answer.solve_seconds + time.perf_counter() - start)
 
 
 def least(
@@ -76,7 +135,7 @@ def least(
         there = peak(choice)
         if there.nbytes < point.nbytes:
             best, point = choice, there
-        row = budget(assembly, there.node, choice, there.nbytes, there.nbytes / 2, offloaded)
+        row = budget(assembly, there.at, choice, there.nbytes, there.nbytes / 2, offloaded)
         problem = replace(problem, budgets=(*problem.budgets, replace(row, limit=max(row.limit, 1.0))))
         choice = leanest(problem, options)
         if choice == best:

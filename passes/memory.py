@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from passes.bundles import Grouping
-from passes.busiest import busiest as busiest
 from passes.device_program import WHOLE, Border, Context, DeviceProgram, border_of, lower
 from passes.fusion import fuse
 from passes.ir import Graph, Node

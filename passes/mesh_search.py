@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from passes.budgets import live
 from passes.bundles import Grouping, group
+from passes.busiest import Path, busiest
 from passes.cluster import Cluster
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError, explain
-from passes.fitting import Point, least, within
+from passes.fitting import LOOSE, DearError, Fitted, HopelessError, Point, is_hopeless, least, tightened, within
 from passes.intra_op import Answer, SolverOptions, solve
 from passes.ir import Graph
-from passes.memory import busiest, memory, peak_nbytes
+from passes.memory import memory, peak_nbytes
 from passes.mesh import Mesh, shapes
 from passes.moves import Layout, Schedule, due, moves
 from passes.moves import collectives as collectives_of
@@ -76,6 +79,9 @@ def best(
 class MeshSearch:
     """A program with the sharding problems that were solved of it, cheapest first.
 
+    If only plans `beneath` so many bytes are wanted, meshes without any are left out as soon as that is seen, and
+    others are solved roughly: what fits is brought nearer to the optimum at the end.
+
     If `interruptible`, Ctrl-C ends the search as soon as there is an answer, and it is `interrupted`.
     """
 
@@ -87,6 +93,7 @@ class MeshSearch:
     restrict: Restriction | None = None
     refetch: bool = False
     offload: bool = False
+    beneath: float = math.inf
     report: Report = silent
     interruptible: bool = False
     interrupted: bool = field(default=False, init=False)
@@ -95,6 +102,8 @@ class MeshSearch:
     phases: dict[str, float] = field(init=False)
     solved: list[_Solved] = field(default_factory=list[_Solved])
     lowest: tuple[float, _Solved, tuple[int, ...]] | None = None
+    seen: list[Path] = field(default_factory=list[Path])
+    refetches: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         start = time.perf_counter()
@@ -103,7 +112,7 @@ class MeshSearch:
         self.phases = {"bundles": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
     def over(self, meshes: Sequence[Mesh]) -> Plan:
-        """The cheapest plan over the meshes, whatever memory it needs."""
+        """The cheapest plan over the meshes, whatever memory it needs; not those on which none keeps `beneath`."""
         illegal: list[NoLegalPlanError] = []
         allowed = _allowed(self.graph, meshes)
         for number, mesh in enumerate(allowed):
@@ -111,6 +120,8 @@ class MeshSearch:
                 self.solved.append(self._solve(mesh, self.refetch, number, len(allowed)))
             except NoLegalPlanError as error:
                 illegal.append(error)
+            except HopelessError:
+                continue
             except KeyboardInterrupt:
                 if not self.interruptible or not self.solved:
                     raise
@@ -131,39 +142,93 @@ class MeshSearch:
         """Seconds of a step that no plan over these meshes goes below."""
         return self.solved[0].answer.bound
 
-    def within(self, limit: float, at_most: float = math.inf) -> Plan | None:
+    def again(self, report: Report, *, offload: bool) -> MeshSearch:
+        """A search of the same program, with its solved problems, that offloads or does not."""
+        other = copy(self)
+        other.report, other.solved, other.lowest, other.seen = report, list(self.solved), None, list(self.seen)
+        other.offloaded = resting(self.graph, self.tied) if offload else ()
+        return other
+
+    def within(self, limit: float, at_most: float = math.inf, end: float = math.inf) -> Plan | None:
         """The cheapest plan that needs at most `limit` bytes on a device, None if it takes `at_most` seconds or more.
 
-        Weights may be fetched once a step or once a use. Raises OverBudgetError with the leanest plan that was met.
+        Weights may be fetched once a step or once a use. No further mesh is tried from `end` on once there is a plan.
+        Raises OverBudgetError with the leanest plan that was met.
         """
-        if not self.refetch:
-            meshes = [one.assembly.mesh for one in self.solved]
-            self.refetch = True
-            self.solved.extend(self._solve(mesh, True, number, len(meshes)) for number, mesh in enumerate(meshes))
-            self.solved.sort(key=lambda one: one.answer.objective)
-        cheapest: tuple[_Solved, Answer] | None = None
+        cheapest: tuple[_Solved, Fitted] | None = None
         dear = False
-        for number, one in enumerate(self.solved):
-            if one.answer.bound >= (cheapest[1].objective if cheapest else at_most):
+        meshes = [one for one in self.solved if one.refetch == self.refetch]
+        for number, one in enumerate(meshes):
+            if one.answer.bound >= (cheapest[1].answer.objective if cheapest else at_most):
                 dear = dear or cheapest is None
                 continue
+            if cheapest is not None and time.perf_counter() > end:
+                break
             try:
-                self._tell(f"fit {one.assembly.mesh} within memory", number, len(self.solved), cheapest)
-                answer = within(one.assembly, one.answer, limit, self.options, partial(self._peak, one), self.offloaded)
-            except (NoLegalPlanError, OverBudgetError):
+                best = (cheapest[0], cheapest[1].answer) if cheapest else None
+                self._tell(f"fit {one.assembly.mesh} within memory", number, len(meshes), best)
+                most = cheapest[1].answer.objective if cheapest else at_most
+                cheapest = self._fitted(self._twins(one, number, len(meshes)), limit, most) or cheapest
+            except DearError:
+                dear = dear or cheapest is None
+            except (NoLegalPlanError, HopelessError):
                 continue
             except KeyboardInterrupt:
                 if not self.interruptible or cheapest is None:
                     raise
                 self.interrupted = True
                 break
-            if cheapest is None or answer.objective < cheapest[1].objective:
-                cheapest = one, answer
         if cheapest is not None:
-            return self._read_off(*cheapest)
+            one, found = cheapest
+            return self._read_off(one, tightened(found, limit, self.options, partial(self._peak, one)))
         if dear:
             return None
         raise OverBudgetError("no placements keep the memory limit", leanest=self._lowest())
+
+    def _fitted(self, twins: Iterator[_Solved], limit: float, at_most: float) -> tuple[_Solved, Fitted] | None:
+        """The cheapest answer on one mesh that fits, None where none was found.
+
+        Raises HopelessError if none can fit, and DearError if those that can take `at_most` seconds or more.
+        """
+        best: tuple[_Solved, Fitted] | None = None
+        dear: DearError | None = None
+        for one in twins:
+            try:
+                peak = partial(self._peak, one)
+                found = within(one.assembly, one.answer, limit, self.options, peak, self.offloaded, self.seen, at_most)
+            except HopelessError:
+                raise
+            except DearError as error:
+                dear = error
+                continue
+            except OverBudgetError:
+                continue
+            if found.answer.objective < at_most:
+                best, at_most = (one, found), found.answer.objective
+            if found.answer.objective <= (1 + LOOSE) * one.answer.bound:
+                break
+        if best is None and dear is not None:
+            raise dear
+        return best
+
+    def _twins(self, one: _Solved, done: int, total: int) -> Iterator[_Solved]:
+        """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
+        yield one
+        if one.refetch or self.refetches is False:
+            return
+        mesh = one.assembly.mesh
+        known = (other for other in self.solved if other.refetch and other.assembly.mesh == mesh)
+        if (twin := next(known, None)) is None:
+            self._tell(f"tabulate {mesh}", done, total)
+            assembly = self._assembled(mesh, one.resharder, refetch=True)
+            self.refetches = any(again for _, _, again in assembly.groups)
+            if not self.refetches:
+                return
+            objective = assembly.problem.evaluate(one.answer.choice)
+            answer = replace(one.answer, objective=objective)
+            twin = _Solved(assembly=assembly, resharder=one.resharder, answer=answer, refetch=True)
+            self.solved.append(twin)
+        yield twin
 
     def leanest(self) -> Plan:
         """The plan that needs least memory, of those met on the way to the least on every mesh."""
@@ -187,16 +252,32 @@ class MeshSearch:
         """A mesh's problem and its answer; `done` of `total` meshes came before."""
         best = min(((one, one.answer) for one in self.solved), key=lambda pair: pair[1].objective, default=None)
         self._tell(f"tabulate {mesh}", done, total, best)
-        began = time.perf_counter()
         resharder = Resharder(mesh)
+        assembly = self._assembled(mesh, resharder, refetch)
+        if self.beneath < math.inf:
+            rows = tuple(live(assembly, at, self.beneath, self.offloaded) for at in self.seen)
+            if is_hopeless(replace(assembly.problem, budgets=rows), self.beneath):
+                raise HopelessError(f"no combination of strategies keeps the memory limit on {mesh}")
+        self._tell(f"solve {mesh}", done, total, best)
+        gap = self.options.gap if self.beneath == math.inf else max(self.options.gap, LOOSE)
+        answer = solve(without_dominated(assembly, resharder), replace(self.options, gap=gap))
+        self.phases["build"] += answer.build_seconds
+        self.phases["solve"] += answer.solve_seconds
+        one = _Solved(assembly=assembly, resharder=resharder, answer=answer, refetch=refetch)
+        if (
+            self.beneath < math.inf
+            and not self.seen
+            and (point := self._peak(one, answer.choice)).nbytes > self.beneath
+        ):
+            self.seen.append(point.at)
+        return one
+
+    def _assembled(self, mesh: Mesh, resharder: Resharder, refetch: bool) -> Assembly:
+        began = time.perf_counter()
         assembly = assemble(self.graph, mesh, self.grouping, resharder, self.tied, refetch=refetch)
         assembly = self.restrict(assembly) if self.restrict else assembly
         self.phases["tables"] += time.perf_counter() - began
-        self._tell(f"solve {mesh}", done, total, best)
-        answer = solve(without_dominated(assembly, resharder), self.options)
-        self.phases["build"] += answer.build_seconds
-        self.phases["solve"] += answer.solve_seconds
-        return _Solved(assembly=assembly, resharder=resharder, answer=answer, refetch=refetch)
+        return assembly
 
     def _read_off(self, one: _Solved, answer: Answer) -> Plan:
         plan = _read_off(
@@ -226,7 +307,7 @@ class MeshSearch:
         needed = sum(nbytes.values()) - away
         if self.lowest is None or needed < self.lowest[0]:
             self.lowest = needed, one, tuple(choice)
-        return Point(node=busiest(graph, grouping, mesh, layout, schedule), nbytes=needed)
+        return Point(at=busiest(graph, grouping, mesh, layout, schedule), nbytes=needed)
 
 
 def stopped(plan: Plan) -> Plan:

@@ -27,6 +27,7 @@ Hand-made planners run the same path on a mesh and under restrictions of their o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
@@ -116,7 +117,7 @@ class Auto:
             forms=forms,
             limit=limit,
             seconds=self.seconds,
-            search=lambda form, offload, told: self._search(form, cluster, told, offload),
+            search=lambda form, offload, beneath, told: self._search(form, cluster, told, offload, beneath),
             report=report,
             interruptible=self.interruptible,
         )
@@ -128,7 +129,8 @@ class Auto:
             def elsewhere(cluster: Cluster) -> Plan | None:
                 """The leanest form on another cluster."""
                 form = forms.form(variant_of(lean)) if lean else forms.form(Variant())
-                return self._search(form, cluster, report, bool(lean and lean.offloaded)).within(limit)
+                offload = bool(lean and lean.offloaded)
+                return self._search(form, cluster, report, offload, beneath=limit).within(limit)
 
             raise shortage(error, limit, cluster, elsewhere) from None
 
@@ -136,8 +138,10 @@ class Auto:
         """Bytes that a plan may need on one device."""
         return self.memory_limit or (1 - RESERVE) * cluster.group().device.memory_nbytes
 
-    def _search(self, form: Form, cluster: Cluster, report: Report, offload: bool = False) -> MeshSearch:
-        """The program on every mesh, no limit kept."""
+    def _search(
+        self, form: Form, cluster: Cluster, report: Report, offload: bool = False, beneath: float = math.inf
+    ) -> MeshSearch:
+        """The program on every mesh on which plans beneath so many bytes may be; the limit is not kept."""
         if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
@@ -148,6 +152,7 @@ class Auto:
             donated=form.donated,
             options=self.solver,
             offload=offload,
+            beneath=beneath,
             report=report,
             interruptible=self.interruptible,
         )

@@ -51,8 +51,8 @@ class Budget:
     Node n holds `nbytes[n]` [strategies]; `copies[g][label]` are the bytes of what group g is copied to.
     """
 
-    nbytes: Mapping[int, Floats]
-    copies: Mapping[int, Mapping[object, float]]
+    nbytes: dict[int, Floats]
+    copies: dict[int, dict[object, float]]
     limit: float
 
 
@@ -92,6 +92,11 @@ class ShardingProblem:
             made = {edge.copies(choice) for edge in self.groups.get(group, ())}
             held += sum(copies.get(label, 0.0) for label in made if label is not None)
         return held
+
+    def least(self, budget: Budget) -> float:
+        """Bytes of a budget that no answer goes below."""
+        allowed = ((nbytes, np.isfinite(self.seconds[node])) for node, nbytes in budget.nbytes.items())
+        return sum(float(nbytes[legal].min()) if legal.any() else 0.0 for nbytes, legal in allowed)
 
     def fits(self, choice: Sequence[int]) -> bool:
         """Whether an answer keeps every budget, to a part in a million."""

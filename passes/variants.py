@@ -14,7 +14,7 @@ from typing import Protocol
 from passes import quantities
 from passes.errors import OverBudgetError, PlanningError
 from passes.ir import Graph
-from passes.mesh_search import MeshSearch, Tied, stopped
+from passes.mesh_search import MeshSearch, Tied, resting, stopped
 from passes.plan import Plan
 from passes.progress import Report, silent, within
 from passes.remat import KEPT, Kept, kept_of
@@ -65,40 +65,36 @@ class Forms(Protocol):
         ...
 
 
-def tries(forms: Forms) -> Iterator[Variant]:
-    """The forms in the order in which they are tried."""
-    kinds: Sequence[Kept] = KEPT if forms.layers else KEPT[:1]
-    for count in forms.counts:
-        for offload in (False, True):
-            for kind in kinds:
-                kept = () if kind == "everything" else (kind,) * forms.layers
-                yield Variant(microbatches=count, kept=kept, offload=offload)
-
-
-def _is_lean(variant: Variant) -> bool:
-    """Whether a form needs the least memory of those with as many microbatches."""
-    return variant.offload and set(variant.kept) <= {"inputs"}
+def tries(layers: int, count: int, offloads: bool) -> Iterator[Variant]:
+    """The forms with so many microbatches, from the one that costs least to the one that needs least memory."""
+    kinds: Sequence[Kept] = KEPT if layers else KEPT[:1]
+    for kind in kinds:
+        for offload in (False, True) if offloads else (False,):
+            yield Variant(microbatches=count, kept=() if kind == "everything" else (kind,) * layers, offload=offload)
 
 
 @dataclass(slots=True, kw_only=True)
 class VariantSearch:
     """The cheapest plan of a step in any form, of those that need at most `limit` bytes.
 
-    `search` plans a form on every mesh without a limit, its state offloaded or not. Forms are tried for `seconds`;
-    where none fits by then, only the leanest with more microbatches still are. If `interruptible`, Ctrl-C ends the
-    search as soon as there is a plan.
+    `search` plans a form, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of
+    each number of microbatches the leanest form comes first while none has fitted: if it does not fit, no other will.
+    Forms are tried for `seconds`; where none fits by then, only the leanest still are. If `interruptible`, Ctrl-C ends
+    the search as soon as there is a plan.
     """
 
     forms: Forms
     limit: float
     seconds: float
-    search: Callable[[Form, bool, Report], MeshSearch]
+    search: Callable[[Form, bool, float, Report], MeshSearch]
     report: Report = silent
     interruptible: bool = False
     best: Plan | None = None
     leanest: Plan | None = None
     leanest_search: MeshSearch | None = None
     tried: int = 0
+    offloads: bool = True
+    last: tuple[Variant, MeshSearch] | None = None
 
     def run(self) -> Plan:
         """Raises OverBudgetError with the leanest plan that was met."""
@@ -112,22 +108,21 @@ class VariantSearch:
     def _run(self, end: float) -> Plan:
         floor = 0.0
         refused: PlanningError | None = None
-        for variant in tries(self.forms):
-            late = time.perf_counter() > end
-            if self.best is not None and (self.best.solution.objective <= _NEAR * floor or late):
+        for variant in self._tries(end):
+            if self.best is not None and self.best.solution.objective <= _NEAR * floor:
                 break
-            if late and not _is_lean(variant):
-                continue
             try:
                 form = self.forms.form(variant)
             except PlanningError as error:
                 refused = refused or error
                 continue
             search = self._searched(form, variant, end)
-            if not self.tried and search.cheapest.peak_nbytes <= self.limit:
-                return _formed(search.cheapest, variant)
+            if not self.tried:
+                self.offloads = bool(resting(form.graph, form.tied))
+                if search.cheapest.peak_nbytes <= self.limit:
+                    return _formed(search.cheapest, variant)
             floor = floor or search.least_seconds
-            self._take(search, variant)
+            self._take(search, variant, end)
         if not self.tried and refused is not None:
             raise refused
         if self.best is None:
@@ -137,10 +132,33 @@ class VariantSearch:
             self.best = self.leanest
         return self._mixed(self.best, end)
 
+    def _tries(self, end: float) -> Iterator[Variant]:
+        """The forms in the order in which they are tried, until `end` if one fits."""
+        counts = self.forms.counts
+        yield Variant(microbatches=counts[0])
+        for count in counts:
+            forms = tuple(tries(self.forms.layers, count, self.offloads))
+            if self.best is None:
+                yield forms[-1]
+                forms = forms[-2::-1]
+            if self.best is None:
+                continue
+            for variant in forms:
+                if time.perf_counter() > end:
+                    return
+                if variant != Variant(microbatches=counts[0]):
+                    yield variant
+
     def _searched(self, form: Form, variant: Variant, end: float) -> MeshSearch:
         """A form planned without a limit; only forms beyond the first are tried against the clock."""
         ends = end if self.tried else float("inf")
-        return self.search(form, variant.offload, within(str(variant), self.report, best=self._best_seconds, end=ends))
+        told = within(str(variant), self.report, best=self._best_seconds, end=ends)
+        if self.last is not None and self.last[0] == replace(variant, offload=not variant.offload):
+            return self.last[1].again(told, offload=variant.offload)
+        beneath = self.limit if self.tried else float("inf")
+        search = self.search(form, variant.offload, beneath, told)
+        self.last = variant, search
+        return search
 
     def _best_seconds(self, unlimited: float | None) -> float | None:
         """Seconds of the best plan so far; `unlimited` is that of a form of which it is not known whether it fits."""
@@ -148,12 +166,12 @@ class VariantSearch:
             return self.best.step_seconds
         return None if self.tried else unlimited
 
-    def _take(self, search: MeshSearch, variant: Variant) -> bool:
+    def _take(self, search: MeshSearch, variant: Variant, end: float) -> bool:
         """Whether the plan of a form fits and takes less time than the best so far, which it becomes then.
 
         Raises KeyboardInterrupt if the form's own search was interrupted.
         """
-        plan, best = self._fitting(search, variant), self.best
+        plan, best = self._fitting(search, variant, end), self.best
         is_better = plan is not None and (best is None or plan.step_seconds < best.step_seconds)
         if plan is not None and is_better:
             self.best = _formed(plan, variant)
@@ -161,16 +179,14 @@ class VariantSearch:
             raise KeyboardInterrupt
         return is_better
 
-    def _fitting(self, search: MeshSearch, variant: Variant) -> Plan | None:
+    def _fitting(self, search: MeshSearch, variant: Variant, end: float) -> Plan | None:
         """The cheapest plan of a form that fits, None if it has none or takes more time than the best so far."""
         self.tried += 1
-        plan = search.cheapest
-        if plan.peak_nbytes <= self.limit:
-            return plan
         if search.interrupted:
-            return None
+            plan = search.cheapest
+            return plan if plan.peak_nbytes <= self.limit else None
         try:
-            return search.within(self.limit, self.best.solution.objective if self.best else float("inf"))
+            return search.within(self.limit, self.best.solution.objective if self.best else float("inf"), end)
         except OverBudgetError as error:
             plan = error.leanest
             if isinstance(plan, Plan) and (self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes):
@@ -193,7 +209,7 @@ class VariantSearch:
             middle = (fewest + most) // 2
             kept = kept_of((*best.remat[: len(best.remat) - middle], *("everything",) * middle))
             variant = Variant(microbatches=best.microbatches, kept=kept, offload=bool(best.offloaded))
-            if self._take(self._searched(self.forms.form(variant), variant, end), variant):
+            if self._take(self._searched(self.forms.form(variant), variant, end), variant, end):
                 fewest = middle
             else:
                 most = middle

@@ -15,6 +15,7 @@ from autopar import Plan
 from benchmarks.trainings import MODELS, QUICK
 from passes.errors import PlanningError
 from passes.ir import Graph
+from passes.memory import PERSISTENT
 from passes.phases import phase
 from passes.remat import KEPT, layers, recompute
 from passes.rules import rule_of
@@ -35,13 +36,13 @@ def train_step(params: Any, batch: jax.Array) -> Any:
     return optax.apply_updates(params, jax.tree.map(lambda g: -1e-3 * g, grads)), value
 
 
-def arguments(dtype: str = "float32") -> Any:
+def arguments(dtype: str = "float32", depth: int = DEPTH) -> Any:
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape) * 0.1, dtype)
 
-    return [(draw(WIDTH, 4 * WIDTH), draw(4 * WIDTH, WIDTH)) for _ in range(DEPTH)], draw(ROWS, WIDTH)
+    return [(draw(WIDTH, 4 * WIDTH), draw(4 * WIDTH, WIDTH)) for _ in range(depth)], draw(ROWS, WIDTH)
 
 
 def products(graph: Graph) -> int:
@@ -93,7 +94,7 @@ def test_recomputation_works_in_microbatches_and_in_a_saved_plan(tmp_path: Any):
 
 def test_what_is_recomputed_is_there():
     """The compiled program multiplies as often as the graph says, so barriers have kept XLA from merging."""
-    given = arguments()
+    given = arguments(depth=2 * DEPTH)
     flops: dict[str, float] = {}
     temporaries: dict[str, int] = {}
     for kept in KEPT:
@@ -101,13 +102,15 @@ def test_what_is_recomputed_is_there():
         compiled = step.lower(*given).compile()
         flops[kept] = compiled.cost_analysis()["flops"]
         temporaries[kept] = compiled.memory_analysis().temp_size_in_bytes
+        held = compiled.plan.nbytes
+        predicted = sum(size for cause, size in held.items() if cause not in (*PERSISTENT, "outputs"))
+        assert temporaries[kept] == pytest.approx(predicted, rel=0.05), kept
         planned = products(step.trace(*given).graph)
         # The rest is elementwise; XLA may merge what the last layer computes again, which nothing stands between.
         assert 0.95 * planned <= flops[kept] <= 1.2 * planned, kept
     more = flops["inputs"] / flops["everything"]
     assert 1.1 < more < 1.34, "at most a forward pass more, which is a third of the rest"
     assert temporaries["inputs"] < 0.6 * temporaries["everything"]
-    assert temporaries["matmuls"] < temporaries["everything"]
 
 
 def test_layers_are_the_numbered_modules():
