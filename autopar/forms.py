@@ -11,6 +11,7 @@ import jax
 from autopar.microbatch import microbatched
 from autopar.remat import recomputed
 from autopar.trace import Traced
+from passes.loop_remat import loops
 from passes.microbatch import Coupling
 from passes.remat import Kept, layers
 from passes.variants import Form, Variant
@@ -41,7 +42,7 @@ class TracedForms:
     @cached_property
     def _layers(self) -> int:
         found = 0 if self.fixed else len(layers(self.traced.graph))
-        return found if found > 1 else 0
+        return found if found > 1 or loops(self.traced.graph) else 0
 
     @property
     def counts(self) -> Sequence[int]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar import jax_compat
-from autopar.flatten import Equation
+from autopar.flatten import Body, Equation
 from autopar.trace import Traced
+from passes.ir import Node
+from passes.loop_remat import BodyOrigins
 from passes.remat import Kept, recompute
 
 
@@ -15,5 +17,21 @@ def recomputed(traced: Traced, kept: Sequence[Kept]) -> Traced:
     """The same step with layer k keeping `kept[k]` for its backward pass. Raises PlanningError for a wrong number."""
     found = recompute(traced.graph, kept)
     barrier = Equation(primitive=jax_compat.optimization_barrier_p)
-    equations = tuple(barrier if origin is None else traced.equations[origin] for origin in found.origins)
-    return replace(traced, graph=found.graph, equations=equations)
+    equations = [barrier if origin is None else traced.equations[origin] for origin in found.origins]
+    for index, origins in found.bodies.items():
+        equations[index] = _loop(traced, found.graph.nodes[index], index, origins)
+    return replace(traced, graph=found.graph, equations=tuple(equations))
+
+
+def _loop(traced: Traced, node: Node, index: int, origins: BodyOrigins) -> Equation:
+    """The equation of a loop whose body is made of old ones."""
+    old = traced.equations[index]
+    bodies = {i: traced.equations[i].bodies[0] for i, _ in (*origins.nodes, *origins.constants)}
+    body = Body(
+        graph=node.subgraphs[0],
+        equations=tuple(bodies[i].equations[place] for i, place in origins.nodes),
+        constants=tuple(bodies[i].constants[place] for i, place in origins.constants),
+    )
+    names = ("length", "reverse", "unroll")
+    counts = {name: node.params[name] for name in ("num_consts", "num_carry")}
+    return replace(old, params={name: old.params[name] for name in names} | counts, bodies=(body,))

@@ -288,6 +288,9 @@ class _Refusal:
 class _Walk:
     """Placements in time, node by node. `varying` values differ between microbatches; `later` nodes need all of them.
 
+    What a barrier or a loop makes `beside` them differs not, and is had in the loop alone: weights that enter the
+    barrier of a recomputed layer with its activations are not to bring the whole forward pass before the loop.
+
     Inside a loop or branch of the user's there is no before and no after: a node that needs all microbatches fails.
     """
 
@@ -306,6 +309,7 @@ class _Walk:
         self.wanted_up_front: set[int] = set()
         self.home: dict[int, ShardingSpec] = {}
         self.varying: set[int] = set()
+        self.beside: set[int] = set()  # made beside what varies, by a barrier or loop, and what comes of that alone
         self.tainted: set[int] = set()  # values that come from more than the batch
         self.free: set[int] = set()
         self.later: set[int] = set()
@@ -337,14 +341,18 @@ class _Walk:
             return
         if index in self.up_front or not any(v in self.varying for v in node.inputs):
             self.home.update((v, replicated(graph.types[v].rank)) for v in node.outputs)
-            if self.inside:
+            beside = index not in self.up_front and not self.beside.isdisjoint(node.inputs)
+            if self.inside or beside:
                 self.placements[index] = _whole(node, graph)
+            if beside:
+                self.beside.update(node.outputs)
             return
         found = self._place(index)
         if isinstance(found, Placement):
             self.placements[index] = found
             self.home.update(zip(node.outputs, found.results, strict=True))
             self.varying.update(self._varying_results(index))
+            self.beside.update(v for v in node.outputs if v not in self.varying)
             return
         repaired = not self.inside and self._ask_up_front(node)
         self._postpone(index, None if repaired else found)

@@ -14,24 +14,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
 
 import numpy as np
 
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node, TensorType
 from passes.layers import crossing_nbytes, work
+from passes.loop_remat import BodyOrigins, Loop, loops, recompute_loop
 from passes.moves import is_free
 from passes.phases import phase
-from passes.rules import ShardingRule, rule_of
+from passes.remat_parts import KEPT, Kept, is_kept, transposed
 from passes.stages import forward_nodes
-
-Kept = Literal["everything", "matmuls", "inputs"]
-"""What a layer keeps for its backward pass."""
-
-KEPT: tuple[Kept, ...] = get_args(Kept)
 
 _LAYERS = 8
 _CROSSING = 1.2
@@ -40,18 +35,18 @@ _MARGIN = 0.02
 the share of the work that must lie on both sides."""
 
 _NUMBERED = re.compile(r"(?:^|/)jvp\([^()]*\)/(?:[^/]*/)*?([A-Za-z_.]*?[_.]?)(\d+)(?=/|$)")
-_DIFFERENTIATED = re.compile(r"jvp\([^()]*\)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputed:
     """A program that computes again; `origins[i]` is the node of the old program that node i repeats or is.
 
-    None stands for a barrier.
+    None stands for a barrier. The bodies of the nodes in `bodies` are new, and made of old ones.
     """
 
     graph: Graph
     origins: tuple[int | None, ...]
+    bodies: Mapping[int, BodyOrigins] = field(default_factory=dict[int, BodyOrigins])
 
 
 def kept_of(names: Sequence[str]) -> tuple[Kept, ...]:
@@ -67,7 +62,8 @@ def kept_of(names: Sequence[str]) -> tuple[Kept, ...]:
 def layers(graph: Graph) -> tuple[int, ...]:
     """The first node of every layer of the forward pass, what follows the last numbered module apart; empty for none.
 
-    Layers are the modules that are numbered (`Block_0`, `Block_1`, ...), or even parts where little crosses.
+    Layers are the modules that are numbered (`Block_0`, `Block_1`, ...); or loops, each of which is one, for what its
+    iterations keep; or even parts where little crosses.
     """
     nodes = forward_nodes(graph)
     forward = [i for i in nodes if phase(graph.nodes[i]) == "forward"]
@@ -82,7 +78,7 @@ def layers(graph: Graph) -> tuple[int, ...]:
         last = max(index for index, name in named if name[0] == prefix)
         found = [index for (p, _), index in firsts.items() if p == prefix]
         return (*sorted(found), *[i for i in forward if i > last][:1])
-    return _even(graph, nodes)
+    return tuple(loop.forward for loop in loops(graph)) or _even(graph, nodes)
 
 
 def _even(graph: Graph, nodes: Sequence[int]) -> tuple[int, ...]:
@@ -106,11 +102,23 @@ def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
     if len(firsts) != len(kept):
         rule = f"the forward pass has {len(firsts)} layers, and what each keeps is to be said"
         raise PlanningError(explain(f"recomputation for {len(kept)} layers", rule, "", "plan again"))
+    around = {loop.forward: loop for loop in loops(graph)}
+    if firsts and around.keys() >= set(firsts):
+        return _looped(graph, [(around[first], choice) for first, choice in zip(firsts, kept, strict=True)])
     draft = _Draft(graph=graph, firsts=firsts)
     for layer, choice in enumerate(kept):
         if choice != "everything":
             draft.repeat(layer, choice)
     return draft.finish()
+
+
+def _looped(graph: Graph, choices: Sequence[tuple[Loop, Kept]]) -> Recomputed:
+    """The program whose loops keep what is said of each."""
+    bodies: dict[int, BodyOrigins] = {}
+    for loop, choice in choices:
+        graph, changed = recompute_loop(graph, loop, choice)
+        bodies.update(changed)
+    return Recomputed(graph=graph, origins=tuple(range(len(graph.nodes))), bodies=bodies)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,7 +148,7 @@ class _Draft:
         graph = self.graph
         members = [i for i, own in self.layer.items() if own == layer]
         gone = {
-            v for i in members if not self._keeps(i, kept) for v in graph.nodes[i].outputs if self._inside(v, layer)
+            v for i in members if not is_kept(graph, i, kept) for v in graph.nodes[i].outputs if self._inside(v, layer)
         }
         wanted = {v for v in gone if self._late_readers(v)}
         copied: list[int] = []
@@ -152,13 +160,6 @@ class _Draft:
         copied.reverse()
         if copied:
             self._insert(copied)
-
-    def _keeps(self, index: int, kept: Kept) -> bool:
-        """Whether a node is never run again: what has an effect or costs nothing; with `matmuls`, loops, products."""
-        node = self.graph.nodes[index]
-        if "callback" in node.primitive or is_free(self.graph, index):
-            return True
-        return kept == "matmuls" and (bool(node.subgraphs) or _is_product(rule_of(node, self.graph)))
 
     def _is_made(self, value: int) -> bool:
         """Whether a node makes a value of others, not of numbers alone."""
@@ -191,7 +192,7 @@ class _Draft:
         )
         anchor = self._anchor(place)
         held = (*entering, *(() if anchor is None else (anchor,)))
-        scope = _transposed(graph.nodes[copied[0]].scope)
+        scope = transposed(graph.nodes[copied[0]].scope)
         source = graph.nodes[copied[0]].source
         new = {v: self._fresh(v) for v in held}
         barrier = Node(
@@ -205,7 +206,7 @@ class _Draft:
             inputs = tuple(new.get(v, v) for v in node.inputs)
             new |= {v: self._fresh(v) for v in node.outputs}
             outputs = tuple(new[v] for v in node.outputs)
-            here.append((index, replace(node, inputs=inputs, outputs=outputs, scope=_transposed(node.scope))))
+            here.append((index, replace(node, inputs=inputs, outputs=outputs, scope=transposed(node.scope))))
         self.again |= {v: new[v] for v in made}
         if anchor is not None:
             # Read from behind the barrier, or XLA drops it from there as a result that nobody wants.
@@ -238,18 +239,3 @@ class _Draft:
         return Recomputed(
             graph=replace(self.graph, types=tuple(self.types), nodes=tuple(nodes)), origins=tuple(origins)
         )
-
-
-def _is_product(rule: ShardingRule) -> bool:
-    """Whether two operands are multiplied and summed over what they share, as by a dense layer or a convolution."""
-    if len(rule.operands) < 2:
-        return False
-    both = (set(rule.operands[0]) & set(rule.operands[1])) - {-1}
-    summed = any(rule.factors[factor].reduction == "add" for factor in both)
-    return summed and all(both.isdisjoint(result) for result in rule.results)
-
-
-def _transposed(scope: str) -> str:
-    """The scope that the backward pass of a forward scope has, by which its stage is found."""
-    found = _DIFFERENTIATED.sub(lambda match: f"transpose({match[0]})", scope, count=1)
-    return found if found != scope else f"{scope}/rematted_computation"

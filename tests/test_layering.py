@@ -86,6 +86,8 @@ ORDER = (
     "mesh_search",
     "stages",
     "layers",
+    "remat_parts",
+    "loop_remat",
     "remat",
     "variants",
     "pipeline",

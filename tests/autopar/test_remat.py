@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,8 +14,10 @@ import pytest
 import autopar
 from autopar import Plan
 from benchmarks.trainings import MODELS, QUICK
+from benchmarks.trainings import training as trained
 from passes.errors import PlanningError
 from passes.ir import Graph
+from passes.loop_remat import loops
 from passes.memory import PERSISTENT
 from passes.phases import phase
 from passes.remat import KEPT, layers, recompute
@@ -63,6 +66,8 @@ def test_the_step_is_the_same(kept: Any):
     [
         ("gpt", "inputs"),
         ("gpt", "matmuls"),
+        ("gpt-scan", "inputs"),
+        ("llama-scan", "matmuls"),
         pytest.param("moe", "inputs", marks=pytest.mark.slow),
         pytest.param("bert", "matmuls", marks=pytest.mark.slow),
         pytest.param("transformer", "inputs", marks=pytest.mark.slow),
@@ -111,6 +116,46 @@ def test_what_is_recomputed_is_there():
     more = flops["inputs"] / flops["everything"]
     assert 1.1 < more < 1.34, "at most a forward pass more, which is a third of the rest"
     assert temporaries["inputs"] < 0.6 * temporaries["everything"]
+
+
+@pytest.mark.parametrize("name", ["gpt-scan", "llama-scan"])
+def test_loops_stack_less(name: str):
+    """A loop over layers stacks what is kept of each, and multiplies as often as its graph says."""
+    training = MODELS[name].training(least=True)
+    temporaries: list[int] = []
+    flops: list[float] = []
+    for kept in KEPT:
+        planner = autopar.DataParallel()
+        step = autopar.parallelize(training.step, planner=planner, devices=jax.devices()[:1], remat=kept)
+        compiled = step.lower(training.state, training.batch).compile()
+        assert compiled.plan.remat == (kept,)
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        flops.append(compiled.cost_analysis()["flops"])
+    assert temporaries[0] > temporaries[1] > temporaries[2]
+    assert flops[0] < flops[1] < flops[2] < 1.34 * flops[0]
+
+
+def test_loops_recompute_in_microbatches_and_stages():
+    with jax.enable_x64(True):
+        training = MODELS["gpt-scan"].training("float64", least=True)
+        given = training.state, training.batch
+        wanted = jax.jit(training.step, compiler_options=QUICK)(*given)
+        for planner, count in ((autopar.DataParallel(), 2), (autopar.Pipeline(stages=2, microbatches=2), None)):
+            devices = jax.devices()[:2]
+            step = autopar.parallelize(
+                training.step, planner=planner, devices=devices, remat="inputs", microbatches=count
+            )
+            assert_close(step(*given), wanted)
+
+
+def test_what_a_loop_reads_again_is_no_layer_of_ours():
+    """Where the user's own `jax.checkpoint` keeps inputs alone, there is nothing left to drop."""
+    training = MODELS["gpt-scan"].training(least=True)
+    graph = autopar.parallelize(training.step).trace(training.state, training.batch).graph
+    assert len(loops(graph)) == 1
+    model = MODELS["gpt-scan"]
+    own = trained(model.module, replace(model.least, remat=True), model.least_batch)
+    assert not loops(autopar.parallelize(own.step).trace(own.state, own.batch).graph)
 
 
 def test_layers_are_the_numbered_modules():
