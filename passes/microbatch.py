@@ -403,7 +403,8 @@ class _Walk:
                 return _Refusal(node=node, words="a loop wants the batch in two ways")
             return placement
         if rule.alias:
-            specs = tuple(self.home[v] for v in node.inputs)
+            whole = (replicated(self.graph.types[v].rank) for v in node.inputs)  # as free values are
+            specs = tuple(self.home.get(v, spec) for v, spec in zip(node.inputs, whole, strict=True))
             return Placement(operands=specs, results=specs)
         for factor in range(len(rule.factors)):
             assignment = ((AXIS, factor),)

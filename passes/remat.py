@@ -188,7 +188,7 @@ class _Draft:
         made = {v for i in copied for v in graph.nodes[i].outputs}
         place = min(r for v in made for r in self._late_readers(v))
         entering = dict.fromkeys(
-            v for i in copied for v in graph.nodes[i].inputs if v in graph.producers and v not in made
+            v for i in copied for v in graph.nodes[i].inputs if self._is_made(v) and v not in made
         )
         anchor = self._anchor(place)
         held = (*entering, *(() if anchor is None else (anchor,)))

@@ -26,8 +26,10 @@ def shortage(
     what = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
     if not isinstance(lean, Plan):
         return OverBudgetError(explain(what, str(error), "", "give each device more memory, or plan for more devices"))
-    held = sorted(((size, cause) for cause, size in lean.nbytes.items() if size), reverse=True)
+    held = sorted(((size, cause) for cause, size in lean.nbytes.items() if size > 0), reverse=True)
     words = ", ".join(f"{nbytes(size)} of {cause}" for size, cause in held)
+    if away := -lean.nbytes.get("offloaded", 0):
+        words += f"; less {nbytes(away)} of state that is with the host"
     ways = [f"{nbytes(_up(lean.peak_nbytes - limit))} more on each device (memory_limit={lean.peak_nbytes:,} bytes)"]
     if plan is not None:
         ways.extend(_more_devices(cluster, plan))

@@ -135,9 +135,10 @@ def test_loops_stack_less(name: str):
     assert flops[0] < flops[1] < flops[2] < 1.34 * flops[0]
 
 
-def test_loops_recompute_in_microbatches_and_stages():
+@pytest.mark.parametrize("name", ["gpt", "gpt-scan"])
+def test_layers_recompute_in_microbatches_and_stages(name: str):
     with jax.enable_x64(True):
-        training = MODELS["gpt-scan"].training("float64", least=True)
+        training = MODELS[name].training("float64", least=True)
         given = training.state, training.batch
         wanted = jax.jit(training.step, compiler_options=QUICK)(*given)
         for planner, count in ((autopar.DataParallel(), 2), (autopar.Pipeline(stages=2, microbatches=2), None)):
