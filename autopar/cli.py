@@ -31,6 +31,7 @@ from passes.cluster import Cluster
 from passes.devices import known, parse_cluster
 from passes.errors import PlanningError, explain
 from passes.pipeline import PipelinePlan, load_plan
+from passes.pipeline_diff import differences
 from passes.plan import Plan
 from passes.planner import Auto, Planner
 from passes.tables import Column, Table
@@ -325,7 +326,7 @@ def _save_trace(plan: Plan | PipelinePlan, path: Path) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    found = Plan.load(arguments.before).diff(Plan.load(arguments.after))
+    found = differences(load_plan(arguments.before), load_plan(arguments.after))
     _print(json.dumps(found.to_json(), indent=2) if arguments.json else found.tables() or str(found))
     return DONE if found.is_empty else DIFFERENT
 

@@ -187,9 +187,7 @@ class _Draft:
         graph = self.graph
         made = {v for i in copied for v in graph.nodes[i].outputs}
         place = min(r for v in made for r in self._late_readers(v))
-        entering = dict.fromkeys(
-            v for i in copied for v in graph.nodes[i].inputs if self._is_made(v) and v not in made
-        )
+        entering = dict.fromkeys(v for i in copied for v in graph.nodes[i].inputs if self._is_made(v) and v not in made)
         anchor = self._anchor(place)
         held = (*entering, *(() if anchor is None else (anchor,)))
         scope = transposed(graph.nodes[copied[0]].scope)

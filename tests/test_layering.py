@@ -91,6 +91,7 @@ ORDER = (
     "remat",
     "variants",
     "pipeline",
+    "pipeline_diff",
     "pipelines",
     "stage_table",
     "shortage",

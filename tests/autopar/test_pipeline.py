@@ -14,6 +14,7 @@ import pytest
 
 import autopar
 from autopar import GPipe, Megatron, Pipeline
+from autopar.cli import main
 from autopar.instructions import build
 from autopar.program import Free, Run, Send
 from benchmarks.trainings import MODELS, QUICK
@@ -21,6 +22,7 @@ from passes import stages
 from passes.devices import parse_cluster
 from passes.errors import PlanningError
 from passes.microbatch import loop_of
+from passes.pipeline_diff import PipelineDiff, differences
 from passes.schedules import in_flight
 
 KEY = jax.random.key(0)
@@ -306,6 +308,33 @@ def test_a_pipeline_is_told_in_80_columns():
     assert "1f1b" in text
     events = plan.timeline.to_trace()
     assert sum(event["ph"] == "X" for event in events) >= 4 * 8 * 2
+
+
+def test_pipelines_are_compared(tmp_path: Any, capsys: Any):
+    plan, _, _ = written(Pipeline(stages=2, microbatches=8))
+    assert differences(plan, plan).is_empty
+    other, _, _ = written(Pipeline(stages=2, microbatches=8, schedule="gpipe"))
+    longer, _, _ = written(Pipeline(stages=4, microbatches=8))
+    found = differences(plan, other)
+    assert isinstance(found, PipelineDiff)
+    assert [(c.name, c.before, c.after) for c in found.words if c.name == "schedule"] == [("schedule", "1f1b", "gpipe")]
+    assert all(stage.is_empty for stage in found.stages)
+    apart = differences(plan, longer)
+    assert isinstance(apart, PipelineDiff)
+    assert not apart.stages
+    assert ("stages", "2", "4") in [(c.name, c.before, c.after) for c in apart.words]
+    assert [(a.before, a.after) for a in apart.seconds] == [(plan.step_seconds, longer.step_seconds)]
+    whole = differences(plan, plan.stages[0])
+    assert ("stages", "2", "none") in [(c.name, c.before, c.after) for c in whole.words]
+    plan.save(tmp_path / "a.json")
+    other.save(tmp_path / "b.json")
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json"]) == 1
+    assert '"schedule"' in capsys.readouterr().out
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
+    text = capsys.readouterr().out
+    assert "gpipe" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def slow_network(cluster: str, bytes_per_second: float) -> autopar.Cluster:
