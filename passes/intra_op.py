@@ -11,6 +11,7 @@ Reference: design/intra_op.md 3.3-3.5.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -68,15 +69,21 @@ class SolverOptions:
     tie_radius: int | None = 2
 
 
-def solve(problem: ShardingProblem, options: SolverOptions | None = None) -> Answer:
-    """The best strategy of every node. Raises PlanningError if no combination of strategies is legal."""
+def solve(
+    problem: ShardingProblem, options: SolverOptions | None = None, at_most: float = math.inf, *, branch: bool = True
+) -> Answer:
+    """The best strategy of every node, or any once it is clear that none takes less than `at_most` seconds.
+
+    Without `branch` the relaxations alone are solved, and rounded. Raises PlanningError if no combination of strategies
+    is legal.
+    """
     options = options or SolverOptions()
     if problem.budgets:
         options = replace(options, gap=max(options.gap, _LUMPY))
     if options.tie_radius is None:
-        return _solve(problem, options)
+        return _solve(problem, options, at_most, branch)
     tied, classes = tie(problem, options.tie_radius, _PARTS if problem.budgets else 1)
-    answer = _solve(tied, options)
+    answer = _solve(tied, options, at_most, branch)
     choice = tuple(answer.choice[cls] for cls in classes)
     return replace(answer, choice=choice, objective=problem.evaluate(choice))
 
@@ -110,7 +117,7 @@ def _excess(problem: ShardingProblem, choice: Sequence[int]) -> float:
     return max((problem.usage(budget, choice) / budget.limit for budget in problem.budgets), default=0.0)
 
 
-def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
+def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, branch: bool) -> Answer:
     start = time.perf_counter()
     if any(not np.isfinite(own).any() for own in problem.seconds):
         node = next(n for n, own in enumerate(problem.seconds) if not np.isfinite(own).any())
@@ -126,7 +133,10 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
     def left() -> float:
         return options.time_limit - (time.perf_counter() - built)
 
-    while not closed() and left() > 0 and not branched:
+    def wanted() -> bool:
+        return bound < at_most or not np.isfinite(objective)
+
+    while not closed() and left() > 0 and not branched and wanted():
         began, relaxations = time.perf_counter(), relaxations + 1
         status = program.run(options.solver, max(1.0, left()), options.gap)
         relaxed = time.perf_counter() - began
@@ -146,7 +156,7 @@ def _solve(problem: ShardingProblem, options: SolverOptions) -> Answer:
         if not closed() and not program.share_where_readers_disagree():
             branched = True
     # Branching puts all pairs back; a solver that gets it late overruns its limit by more than it could gain.
-    if branched and left() > _BRANCHING * relaxed:
+    if branched and branch and wanted() and left() > _BRANCHING * relaxed:
         program = StrategyProgram(problem, whole=True)
         ended = program.run(options.solver, left(), options.gap)
         if ended == "infeasible" and problem.budgets:

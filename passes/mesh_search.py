@@ -117,7 +117,7 @@ class MeshSearch:
         allowed = _allowed(self.graph, meshes)
         for number, mesh in enumerate(allowed):
             try:
-                self.solved.append(self._solve(mesh, self.refetch, number, len(allowed)))
+                self.solved.append(self._tabulated(mesh, number, len(allowed)))
             except NoLegalPlanError as error:
                 illegal.append(error)
             except HopelessError:
@@ -129,8 +129,26 @@ class MeshSearch:
                 break
         if not self.solved:
             raise illegal[-1]
+        self._close(self.solved)
         self.solved.sort(key=lambda one: one.answer.objective)
         return self.cheapest
+
+    def _close(self, solved: list[_Solved]) -> None:
+        """Branches where the relaxations left a gap, on meshes that may yet have the cheapest plan."""
+        for place in sorted(range(len(solved)), key=lambda place: solved[place].answer.bound):
+            one, least = solved[place], min(other.answer.objective for other in solved)
+            if one.answer.status == "optimal" or one.answer.bound >= least or self.interrupted:
+                continue
+            try:
+                self._tell(f"solve {one.assembly.mesh}", place, len(solved), (one, one.answer))
+                answer = self._answered(one.assembly, one.resharder, least, branch=True)
+            except KeyboardInterrupt:
+                if not self.interruptible:
+                    raise
+                self.interrupted = True
+                break
+            if answer.objective <= one.answer.objective:
+                solved[place] = replace(one, answer=answer)
 
     @property
     def cheapest(self) -> Plan:
@@ -248,29 +266,32 @@ class MeshSearch:
         seconds = best[1].objective if best else None
         self.report(Progress(phase=what, done=done, total=total, best_seconds=seconds))
 
-    def _solve(self, mesh: Mesh, refetch: bool, done: int, total: int) -> _Solved:
-        """A mesh's problem and its answer; `done` of `total` meshes came before."""
+    def _tabulated(self, mesh: Mesh, done: int, total: int) -> _Solved:
+        """A mesh's problem and an answer to it; `done` of `total` meshes came before."""
         best = min(((one, one.answer) for one in self.solved), key=lambda pair: pair[1].objective, default=None)
         self._tell(f"tabulate {mesh}", done, total, best)
         resharder = Resharder(mesh)
-        assembly = self._assembled(mesh, resharder, refetch)
+        assembly = self._assembled(mesh, resharder, self.refetch)
         if self.beneath < math.inf:
             rows = tuple(live(assembly, at, self.beneath, self.offloaded) for at in self.seen)
             if is_hopeless(replace(assembly.problem, budgets=rows), self.beneath):
                 raise HopelessError(f"no combination of strategies keeps the memory limit on {mesh}")
         self._tell(f"solve {mesh}", done, total, best)
+        answer = self._answered(assembly, resharder, best[1].objective if best else math.inf, branch=total == 1)
+        one = _Solved(assembly=assembly, resharder=resharder, answer=answer, refetch=self.refetch)
+        if self.beneath < math.inf and not self.seen:
+            point = self._peak(one, answer.choice)
+            self.seen.extend([point.at] if point.nbytes > self.beneath else [])
+        return one
+
+    def _answered(self, assembly: Assembly, resharder: Resharder, at_most: float, *, branch: bool) -> Answer:
+        """The answer to a mesh's problem; one that cannot take less than `at_most` need not be the best there."""
         gap = self.options.gap if self.beneath == math.inf else max(self.options.gap, LOOSE)
-        answer = solve(without_dominated(assembly, resharder), replace(self.options, gap=gap))
+        options = replace(self.options, gap=gap)
+        answer = solve(without_dominated(assembly, resharder), options, at_most, branch=branch)
         self.phases["build"] += answer.build_seconds
         self.phases["solve"] += answer.solve_seconds
-        one = _Solved(assembly=assembly, resharder=resharder, answer=answer, refetch=refetch)
-        if (
-            self.beneath < math.inf
-            and not self.seen
-            and (point := self._peak(one, answer.choice)).nbytes > self.beneath
-        ):
-            self.seen.append(point.at)
-        return one
+        return answer
 
     def _assembled(self, mesh: Mesh, resharder: Resharder, refetch: bool) -> Assembly:
         began = time.perf_counter()
