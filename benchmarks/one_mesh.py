@@ -18,7 +18,7 @@ from passes import quantities
 from passes.bundles import group
 from passes.cluster import Cluster
 from passes.intra_op import SolverOptions, solve
-from passes.memory import peak_nbytes
+from passes.memory import memory
 from passes.mesh_search import best, named
 from passes.moves import moves
 from passes.problem import assemble, without_dominated
@@ -99,7 +99,7 @@ def plan(
         layout = assembly.layout(answer.choice)
         schedule = moves(graph, layout, resharder, refetch=False)
     with found.timed("memory"):
-        peak_nbytes(graph, grouping, mesh, layout, schedule, traced.tied, traced.donated)
+        memory(graph, grouping, mesh, layout, schedule, traced.tied, traced.donated)
     with found.timed("whole"):
         whole = best("auto", graph, [mesh], traced.tied, traced.donated, options)
     parts = [spent for phase, spent in found.spent.items() if phase not in ("trace", "whole")]

@@ -65,20 +65,6 @@ class Memory:
         return sum(self.nbytes.values())
 
 
-def peak_nbytes(
-    graph: Graph,
-    grouping: Grouping,
-    mesh: Mesh,
-    layout: Layout,
-    schedule: Schedule,
-    tied: Sequence[tuple[int, int]],
-    donated: Sequence[bool],
-) -> dict[str, int]:
-    """Bytes of one device at the busiest point, by cause; causes without any are left out."""
-    found = memory(graph, grouping, mesh, layout, schedule, tied, donated)
-    return {cause: nbytes for cause, nbytes in found.nbytes.items() if nbytes}
-
-
 def memory(
     graph: Graph,
     grouping: Grouping,

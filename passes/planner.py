@@ -5,7 +5,7 @@
     lay out    every way to arrange the devices as one or two axes                   passes/mesh.py
     tabulate   each bundle's legal shardings, priced; reshardings between them       passes/problem.py
     solve      one strategy per bundle at the least total seconds                    passes/intra_op.py
-    read off   placements, then the moves between them, then collectives and bytes   passes/mesh_search.py
+    read off   placements, then the moves between them, then collectives and bytes   passes/read_off.py
 
 and where that does not fit in memory:
 

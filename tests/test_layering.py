@@ -83,6 +83,7 @@ ORDER = (
     "plan_json",
     "legality",
     "plan",
+    "read_off",
     "mesh_search",
     "stages",
     "layers",

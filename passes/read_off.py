@@ -1,0 +1,90 @@
+"""An answer of the integer program as a plan: placements, the moves between them, what both cost and what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from passes.bundles import Grouping
+from passes.intra_op import Answer
+from passes.ir import Graph
+from passes.memory import memory
+from passes.moves import Schedule, due, moves
+from passes.moves import collectives as collectives_of
+from passes.phases import PHASES, Phase
+from passes.plan import Plan, Solution
+from passes.plan_parts import MemoryReport, operators
+from passes.problem import Assembly
+from passes.resharding import Resharder
+
+
+def read_off(
+    name: str,
+    assembly: Assembly,
+    answer: Answer,
+    resharder: Resharder,
+    tied: Sequence[tuple[int, int]],
+    donated: Sequence[bool],
+    phases: dict[str, float],
+    refetch: bool,
+) -> Plan:
+    """The plan that an answer stands for: placements, the moves between them, and what both cost."""
+    graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
+    layout = assembly.layout(answer.choice)
+    schedule = moves(graph, layout, resharder, refetch=refetch)
+    donated = donated or (False,) * len(graph.inputs)
+    compute = assembly.root.compute_seconds(answer.choice)
+    moving, moved = _move_seconds(graph, schedule, resharder)
+    held = memory(graph, grouping, mesh, layout, schedule, tied, donated)
+    return Plan(
+        fingerprint=graph.fingerprint,
+        cluster=mesh.cluster,
+        mesh=mesh,
+        operators=operators(graph, layout.placements),
+        inputs=layout.inputs,
+        outputs=layout.outputs,
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+        input_types=tuple(graph.types[v] for v in graph.inputs),
+        output_types=tuple(graph.types[v] for v in graph.outputs),
+        collectives=collectives_of(graph, schedule, mesh),
+        seconds={"compute": sum(compute.values()), **moving},
+        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
+        nbytes={cause: size for cause, size in held.nbytes.items() if size},
+        memory=MemoryReport.of(held),
+        solution=Solution(
+            planner=name,
+            status=answer.status,
+            objective=answer.objective,
+            bound=answer.bound,
+            phase_seconds=phases,
+        ),
+        replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
+        refetch=refetch,
+    )
+
+
+def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
+    """The operators that no rule cuts, those of loops and branches included."""
+    for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
+        if rule.reason:
+            yield f"{node.primitive} at {node.source}"
+        if index in grouping.controls:
+            for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
+                yield from _uncut(body.graph, inner)
+
+
+def _move_seconds(
+    graph: Graph, schedule: Schedule, resharder: Resharder
+) -> tuple[dict[str, float], dict[Phase, float]]:
+    """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
+    by_kind: dict[str, float] = {}
+    by_phase: dict[Phase, float] = {}
+    for one in due(graph, schedule):
+        spec = one.move.before
+        for step in one.move.steps:
+            before, spec = spec, step.apply(spec)
+            spent = one.trips * one.share * resharder.cost(one.type, before, spec)
+            cause = "copies" if step.is_local else step.kind
+            by_kind[cause] = by_kind.get(cause, 0.0) + spent
+            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + spent
+    return by_kind, by_phase
