@@ -19,6 +19,8 @@ from autopar.plan import Plan
 from autopar.trace import Traced
 from autopar.verify import Verification, verify
 from passes import plan_text, quantities
+from passes.bundles import group
+from passes.flops import product_flops
 from passes.memory import PERSISTENT
 from passes.tables import Column, Table
 
@@ -145,10 +147,15 @@ class Lowered:
         return Compiled(self._prepared, self._types, compiled, self._prepared.executable(compiled), self)
 
     def verify(self) -> Verification:
-        """The plan's collectives against those that XLA makes of the program, compiled once more to tell them apart."""
+        """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
+
+        It is compiled once more, to tell collectives apart.
+        """
         options = hlo.compiler_options(self._prepared.platform, asked=hlo.UNCOMBINED)
         text = self._lowered.compile(compiler_options=options).as_text()
-        return verify(self.plan, text, platform=self._prepared.platform)
+        graph, plan = self._prepared.traced.graph, self.plan
+        flops = product_flops(graph, group(graph), plan.layout.placements, plan.mesh)
+        return verify(plan, text, platform=self._prepared.platform, planned_flops=flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +193,10 @@ class Compiled:
         return self._compiled.as_text()
 
     def verify(self) -> Verification:
-        """The plan's collectives against those that XLA makes of the program, compiled once more to tell them apart."""
+        """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
+
+        It is compiled once more, to tell collectives apart.
+        """
         return self._lowered.verify()
 
     def memory_analysis(self) -> Any:

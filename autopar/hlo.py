@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -136,6 +136,18 @@ def collectives(hlo_text: str, axes: tuple[str, ...], sizes: tuple[int, ...]) ->
         for computation, line in mentions
         for collective in _read(line, axes, sizes, executions(computation), sources)
     )
+
+
+def instructions(hlo_text: str) -> Iterator[tuple[str, int]]:
+    """Every line of a computation, with how often the computation runs in one call."""
+    lines = hlo_text.split("\n")
+    executions = _executions(_scan(lines)[1])
+    computation = ""
+    for line in lines:
+        if line.endswith("{") and (header := _HEADER.match(line)):
+            computation = header[1]
+        elif computation:
+            yield line, executions(computation)
 
 
 def _scan(lines: Iterable[str]) -> tuple[list[tuple[str, str]], Mapping[str, list[tuple[str, int]]]]:

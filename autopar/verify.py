@@ -3,6 +3,7 @@
     promised    the plan's collectives, in the types in which a platform sends them        `_promised`
     compiled    the program's collectives, from its optimized HLO                          autopar/hlo.py
     compare     tensors of equal kind, axes, dtype and bytes; XLA may send fewer           `verify`
+    count       flops of products, so that what is computed again is seen to be            autopar/hlo_flops.py
 
 XLA may send less: it merges duplicates, and a tensor reduced over one axis and then another is sometimes reduced over
 both at once (by its GPU compiler; the CPU's keeps them apart). A collective beyond the plan is a fault, because its
@@ -22,6 +23,7 @@ from types import MappingProxyType
 from autopar import hlo
 from autopar.errors import InternalError
 from autopar.hlo import HloCollective
+from autopar.hlo_flops import product_flops
 from autopar.localize import USERS_OWN
 from passes import quantities
 from passes.collectives import Collective
@@ -72,11 +74,14 @@ class Row:
 class Verification:
     """Planned against compiled collectives of one step, `rows` by falling bytes; `unplanned` are those no plan holds.
 
-    `count` of an unplanned collective is how often it runs beyond the plan.
+    `count` of an unplanned collective is how often it runs beyond the plan. The flops are those of one device's matrix
+    products and convolutions; `planned_flops` is None where the plan's program was not at hand.
     """
 
     rows: tuple[Row, ...]
     unplanned: tuple[HloCollective, ...]
+    compiled_flops: float = 0.0
+    planned_flops: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -85,8 +90,14 @@ class Verification:
 
     def tables(self) -> tuple[Table, ...]:
         """Planned and compiled tensors side by side; then, if there are any, the unplanned ones."""
-        found = (_rows_table(self.rows), _unplanned_table(self.unplanned))
+        found = (_rows_table(self.rows), _unplanned_table(self.unplanned), self._flops_table())
         return tuple(table for table in found if table.rows or table is found[0])
+
+    def _flops_table(self) -> Table:
+        """Whether what is computed again is: XLA may have merged it with the first time, or made more of it."""
+        columns = (Column(heading=""), Column(heading="flops of one device", right=True))
+        rows = (("planned", f"{self.planned_flops or 0:.4g}"), ("compiled", f"{self.compiled_flops:.4g}"))
+        return Table(title="products of one step", columns=columns, rows=rows if self.planned_flops else ())
 
     def format(self, width: int = 80) -> str:
         """The comparison as text of `width` columns."""
@@ -106,9 +117,10 @@ class Verification:
             )
 
 
-def verify(plan: Plan, hlo_text: str, *, platform: str = "cpu") -> Verification:
+def verify(plan: Plan, hlo_text: str, *, platform: str = "cpu", planned_flops: float | None = None) -> Verification:
     """A plan against the optimized HLO of its program, compiled for `platform` with `hlo.UNCOMBINED`.
 
+    `planned_flops` are those of the program's products on one device (`passes.flops`), to be told beside XLA's.
     What the user's own `shard_map`s send is left out. Raises InternalError for a collective that cannot be read.
     """
     every = hlo.collectives(hlo_text, plan.mesh.axes, plan.mesh.sizes)
@@ -123,7 +135,12 @@ def verify(plan: Plan, hlo_text: str, *, platform: str = "cpu") -> Verification:
         for kind, axes, dtype, nbytes in (key,)
     ]
     rows.sort(key=lambda row: (-max(row.planned_nbytes, row.compiled_nbytes), row.kind, row.axes, row.dtype))
-    return Verification(rows=tuple(rows), unplanned=tuple(_beyond(planned, found)))
+    return Verification(
+        rows=tuple(rows),
+        unplanned=tuple(_beyond(planned, found)),
+        compiled_flops=product_flops(hlo_text),
+        planned_flops=planned_flops,
+    )
 
 
 def _promised(collectives: Iterable[Collective], platform: str) -> Counter[_Key]:

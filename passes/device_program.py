@@ -98,6 +98,7 @@ def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, bo
             lowering.run(index, placement)
     lowering.bring(len(graph.nodes), schedule.before[-1])
     outputs = [lowering.read(v, s, "forward") for v, s in zip(graph.outputs, layout.outputs, strict=True)]
+    outputs = [lowering.written(o) for o in outputs]
     for position in border.stacked:
         outputs[position] = lowering.operations.add("update", (outputs[position],), (0,), "bool", ("stack", position))
     operations, moved = _hoisted(lowering.operations.every, {lowering.entered[position] for position in border.fixed})
@@ -204,6 +205,13 @@ class _Lowering:
             return self.made[value]
         again = (value, spec, "backward")
         return self.moved[again] if when == "backward" and again in self.moved else self.moved[value, spec, "forward"]
+
+    def written(self, operation: int) -> int:
+        """An operation as a result: a literal has to be written somewhere."""
+        held = self.operations.every[operation]
+        if held.kind != "literal":
+            return operation
+        return self.operations.add("elementwise", (operation,), held.shape, held.dtype, "copy")
 
     def _make(self, value: int, spec: ShardingSpec) -> int:
         type, node = self._type(value, spec), self.graph.nodes[self.free[value]]

@@ -39,6 +39,7 @@ ORDER = (
     "microbatch",
     "cost",
     "bundles",
+    "flops",
     "strategies",
     "sharding_problem",
     "linear_program",

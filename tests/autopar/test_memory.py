@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import pytest
 
+import autopar
 from benchmarks.memory import UNDER_TARGET, WORST_TARGET, ZERO, Case, measure, published, state_nbytes
 
 CASES = (
@@ -36,3 +40,15 @@ def test_the_tables_of_the_paper_are_met():
     rows = tuple(published())
     assert len(rows) == 74
     assert all(row.agrees for row in rows)
+
+
+def test_a_gradient_that_is_a_number_takes_room():
+    """The gradient of what a loss does not read is a zero that no operator makes."""
+
+    def step(read: jax.Array, unread: jax.Array) -> Any:
+        return jax.value_and_grad(lambda a, b: -a, argnums=(0, 1))(read, unread)
+
+    parallel = autopar.parallelize(step)
+    value, gradients = parallel(2.0, 3.0)
+    assert (float(value), *map(float, gradients)) == (-2.0, -1.0, 0.0)
+    assert parallel.plan(2.0, 3.0).nbytes["outputs"] == 12

@@ -131,6 +131,9 @@ def test_loops_stack_less(name: str):
         assert compiled.plan.remat == (kept,)
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
         flops.append(compiled.cost_analysis()["flops"])
+        work = step.lower(training.state, training.batch).verify()
+        assert work.compiled_flops == work.planned_flops
+        assert "products of one step" in str(work)
     assert temporaries[0] > temporaries[1] > temporaries[2]
     assert flops[0] < flops[1] < flops[2] < 1.34 * flops[0]
 
