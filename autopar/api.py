@@ -52,7 +52,7 @@ from passes.planner import Auto, Planner
 from passes.progress import Report, silent
 from passes.quantities import parse_nbytes
 from passes.remat import Kept, kept_of, layers
-from passes.variants import variant_of
+from passes.variants import Variant, variant_of
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
@@ -189,8 +189,11 @@ class ParallelFunction:
         return self if instance is None else MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """The program of `fun(*args, **kwargs)` as planning sees it; shapes are enough."""
-        return self._program(args, kwargs).traced
+        """The program of `fun(*args, **kwargs)` as planning sees it, in the form chosen once there is a plan."""
+        program = self._program(args, kwargs)
+        if isinstance(self._planner, Auto) and program.plan is None and self._microbatches is not None:
+            return self._forms(program).program(Variant(microbatches=self._microbatches))
+        return program.traced
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
         """How `fun(*args, **kwargs)` will run; `jax.ShapeDtypeStruct`s are enough. No device is touched.
@@ -206,6 +209,7 @@ class ParallelFunction:
         cluster: str | Cluster | None = None,
         planner: Planner | None = None,
         microbatches: int | None = None,
+        memory_limit: int | str | None = None,
         cache: str | os.PathLike[str] | PlanCache | Literal[False] | None = None,
         progress: Report | None = None,
     ) -> ParallelFunction:
@@ -221,7 +225,7 @@ class ParallelFunction:
             options=self._options,
             microbatches=self._microbatches if microbatches is None else microbatches,
             coupling=self._coupling,
-            memory_limit=self._memory_limit,
+            memory_limit=self._memory_limit if memory_limit is None else memory_limit,
             remat=self._remat,
             cache=self._cache if cache is None else cache,
             progress=self._report if progress is None else progress,

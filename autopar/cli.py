@@ -160,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--planner", default="auto", help="who plans; see below")
     plan.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
     plan.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
+    plan.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)')
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
     plan.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing; see below")
     show = add("show", _show, "show a saved plan", "Show a saved plan.", _SHOW_MORE)
@@ -248,6 +249,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "cluster": arguments.cluster,
             "planner": planner,
             "microbatches": arguments.microbatches,
+            "memory_limit": _limit(arguments.memory_limit),
             "cache": False if arguments.no_cache else plans_folder(),
             "progress": report,
         }

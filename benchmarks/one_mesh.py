@@ -13,7 +13,7 @@ import optax
 from rich.table import Table
 
 from autopar.trace import trace
-from models import gpt, llama
+from models import gpt, llama, moe
 from passes import quantities
 from passes.bundles import group
 from passes.cluster import Cluster
@@ -27,6 +27,7 @@ from passes.resharding import Resharder
 MODELS: dict[str, tuple[Any, Any]] = {
     **{f"gpt-{name.lower()}": (gpt, gpt.Config.preset(name)) for name in gpt.PRESETS},
     **{f"llama-{name.lower()}": (llama, llama.Config.preset(name)) for name in llama.PRESETS},
+    **{f"moe-{name.lower()}": (moe, moe.Config.preset(name)) for name in moe.PRESETS},
 }
 
 

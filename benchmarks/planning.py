@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from benchmarks import one_mesh
+from benchmarks import full_search, one_mesh
 from models import gpt
 from passes import quantities
 from passes.cluster import Cluster
@@ -113,6 +113,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         f"{', '.join(one_mesh.MODELS)} too",
     )
     parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="search over stages, submeshes, meshes, microbatches and schedules, and print the time of every phase; "
+        "models are those of --mesh",
+    )
+    parser.add_argument(
         "--tie-check",
         action="store_true",
         help="plan again with every node solved apart and compare what both promise: exits with 1 if that is better "
@@ -121,8 +127,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     args = parser.parse_args(argv)
     strange = [name for name in args.model or () if name in one_mesh.MODELS]
-    if strange and not args.mesh:
-        parser.error(f"--model {strange[0]} is planned for one mesh: add --mesh 8x8")
+    if strange and not (args.mesh or args.pipeline):
+        parser.error(f"--model {strange[0]} is planned for one mesh or in stages: add --mesh 8x8 or --pipeline")
     return args
 
 
@@ -275,6 +281,13 @@ def main(argv: list[str] | None = None) -> int:
         for name in args.model or [BOUND_MODEL]:
             found = one_mesh.plan(name, args.mesh, args.cluster, args.batch, args.layers, tied_options)
             console.print_json(json.dumps(asdict(found))) if args.json else console.print(*one_mesh.tables(found))
+        return 0
+    if args.pipeline:
+        for name in args.model or [BOUND_MODEL]:
+            searched = full_search.search(name, args.cluster, args.batch, args.layers, tied_options)
+            console.print_json(json.dumps(asdict(searched))) if args.json else console.print(
+                *full_search.tables(searched)
+            )
         return 0
     for name in args.model or [BOUND_MODEL]:
         config = gpt.Config.preset(name)

@@ -16,7 +16,10 @@ and, whatever the schedule, at least (with forward seconds F_i and onward transf
    factor 1 + epsilon apart, and ends where m paces reach the best.
 2. Every partition found is simulated, unless a bound shows that it is no better: the simulator is the judge, so the
    answer is never slower in it than any partition compared, one stage on all devices among them.
-3. `prove` goes best first through all partitions in the order of (2) and (3): the answer is optimal where it comes to
+3. Where the caller knows what stages take at `least`, entries of the table are asked for in rounds: those that some
+   partition with a low bound may use, until no partition with another entry can be better than the best found. What an
+   entry was found to cost takes the place of its least in later rounds.
+4. `prove` goes best first through all partitions in the order of (2) and (3): the answer is optimal where it comes to
    the end, and otherwise the least bound left is given.
 
 Reference: Zheng et al., Alpa (2201.12023), section 5, equations 2 to 4.
@@ -25,9 +28,10 @@ Reference: Zheng et al., Alpa (2201.12023), section 5, equations 2 to 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 
@@ -36,9 +40,14 @@ from passes.errors import PlanningError, explain
 from passes.quantities import count
 from passes.schedules import build
 from passes.stage_choices import Candidate, Partition, Places, StageTable, Submesh, place, submeshes
-from passes.stage_costs import Costs, Problem, ask, boundaries, pose, tabulate
-from passes.stage_program import Stages, levels, trace
-from passes.stage_search import Judge, alone, prove, sweep
+from passes.stage_costs import Costs, Entry, Floats, Problem, boundaries, entries, pose, tabulate
+from passes.stage_program import Stages, levels, trace, with_each
+from passes.stage_search import CLOSE, Judge, alone, prove, sweep
+
+Least = Callable[[int, int, Submesh, int], tuple[float, float]]
+
+_WIDER = 1.02
+"""Entries are asked for together whose bounds lie within this factor of the lowest."""
 
 __all__ = ["Candidate", "Partition", "StageTable", "Submesh", "even", "partition", "submeshes"]
 
@@ -80,37 +89,100 @@ def partition(
     idle: bool = True,
     epsilon: float = 0.02,
     proof: int = 2000,
+    least: Least | None = None,
 ) -> Partition:
     """The stages, schedule and number of microbatches whose simulated step is the shortest.
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
     the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most
-    partial partitions that the last part of the search extends. Schedules with several stages on a device group are
-    not searched. Raises PlanningError for numbers that make no sense, and where no partition fits in memory.
+    partial partitions that the last part of the search extends. `least` gives seconds of a microbatch, forward and
+    backward, and bytes of one device that no candidate goes below; without it every entry is asked for. Schedules with
+    several stages on a device group are not searched. Raises PlanningError for numbers that make no sense, and where no
+    partition fits in memory.
     """
     numbers = _check(n_layers, n_stages, microbatches, schedules)
     places = place(whole, choices, idle)
     numbers = tuple(p for p in numbers if p <= places.n_slots)
     splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
     judge = Judge(places=places, dispatch_seconds=dispatch_seconds)
-    problems: list[Problem] = []
-    for m in dict.fromkeys(microbatches):
-        candidates = dict(ask(n_layers, places, table, m, numbers))
-        hops = boundaries(n_layers, places.choices, table, m)
-        judge.asked += len(candidates)
-        for split in dict.fromkeys(splits.values()):
-            costs = tabulate(n_layers, places, candidates, hops, m, split, dispatch_seconds, memory_limit)
+    counts, problems = tuple(dict.fromkeys(microbatches)), list[Problem]()
+    hops = {m: boundaries(n_layers, places.choices, table, m) for m in counts}
+    wanted = _Wanted(
+        places=places,
+        table=table,
+        entries=tuple(entries(n_layers, places, numbers)),
+        memory_limit=memory_limit,
+        chained=not any(splits.values()),
+        least=least,
+        known={m: {} for m in counts},
+        n_layers=n_layers,
+    )
+    while wanted.ask(judge.seconds):
+        problems.clear()
+        for m, split in product(counts, dict.fromkeys(splits.values())):
+            candidates = wanted.known[m]
+            costs = tabulate(n_layers, places, candidates, hops[m], m, split, dispatch_seconds, memory_limit)
             names = tuple(name for name in splits if splits[name] == split)
             problems.append(pose(places, costs, m, names, numbers))
-    problems.sort(key=lambda problem: problem.least_seconds)
-    for problem in problems:
-        alone(problem, judge)
-    for problem in problems:
-        sweep(problem, judge, epsilon)
+        problems.sort(key=lambda problem: problem.least_seconds)
+        for problem in problems:
+            alone(problem, judge)
+        for problem in problems:
+            sweep(problem, judge, epsilon)
+    judge.asked = sum(map(len, wanted.known.values()))
     bound = prove(problems, judge, proof)
     if judge.best is None:
         raise _unfit(problems, places, memory_limit)
     return judge.answer(bound)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wanted:
+    """The entries that were asked of a table, and those left; `chained` if all of a backward is in its chain."""
+
+    places: Places
+    table: StageTable
+    entries: tuple[Entry, ...]
+    n_layers: int
+    memory_limit: float
+    chained: bool
+    least: Least | None
+    known: dict[int, dict[Entry, Candidate | None]]
+
+    def ask(self, seconds: float) -> bool:
+        """Asks for entries of partitions that may take less than `seconds`; says whether there were any."""
+        bounds = {m: self._bounds(m) for m in self.known}
+        left = [(m, e, float(bounds[m][e])) for m in bounds for e in self.entries if e not in self.known[m]]
+        lowest = min((bound for _, _, bound in left), default=math.inf)
+        if not left or (math.isfinite(seconds) and lowest >= seconds * CLOSE):
+            return False
+        for m, entry, bound in left:
+            if bound <= lowest * _WIDER:
+                choice, first, last = entry
+                self.known[m][entry] = self.table.candidate(first, last, self.places.choices[choice], m)
+        return True
+
+    def _bounds(self, m: int) -> Floats:
+        """Seconds of a step below which no partition with an entry stays."""
+        floors = np.full((len(self.places.choices), self.n_layers, self.n_layers + 1), math.inf)
+        for entry in self.entries:
+            floors[entry] = self._floor(m, entry)
+        if self.least is None:
+            return floors
+        latencies = floors if self.chained else np.where(np.isfinite(floors), 0.0, math.inf)
+        return with_each(m * floors, latencies, self.places)
+
+    def _floor(self, m: int, entry: Entry) -> float:
+        """The least seconds of a microbatch, infinite where none fits; what an entry takes once it is known."""
+        if self.least is None:
+            return 0.0
+        if entry in self.known[m]:
+            found = self.known[m][entry]
+            fits = found and found.needed_nbytes(1) <= self.memory_limit
+            return found.forward_seconds + found.backward_seconds if found and fits else math.inf
+        choice, first, last = entry
+        seconds, nbytes = self.least(first, last, self.places.choices[choice], m)
+        return seconds if nbytes <= self.memory_limit else math.inf
 
 
 def _check(

@@ -89,7 +89,10 @@ def _highs(program: LinearProgram, cost: Floats, integral: Indices, seconds: flo
     kinds = np.zeros(program.columns, dtype=np.int32)
     kinds[integral] = int(highspy.HighsVarType.kInteger.value)
     highs: Any = highspy.Highs()
-    options = {"output_flag": False, "threads": 1, "time_limit": seconds, "mip_rel_gap": gap}
+    options: dict[str, object] = {"output_flag": False, "threads": 1, "time_limit": seconds, "mip_rel_gap": gap}
+    if not integral.size:
+        # Its presolve runs on for ever on some relaxations (HiGHS 1.12 to 1.15, 835 columns, no time limit heeded).
+        options["presolve"] = "off"
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(

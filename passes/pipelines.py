@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from passes import stages
+from passes.bundles import group
 from passes.cluster import Cluster
 from passes.errors import InternalError, PlanningError, explain
 from passes.ir import Graph
+from passes.memory import memory
+from passes.mesh import Mesh
 from passes.microbatch import loop_of
-from passes.moves import is_free
+from passes.moves import Layout, collectives, is_free, moves
 from passes.pipeline import PipelinePlan
 from passes.plan import Plan
+from passes.plan_parts import MemoryReport, operators
 from passes.quantities import count
+from passes.resharding import Resharder
 from passes.simulate import StageCost, Transfer
 from passes.stages import Part, Stages
 
@@ -61,6 +67,21 @@ def pipelined(
     return joined(name, graph, cluster, parts, firsts, plans, schedule, chunks)
 
 
+def restated(plan: Plan, graph: Graph, tied: tuple[tuple[int, int], ...]) -> Plan:
+    """The plan of a stage for another of the same fingerprint, whose operators and arrays it names."""
+    layout, mesh, kept = plan.layout, plan.mesh, (False,) * len(graph.inputs)
+    schedule = moves(graph, layout, Resharder(mesh), refetch=plan.refetch)
+    held = memory(graph, group(graph), mesh, layout, schedule, tied, kept)
+    return replace(
+        plan,
+        operators=operators(graph, layout.placements),
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+        collectives=collectives(graph, schedule, mesh),
+        memory=MemoryReport.of(held),
+    )
+
+
 def joined(
     planner: str,
     graph: Graph,
@@ -93,42 +114,47 @@ def joined(
 
 
 def stage_cost(part: Part, plan: Plan) -> StageCost:
+    """What a stage costs by its plan."""
+    return priced(part, plan.layout, plan.mesh, plan.phases)
+
+
+def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float]) -> StageCost:
     """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
     length = part.graph.nodes[part.loop].params["length"]
     if not isinstance(length, int):
         raise InternalError(f"a loop of {length!r} microbatches")
-    backward = plan.phases.get("backward", 0.0) / length
+    backward = seconds.get("backward", 0.0) / length
     return StageCost(
-        forward_seconds=plan.phases.get("forward", 0.0) / length,
+        forward_seconds=seconds.get("forward", 0.0) / length,
         backward_seconds=backward,
         input_gradient_seconds=backward / 2,
         weight_gradient_seconds=backward / 2,
-        finish_seconds=plan.phases.get("apply", 0.0),
-        in_flight_nbytes=_kept_nbytes(part, plan),
-        persistent_nbytes=_persistent_nbytes(part, plan),
+        finish_seconds=seconds.get("apply", 0.0),
+        in_flight_nbytes=_kept_nbytes(part, layout, mesh),
+        persistent_nbytes=_persistent_nbytes(part, layout, mesh),
     )
 
 
-def _kept_nbytes(part: Part, plan: Plan) -> int:
+def _kept_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
     """Bytes of one device that a microbatch's forward keeps for its backward, what it received included."""
-    body, inside = part.body, plan.layout.placements[part.loop].bodies[0]
+    body, inside = part.body, layout.placements[part.loop].bodies[0]
     received = set(part.streams.values()) & set(body.inputs)
     home = {v: spec for v, spec in zip(body.inputs, inside.inputs, strict=True) if v in received}
     for index in part.forward:
         if not is_free(body, index):
             home |= zip(body.nodes[index].outputs, inside.placements[index].results, strict=True)
     read = {v for i, node in enumerate(body.nodes) if i not in part.forward for v in node.inputs}
-    return sum(home[v].local_nbytes(body.types[v], plan.mesh) for v in read if v in home)
+    return sum(home[v].local_nbytes(body.types[v], mesh) for v in read if v in home)
 
 
-def _persistent_nbytes(part: Part, plan: Plan) -> int:
+def _persistent_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
     """Bytes of one device of parameters, state and summed gradients."""
-    graph, layout = part.graph, plan.layout
+    graph = part.graph
     inputs = zip(graph.inputs, layout.inputs, strict=True)
-    held = sum(s.local_nbytes(graph.types[v], plan.mesh) for v, s in inputs if v not in part.streams)
+    held = sum(s.local_nbytes(graph.types[v], mesh) for v, s in inputs if v not in part.streams)
     loop = graph.nodes[part.loop]
     results = zip(loop.outputs, layout.placements[part.loop].results, strict=True)
-    return held + sum(s.local_nbytes(graph.types[v], plan.mesh) for v, s in results if v not in part.streams)
+    return held + sum(s.local_nbytes(graph.types[v], mesh) for v, s in results if v not in part.streams)
 
 
 def _sent_nbytes(cut: Stages, stage: int) -> tuple[int, int]:

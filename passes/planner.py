@@ -17,7 +17,7 @@ and for a pipeline, around that:
 
     microbatch the batch axis in time: what is once before, a loop, once after       passes/microbatch.py
     layers     places in the forward pass that little crosses                        passes/layers.py
-    price      each layer as a stage of its own, on every mesh of every submesh      passes/stage_table.py
+    price      each layer as a stage of its own, on every mesh that may be best      passes/stage_table.py, pricing.py
     partition  layers, submeshes, microbatches and schedules into stages             passes/inter_op.py
     cut        each stage as a program with a loop, planned by the path above        passes/stages.py
     simulate   tasks in the order of the schedule, transfers between them            passes/simulate.py
@@ -37,17 +37,22 @@ from passes.cluster import Cluster
 from passes.errors import OverBudgetError, PlanningError, explain
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
+from passes.likeness import likeness
 from passes.mesh import Mesh
 from passes.mesh_search import MeshSearch, Tied, best, layouts, stopped
 from passes.pipeline import DISPATCH_SECONDS, PipelinePlan
-from passes.pipelines import pipelined
+from passes.pipelines import pipelined, restated
 from passes.plan import Plan
+from passes.pricing import Pricer
 from passes.progress import Progress, Report, silent
 from passes.progress import within as told_of
 from passes.shortage import shortage
 from passes.stage_table import StageCosts
 from passes.stages import Part
 from passes.variants import Form, Forms, Variant, VariantSearch, variant_of
+
+NEAR = 1e-3
+"""The relative gap at which the solve of a stage may end: closing it takes longer than all that comes before."""
 
 RESERVE = 0.06
 """The share of a device's memory that is left to the framework, its communicators and fragmentation."""
@@ -194,9 +199,11 @@ class Auto:
     ) -> Plan | PipelinePlan:
         """What the search over stages finds."""
 
-        def solve(part: Part, mesh: Mesh, ties: Tied) -> Plan:
-            report(Progress(phase=f"price a layer on {mesh}", done=table.solved, total=None))
-            return best("layer", part.graph, [mesh], ties, (), self.solver)
+        pricer = Pricer(options=self.solver)
+
+        def told(mesh: Mesh | None) -> None:
+            phase = f"price a layer on {mesh}" if mesh else "partition the layers"
+            report(Progress(phase=phase, done=pricer.solved, total=None))
 
         table = StageCosts(
             graphs=microbatched,
@@ -204,8 +211,10 @@ class Auto:
             cluster=cluster,
             n_layers=self.layers,
             meshes=lambda n: self._laid_out(cluster, n),
-            solve=solve,
+            pricer=pricer,
+            told=told,
         )
+        told(None)
         group = cluster.group()
         partition = inter_op.partition(
             self.layers,
@@ -217,6 +226,7 @@ class Auto:
             memory_limit=self.limit(cluster),
             dispatch_seconds=DISPATCH_SECONDS,
             idle=False,
+            least=table.least,
         )
         return self._realised(partition, table, cluster, donated, report)
 
@@ -232,17 +242,30 @@ class Auto:
         count = partition.microbatches
         graph, sizes = table.graphs[count], [stage.submesh.n_devices for stage in partition.stages]
         if len(sizes) == 1:
+            report(Progress(phase="plan the stages chosen", done=0, total=1))
             plan = best("auto", graph, self._laid_out(cluster, sizes[0]), table.tied, donated, self.solver)
             return replace(plan, microbatches=count)
         firsts = table.firsts(count)
         begins = tuple(firsts[stage.first] for stage in partition.stages)
 
+        known: dict[tuple[str, str, int], Plan] = {}
+        options = replace(self.solver, gap=max(self.solver.gap, NEAR))
+
         def plan_stage(part: Part, stage: int) -> Plan:
-            meshes, ties = self._laid_out(cluster, sizes[stage]), stages.ties(part, graph, table.tied)
+            size, ties = sizes[stage], stages.ties(part, graph, table.tied)
+            key = (part.graph.fingerprint, likeness(part, ties), size)
             report(Progress(phase="plan the stages chosen", done=stage, total=len(sizes)))
-            return best(f"stage {stage}", part.graph, meshes, ties, (), self.solver)
+            if key in known:
+                plan = restated(known[key], part.graph, ties)
+                return replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
+            known[key] = best(f"stage {stage}", part.graph, self._laid_out(cluster, size), ties, (), options)
+            return known[key]
 
         return pipelined("auto", graph, cluster, table.tied, begins, partition.schedule, plan_stage)
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
-        return layouts(cluster, n_devices, self.max_axes)
+        """The meshes of so many devices that differ; within a host the order of axes is naming."""
+        meshes = layouts(cluster, n_devices, self.max_axes)
+        if n_devices > cluster.group().devices_per_host:
+            return meshes
+        return list({tuple(sorted(mesh.sizes)): mesh for mesh in reversed(meshes)}.values())[::-1]

@@ -156,9 +156,7 @@ def pose(
     )
 
 
-def ask(
-    n_layers: int, places: Places, table: StageTable, microbatches: int, numbers: Sequence[int]
-) -> Iterator[tuple[Entry, Candidate | None]]:
+def entries(n_layers: int, places: Places, numbers: Sequence[int]) -> Iterator[Entry]:
     """The entries of the table that a partition into one of these `numbers` of stages may use."""
     smallest = min(choice.n_devices for choice in places.choices)
     most, fewest = max(numbers, default=0), min(numbers, default=0)
@@ -168,7 +166,7 @@ def ask(
             for last in range(first + 1, n_layers + 1):
                 around = (first > 0) + (last < n_layers)
                 if around < most and around <= others and n_layers - (last - first) >= fewest - 1:
-                    yield (index, first, last), table.candidate(first, last, choice, microbatches)
+                    yield index, first, last
 
 
 def boundaries(

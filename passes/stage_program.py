@@ -80,10 +80,32 @@ def frame(values: Floats, hops: Floats, places: Places, budget: float) -> tuple[
     return kept, np.subtract(budget, before, out=np.full_like(before, -math.inf), where=possible)
 
 
-def _before(values: Floats, between: Floats, places: Places) -> Floats:
+def with_each(paces: Floats, latencies: Floats, places: Places) -> Floats:
+    """Seconds of a step below which no partition stays that has a stage [choices, layers, layers + 1].
+
+    Of each stage the least `paces` of all microbatches and the least `latencies` of one: bound (2) of `passes.inter_op`
+    without transfers, or (3).
+    """
+    none = np.zeros(paces.shape[2])
+    sums, slowest = _before(latencies, none, places), _before(paces, none, places, np.maximum)
+    after = np.full((len(places.choices), paces.shape[2], len(places.final)), math.inf)
+    after[:, -1] = np.where(places.final, 0.0, math.inf)[places.ends]
+    for first in range(paces.shape[1] - 1, 0, -1):
+        latency = latencies[:, first, first + 1 :, None] + after[:, first + 1 :]
+        onward = np.maximum(paces[:, first, first + 1 :, None], latency).min((0, 1))
+        after[:, first] = onward[places.ends]
+    bounds = np.full_like(paces, math.inf)
+    for entry in zip(*(axis.tolist() for axis in np.nonzero(np.isfinite(paces))), strict=True):
+        choice, first, last = entry
+        onward = sums[first] + np.maximum(paces[entry], latencies[entry] + after[choice, last])
+        bounds[entry] = np.maximum(slowest[first], onward).min()
+    return bounds
+
+
+def _before(values: Floats, between: Floats, places: Places, combine: np.ufunc = np.add) -> Floats:
     """The least sum of values of stages before each cut that end at an offset or earlier, and of what is between.
 
-    Infinite where no stages do [cuts, offsets].
+    Or their least other combination; infinite where no stages do [cuts, offsets].
     """
     n_layers, outside = values.shape[1], len(places.final) - 1
     earliest = np.minimum.accumulate(places.ends[:, ::-1], axis=1)[:, ::-1]
@@ -96,7 +118,7 @@ def _before(values: Floats, between: Floats, places: Places) -> Floats:
         if cut:
             choices, firsts = np.nonzero(np.isfinite(values[:, :cut, cut]))
             if len(firsts):
-                sums[cut] = (values[choices, firsts, cut][:, None] + moved[choices, firsts]).min(0) + between[cut]
+                sums[cut] = combine(values[choices, firsts, cut][:, None], moved[choices, firsts]).min(0) + between[cut]
                 sums[cut, outside] = math.inf
         moved[:, cut] = np.where(starts < 0, math.inf, sums[cut][starts])
     return sums

@@ -1,73 +1,134 @@
-"""What stages of a step would cost, for the search over stages: layer by layer, equal layers solved once.
+"""What stages of a step would cost, for the search over stages: layer by layer, equal layers priced once.
 
 A layer is priced as a stage of its own on every mesh that a submesh can be; a stage is the sum of its layers on the one
 mesh that suits all of them best. Reshardings between layers of one stage are left out, as if layouts met: the stages
 that are chosen are planned again as they are.
+
+A mesh is given up as soon as the layers priced on it, with the least that the others can take, are slower than the best
+mesh so far; layers that are already priced count first, and then those that weigh most.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from passes import stages
 from passes.cluster import Cluster
-from passes.errors import NoLegalPlanError
 from passes.inter_op import Candidate, Submesh
 from passes.ir import Graph
 from passes.layers import even_cuts
 from passes.mesh import Mesh
-from passes.pipelines import body_of, stage_cost
-from passes.plan import Plan
+from passes.pipelines import body_of
+from passes.pricing import Layer, Pricer, Ties
 from passes.simulate import StageCost
-from passes.stages import Part
 
-Ties = tuple[tuple[int, int], ...]
-Solve = Callable[[Part, Mesh, Ties], Plan]
+_SLACK = 1 + 1e-9
+"""Sums in different orders differ by less: what is slower by more is slower."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StageCosts:
-    """The table of a step given as one graph for each number of microbatches; `meshes(n)` lays out n devices."""
+    """The table of a step given as one graph for each number of microbatches; `meshes(n)` lays out n devices.
+
+    `told` hears of every mesh that a layer is about to be priced on, and of None when it is. Without `lazy`, every
+    layer is priced on every mesh.
+    """
 
     graphs: Mapping[int, Graph]
     tied: Ties
     cluster: Cluster
     n_layers: int
     meshes: Callable[[int], Sequence[Mesh]]
-    solve: Solve
-    _parts: dict[int, tuple[Part, ...]] = field(default_factory=dict[int, tuple[Part, ...]])
-    _known: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
-
-    @property
-    def solved(self) -> int:
-        """How many integer programs it took."""
-        return len(self._known)
+    pricer: Pricer
+    told: Callable[[Mesh | None], None]
+    lazy: bool = True
+    asked: int = 0
+    _layers: dict[int, tuple[Layer, ...]] = field(default_factory=dict[int, tuple[Layer, ...]])
+    _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
+    _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
     def firsts(self, microbatches: int) -> tuple[int, ...]:
         """The body node with which each layer begins."""
         return even_cuts(body_of(self.graphs[microbatches]), self.n_layers)
 
-    def parts(self, microbatches: int) -> tuple[Part, ...]:
+    def layers(self, microbatches: int) -> tuple[Layer, ...]:
         """The layers as stages."""
-        if microbatches not in self._parts:
+        if microbatches not in self._layers:
             graph = self.graphs[microbatches]
-            self._parts[microbatches] = stages.cut(graph, self.firsts(microbatches), self.tied).parts
-        return self._parts[microbatches]
+            parts = stages.cut(graph, self.firsts(microbatches), self.tied).parts
+            self._layers[microbatches] = tuple(Layer.of(part, stages.ties(part, graph, self.tied)) for part in parts)
+        return self._layers[microbatches]
 
     def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
         """The stage of some layers on the mesh that suits them best; None if no mesh does."""
-        found: list[Candidate] = []
-        for mesh in self.meshes(submesh.n_devices):
-            costs = [self._cost(part, mesh, microbatches) for part in self.parts(microbatches)[first:last]]
-            if all(costs):
-                found.append(_together([cost for cost in costs if cost], mesh))
-        return min(found, key=lambda c: c.forward_seconds + c.backward_seconds, default=None)
+        self.asked += 1
+        chosen, n_devices = self.layers(microbatches)[first:last], submesh.n_devices
+        layers, counts = {layer.kind: layer for layer in chosen}, Counter(layer.kind for layer in chosen)
+        meshes = list(enumerate(self._meshes(n_devices)))
+        meshes.sort(key=lambda one: (one[1] != self._winners.get(n_devices), max(one[1].sizes, default=1), one[0]))
+        best: tuple[float, int, Candidate] | None = None
+        for number, mesh in meshes:
+            costs = self._costs(layers, counts, mesh, best[0] if best and self.lazy else math.inf)
+            if costs is None:
+                continue
+            found = _together(costs, counts, mesh)
+            seconds = found.forward_seconds + found.backward_seconds
+            if best is None or (seconds, number) < best[:2]:
+                best = seconds, number, found
+                self._winners[n_devices] = mesh
+        return best[2] if best else None
+
+    def _costs(
+        self, layers: Mapping[str, Layer], counts: Mapping[str, int], mesh: Mesh, beneath: float
+    ) -> dict[str, StageCost] | None:
+        """The price of each kind of layer; None if one cannot be on the mesh, or if they take longer than `beneath`."""
+        least = {kind: n * self._seconds(mesh, layers[kind]) for kind, n in counts.items()}
+        spent, costs = math.fsum(least.values()), dict[str, StageCost]()
+        for kind in sorted(layers, key=lambda kind: (not self.pricer.is_known(layers[kind], mesh), -least[kind])):
+            if spent > beneath * _SLACK:
+                return None
+            if (cost := self._price(layers[kind], mesh)) is None:
+                return None
+            costs[kind] = cost
+            spent += counts[kind] * (cost.forward_seconds + cost.backward_seconds) - least[kind]
+        return costs
+
+    def _price(self, layer: Layer, mesh: Mesh) -> StageCost | None:
+        if self.pricer.is_known(layer, mesh):
+            return self.pricer.price(layer, mesh)
+        self.told(mesh)
+        cost = self.pricer.price(layer, mesh)
+        self.told(None)
+        return cost
+
+    def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[float, float]:
+        """Seconds of a microbatch and bytes of one device that no candidate for these layers goes below.
+
+        On the best mesh for that, of what is known so far: it rises as layers are priced.
+        """
+        layers, n_devices = self.layers(microbatches)[first:last], submesh.n_devices
+        nbytes = math.fsum(self.pricer.least(layer, self.cluster, n_devices)[1] for layer in layers)
+        return min(math.fsum(map(partial(self._seconds, mesh), layers)) for mesh in self._meshes(n_devices)), nbytes
+
+    def _seconds(self, mesh: Mesh, layer: Layer) -> float:
+        """What a layer takes on a mesh if that is known, else the least that it can."""
+        if not self.pricer.is_known(layer, mesh):
+            return self.pricer.least(layer, self.cluster, mesh.size)[0]
+        cost = self.pricer.price(layer, mesh)
+        return cost.forward_seconds + cost.backward_seconds if cost else math.inf
+
+    def _meshes(self, n_devices: int) -> Sequence[Mesh]:
+        if n_devices not in self._laid_out:
+            self._laid_out[n_devices] = self.meshes(n_devices)
+        return self._laid_out[n_devices]
 
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:
         """Bytes of one microbatch from layer cut - 1 to layer cut."""
-        part = self.parts(microbatches)[cut - 1]
+        part = self.layers(microbatches)[cut - 1].part
         onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
         sent = (inner for v, inner in part.streams.items() if v in part.graph.outputs and inner in onward)
         return sum(part.body.types[inner].nbytes for inner in sent)
@@ -81,23 +142,15 @@ class StageCosts:
         lanes = min(sender.n_devices, receiver.n_devices)
         return link.alpha_seconds + nbytes / lanes / link.bytes_per_second if nbytes else 0.0
 
-    def _cost(self, part: Part, mesh: Mesh, microbatches: int) -> StageCost | None:
-        key = (part.graph.fingerprint, mesh)
-        if key not in self._known:
-            ties = stages.ties(part, self.graphs[microbatches], self.tied)
-            try:
-                self._known[key] = stage_cost(part, self.solve(part, mesh, ties))
-            except NoLegalPlanError:
-                self._known[key] = None
-        return self._known[key]
 
-
-def _together(costs: Sequence[StageCost], mesh: Mesh) -> Candidate:
+def _together(costs: Mapping[str, StageCost], counts: Mapping[str, int], mesh: Mesh) -> Candidate:
+    """So many layers of each kind as one stage."""
+    pairs = [(cost, counts[kind]) for kind, cost in costs.items()]
     return Candidate(
-        forward_seconds=math.fsum(c.forward_seconds for c in costs),
-        backward_seconds=math.fsum(c.backward_seconds for c in costs),
-        finish_seconds=math.fsum(c.finish_seconds for c in costs),
-        persistent_nbytes=sum(c.persistent_nbytes for c in costs),
-        in_flight_nbytes=sum(c.in_flight_nbytes for c in costs),
+        forward_seconds=math.fsum(n * c.forward_seconds for c, n in pairs),
+        backward_seconds=math.fsum(n * c.backward_seconds for c, n in pairs),
+        finish_seconds=math.fsum(n * c.finish_seconds for c, n in pairs),
+        persistent_nbytes=sum(n * c.persistent_nbytes for c, n in pairs),
+        in_flight_nbytes=sum(n * c.in_flight_nbytes for c, n in pairs),
         key=mesh,
     )

@@ -109,7 +109,7 @@ class VariantSearch:
         floor = 0.0
         refused: PlanningError | None = None
         for variant in self._tries(end):
-            if self.best is not None and self.best.solution.objective <= _NEAR * floor:
+            if self.best is not None and self.best.step_seconds <= _NEAR * floor:
                 break
             try:
                 form = self.forms.form(variant)
@@ -186,7 +186,7 @@ class VariantSearch:
             plan = search.cheapest
             return plan if plan.peak_nbytes <= self.limit else None
         try:
-            return search.within(self.limit, self.best.solution.objective if self.best else float("inf"), end)
+            return search.within(self.limit, self.best.step_seconds if self.best else float("inf"), end)
         except OverBudgetError as error:
             plan = error.leanest
             if isinstance(plan, Plan) and (self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes):

@@ -132,6 +132,21 @@ def test_what_the_batch_does_not_change_is_computed_once():
     assert "sinh" not in {node.primitive for node in loop_of(graph).subgraphs[0].nodes}
 
 
+def test_what_enters_a_barrier_beside_the_batch_does_not_bring_the_forward_pass_before_the_loop():
+    """A recomputed layer's weights pass a barrier with its activations; what casts them then is not computed once."""
+    params, batch = mlp()
+
+    def score(p: Any, x: jax.Array) -> jax.Array:
+        half = {name: weight.astype(jnp.bfloat16) for name, weight in p.items()}
+        return predict(half, x.astype(jnp.bfloat16))
+
+    step = mlp_step(lambda p, b: jnp.sum(jax.checkpoint(score)(p, b["x"]) * b["y"]))
+    planner = autopar.DataParallel()
+    graph = autopar.parallelize(step, planner=planner, cluster="1:a100-80g", microbatches=4).trace(params, batch).graph
+    assert "dot_general" in {node.primitive for node in loop_of(graph).subgraphs[0].nodes}
+    assert "dot_general" not in {node.primitive for node in graph.nodes}
+
+
 def test_random_bits_are_drawn_a_microbatch_at_a_time():
     params, batch = mlp()
     step = autopar.parallelize(mlp_step(LOSSES["dropout"]), cluster="1:a100-80g", microbatches=4)

@@ -1,4 +1,8 @@
-"""What makes planning fast changes no answer: tying, leaving out what is dominated, arrays in place of a model."""
+"""What makes planning fast changes no answer.
+
+Tying, leaving out what is dominated, arrays in place of a model; and in the search over stages: prices shared between
+layers that are alike, meshes and stages given up early, plans of equal stages shared.
+"""
 
 from dataclasses import replace
 
@@ -7,14 +11,21 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from autopar.microbatch import microbatched
 from autopar.trace import trace
 from models import gpt
+from passes import inter_op, stages
 from passes.bundles import group
 from passes.devices import parse_cluster
 from passes.intra_op import SolverOptions, solve
+from passes.likeness import likeness
 from passes.mesh import Mesh
+from passes.mesh_search import best, layouts
+from passes.pipelines import restated, stage_cost
+from passes.pricing import ROUGH, Layer, Pricer
 from passes.problem import assemble, without_dominated
 from passes.resharding import Resharder
+from passes.stage_table import StageCosts
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 4), cluster=parse_cluster("2x4:a100-80g"))
 EXACT = SolverOptions(gap=1e-10, time_limit=120.0)
@@ -99,3 +110,117 @@ def test_classes_are_kept_as_their_representatives():
     for bundle in group(small_gpt().graph).bundles:
         for classes in (*bundle.factor_classes.values(), *bundle.value_classes.values()):
             assert [bundle.find(cls) for cls in classes] == classes
+
+
+def in_microbatches(layers, *counts):
+    """A small GPT, its ties, and its graph in each number of microbatches."""
+    traced = small_gpt(layers)
+    structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in (traced.graph.types[v] for v in traced.graph.inputs)]
+    return traced, {count: microbatched(traced, structs, count).graph for count in counts}
+
+
+def table_of(traced, graphs, cluster, n_layers, pricer, *, lazy=True):
+    return StageCosts(
+        graphs=graphs,
+        tied=traced.tied,
+        cluster=cluster,
+        n_layers=n_layers,
+        meshes=lambda n: layouts(cluster, n, 2),
+        pricer=pricer,
+        told=lambda mesh: None,
+        lazy=lazy,
+    )
+
+
+@pytest.mark.parametrize("cluster", ["1x4:v100-16g", "2x2:v100-16g"])
+def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
+    cluster = parse_cluster(cluster)
+    traced, graphs = in_microbatches(4, 4, 8)
+    host = cluster.group()
+    whole = inter_op.Submesh(hosts=host.hosts, devices_per_host=host.devices_per_host)
+    found = {}
+    for lazy in (True, False):
+        pricer = Pricer(options=SolverOptions())
+        table = table_of(traced, graphs, cluster, 4, pricer, lazy=lazy)
+        partition = inter_op.partition(
+            4,
+            whole,
+            inter_op.submeshes(cluster),
+            table,
+            schedules=("1f1b", "eager-1f1b"),
+            microbatches=(4, 8),
+            idle=False,
+            least=table.least if lazy else None,
+        )
+        found[lazy] = partition, pricer.solved
+    (few, solved), (everything, all_solved) = found[True], found[False]
+    assert (few.stages, few.schedule, few.microbatches) == (
+        everything.stages,
+        everything.schedule,
+        everything.microbatches,
+    )
+    assert few.seconds == everything.seconds
+    assert solved <= all_solved
+
+
+@pytest.fixture(scope="module")
+def many_layers():
+    """The layers of six blocks cut in three."""
+    traced, graphs = in_microbatches(6, 4)
+    return table_of(traced, graphs, MESH.cluster, 3, Pricer(options=SolverOptions())).layers(4)
+
+
+def test_layers_that_are_alike_have_the_same_price(many_layers):
+    """Arguments come in the order of their names: block 10 before block 9, which changes nothing but the order."""
+    layer = many_layers[1]
+    graph, last = layer.part.graph, len(layer.part.graph.inputs) - 1
+    names = graph.input_names[::-1]
+    part = replace(layer.part, graph=replace(graph, inputs=graph.inputs[::-1], input_names=names))
+    other = Layer.of(part, tuple((o, last - i) for o, i in layer.ties))
+    assert other.kind == layer.kind
+    assert other.part.graph.fingerprint != graph.fingerprint
+    mesh = Mesh(axes=("x",), sizes=(4,), cluster=MESH.cluster)
+    one, same = (Pricer(options=EXACT, rough=False).price(each, mesh) for each in (layer, other))
+    assert one.forward_seconds == pytest.approx(same.forward_seconds, rel=1e-9)
+    assert one.backward_seconds == pytest.approx(same.backward_seconds, rel=1e-9)
+    assert (one.persistent_nbytes, one.in_flight_nbytes) == (same.persistent_nbytes, same.in_flight_nbytes)
+
+
+def test_the_kind_of_a_layer_is_what_it_does(many_layers):
+    first, *_, last = many_layers
+    assert first.kind != last.kind
+    part = many_layers[1].part
+    node = part.graph.nodes[-1]
+    other = replace(part.graph, nodes=(*part.graph.nodes[:-1], replace(node, primitive="another")))
+    assert likeness(replace(part, graph=other), many_layers[1].ties) != many_layers[1].kind
+    assert Layer.of(part, many_layers[1].ties[1:]).kind != many_layers[1].kind
+
+
+def test_rough_prices_are_close(many_layers):
+    exact, rough = Pricer(options=EXACT, rough=False), Pricer(options=SolverOptions())
+    for layer in many_layers[:2]:
+        for mesh in layouts(MESH.cluster, 4, 2):
+            one, other = (pricer.price(layer, mesh) for pricer in (exact, rough))
+            seconds = [4 * (c.forward_seconds + c.backward_seconds) + c.finish_seconds for c in (one, other)]
+            assert seconds[0] * (1 - 1e-9) <= seconds[1] <= seconds[0] * (1 + ROUGH)
+            least, nbytes = rough.least(layer, MESH.cluster, 4)
+            assert least <= min(c.forward_seconds + c.backward_seconds for c in (one, other))
+            assert nbytes <= min(c.persistent_nbytes for c in (one, other))
+
+
+def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
+    traced, graphs = in_microbatches(4, 2)
+    graph = graphs[2]
+    table = table_of(traced, graphs, MESH.cluster, 4, Pricer(options=SolverOptions()))
+    cut = stages.cut(graph, table.firsts(2), traced.tied)
+    by_print = {}
+    for part in cut.parts:
+        by_print.setdefault(part.graph.fingerprint, []).append(part)
+    first, second = next(parts for parts in by_print.values() if len(parts) > 1)[:2]
+    plans = []
+    for part in (first, second):
+        ties = stages.ties(part, graph, traced.tied)
+        plans.append(best("stage", part.graph, layouts(MESH.cluster, 4, 2), ties, (), SolverOptions()))
+    again = restated(plans[0], second.graph, stages.ties(second, graph, traced.tied))
+    assert replace(again, solution=plans[1].solution) == plans[1]
+    assert stage_cost(second, again) == stage_cost(second, plans[1])

@@ -208,6 +208,60 @@ def test_nothing_is_better_than_what_is_found(seed: int) -> None:
     assert set(table.asked.values()) == {1}
 
 
+def outcome(*args: Any, **options: Any) -> Partition | str:
+    """The partition, or why there is none."""
+    try:
+        return partition(*args, **options)
+    except PlanningError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("schedules", [("gpipe", "1f1b"), SCHEDULES])
+@pytest.mark.parametrize("seed", range(30))
+def test_what_cannot_be_in_the_best_partition_need_not_be_asked_for(seed: int, schedules: tuple[str, ...]) -> None:
+    n_layers, whole, sizes = CASES[seed % len(CASES)]
+    everything, few = Random(seed=seed), Random(seed=seed)
+
+    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[float, float]:
+        found = everything.entry(first, last, submesh, microbatches)
+        if found is None:
+            return 0.0, 0.0
+        share = random.Random(repr((seed, first, last, submesh))).uniform(0.5, 1)
+        return share * (found.forward_seconds + found.backward_seconds), share * found.persistent_nbytes
+
+    options: dict[str, Any] = {
+        "schedules": schedules,
+        "microbatches": (4, 6),
+        "memory_limit": 12 + seed,
+        "proof": 10**6,
+    }
+    wanted = outcome(n_layers, whole, shaped(whole, sizes), everything, **options)
+    found = outcome(n_layers, whole, shaped(whole, sizes), few, **options, least=least)
+    if isinstance(wanted, str) or isinstance(found, str):
+        assert found == wanted
+        return
+    assert found.seconds == pytest.approx(wanted.seconds, rel=1e-9)
+    assert found.gap == pytest.approx(0, abs=1e-9)
+    assert set(few.asked.values()) == {1}
+    assert found.statistics.asked == len(few.asked) <= len(everything.asked)
+
+
+def test_devices_that_are_too_few_are_not_asked_for() -> None:
+    asked: list[tuple[int, int, Submesh, int]] = []
+
+    class Told(Alike):
+        def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate:
+            asked.append((first, last, submesh, microbatches))
+            return super().candidate(first, last, submesh, microbatches)
+
+    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[float, float]:
+        return 3.0 * (last - first) / microbatches / submesh.n_devices, 0.0
+
+    found = partition(8, host(8), SIZES, Told(), microbatches=(8,), least=least)
+    assert shapes(found) == [(8, 8)]
+    assert {(first, last) for first, last, submesh, _ in asked if submesh.n_devices == 1} == set()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_the_dynamic_program_alone_is_close(seed: int) -> None:
     """Without transfers and holes, what is found with no proof is at most 6 % longer than the best."""
