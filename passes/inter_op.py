@@ -36,7 +36,7 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 
 from passes import quantities
-from passes.errors import PlanningError, explain
+from passes.errors import OverBudgetError, PlanningError, explain
 from passes.quantities import count
 from passes.schedules import build
 from passes.stage_choices import Candidate, Partition, Places, StageTable, Submesh, place, submeshes
@@ -212,7 +212,7 @@ def _check_stages(n_layers: int, n_stages: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(n_stages)))
 
 
-def _unfit(problems: Sequence[Problem], places: Places, memory_limit: float) -> PlanningError:
+def _unfit(problems: Sequence[Problem], places: Places, memory_limit: float) -> OverBudgetError:
     """The error that names the partition that needs the least memory."""
     least, what = math.inf, "no stages that cover the layers and the devices can be had"
     for problem in problems:
@@ -240,7 +240,7 @@ def _unfit(problems: Sequence[Problem], places: Places, memory_limit: float) -> 
                     f"needs {least:.0f} bytes ({quantities.nbytes(least)}) with {flying} in flight"
                 )
     if not math.isfinite(least):
-        return PlanningError(explain("the table of stages", what, "", "allow more submeshes, idle devices or stages"))
+        return OverBudgetError(explain("the table of stages", what, "", "allow more submeshes, idle devices or stages"))
     limit = f"memory_limit={memory_limit:.0f} bytes ({quantities.nbytes(memory_limit)})"
     remedy = "give more memory or devices, more microbatches, or a schedule with fewer of them in flight"
-    return PlanningError(explain(limit, "no partition fits", what, remedy))
+    return OverBudgetError(explain(limit, "no partition fits", what, remedy))

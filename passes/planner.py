@@ -178,7 +178,12 @@ class Auto:
         meshes, microbatches and schedules finds, given the step in each number of microbatches.
         """
         search = self._search(Form(graph=graph, tied=tied, donated=donated), cluster, report)
-        whole, limit = search.cheapest, self.limit(cluster)
+        whole, limit, short = search.cheapest, self.limit(cluster), None
+        if whole.peak_nbytes > limit and not search.interrupted:
+            try:
+                whole = search.within(limit) or whole
+            except OverBudgetError as error:
+                short = error
         fits = whole.peak_nbytes <= limit
         if search.interrupted and fits:
             return whole
@@ -187,12 +192,18 @@ class Auto:
         told = told_of("stages", report, best=lambda _: whole.step_seconds if fits else None)
         try:
             staged = self._staged(cluster, microbatched, tied, donated, told)
+        except OverBudgetError:
+            if not fits:
+                raise
+            return whole
         except KeyboardInterrupt:
             if not self.interruptible or not fits:
                 raise
             return stopped(whole)
         fitting = [plan for plan in (whole, staged) if plan.peak_nbytes <= limit]
-        return min(fitting or (whole, staged), key=lambda plan: plan.step_seconds)
+        if not fitting:
+            raise shortage(short or OverBudgetError("no stages keep the memory limit", leanest=whole), limit, cluster)
+        return min(fitting, key=lambda plan: plan.step_seconds)
 
     def _staged(
         self, cluster: Cluster, microbatched: Mapping[int, Graph], tied: Tied, donated: Sequence[bool], report: Report
