@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +32,8 @@ _SHARDING = attrgetter("sharding")
 class Prepared:
     """A traced and planned program as a jitted function of flat arguments, nothing lowered yet.
 
-    `signature` reads the calls of the user's function; `platform` is the devices' (`cpu`, `gpu`).
+    `signature` reads the calls of the user's function; `platform` is the devices' (`cpu`, `gpu`). `nested` is the
+    function inside another transformation, where JAX takes no compiler options.
     """
 
     signature: Signature
@@ -39,6 +41,7 @@ class Prepared:
     plan: Plan
     platform: str
     jitted: Any
+    nested: Any
     in_shardings: tuple[Sharding, ...]
     out_shardings: tuple[Sharding, ...]
 
@@ -47,6 +50,7 @@ class Prepared:
         graph = self.traced.graph
         return Executable(
             run=run or self.jitted,
+            nested=run or self.nested,
             in_shardings=self.in_shardings,
             donated=self.traced.donated,
             out_tree=self.traced.out_tree,
@@ -68,19 +72,20 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
         return tuple(map(jax_compat.with_weakness, results, traced.weak))
 
     flat.__name__ = flat.__qualname__ = signature.function
-    jitted = jax.jit(
+    nested = partial(
+        jax.jit,
         flat,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=tuple(i for i, donated in enumerate(traced.donated) if donated),
-        compiler_options=hlo.compiler_options(devices[0].platform),
     )
     return Prepared(
         signature=signature,
         traced=traced,
         plan=plan,
         platform=devices[0].platform,
-        jitted=jitted,
+        jitted=nested(compiler_options=hlo.compiler_options(devices[0].platform)),
+        nested=nested(),
         in_shardings=in_shardings,
         out_shardings=out_shardings,
     )
@@ -95,6 +100,7 @@ class Executable:
     """
 
     run: Callable[..., Sequence[jax.Array]]
+    nested: Callable[..., Sequence[jax.Array]]
     in_shardings: tuple[Sharding, ...]
     donated: tuple[bool, ...]
     out_tree: PyTreeDef
@@ -111,13 +117,13 @@ class Executable:
         if self.stacked:
             leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
         if _shardings_of(leaves) == self.in_shardings:
-            return jax.tree.unflatten(self.out_tree, self.run(*leaves))
+            return jax.tree.unflatten(self.out_tree, (self.run if leaves else self.nested)(*leaves))
         moving = [i for i, wanted in enumerate(self.in_shardings) if getattr(leaves[i], "sharding", None) != wanted]
         placed = list(leaves)
         moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
         for i, array in zip(moving, moved, strict=True):
             placed[i] = array
-        results = self.run(*placed)
+        results = (self.nested if any(map(jax_compat.is_traced, placed)) else self.run)(*placed)
         for i in moving:
             if self.donated[i] and jax_compat.is_concrete(given[i]) and not given[i].is_deleted():
                 given[i].delete()

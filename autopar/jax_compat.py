@@ -41,6 +41,7 @@ __all__ = [
     "is_array_type",
     "is_concrete",
     "is_jaxpr",
+    "is_traced",
     "key_data",
     "no_mesh",
     "open_jaxpr",
@@ -185,6 +186,11 @@ def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
     if not weak or x.weak_type:
         return x
     return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
+def is_traced(x: object) -> bool:
+    """Whether `x` stands for an array in a transformation of JAX's."""
+    return isinstance(x, Tracer)
 
 
 def is_concrete(x: object) -> bool:

@@ -180,6 +180,8 @@ def test_inside_other_transformations():
     step = autopar.parallelize(plain)
     x, w = jnp.ones((8, 4)), jnp.full((4, 2), 0.1)
     assert_same(jax.jit(lambda x, w: step(x, w) * 2)(x, w), jax.jit(lambda x, w: plain(x, w) * 2)(x, w))
+    numbers = autopar.parallelize(lambda: jnp.arange(8.0))
+    assert_same(jax.jit(lambda: numbers() * 2)(), jnp.arange(8.0) * 2)
     assert_same(jax.grad(step, argnums=1)(x, w), jax.grad(plain, argnums=1)(x, w))
 
 
