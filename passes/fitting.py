@@ -62,7 +62,7 @@ def within(
     seen: list[Path] | None = None,
     at_most: float = math.inf,
 ) -> Fitted:
-    """The cheapest answer whose peak is at most `limit`, to a percent, starting from one without a limit.
+    """The cheapest answer whose peak is at most `limit`, to a gap of `LOOSE`, starting from one without a limit.
 
     The inputs at `offloaded` are kept elsewhere. Budgets are stated from the first at the places `seen` to be busiest
     on other meshes, and places found here are added.

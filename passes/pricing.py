@@ -7,7 +7,6 @@ bundles and their price, problems on one mesh what reshardings cost there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -19,10 +18,10 @@ from passes.ir import Graph
 from passes.likeness import likeness
 from passes.mesh import Mesh
 from passes.mesh_search import best
-from passes.moves import Schedule, due, moves
-from passes.phases import Phase
+from passes.moves import moves
 from passes.pipelines import priced, stage_cost
 from passes.problem import assemble, without_dominated
+from passes.read_off import move_seconds
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
 from passes.simulate import StageCost
@@ -113,7 +112,7 @@ class Pricer:
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         choice = solve(without_dominated(assembly, resharder), options, branch=False).choice
         layout = assembly.layout(choice)
-        moved = _move_seconds(graph, moves(graph, layout, resharder, refetch=False), resharder)
+        _, moved = move_seconds(graph, moves(graph, layout, resharder, refetch=False), resharder)
         compute = assembly.root.compute_seconds(choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in (*compute, *moved)}
         return priced(part, layout, mesh, seconds)
@@ -128,15 +127,3 @@ def _flops(graph: Graph, grouping: Grouping) -> float:
         if node.primitive == "scan" and isinstance(length, int):
             total += length * sum(map(_flops, node.subgraphs, bodies))
     return total
-
-
-def _move_seconds(graph: Graph, schedule: Schedule, resharder: Resharder) -> Mapping[Phase, float]:
-    """Seconds of all moves by phase."""
-    found: dict[Phase, float] = {}
-    for one in due(graph, schedule):
-        spec = one.move.before
-        for step in one.move.steps:
-            before, spec = spec, step.apply(spec)
-            spent = one.trips * one.share * resharder.cost(one.type, before, spec)
-            found[one.phase] = found.get(one.phase, 0.0) + spent
-    return found

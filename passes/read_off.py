@@ -33,7 +33,7 @@ def read_off(
     schedule = moves(graph, layout, resharder, refetch=refetch)
     donated = donated or (False,) * len(graph.inputs)
     compute = assembly.root.compute_seconds(answer.choice)
-    moving, moved = _move_seconds(graph, schedule, resharder)
+    moving, moved = move_seconds(graph, schedule, resharder)
     held = memory(graph, grouping, mesh, layout, schedule, tied, donated)
     return Plan(
         fingerprint=graph.fingerprint,
@@ -73,9 +73,7 @@ def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
                 yield from _uncut(body.graph, inner)
 
 
-def _move_seconds(
-    graph: Graph, schedule: Schedule, resharder: Resharder
-) -> tuple[dict[str, float], dict[Phase, float]]:
+def move_seconds(graph: Graph, schedule: Schedule, resharder: Resharder) -> tuple[dict[str, float], dict[Phase, float]]:
     """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
     by_kind: dict[str, float] = {}
     by_phase: dict[Phase, float] = {}
