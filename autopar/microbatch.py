@@ -46,10 +46,11 @@ def microbatched(
     with jax_compat.no_mesh():
         jaxpr = jax.make_jaxpr(lambda *inputs: _run(body, chosen, coupling, inputs))(*structs)
     written = flatten(jaxpr, input_names=graph.input_names, output_names=graph.output_names)
+    restored = _restored(written.graph, origins)
     return replace(
         traced,
-        graph=_restored(written.graph, origins),
-        equations=tuple(map(_matching, written.equations, _restored(written.graph, origins).nodes)),
+        graph=restored,
+        equations=tuple(map(_matching, written.equations, restored.nodes)),
         constants=written.constants,
         stacked=chosen.batch,
     )

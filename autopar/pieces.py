@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -73,7 +74,7 @@ def in_pieces(traced: Traced, stages: int) -> tuple[Traced, Pieces | None]:
     The new program takes and returns flat tuples.
     """
     asked: frozenset[int] = frozenset()
-    if stages < 2:
+    if stages < 2 or not any(node.primitive == "scan" for node in traced.graph.nodes):
         return traced, None
     while True:
         cutter = _Cutter(traced, stages, asked)
@@ -84,6 +85,7 @@ def in_pieces(traced: Traced, stages: int) -> tuple[Traced, Pieces | None]:
     return cutter.finish() if cutter.has_cut else (traced, None)
 
 
+@cache
 def n_pieces(trips: int, stages: int) -> int:
     """In how many equal pieces a loop is cut for `stages` stages: as few as give each one, if that is not too many."""
     divisors = [d for d in range(1, trips + 1) if trips % d == 0]

@@ -1,4 +1,4 @@
-"""What a part of a step costs as a stage on a mesh, without its plan, for searches that ask for very many.
+"""What a block of a step costs as a stage on a mesh, without its plan, for searches that ask for very many.
 
 Answers come from the first relaxations, rounded and polished, and are not improved until the bound is met: prices are
 compared with each other, and what is chosen by them is planned anew. Parts that are equal but for names share their
@@ -7,6 +7,7 @@ bundles and their price, problems on one mesh what reshardings cost there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -18,8 +19,9 @@ from passes.ir import Graph
 from passes.likeness import likeness
 from passes.mesh import Mesh
 from passes.mesh_search import best
-from passes.moves import moves
-from passes.pipelines import priced, stage_cost
+from passes.moves import Schedule, moves
+from passes.phases import PHASES
+from passes.pipelines import priced
 from passes.problem import assemble, without_dominated
 from passes.read_off import move_seconds
 from passes.resharding import Resharder
@@ -34,23 +36,53 @@ Ties = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """A part of a step with its ties; parts of one `kind` are the same but for names."""
+class Block:
+    """A part of a step with its ties; parts of one `kind` are the same but for names.
+
+    `chain` pairs (output, input) positions of what a block hands on with what it takes in, if those next to it are like
+    it: laid out alike, blocks follow each other without more ado.
+    """
 
     part: Part
     ties: Ties
+    chain: Ties
     kind: str
 
     @classmethod
-    def of(cls, part: Part, ties: Ties) -> Self:
-        return cls(part=part, ties=ties, kind=likeness(part, ties))
+    def of(cls, part: Part, ties: Ties, chain: Ties = ()) -> Self:
+        return cls(part=part, ties=ties, chain=chain, kind=likeness(part, (*ties, *chain)))
+
+
+def alike(parts: Sequence[Part], ties: Sequence[Ties]) -> tuple[Block, ...]:
+    """The consecutive parts of a step as blocks, chained to what comes before and after them where that is alike."""
+    kinds = [likeness(part, own) for part, own in zip(parts, ties, strict=True)]
+    found: list[Block] = []
+    for at, (part, own) in enumerate(zip(parts, ties, strict=True)):
+        inner = 0 < at < len(parts) - 1 and kinds[at] in (kinds[at - 1], kinds[at + 1])
+        found.append(Block.of(part, own, _chain(parts[at - 1], part, parts[at + 1]) if inner else ()))
+    return tuple(found)
+
+
+def _chain(before: Part, part: Part, after: Part) -> Ties:
+    """What a part hands on, forward and backward, with what it takes in from the other side."""
+    return (*_handed(before, part, after), *_handed(after, part, before))
+
+
+def _handed(source: Part, part: Part, target: Part) -> Ties:
+    """(output, input) positions of what a part gets from one neighbour and gives to the other; none unless they fit."""
+    inputs, outputs = ({v: i for i, v in enumerate(values)} for values in (part.graph.inputs, part.graph.outputs))
+    taken = [v for v in part.streams if v in inputs and v in source.graph.outputs]
+    given = [v for v in part.streams if v in outputs and v in target.graph.inputs]
+    if [part.graph.types[v] for v in taken] != [part.graph.types[v] for v in given]:
+        return ()
+    return tuple((outputs[theirs], inputs[ours]) for theirs, ours in zip(given, taken, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _First:
-    """The first layer of a kind; `flops` are of one microbatch, `nbytes` of what stays between microbatches."""
+    """The first block of a kind; `flops` are of one microbatch, `nbytes` of what stays between microbatches."""
 
-    layer: Layer
+    block: Block
     grouping: Grouping
     flops: float
     nbytes: int
@@ -58,7 +90,7 @@ class _First:
 
 @dataclass(slots=True, kw_only=True)
 class Pricer:
-    """Prices of layers on meshes; those of plans as `passes.mesh_search` makes them unless `rough`."""
+    """Prices of blocks on meshes; those of plans as `passes.mesh_search` makes them unless `rough`."""
 
     options: SolverOptions
     rough: bool = True
@@ -71,51 +103,71 @@ class Pricer:
         """How many prices there are."""
         return len(self._prices)
 
-    def is_known(self, layer: Layer, mesh: Mesh) -> bool:
-        return (layer.kind, mesh) in self._prices
+    def is_known(self, block: Block, mesh: Mesh) -> bool:
+        return (block.kind, mesh) in self._prices
 
-    def price(self, layer: Layer, mesh: Mesh) -> StageCost | None:
-        """What a layer costs on a mesh as a stage of its own; None if it cannot be there."""
-        key = (layer.kind, mesh)
+    def price(self, block: Block, mesh: Mesh) -> StageCost | None:
+        """What a block costs on a mesh as a stage of its own; None if it cannot be there."""
+        key = (block.kind, mesh)
         if key not in self._prices:
             try:
-                self._prices[key] = self._price(self._first(layer), mesh)
+                self._prices[key] = self._price(self._first(block), mesh)
             except NoLegalPlanError:
                 self._prices[key] = None
         return self._prices[key]
 
-    def least(self, layer: Layer, cluster: Cluster, n_devices: int) -> tuple[float, float]:
+    def least(self, block: Block, cluster: Cluster, n_devices: int) -> tuple[float, float]:
         """Seconds of a microbatch and bytes of one device that no price on so many devices goes below."""
-        one, device = self._first(layer), cluster.group().device
+        one, device = self._first(block), cluster.group().device
         rate = max(map(device.matmul_flops_per_second, device.flops_per_second))
         return one.flops / n_devices / rate, one.nbytes / n_devices
 
-    def _first(self, layer: Layer) -> _First:
-        if layer.kind not in self._firsts:
-            part, graph = layer.part, layer.part.graph
+    def _first(self, block: Block) -> _First:
+        if block.kind not in self._firsts:
+            part, graph = block.part, block.part.graph
             grouping = group(graph)
-            self._firsts[layer.kind] = _First(
-                layer=layer,
+            self._firsts[block.kind] = _First(
+                block=block,
                 grouping=grouping,
                 flops=sum(_flops(part.body, inner) for inner in grouping.bodies.get(part.loop, ())),
                 nbytes=sum(graph.types[value].nbytes for value in graph.inputs if value not in part.streams),
             )
-        return self._firsts[layer.kind]
+        return self._firsts[block.kind]
 
     def _price(self, one: _First, mesh: Mesh) -> StageCost:
-        part, ties = one.layer.part, one.layer.ties
-        graph = part.graph
+        block, part, graph = one.block, one.block.part, one.block.part.graph
+        ties = (*block.ties, *block.chain)
         if not self.rough or pinned_mesh(graph) is not None:
-            return stage_cost(part, best("layer", graph, [mesh], ties, (), self.options))
+            plan = best("block", graph, [mesh], ties, (), self.options)
+            schedule = moves(graph, plan.layout, Resharder(plan.mesh), refetch=plan.refetch)
+            return priced(part, plan.layout, plan.mesh, _onward(block, schedule, Resharder(plan.mesh), plan.phases))
         resharder = self._resharders.setdefault(mesh, Resharder(mesh))
         assembly = assemble(graph, mesh, one.grouping, resharder, ties, refetch=False)
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         choice = solve(without_dominated(assembly, resharder), options, branch=False).choice
         layout = assembly.layout(choice)
-        _, moved = move_seconds(graph, moves(graph, layout, resharder, refetch=False), resharder)
+        schedule = moves(graph, layout, resharder, refetch=False)
+        _, moved = move_seconds(graph, schedule, resharder)
         compute = assembly.root.compute_seconds(choice)
-        seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in (*compute, *moved)}
-        return priced(part, layout, mesh, seconds)
+        seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}
+        return priced(part, layout, mesh, _onward(block, schedule, resharder, seconds))
+
+
+def _onward(block: Block, schedule: Schedule, resharder: Resharder, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, with what brings a block's results to where the next one wants them in the phase they are of.
+
+    They stand at the end of the block's program, for all microbatches at once, and are due in each of them.
+    """
+    part, found = block.part, dict(seconds)
+    chained = {part.graph.outputs[output] for output, _ in block.chain}
+    made = {value for index in part.forward for value in part.body.nodes[index].outputs}
+    for move in schedule.before[-1]:
+        if move.value in chained:
+            spent = resharder.cost(part.graph.types[move.value], move.before, move.after)
+            when = "forward" if part.streams[move.value] in made else "backward"
+            found["apply"] = found.get("apply", 0.0) - spent
+            found[when] = found.get(when, 0.0) + spent
+    return found
 
 
 def _flops(graph: Graph, grouping: Grouping) -> float:

@@ -1,11 +1,13 @@
-"""What stages of a step would cost, for the search over stages: layer by layer, equal layers priced once.
+"""What stages of a step would cost, for the search over stages: block by block, equal blocks priced once.
 
-A layer is priced as a stage of its own on every mesh that a submesh can be; a stage is the sum of its layers on the one
-mesh that suits all of them best. Reshardings between layers of one stage are left out, as if layouts met: the stages
-that are chosen are planned again as they are.
+Layers, of which stages are made, are runs of the blocks in which a model repeats itself; where it does not, a layer is
+one block. A block is priced as a stage of its own on every mesh that a submesh can be, and hands on what it takes in as
+it took it in, if its neighbours are like it. A stage is the sum of its blocks on the one mesh that suits all of them
+best. Reshardings between unlike blocks of one stage are left out, as if layouts met: the stages that are chosen are
+planned again as they are.
 
-A mesh is given up as soon as the layers priced on it, with the least that the others can take, are slower than the best
-mesh so far; layers that are already priced count first, and then those that weigh most.
+A mesh is given up as soon as the blocks priced on it, with the least that the others can take, are slower than the best
+mesh so far; blocks that are already priced count first, and then those that weigh most.
 """
 
 from __future__ import annotations
@@ -14,16 +16,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from passes import stages
 from passes.cluster import Cluster
 from passes.inter_op import Candidate, Submesh
 from passes.ir import Graph
-from passes.layers import even_cuts
 from passes.mesh import Mesh
 from passes.pipelines import body_of
-from passes.pricing import Layer, Pricer, Ties
+from passes.pricing import Block, Pricer, Ties, alike
+from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
 
 _SLACK = 1 + 1e-9
@@ -34,8 +35,8 @@ _SLACK = 1 + 1e-9
 class StageCosts:
     """The table of a step given as one graph for each number of microbatches; `meshes(n)` lays out n devices.
 
-    `told` hears of every mesh that a layer is about to be priced on, and of None when it is. Without `lazy`, every
-    layer is priced on every mesh.
+    `told` hears of every mesh that a block is about to be priced on, and of None when it is. Without `lazy`, every
+    block is priced on every mesh.
     """
 
     graphs: Mapping[int, Graph]
@@ -47,32 +48,41 @@ class StageCosts:
     told: Callable[[Mesh | None], None]
     lazy: bool = True
     asked: int = 0
-    _layers: dict[int, tuple[Layer, ...]] = field(default_factory=dict[int, tuple[Layer, ...]])
+    _cuts: dict[int, Cuts] = field(default_factory=dict[int, Cuts])
+    _blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict[int, tuple[Block, ...]])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
     def firsts(self, microbatches: int) -> tuple[int, ...]:
         """The body node with which each layer begins."""
-        return even_cuts(body_of(self.graphs[microbatches]), self.n_layers)
+        cuts = self._cut(microbatches)
+        return tuple(cuts.firsts[begin] for begin in cuts.layers)
 
-    def layers(self, microbatches: int) -> tuple[Layer, ...]:
-        """The layers as stages."""
-        if microbatches not in self._layers:
+    def _cut(self, microbatches: int) -> Cuts:
+        if microbatches not in self._cuts:
+            self._cuts[microbatches] = in_blocks(body_of(self.graphs[microbatches]), self.n_layers)
+        return self._cuts[microbatches]
+
+    def blocks(self, first: int, last: int, microbatches: int) -> tuple[Block, ...]:
+        """The blocks of some layers."""
+        cuts = self._cut(microbatches)
+        if microbatches not in self._blocks:
             graph = self.graphs[microbatches]
-            parts = stages.cut(graph, self.firsts(microbatches), self.tied).parts
-            self._layers[microbatches] = tuple(Layer.of(part, stages.ties(part, graph, self.tied)) for part in parts)
-        return self._layers[microbatches]
+            parts = stages.cut(graph, cuts.firsts, self.tied).parts
+            self._blocks[microbatches] = alike(parts, [stages.ties(part, graph, self.tied) for part in parts])
+        ends = (*cuts.layers, len(cuts.firsts))
+        return self._blocks[microbatches][ends[first] : ends[last]]
 
     def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
         """The stage of some layers on the mesh that suits them best; None if no mesh does."""
         self.asked += 1
-        chosen, n_devices = self.layers(microbatches)[first:last], submesh.n_devices
-        layers, counts = {layer.kind: layer for layer in chosen}, Counter(layer.kind for layer in chosen)
+        chosen, n_devices = self.blocks(first, last, microbatches), submesh.n_devices
+        blocks, counts = {block.kind: block for block in chosen}, Counter(block.kind for block in chosen)
         meshes = list(enumerate(self._meshes(n_devices)))
         meshes.sort(key=lambda one: (one[1] != self._winners.get(n_devices), max(one[1].sizes, default=1), one[0]))
         best: tuple[float, int, Candidate] | None = None
         for number, mesh in meshes:
-            costs = self._costs(layers, counts, mesh, best[0] if best and self.lazy else math.inf)
+            costs = self._costs(blocks, counts, mesh, best[0] if best and self.lazy else math.inf)
             if costs is None:
                 continue
             found = _together(costs, counts, mesh)
@@ -83,42 +93,49 @@ class StageCosts:
         return best[2] if best else None
 
     def _costs(
-        self, layers: Mapping[str, Layer], counts: Mapping[str, int], mesh: Mesh, beneath: float
+        self, blocks: Mapping[str, Block], counts: Mapping[str, int], mesh: Mesh, beneath: float
     ) -> dict[str, StageCost] | None:
-        """The price of each kind of layer; None if one cannot be on the mesh, or if they take longer than `beneath`."""
-        least = {kind: n * self._seconds(mesh, layers[kind]) for kind, n in counts.items()}
+        """The price of each kind of block; None if one cannot be on the mesh, or if they take longer than `beneath`."""
+        least = {kind: n * self._seconds(mesh, blocks[kind]) for kind, n in counts.items()}
         spent, costs = math.fsum(least.values()), dict[str, StageCost]()
-        for kind in sorted(layers, key=lambda kind: (not self.pricer.is_known(layers[kind], mesh), -least[kind])):
+        for kind in sorted(blocks, key=lambda kind: (not self.pricer.is_known(blocks[kind], mesh), -least[kind])):
             if spent > beneath * _SLACK:
                 return None
-            if (cost := self._price(layers[kind], mesh)) is None:
+            if (cost := self._price(blocks[kind], mesh)) is None:
                 return None
             costs[kind] = cost
             spent += counts[kind] * (cost.forward_seconds + cost.backward_seconds) - least[kind]
         return costs
 
-    def _price(self, layer: Layer, mesh: Mesh) -> StageCost | None:
-        if self.pricer.is_known(layer, mesh):
-            return self.pricer.price(layer, mesh)
+    def _price(self, block: Block, mesh: Mesh) -> StageCost | None:
+        if self.pricer.is_known(block, mesh):
+            return self.pricer.price(block, mesh)
         self.told(mesh)
-        cost = self.pricer.price(layer, mesh)
+        cost = self.pricer.price(block, mesh)
         self.told(None)
         return cost
 
     def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[float, float]:
         """Seconds of a microbatch and bytes of one device that no candidate for these layers goes below.
 
-        On the best mesh for that, of what is known so far: it rises as layers are priced.
+        On the best mesh for that, of what is known so far: it rises as blocks are priced.
         """
-        layers, n_devices = self.layers(microbatches)[first:last], submesh.n_devices
-        nbytes = math.fsum(self.pricer.least(layer, self.cluster, n_devices)[1] for layer in layers)
-        return min(math.fsum(map(partial(self._seconds, mesh), layers)) for mesh in self._meshes(n_devices)), nbytes
+        chosen, n_devices = self.blocks(first, last, microbatches), submesh.n_devices
+        blocks, counts = {block.kind: block for block in chosen}, Counter(block.kind for block in chosen)
+        nbytes = math.fsum(
+            n * self.pricer.least(blocks[kind], self.cluster, n_devices)[1] for kind, n in counts.items()
+        )
+        seconds = (
+            math.fsum(n * self._seconds(mesh, blocks[kind]) for kind, n in counts.items())
+            for mesh in self._meshes(n_devices)
+        )
+        return min(seconds), nbytes
 
-    def _seconds(self, mesh: Mesh, layer: Layer) -> float:
-        """What a layer takes on a mesh if that is known, else the least that it can."""
-        if not self.pricer.is_known(layer, mesh):
-            return self.pricer.least(layer, self.cluster, mesh.size)[0]
-        cost = self.pricer.price(layer, mesh)
+    def _seconds(self, mesh: Mesh, block: Block) -> float:
+        """What a block takes on a mesh if that is known, else the least that it can."""
+        if not self.pricer.is_known(block, mesh):
+            return self.pricer.least(block, self.cluster, mesh.size)[0]
+        cost = self.pricer.price(block, mesh)
         return cost.forward_seconds + cost.backward_seconds if cost else math.inf
 
     def _meshes(self, n_devices: int) -> Sequence[Mesh]:
@@ -128,7 +145,7 @@ class StageCosts:
 
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:
         """Bytes of one microbatch from layer cut - 1 to layer cut."""
-        part = self.layers(microbatches)[cut - 1].part
+        part = self.blocks(cut - 1, cut, microbatches)[-1].part
         onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
         sent = (inner for v, inner in part.streams.items() if v in part.graph.outputs and inner in onward)
         return sum(part.body.types[inner].nbytes for inner in sent)
@@ -144,7 +161,7 @@ class StageCosts:
 
 
 def _together(costs: Mapping[str, StageCost], counts: Mapping[str, int], mesh: Mesh) -> Candidate:
-    """So many layers of each kind as one stage."""
+    """So many blocks of each kind as one stage."""
     pairs = [(cost, counts[kind]) for kind, cost in costs.items()]
     return Candidate(
         forward_seconds=math.fsum(n * c.forward_seconds for c, n in pairs),

@@ -18,7 +18,7 @@ from typing import Literal, cast
 from passes.errors import InternalError
 from passes.ir import Graph, Node, TensorType
 from passes.microbatch import LOOP, loop_of
-from passes.moves import is_free
+from passes.moves import FREE, is_free
 from passes.phases import phase
 
 Origin = tuple[Literal["step", "loop"], int]
@@ -441,12 +441,15 @@ class _Cutter:
 
 
 def _everywhere(body: Graph) -> frozenset[int]:
-    """The nodes that any stage makes for itself: broadcasts of numbers, and what says which microbatch it is."""
+    """The nodes that any stage makes for itself: what says which microbatch it is, and broadcasts of what all can have.
+
+    What a broadcast makes is larger than what it reads, and would otherwise be sent to every stage (a mask).
+    """
     found: set[int] = set()
     for index, node in enumerate(body.nodes):
         made = (body.producers[v] for v in node.inputs if v in body.producers)
         is_glue = node.scope.startswith(LOOP) and not _adds_up(node)
-        if is_free(body, index) or (is_glue and all(m in found for m in made)):
+        if is_free(body, index) or ((is_glue or node.primitive in FREE) and all(m in found for m in made)):
             found.add(index)
     return frozenset(found)
 

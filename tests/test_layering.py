@@ -89,6 +89,7 @@ ORDER = (
     "stages",
     "likeness",
     "layers",
+    "repeats",
     "remat_parts",
     "loop_remat",
     "remat",

@@ -1,0 +1,120 @@
+"""Where a forward pass repeats itself: the first operator of every one of its equal blocks.
+
+A model's layers do the same in the same order, so the sequence of their operators and types has a period. Which
+operators begin a block is settled by what crosses there: as little as can be. Blocks found here look alike; whether
+they are alike, with their backward pass and their updates, is for `passes.likeness` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.inter_op import even
+from passes.ir import Graph
+from passes.layers import crossing_nbytes, even_cuts, work
+from passes.stages import forward_nodes
+
+FEWEST = 3
+"""So many equal blocks are a repetition."""
+
+COVERED = 0.5
+"""The share of the forward pass's work that blocks must hold to be cut there."""
+
+RARE = 256
+"""Operators that occur more often say little about the period."""
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """The body node with which each block begins, and the block with which each layer does."""
+
+    firsts: tuple[int, ...]
+    layers: tuple[int, ...]
+
+
+def in_blocks(body: Graph, n_layers: int) -> Cuts:
+    """A forward pass in blocks, and those in layers of even work; layers are the blocks where nothing repeats.
+
+    Raises PlanningError where there are fewer places to cut than that.
+    """
+    firsts = tuple(sorted({0, *blocks(body)}))
+    if len(firsts) < n_layers:
+        return Cuts(firsts=even_cuts(body, n_layers), layers=tuple(range(n_layers)))
+    nodes = forward_nodes(body)
+    flops = np.add.reduceat(work(body, nodes), np.searchsorted(nodes, firsts))
+    return Cuts(firsts=firsts, layers=tuple(first for first, _ in even(flops.tolist(), n_layers)))
+
+
+def blocks(body: Graph) -> tuple[int, ...]:
+    """The node of the body with which each equal block begins, and what comes after them; empty if nothing repeats."""
+    nodes = forward_nodes(body)
+    words, flops = _words(body, nodes), np.concatenate([[0.0], np.cumsum(work(body, nodes))])
+    found = _run(words, flops)
+    if found is None:
+        return ()
+    begin, end, period = found
+    crossing = crossing_nbytes(body, nodes)
+
+    def order(start: int) -> tuple[float, int]:
+        return float(crossing[start + period]), -_count(start, end, period)
+
+    start = min(range(begin, min(begin + period, end - period + 1)), key=order)
+    cuts = range(start, end + 1, period)
+    if len(cuts) - 1 < FEWEST or flops[cuts[-1]] - flops[cuts[0]] < COVERED * flops[-1]:
+        return ()
+    return tuple(nodes[cut] for cut in cuts if cut < len(nodes))
+
+
+def _count(begin: int, end: int, period: int) -> int:
+    """How many whole blocks there are."""
+    return (end - begin) // period
+
+
+def _words(body: Graph, nodes: Sequence[int]) -> Numbers:
+    """A number for every node, equal for equal operators on equal types."""
+    known: dict[object, int] = {}
+    found: list[int] = []
+    for index in nodes:
+        node = body.nodes[index]
+        types = (body.types[value] for value in (*node.inputs, *node.outputs))
+        found.append(known.setdefault((node.primitive, *types), len(known)))
+    return np.array(found, dtype=np.int64)
+
+
+def _run(words: Numbers, flops: NDArray[np.float64]) -> tuple[int, int, int] | None:
+    """(begin, end, period) of the stretch that repeats with the most work; the shortest period of nearly as much."""
+    stretches = [(*_longest(words[:-period] == words[period:]), period) for period in _periods(words)]
+    held = {
+        (begin, end + period, period): flops[begin + _count(begin, end + period, period) * period] - flops[begin]
+        for begin, end, period in stretches
+        if end - begin >= (FEWEST - 1) * period
+    }
+    most = max(held.values(), default=0.0)
+    near = [stretch for stretch, covered in held.items() if covered >= 0.9 * most]
+    return min(near, key=lambda stretch: stretch[2], default=None)
+
+
+def _periods(words: Numbers) -> list[int]:
+    """Distances at which rare operators occur again."""
+    numbers, counts = np.unique(words, return_counts=True)
+    rare = numbers[(counts >= FEWEST) & (counts <= RARE)]
+    places = (np.flatnonzero(words == number) for number in rare)
+    distances = [np.unique(at[1:] - at[0]) for at in places]
+    every = np.unique(np.concatenate(distances)) if distances else np.zeros(0, dtype=np.int64)
+    return [int(distance) for distance in every if distance <= len(words) // FEWEST]
+
+
+def _longest(equal: NDArray[np.bool_]) -> tuple[int, int]:
+    """[begin, end) of the longest run of truth."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], equal, [False]]).astype(np.int8)))
+    begins, ends = edges[::2], edges[1::2]
+    if not len(begins):
+        return 0, 0
+    at = int(np.argmax(ends - begins))
+    return int(begins[at]), int(ends[at])
