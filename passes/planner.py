@@ -251,25 +251,26 @@ class Auto:
     ) -> Plan | PipelinePlan:
         """The stages that the search has chosen, planned as they are."""
         count = partition.microbatches
-        graph, sizes = table.graphs[count], [stage.submesh.n_devices for stage in partition.stages]
-        if len(sizes) == 1:
+        graph, chosen = table.graphs[count], partition.stages
+        meshes = [table.near(stage.first, stage.last, stage.submesh, count) for stage in chosen]
+        if len(chosen) == 1:
             report(Progress(phase="plan the stages chosen", done=0, total=1))
-            plan = best("auto", graph, self._laid_out(cluster, sizes[0]), table.tied, donated, self.solver)
+            plan = best("auto", graph, meshes[0], table.tied, donated, self.solver)
             return replace(plan, microbatches=count)
         firsts = table.firsts(count)
-        begins = tuple(firsts[stage.first] for stage in partition.stages)
+        begins = tuple(firsts[stage.first] for stage in chosen)
 
-        known: dict[tuple[str, str, int], Plan] = {}
+        known: dict[tuple[str, str, tuple[Mesh, ...]], Plan] = {}
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
 
         def plan_stage(part: Part, stage: int) -> Plan:
-            size, ties = sizes[stage], stages.ties(part, graph, table.tied)
-            key = (part.graph.fingerprint, likeness(part, ties), size)
-            report(Progress(phase="plan the stages chosen", done=stage, total=len(sizes)))
+            ties = stages.ties(part, graph, table.tied)
+            key = (part.graph.fingerprint, likeness(part, ties), meshes[stage])
+            report(Progress(phase="plan the stages chosen", done=stage, total=len(chosen)))
             if key in known:
                 plan = restated(known[key], part.graph, ties)
                 return replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
-            known[key] = best(f"stage {stage}", part.graph, self._laid_out(cluster, size), ties, (), options)
+            known[key] = best(f"stage {stage}", part.graph, meshes[stage], ties, (), options)
             return known[key]
 
         return pipelined("auto", graph, cluster, table.tied, begins, partition.schedule, plan_stage)

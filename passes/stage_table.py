@@ -27,8 +27,14 @@ from passes.pricing import Block, Pricer, Ties, alike
 from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
 
+NEAR = 0.05
+"""Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
+
 _SLACK = 1 + 1e-9
 """Sums in different orders differ by less: what is slower by more is slower."""
+
+
+Counted = tuple[Block, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +56,9 @@ class StageCosts:
     asked: int = 0
     _cuts: dict[int, Cuts] = field(default_factory=dict[int, Cuts])
     _blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict[int, tuple[Block, ...]])
+    _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
+        default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
+    )
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
@@ -73,38 +82,52 @@ class StageCosts:
         ends = (*cuts.layers, len(cuts.firsts))
         return self._blocks[microbatches][ends[first] : ends[last]]
 
+    def _counted(self, first: int, last: int, microbatches: int) -> tuple[Counted, ...]:
+        """One block of each kind in some layers, with how many there are."""
+        key = (first, last, microbatches)
+        if key not in self._counts:
+            chosen = self.blocks(first, last, microbatches)
+            counts = Counter(block.kind for block in chosen)
+            self._counts[key] = tuple((block, counts[kind]) for kind, block in {b.kind: b for b in chosen}.items())
+        return self._counts[key]
+
     def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
         """The stage of some layers on the mesh that suits them best; None if no mesh does."""
         self.asked += 1
-        chosen, n_devices = self.blocks(first, last, microbatches), submesh.n_devices
-        blocks, counts = {block.kind: block for block in chosen}, Counter(block.kind for block in chosen)
+        chosen, n_devices = self._counted(first, last, microbatches), submesh.n_devices
         meshes = list(enumerate(self._meshes(n_devices)))
         meshes.sort(key=lambda one: (one[1] != self._winners.get(n_devices), max(one[1].sizes, default=1), one[0]))
         best: tuple[float, int, Candidate] | None = None
         for number, mesh in meshes:
-            costs = self._costs(blocks, counts, mesh, best[0] if best and self.lazy else math.inf)
+            costs = self._costs(chosen, mesh, best[0] if best and self.lazy else math.inf)
             if costs is None:
                 continue
-            found = _together(costs, counts, mesh)
+            found = _together(costs, mesh)
             seconds = found.forward_seconds + found.backward_seconds
             if best is None or (seconds, number) < best[:2]:
                 best = seconds, number, found
                 self._winners[n_devices] = mesh
         return best[2] if best else None
 
-    def _costs(
-        self, blocks: Mapping[str, Block], counts: Mapping[str, int], mesh: Mesh, beneath: float
-    ) -> dict[str, StageCost] | None:
+    def near(self, first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[Mesh, ...]:
+        """The meshes that suit some layers nearly as well as the best, of those on which all of them are priced."""
+        chosen, meshes = self._counted(first, last, microbatches), self._meshes(submesh.n_devices)
+        known = [mesh for mesh in meshes if all(self.pricer.is_known(block, mesh) for block, _ in chosen)]
+        seconds = [math.fsum(n * self._seconds(mesh, block) for block, n in chosen) for mesh in known]
+        most = (1 + NEAR) * min(seconds, default=math.inf)
+        return tuple(mesh for mesh, spent in zip(known, seconds, strict=True) if spent <= most)
+
+    def _costs(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float) -> list[tuple[StageCost, int]] | None:
         """The price of each kind of block; None if one cannot be on the mesh, or if they take longer than `beneath`."""
-        least = {kind: n * self._seconds(mesh, blocks[kind]) for kind, n in counts.items()}
-        spent, costs = math.fsum(least.values()), dict[str, StageCost]()
-        for kind in sorted(blocks, key=lambda kind: (not self.pricer.is_known(blocks[kind], mesh), -least[kind])):
+        least = [(n * self._seconds(mesh, block), block, n) for block, n in chosen]
+        spent, costs = math.fsum(seconds for seconds, _, _ in least), list[tuple[StageCost, int]]()
+        for seconds, block, n in sorted(least, key=lambda one: (not self.pricer.is_known(one[1], mesh), -one[0])):
             if spent > beneath * _SLACK:
                 return None
-            if (cost := self._price(blocks[kind], mesh)) is None:
+            if (cost := self._price(block, mesh)) is None:
                 return None
-            costs[kind] = cost
-            spent += counts[kind] * (cost.forward_seconds + cost.backward_seconds) - least[kind]
+            costs.append((cost, n))
+            spent += n * (cost.forward_seconds + cost.backward_seconds) - seconds
         return costs
 
     def _price(self, block: Block, mesh: Mesh) -> StageCost | None:
@@ -120,16 +143,10 @@ class StageCosts:
 
         On the best mesh for that, of what is known so far: it rises as blocks are priced.
         """
-        chosen, n_devices = self.blocks(first, last, microbatches), submesh.n_devices
-        blocks, counts = {block.kind: block for block in chosen}, Counter(block.kind for block in chosen)
-        nbytes = math.fsum(
-            n * self.pricer.least(blocks[kind], self.cluster, n_devices)[1] for kind, n in counts.items()
-        )
-        seconds = (
-            math.fsum(n * self._seconds(mesh, blocks[kind]) for kind, n in counts.items())
-            for mesh in self._meshes(n_devices)
-        )
-        return min(seconds), nbytes
+        chosen, n_devices = self._counted(first, last, microbatches), submesh.n_devices
+        nbytes = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[1] for block, n in chosen)
+        meshes = self._meshes(n_devices)
+        return min(math.fsum(n * self._seconds(mesh, block) for block, n in chosen) for mesh in meshes), nbytes
 
     def _seconds(self, mesh: Mesh, block: Block) -> float:
         """What a block takes on a mesh if that is known, else the least that it can."""
@@ -160,14 +177,13 @@ class StageCosts:
         return link.alpha_seconds + nbytes / lanes / link.bytes_per_second if nbytes else 0.0
 
 
-def _together(costs: Mapping[str, StageCost], counts: Mapping[str, int], mesh: Mesh) -> Candidate:
-    """So many blocks of each kind as one stage."""
-    pairs = [(cost, counts[kind]) for kind, cost in costs.items()]
+def _together(costs: Sequence[tuple[StageCost, int]], mesh: Mesh) -> Candidate:
+    """So many blocks of each cost as one stage."""
     return Candidate(
-        forward_seconds=math.fsum(n * c.forward_seconds for c, n in pairs),
-        backward_seconds=math.fsum(n * c.backward_seconds for c, n in pairs),
-        finish_seconds=math.fsum(n * c.finish_seconds for c, n in pairs),
-        persistent_nbytes=sum(n * c.persistent_nbytes for c, n in pairs),
-        in_flight_nbytes=sum(n * c.in_flight_nbytes for c, n in pairs),
+        forward_seconds=math.fsum(n * c.forward_seconds for c, n in costs),
+        backward_seconds=math.fsum(n * c.backward_seconds for c, n in costs),
+        finish_seconds=math.fsum(n * c.finish_seconds for c, n in costs),
+        persistent_nbytes=sum(n * c.persistent_nbytes for c, n in costs),
+        in_flight_nbytes=sum(n * c.in_flight_nbytes for c, n in costs),
         key=mesh,
     )

@@ -1,7 +1,7 @@
 """What makes planning fast changes no answer.
 
 Tying, leaving out what is dominated, arrays in place of a model; and in the search over stages: prices shared between
-layers that are alike, meshes and stages given up early, plans of equal stages shared.
+blocks that are alike, meshes and stages given up early, plans of equal stages shared.
 """
 
 from dataclasses import replace
@@ -18,12 +18,12 @@ from passes import inter_op, stages
 from passes.bundles import group
 from passes.devices import parse_cluster
 from passes.intra_op import SolverOptions, solve
-from passes.likeness import likeness
 from passes.mesh import Mesh
 from passes.mesh_search import best, layouts
-from passes.pipelines import restated, stage_cost
-from passes.pricing import ROUGH, Layer, Pricer
+from passes.pipelines import body_of, restated, stage_cost
+from passes.pricing import ROUGH, Block, Pricer
 from passes.problem import assemble, without_dominated
+from passes.repeats import in_blocks
 from passes.resharding import Resharder
 from passes.stage_table import StageCosts
 
@@ -164,48 +164,67 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
 
 
 @pytest.fixture(scope="module")
-def many_layers():
-    """The layers of six blocks cut in three."""
+def many_blocks():
+    """What a step of six layers is cut into."""
     traced, graphs = in_microbatches(6, 4)
-    return table_of(traced, graphs, MESH.cluster, 3, Pricer(options=SolverOptions())).layers(4)
+    return table_of(traced, graphs, MESH.cluster, 3, Pricer(options=SolverOptions())).blocks(0, 3, 4)
 
 
-def test_layers_that_are_alike_have_the_same_price(many_layers):
+def test_blocks_that_are_alike_have_the_same_price(many_blocks):
     """Arguments come in the order of their names: block 10 before block 9, which changes nothing but the order."""
-    layer = many_layers[1]
-    graph, last = layer.part.graph, len(layer.part.graph.inputs) - 1
+    block = many_blocks[2]
+    graph, last = block.part.graph, len(block.part.graph.inputs) - 1
     names = graph.input_names[::-1]
-    part = replace(layer.part, graph=replace(graph, inputs=graph.inputs[::-1], input_names=names))
-    other = Layer.of(part, tuple((o, last - i) for o, i in layer.ties))
-    assert other.kind == layer.kind
+    part = replace(block.part, graph=replace(graph, inputs=graph.inputs[::-1], input_names=names))
+    other = Block.of(part, *(tuple((o, last - i) for o, i in pairs) for pairs in (block.ties, block.chain)))
+    assert other.kind == block.kind
     assert other.part.graph.fingerprint != graph.fingerprint
     mesh = Mesh(axes=("x",), sizes=(4,), cluster=MESH.cluster)
-    one, same = (Pricer(options=EXACT, rough=False).price(each, mesh) for each in (layer, other))
+    one, same = (Pricer(options=EXACT, rough=False).price(each, mesh) for each in (block, other))
     assert one.forward_seconds == pytest.approx(same.forward_seconds, rel=1e-9)
     assert one.backward_seconds == pytest.approx(same.backward_seconds, rel=1e-9)
     assert (one.persistent_nbytes, one.in_flight_nbytes) == (same.persistent_nbytes, same.in_flight_nbytes)
 
 
-def test_the_kind_of_a_layer_is_what_it_does(many_layers):
-    first, *_, last = many_layers
+def test_the_kind_of_a_block_is_what_it_does(many_blocks):
+    first, *_, last = many_blocks
     assert first.kind != last.kind
-    part = many_layers[1].part
+    part = many_blocks[2].part
     node = part.graph.nodes[-1]
     other = replace(part.graph, nodes=(*part.graph.nodes[:-1], replace(node, primitive="another")))
-    assert likeness(replace(part, graph=other), many_layers[1].ties) != many_layers[1].kind
-    assert Layer.of(part, many_layers[1].ties[1:]).kind != many_layers[1].kind
+    assert Block.of(replace(part, graph=other), many_blocks[2].ties, many_blocks[2].chain).kind != many_blocks[2].kind
+    assert Block.of(part, many_blocks[2].ties[1:], many_blocks[2].chain).kind != many_blocks[2].kind
 
 
-def test_rough_prices_are_close(many_layers):
+def test_rough_prices_are_close(many_blocks):
     exact, rough = Pricer(options=EXACT, rough=False), Pricer(options=SolverOptions())
-    for layer in many_layers[:2]:
+    for block in many_blocks[:2]:
         for mesh in layouts(MESH.cluster, 4, 2):
-            one, other = (pricer.price(layer, mesh) for pricer in (exact, rough))
+            one, other = (pricer.price(block, mesh) for pricer in (exact, rough))
             seconds = [4 * (c.forward_seconds + c.backward_seconds) + c.finish_seconds for c in (one, other)]
             assert seconds[0] * (1 - 1e-9) <= seconds[1] <= seconds[0] * (1 + ROUGH)
-            least, nbytes = rough.least(layer, MESH.cluster, 4)
+            least, nbytes = rough.least(block, MESH.cluster, 4)
             assert least <= min(c.forward_seconds + c.backward_seconds for c in (one, other))
             assert nbytes <= min(c.persistent_nbytes for c in (one, other))
+
+
+def test_a_chain_of_blocks_costs_what_its_blocks_do():
+    traced, graphs = in_microbatches(6, 4)
+    table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))
+    blocks = table.blocks(0, 3, 4)
+    kinds = [block.kind for block in blocks]
+    middle = max(kinds, key=kinds.count)
+    first, count = kinds.index(middle), kinds.count(middle)
+    assert count >= 4
+    assert kinds[first : first + count] == [middle] * count
+    begins = in_blocks(body_of(graphs[4]), 3).firsts
+    run = stages.cut(graphs[4], (0, begins[first], begins[first + count]), traced.tied).parts[1]
+    for mesh in layouts(MESH.cluster, 4, 2):
+        plan = best("stage", run.graph, [mesh], stages.ties(run, graphs[4], traced.tied), (), EXACT)
+        together, one = stage_cost(run, plan), table.pricer.price(blocks[first], mesh)
+        whole, each = (cost.forward_seconds + cost.backward_seconds for cost in (together, one))
+        assert whole == pytest.approx(count * each, rel=0.1)
+        assert together.persistent_nbytes == pytest.approx(count * one.persistent_nbytes, rel=0.1)
 
 
 def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
