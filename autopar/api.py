@@ -31,6 +31,7 @@ from autopar.errors import (
     explain,
 )
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
+from autopar.family import Family
 from autopar.forms import TracedForms
 from autopar.instructions import build
 from autopar.jax_compat import Device
@@ -52,7 +53,7 @@ from passes.planner import Auto, Planner
 from passes.progress import Report, silent
 from passes.quantities import parse_nbytes
 from passes.remat import Kept, kept_of, layers
-from passes.variants import Variant, variant_of
+from passes.variants import Form, Variant, variant_of
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
@@ -410,24 +411,24 @@ class ParallelFunction:
         whole, planner = program.traced, cast("Auto", self._planner)
         cut, pieces = in_pieces(whole, planner.layers)
         structs = pieces.structs(program.structs) if pieces else program.structs
-        family: dict[int, Traced] = {}
-        for count in (self._microbatches,) if self._microbatches else MICROBATCHES:
-            try:
-                family[count] = microbatched(cut, structs, count, self._coupling)
-            except PlanningError:
-                if self._microbatches:
-                    raise
-        if not family:
+        family = Family(traced=cut, structs=structs, coupling=self._coupling, layers=planner.layers)
+        try:
+            samples = family.samples((self._microbatches,) if self._microbatches else MICROBATCHES)
+        except PlanningError:
+            if self._microbatches:
+                raise
             plan = planner.plan(whole.graph, cluster, tied=whole.tied, donated=whole.donated, report=self._report)
         else:
-            graphs = {count: traced.graph for count, traced in family.items()}
-            plan = planner.search(cut.graph, cluster, graphs, tied=cut.tied, donated=cut.donated, report=self._report)
+            form = Form(graph=cut.graph, tied=cut.tied, donated=cut.donated)
+            plan = planner.search(form, cluster, samples, family.graph, self._report)
         if isinstance(plan, PipelinePlan):
-            program.traced, program.plan, program.pieces = family[plan.microbatches], plan, pieces
+            program.traced, program.plan, program.pieces = family.member(plan.microbatches), plan, pieces
             return plan
         if plan.fingerprint not in (whole.graph.fingerprint, cut.graph.fingerprint):
             count = plan.microbatches
-            program.traced = microbatched(whole, program.structs, count, self._coupling) if pieces else family[count]
+            program.traced = (
+                microbatched(whole, program.structs, count, self._coupling) if pieces else family.member(count)
+            )
         if plan.fingerprint != program.traced.graph.fingerprint:
             traced, found = program.traced, plan
             plan = planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated, report=self._report)

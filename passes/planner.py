@@ -28,7 +28,7 @@ Hand-made planners run the same path on a mesh and under restrictions of their o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
@@ -47,7 +47,7 @@ from passes.pricing import Pricer
 from passes.progress import Progress, Report, silent
 from passes.progress import within as told_of
 from passes.shortage import shortage
-from passes.stage_table import StageCosts
+from passes.stage_table import Sample, StageCosts
 from passes.stages import Part
 from passes.variants import Form, Forms, Variant, VariantSearch, variant_of
 
@@ -166,18 +166,17 @@ class Auto:
 
     def search(
         self,
-        graph: Graph,
+        form: Form,
         cluster: Cluster,
-        microbatched: Mapping[int, Graph],
-        *,
-        tied: Tied = (),
-        donated: Sequence[bool] = (),
+        samples: Mapping[int, Sample],
+        graph: Callable[[int], Graph],
         report: Report = silent,
     ) -> Plan | PipelinePlan:
         """The cheapest of: no stages and no microbatches, as `plan` has it; and what a search over layers, submeshes,
-        meshes, microbatches and schedules finds, given the step in each number of microbatches.
+        meshes, microbatches and schedules finds, given samples of the step and, in any number of microbatches, all of
+        its `graph`.
         """
-        search = self._search(Form(graph=graph, tied=tied, donated=donated), cluster, report)
+        search = self._search(form, cluster, report)
         whole, limit, short = search.cheapest, self.limit(cluster), None
         if whole.peak_nbytes > limit and not search.interrupted:
             try:
@@ -191,7 +190,7 @@ class Auto:
             raise KeyboardInterrupt
         told = told_of("stages", report, best=lambda _: whole.step_seconds if fits else None)
         try:
-            staged = self._staged(cluster, microbatched, tied, donated, told)
+            staged = self._staged(form, cluster, samples, graph, told)
         except OverBudgetError:
             if not fits:
                 raise
@@ -206,10 +205,14 @@ class Auto:
         return min(fitting, key=lambda plan: plan.step_seconds)
 
     def _staged(
-        self, cluster: Cluster, microbatched: Mapping[int, Graph], tied: Tied, donated: Sequence[bool], report: Report
+        self,
+        form: Form,
+        cluster: Cluster,
+        samples: Mapping[int, Sample],
+        graph: Callable[[int], Graph],
+        report: Report,
     ) -> Plan | PipelinePlan:
         """What the search over stages finds."""
-
         pricer = Pricer(options=self.solver)
 
         def told(mesh: Mesh | None) -> None:
@@ -217,8 +220,7 @@ class Auto:
             report(Progress(phase=phase, done=pricer.solved, total=None))
 
         table = StageCosts(
-            graphs=microbatched,
-            tied=tied,
+            samples=samples,
             cluster=cluster,
             n_layers=self.layers,
             meshes=lambda n: self._laid_out(cluster, n),
@@ -233,38 +235,38 @@ class Auto:
             inter_op.submeshes(cluster, every=False),
             table,
             schedules=self.schedules,
-            microbatches=tuple(microbatched),
+            microbatches=tuple(samples),
             memory_limit=self.limit(cluster),
             dispatch_seconds=DISPATCH_SECONDS,
             idle=False,
             least=table.least,
         )
-        return self._realised(partition, table, cluster, donated, report)
+        return self._realised(partition, table, form, cluster, graph(partition.microbatches), report)
 
     def _realised(
         self,
         partition: inter_op.Partition,
         table: StageCosts,
+        form: Form,
         cluster: Cluster,
-        donated: Sequence[bool],
+        graph: Graph,
         report: Report,
     ) -> Plan | PipelinePlan:
         """The stages that the search has chosen, planned as they are."""
-        count = partition.microbatches
-        graph, chosen = table.graphs[count], partition.stages
+        count, chosen = partition.microbatches, partition.stages
         meshes = [table.near(stage.first, stage.last, stage.submesh, count) for stage in chosen]
         if len(chosen) == 1:
             report(Progress(phase="plan the stages chosen", done=0, total=1))
-            plan = best("auto", graph, meshes[0], table.tied, donated, self.solver)
+            plan = best("auto", graph, meshes[0], form.tied, form.donated, self.solver)
             return replace(plan, microbatches=count)
-        firsts = table.firsts(count)
+        firsts = table.firsts(graph, count)
         begins = tuple(firsts[stage.first] for stage in chosen)
 
         known: dict[tuple[str, str, tuple[Mesh, ...]], Plan] = {}
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
 
         def plan_stage(part: Part, stage: int) -> Plan:
-            ties = stages.ties(part, graph, table.tied)
+            ties = stages.ties(part, graph, form.tied)
             key = (part.graph.fingerprint, likeness(part, ties), meshes[stage])
             report(Progress(phase="plan the stages chosen", done=stage, total=len(chosen)))
             if key in known:
@@ -273,7 +275,7 @@ class Auto:
             known[key] = best(f"stage {stage}", part.graph, meshes[stage], ties, (), options)
             return known[key]
 
-        return pipelined("auto", graph, cluster, table.tied, begins, partition.schedule, plan_stage)
+        return pipelined("auto", graph, cluster, form.tied, begins, partition.schedule, plan_stage)
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
         """The meshes of so many devices that differ; within a host the order of axes is naming."""

@@ -32,26 +32,37 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """The body node with which each block begins, and the block with which each layer does."""
+    """Parts of a forward pass by their first nodes; the blocks of a step in order, by part; each layer's first block.
+
+    A part stands for several blocks if some were left out.
+    """
 
     firsts: tuple[int, ...]
+    blocks: tuple[int, ...]
     layers: tuple[int, ...]
 
 
-def in_blocks(body: Graph, n_layers: int) -> Cuts:
+def in_blocks(body: Graph, n_layers: int, left_out: int = 0) -> Cuts:
     """A forward pass in blocks, and those in layers of even work; layers are the blocks where nothing repeats.
 
-    Raises PlanningError where there are fewer places to cut than that.
+    `left_out` blocks are missing after the second that repeats. Raises PlanningError where there are too few places to
+    cut.
     """
-    firsts = tuple(sorted({0, *blocks(body)}))
-    if len(firsts) < n_layers:
-        return Cuts(firsts=even_cuts(body, n_layers), layers=tuple(range(n_layers)))
+    repeated = blocks(body, 0.0 if left_out else COVERED)
+    firsts = tuple(sorted({0, *repeated}))
+    if len(firsts) + left_out < n_layers:
+        return Cuts(firsts=even_cuts(body, n_layers), blocks=tuple(range(n_layers)), layers=tuple(range(n_layers)))
+    order = list(range(len(firsts)))
+    if left_out:
+        second = firsts.index(repeated[1])
+        order[second:second] = [second] * left_out
     nodes = forward_nodes(body)
     flops = np.add.reduceat(work(body, nodes), np.searchsorted(nodes, firsts))
-    return Cuts(firsts=firsts, layers=tuple(first for first, _ in even(flops.tolist(), n_layers)))
+    layers = tuple(first for first, _ in even(flops[order].tolist(), n_layers))
+    return Cuts(firsts=firsts, blocks=tuple(order), layers=layers)
 
 
-def blocks(body: Graph) -> tuple[int, ...]:
+def blocks(body: Graph, covered: float = COVERED) -> tuple[int, ...]:
     """The node of the body with which each equal block begins, and what comes after them; empty if nothing repeats."""
     nodes = forward_nodes(body)
     words, flops = _words(body, nodes), np.concatenate([[0.0], np.cumsum(work(body, nodes))])
@@ -66,7 +77,7 @@ def blocks(body: Graph) -> tuple[int, ...]:
 
     start = min(range(begin, min(begin + period, end - period + 1)), key=order)
     cuts = range(start, end + 1, period)
-    if len(cuts) - 1 < FEWEST or flops[cuts[-1]] - flops[cuts[0]] < COVERED * flops[-1]:
+    if len(cuts) - 1 < FEWEST or flops[cuts[-1]] - flops[cuts[0]] < covered * flops[-1]:
         return ()
     return tuple(nodes[cut] for cut in cuts if cut < len(nodes))
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from passes import stages
 from passes.cluster import Cluster
+from passes.errors import InternalError
 from passes.inter_op import Candidate, Submesh
 from passes.ir import Graph
 from passes.mesh import Mesh
@@ -37,16 +38,24 @@ _SLACK = 1 + 1e-9
 Counted = tuple[Block, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A step in microbatches that is there to be priced; after the second of its equal blocks, some are `left_out`."""
+
+    graph: Graph
+    tied: Ties
+    left_out: int = 0
+
+
 @dataclass(slots=True, kw_only=True)
 class StageCosts:
-    """The table of a step given as one graph for each number of microbatches; `meshes(n)` lays out n devices.
+    """The table of a step given as a sample for each number of microbatches; `meshes(n)` lays out n devices.
 
     `told` hears of every mesh that a block is about to be priced on, and of None when it is. Without `lazy`, every
     block is priced on every mesh.
     """
 
-    graphs: Mapping[int, Graph]
-    tied: Ties
+    samples: Mapping[int, Sample]
     cluster: Cluster
     n_layers: int
     meshes: Callable[[int], Sequence[Mesh]]
@@ -62,25 +71,28 @@ class StageCosts:
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
-    def firsts(self, microbatches: int) -> tuple[int, ...]:
-        """The body node with which each layer begins."""
-        cuts = self._cut(microbatches)
-        return tuple(cuts.firsts[begin] for begin in cuts.layers)
-
     def _cut(self, microbatches: int) -> Cuts:
         if microbatches not in self._cuts:
-            self._cuts[microbatches] = in_blocks(body_of(self.graphs[microbatches]), self.n_layers)
+            sample = self.samples[microbatches]
+            self._cuts[microbatches] = in_blocks(body_of(sample.graph), self.n_layers, sample.left_out)
         return self._cuts[microbatches]
 
     def blocks(self, first: int, last: int, microbatches: int) -> tuple[Block, ...]:
         """The blocks of some layers."""
-        cuts = self._cut(microbatches)
+        cuts, sample = self._cut(microbatches), self.samples[microbatches]
         if microbatches not in self._blocks:
-            graph = self.graphs[microbatches]
-            parts = stages.cut(graph, cuts.firsts, self.tied).parts
-            self._blocks[microbatches] = alike(parts, [stages.ties(part, graph, self.tied) for part in parts])
-        ends = (*cuts.layers, len(cuts.firsts))
+            parts = stages.cut(sample.graph, cuts.firsts, sample.tied).parts
+            found = alike(parts, [stages.ties(part, sample.graph, sample.tied) for part in parts])
+            self._blocks[microbatches] = tuple(found[part] for part in cuts.blocks)
+        ends = (*cuts.layers, len(cuts.blocks))
         return self._blocks[microbatches][ends[first] : ends[last]]
+
+    def firsts(self, graph: Graph, microbatches: int) -> tuple[int, ...]:
+        """The node of the whole step's body with which each layer begins."""
+        whole, cuts = in_blocks(body_of(graph), self.n_layers), self._cut(microbatches)
+        if len(whole.blocks) != len(cuts.blocks):
+            raise InternalError(f"a step of {len(whole.blocks)} blocks was searched as {len(cuts.blocks)}")
+        return tuple(whole.firsts[whole.blocks[block]] for block in cuts.layers)
 
     def _counted(self, first: int, last: int, microbatches: int) -> tuple[Counted, ...]:
         """One block of each kind in some layers, with how many there are."""

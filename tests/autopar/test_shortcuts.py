@@ -25,7 +25,7 @@ from passes.pricing import ROUGH, Block, Pricer
 from passes.problem import assemble, without_dominated
 from passes.repeats import in_blocks
 from passes.resharding import Resharder
-from passes.stage_table import StageCosts
+from passes.stage_table import Sample, StageCosts
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 4), cluster=parse_cluster("2x4:a100-80g"))
 EXACT = SolverOptions(gap=1e-10, time_limit=120.0)
@@ -121,8 +121,7 @@ def in_microbatches(layers, *counts):
 
 def table_of(traced, graphs, cluster, n_layers, pricer, *, lazy=True):
     return StageCosts(
-        graphs=graphs,
-        tied=traced.tied,
+        samples={count: Sample(graph=graph, tied=traced.tied) for count, graph in graphs.items()},
         cluster=cluster,
         n_layers=n_layers,
         meshes=lambda n: layouts(cluster, n, 2),
@@ -231,7 +230,7 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     traced, graphs = in_microbatches(4, 2)
     graph = graphs[2]
     table = table_of(traced, graphs, MESH.cluster, 4, Pricer(options=SolverOptions()))
-    cut = stages.cut(graph, table.firsts(2), traced.tied)
+    cut = stages.cut(graph, table.firsts(graph, 2), traced.tied)
     by_print = {}
     for part in cut.parts:
         by_print.setdefault(part.graph.fingerprint, []).append(part)

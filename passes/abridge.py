@@ -1,0 +1,229 @@
+"""A step with fewer of its equal blocks: what it takes to price a deep model is found on a shallow one.
+
+Of the blocks in which a forward pass repeats itself, the first two and the last two are kept, with their backward
+passes, weights and updates; those between must be the same as the second, operator by operator and operand by operand,
+and go. What read them reads the block that is kept in their place. Nothing is abridged where that cannot be shown.
+
+    step       before | 0 | 1 | 2 | ... | n-3 | n-2 | n-1 | after
+    abridged   before | 0 | 1 |                 n-2 | n-1 | after
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.ir import Graph, Node
+from passes.phases import phase
+from passes.repeats import blocks
+from passes.stages import forward_nodes
+
+KEPT = 4
+"""So many blocks are kept: the two ends, and two in the middle that follow each other."""
+
+OUTSIDE = -1
+
+Slot = tuple[object, int]
+"""What a value is to its block: the number of its operator there, or of the first that reads it, and which operand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abridged:
+    """The step without `left_out` of its blocks; what is kept by number: nodes, and positions of inputs and outputs."""
+
+    graph: Graph
+    nodes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    tied: tuple[tuple[int, int], ...]
+    left_out: int
+
+
+def abridge(graph: Graph, tied: Sequence[tuple[int, int]]) -> Abridged | None:
+    """The step with fewer blocks; None if it has too few that are shown to be equal."""
+    firsts = blocks(graph)
+    if len(firsts) - 1 <= KEPT:
+        return None
+    matched = _Matched(graph=graph, firsts=firsts, home=_homes(graph, firsts), tied=tuple(tied))
+    return matched.without() if matched.match() else None
+
+
+def _homes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
+    """The block of every node: by its place in the forward pass, else that of the largest value that it reads.
+
+    What reads from no block belongs to the one block that reads it.
+    """
+    homes = [OUTSIDE] * len(graph.nodes)
+    forward = forward_nodes(graph)
+    for index in forward:
+        homes[index] = bisect_right(firsts, index) - 1 if index < firsts[-1] else OUTSIDE
+    places = set(forward)
+    made = dict.fromkeys(graph.inputs, OUTSIDE) | {v: homes[i] for i in forward for v in graph.nodes[i].outputs}
+    for value in made:
+        readers = {homes[reader] for reader in graph.consumers.get(value, ()) if reader in places}
+        made[value] = max(readers, default=made[value])
+    for index, node in enumerate(graph.nodes):
+        if index not in places:
+            homes[index] = _of_largest(graph, node, made)
+            made.update(dict.fromkeys(node.outputs, homes[index]))
+    leaving = set(graph.outputs)
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        outputs = graph.nodes[index].outputs
+        if homes[index] == OUTSIDE and leaving.isdisjoint(outputs):
+            read = {homes[reader] for value in outputs for reader in graph.consumers.get(value, ())}
+            homes[index] = next(iter(read)) if len(read) == 1 else OUTSIDE
+    return tuple(homes)
+
+
+def _of_largest(graph: Graph, node: Node, made: Mapping[int, int]) -> int:
+    """The block of the largest value that a node reads, of equals the first block."""
+    read = [(-graph.types[v].nbytes, made[v]) for v in node.inputs if made.get(v, OUTSIDE) != OUTSIDE]
+    return min(read, default=(0, OUTSIDE))[1]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Matched:
+    """The blocks of a step, operator by operator: `slots` are equal for what is the same in two blocks."""
+
+    graph: Graph
+    firsts: tuple[int, ...]
+    home: tuple[int, ...]
+    tied: tuple[tuple[int, int], ...]
+    slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    owner: dict[int, int] = field(default_factory=dict[int, int])
+    at: dict[tuple[int, Slot], int] = field(default_factory=dict[tuple[int, Slot], int])
+    far: frozenset[int] = frozenset()
+    chain: dict[tuple[object, int], set[object]] = field(default_factory=dict[tuple[object, int], set[object]])
+    spelled: dict[int, str] = field(default_factory=dict[int, str])
+    types: tuple[int, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The number of the last block."""
+        return len(self.firsts) - 2
+
+    @property
+    def gone(self) -> range:
+        return range(2, self.last - 1)
+
+    def match(self) -> bool:
+        """Whether the blocks but for the first and the last are the same."""
+        graph = self.graph
+        self.owner = {v: self.home[i] for v, i in graph.producers.items()} | self._owned_inputs()
+        self.far = self._read_from_far()
+        if any(self.owner.get(value) in self.gone for value in self.far):
+            return False
+        numbers: dict[object, int] = {}
+        self.types = tuple(numbers.setdefault(type, len(numbers)) for type in graph.types)
+        known: dict[object, int] = {}
+        seen = Counter[tuple[int, int]]()
+        contents: dict[int, list[object]] = {home: [] for home in range(1, self.last)}
+        for index, node in enumerate(graph.nodes):
+            if (home := self.home[index]) in contents:
+                number = known.setdefault(self._content(node, home), len(known))
+                place = (number, seen[home, number])
+                seen[home, number] += 1
+                contents[home].append(place)
+                self._settle(node, home, place)
+        alike = {frozenset(places) for places in contents.values()}
+        ends = {self._ends(home) for home in contents}
+        chained = all(len(found) == 1 for found in self.chain.values())
+        return len(alike) == len(ends) == 1 and chained
+
+    def _owned_inputs(self) -> dict[int, int]:
+        """Inputs that one block alone reads."""
+        readers = {v: {self.home[i] for i in self.graph.consumers.get(v, ())} for v in self.graph.inputs}
+        return {value: next(iter(homes)) for value, homes in readers.items() if len(homes) == 1}
+
+    def _read_from_far(self) -> frozenset[int]:
+        """Values that a block reads which neither it nor one next to it makes: those must be the same for all."""
+        return frozenset(
+            value
+            for index, node in enumerate(self.graph.nodes)
+            for value in node.inputs
+            if 0 < self.home[index] < self.last and abs(self.owner.get(value, OUTSIDE) - self.home[index]) > 1
+        )
+
+    def _content(self, node: Node, home: int) -> object:
+        """All that must be the same of the operators of two blocks."""
+        if id(node.params) not in self.spelled:
+            self.spelled[id(node.params)] = repr(sorted(node.params.items()))
+        operands = tuple(self._operand(value, home) for value in node.inputs)
+        results = tuple(self.types[value] for value in node.outputs)
+        bodies = tuple(body.fingerprint for body in node.subgraphs)
+        return node.primitive, self.spelled[id(node.params)], bodies, phase(node), results, operands
+
+    def _operand(self, value: int, home: int) -> object:
+        graph, owner, type = self.graph, self.owner.get(value, OUTSIDE), self.types[value]
+        if value in graph.literals:
+            return "literal", repr(graph.literals[value]), type
+        if owner == OUTSIDE or value in self.far:
+            return "outside", value
+        if owner != home:
+            return "chain", owner - home, type
+        return ("own", self.slots[value]) if value in self.slots else ("input", type)
+
+    def _settle(self, node: Node, home: int, place: tuple[int, int]) -> None:
+        """Gives the results of an operator, and the inputs that it is the first to read, their slots."""
+        for number, value in enumerate(node.outputs):
+            self._name(value, home, (place, number))
+        for number, value in enumerate(node.inputs):
+            owner = self.owner.get(value, OUTSIDE)
+            if owner == home and value not in self.slots:
+                self._name(value, home, (place, -1 - number))
+        for number, value in enumerate(node.inputs):
+            owner = self.owner.get(value, OUTSIDE)
+            if owner not in (home, OUTSIDE, 0, self.last) and value not in self.far:
+                self.chain.setdefault((place, number), set()).add((owner - home, self.slots.get(value)))
+
+    def _name(self, value: int, home: int, slot: Slot) -> None:
+        self.slots[value] = slot
+        self.at[home, slot] = value
+
+    def _ends(self, home: int) -> frozenset[object]:
+        """Where a block's state and results are in it."""
+        graph, slots = self.graph, self.slots
+        made = {o: slots[v] for o, v in enumerate(graph.outputs) if self.owner.get(v) == home}
+        read = {i: slots[v] for i, v in enumerate(graph.inputs) if self.owner.get(v) == home}
+        state = dict(self.tied)
+        return frozenset((slot, read.get(state.get(o, -1))) for o, slot in made.items()) | frozenset(read.values())
+
+    def without(self) -> Abridged:
+        """The step without the blocks between the second and the last but one."""
+        graph, gone = self.graph, self.gone
+        nodes = tuple(i for i, home in enumerate(self.home) if home not in gone)
+        inputs = tuple(i for i, value in enumerate(graph.inputs) if self.owner.get(value) not in gone)
+        outputs = tuple(o for o, value in enumerate(graph.outputs) if self.owner.get(value) not in gone)
+        entering, leaving = ({at: i for i, at in enumerate(kept)} for kept in (inputs, outputs))
+        short = replace(
+            graph,
+            nodes=tuple(self._kept(graph.nodes[i], self.home[i]) for i in nodes),
+            inputs=tuple(graph.inputs[i] for i in inputs),
+            outputs=tuple(graph.outputs[o] for o in outputs),
+            input_names=tuple(graph.input_names[i] for i in inputs) if graph.input_names else (),
+            output_names=tuple(graph.output_names[o] for o in outputs) if graph.output_names else (),
+        )
+        short.verify()
+        tied = tuple((leaving[o], entering[i]) for o, i in self.tied if o in leaving and i in entering)
+        return Abridged(graph=short, nodes=nodes, inputs=inputs, outputs=outputs, tied=tied, left_out=len(gone))
+
+    def _kept(self, node: Node, home: int) -> Node:
+        """A node that stays, reading what stays."""
+        if not any(self.owner.get(value) in self.gone for value in node.inputs):
+            return node
+        return replace(node, inputs=tuple(self._instead(value, home) for value in node.inputs))
+
+    def _instead(self, value: int, reader: int) -> int:
+        """What a block that stays has in the place of a value of one that goes.
+
+        Of the two blocks in the middle each reads the other. Others read the one that has made it by then.
+        """
+        if self.owner.get(value) not in self.gone:
+            return value
+        first, last = 1, self.last - 1
+        producer = self.graph.producers.get(value)
+        late = producer is not None and phase(self.graph.nodes[producer]) == "backward"
+        source = {first: last, last: first}.get(reader, last if late else first)
+        return self.at[source, self.slots[value]]
