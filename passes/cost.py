@@ -38,10 +38,15 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
         if rule.factors[factor].size:
             parts[factor] = parts.get(factor, 1) * mesh.axis_size(axis)
     flops = rule.flops / math.prod(parts.values())
-    half = mesh.cluster.group().device.half_extent
-    if not half or rule.light or not flops or len(rule.operands) != 2:
+    if not is_slowed(rule, mesh):
         return flops
+    half = mesh.cluster.group().device.half_extent
     return flops * math.prod(1 + half / extent for extent in extents(rule, parts))
+
+
+def is_slowed(rule: ShardingRule, mesh: Mesh) -> bool:
+    """Whether this is a product, on a device where small ones were seen to be slow."""
+    return bool(mesh.cluster.group().device.half_extent and not rule.light and rule.flops and len(rule.operands) == 2)
 
 
 def extents(rule: ShardingRule, parts: Mapping[int, int]) -> tuple[float, float, float]:

@@ -60,13 +60,84 @@ class _Rim:
     kind: str
 
 
+class _Common:
+    """What the problems on one mesh have in common, for as long as they are planned with one resharder.
+
+    Placements under each strategy are interned (`one`), so that the many equal ones of a model's layers are told apart
+    by identity and never compared.
+    """
+
+    def __init__(self, resharder: Resharder) -> None:
+        self.resharder = resharder
+        self._specs: dict[Specs, Specs] = {}
+        self._full: dict[TensorType, Specs] = {}
+        self._rims: dict[int, tuple[Table, _Rim]] = {}
+        self._matrices: dict[tuple[TensorType, int, int], _Matrix] = {}
+        self._crossings: dict[tuple[TensorType, int, bool, float], Crossing] = {}
+        self._undominated: dict[tuple[object, ...], NDArray[np.bool_]] = {}
+
+    def one(self, specs: Specs) -> Specs:
+        """The one object for these placements."""
+        return self._specs.setdefault(specs, specs)
+
+    def full(self, type: TensorType) -> Specs:
+        """Every placement of a value without partial axes."""
+        if type not in self._full:
+            self._full[type] = self.one(tuple(full_placements(type, self.resharder)))
+        return self._full[type]
+
+    def rim(self, table: Table, graph: Graph, bundle: Bundle) -> _Rim:
+        """The border of a table, found once; tables stay referenced, so their ids stay theirs."""
+        if id(table) not in self._rims:
+            rim = _Rim(
+                ports=tuple((position, self.one(specs)) for position, specs in table.ports),
+                makes=tuple((position, self.one(specs)) for position, specs in table.makes.items()),
+                kind=_kind(graph, sorted(bundle.members)),
+            )
+            self._rims[id(table)] = (table, rim)
+        return self._rims[id(table)][1]
+
+    def crossing(self, type: TensorType, specs: Specs, incoming: bool, weight: float) -> Crossing:
+        """The one object for what crosses a border; `specs` are interned."""
+        key = (type, id(specs), incoming, weight)
+        if key not in self._crossings:
+            self._crossings[key] = Crossing(type=type, specs=specs, incoming=incoming, weight=weight)
+        return self._crossings[key]
+
+    def matrix(self, type: TensorType, before: Specs, after: Specs) -> _Matrix:
+        """The seconds between the placements of two nodes, both interned."""
+        key = (type, id(before), id(after))
+        if key not in self._matrices:
+            sources, targets = dict.fromkeys(before), dict.fromkeys(after)
+            row, column = ({spec: i for i, spec in enumerate(specs)} for specs in (sources, targets))
+            seconds = self.resharder.matrix(type, tuple(sources), tuple(targets))
+            self._matrices[key] = _Matrix(
+                seconds=seconds,
+                before=np.array([row[s] for s in before]),
+                after=np.array([column[s] for s in after]),
+                origins=self.one(tuple(sources)),
+                labels=self.one(tuple(targets)),
+                free=not np.any(seconds > 0),
+            )
+        return self._matrices[key]
+
+    def undominated(self, seconds: Floats, crossings: tuple[Crossing, ...]) -> NDArray[np.bool_]:
+        """Which strategies stay."""
+        key = (seconds.tobytes(), crossings)  # crossings that are equal are one object
+        if key not in self._undominated:
+            replacing = np.broadcast_to(seconds, (seconds.size, seconds.size)).copy()
+            for crossing in crossings:
+                specs = self.one(crossing.specs)
+                between = self.matrix(crossing.type, specs, specs)
+                detour = crossing.weight * between.seconds[between.before[:, None], between.after]
+                replacing += detour if crossing.incoming else detour.T
+            self._undominated[key] = _undominated(seconds, replacing)
+        return self._undominated[key]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Builder:
-    """The nodes and edges of one problem, as regions are laid out and then connected.
-
-    Placements under each strategy are interned (`_one`), so that the many equal ones of a model's layers are told
-    apart by identity and never compared.
-    """
+    """The nodes and edges of one problem, as regions are laid out and then connected."""
 
     mesh: Mesh
     resharder: Resharder
@@ -76,14 +147,13 @@ class _Builder:
     kinds: list[str] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: dict[tuple[int, int, bool], int] = field(default_factory=dict)
-    matrices: dict[tuple[TensorType, int, int], _Matrix] = field(default_factory=dict)
-    specs: dict[Specs, Specs] = field(default_factory=dict)
-    borders: dict[int, tuple[Table, _Rim]] = field(default_factory=dict)
-    full: dict[TensorType, Specs] = field(default_factory=dict)
-    crossed: dict[tuple[TensorType, int, bool, float], Crossing] = field(default_factory=dict)
     crossings: dict[int, dict[Crossing, None]] = field(default_factory=dict)
     reads: dict[int, list[int]] = field(default_factory=dict)
     ports: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
+
+    @property
+    def common(self) -> _Common:
+        return self.resharder.kept(_Common)
 
     def _node(self, seconds: Floats, kind: str) -> int:
         self.seconds.append(seconds)
@@ -93,13 +163,14 @@ class _Builder:
     def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, Border], weight: float) -> Region:
         """The nodes of a region, its inputs made elsewhere where `inputs` says so."""
         visible = _visible(graph, grouping)
-        tabulator = Tabulator(graph, grouping, self.mesh, self.resharder)
+        tabulator = self.resharder.kept(Tabulator)
+        operators = tabulator.operators(graph, grouping)
         number, self.regions = self.regions, self.regions + 1
         first, tables, borders = len(self.seconds), list[Table](), dict(inputs)
         for bundle in grouping.bundles:
-            shape, held, read = outline(bundle, graph, grouping, visible)
-            table = tabulator.table(bundle, shape, held, read)
-            rim = self._rim(table, graph, bundle)
+            shape, held, read = outline(bundle, graph, grouping, visible, operators)
+            table = tabulator.table(shape, graph.nodes[min(bundle.members)].source)
+            rim = self.common.rim(table, graph, bundle)
             node = self._node(weight * table.seconds, rim.kind)
             tables.append(table)
             self.reads[node], self.ports[node] = read, rim.ports
@@ -107,7 +178,7 @@ class _Builder:
                 borders[held[position]] = Border(node=node, specs=specs)
         for value in grouping.loose:
             if value not in borders:
-                borders[value] = self._chosen(graph.types[value], self._full(graph.types[value]))
+                borders[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
         joints: dict[int, Joint] = {}
         for index, control in grouping.controls.items():
             slots = tuple(self._chosen(slot.type, slot_placements(slot, self.resharder)) for slot in control.slots)
@@ -118,7 +189,7 @@ class _Builder:
             joints[index] = Joint(control=control, slots=slots, bodies=tuple(bodies))
             for value, wire in zip(graph.nodes[index].outputs, control.results, strict=True):
                 slot = slots[wire.slot]
-                specs = self._one(tuple(stacked(spec, wire) for spec in slot.specs))
+                specs = self.common.one(tuple(stacked(spec, wire) for spec in slot.specs))
                 borders[value] = Border(node=slot.node, specs=specs)
         return Region(
             number=number,
@@ -133,27 +204,7 @@ class _Builder:
 
     def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> Border:
         """A node that stands for the placement of one value."""
-        return Border(node=self._node(np.zeros(len(specs)), str(type)), specs=self._one(tuple(specs)))
-
-    def _one(self, specs: Specs) -> Specs:
-        """The one object for these placements."""
-        return self.specs.setdefault(specs, specs)
-
-    def _full(self, type: TensorType) -> Specs:
-        if type not in self.full:
-            self.full[type] = self._one(tuple(full_placements(type, self.resharder)))
-        return self.full[type]
-
-    def _rim(self, table: Table, graph: Graph, bundle: Bundle) -> _Rim:
-        """The border of a table, found once; tables stay referenced, so their ids stay theirs."""
-        if id(table) not in self.borders:
-            rim = _Rim(
-                ports=tuple((position, self._one(specs)) for position, specs in table.ports),
-                makes=tuple((position, self._one(specs)) for position, specs in table.makes.items()),
-                kind=_kind(graph, sorted(bundle.members)),
-            )
-            self.borders[id(table)] = (table, rim)
-        return self.borders[id(table)][1]
+        return Border(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.one(tuple(specs)))
 
     def connect(self, region: Region) -> None:
         """The edges of a region and of those inside it."""
@@ -165,7 +216,7 @@ class _Builder:
             operands = zip(region.graph.nodes[index].inputs, joint.control.operands, strict=True)
             for value, wire in operands:
                 slot = joint.slots[wire.slot]
-                specs = self._one(tuple(stacked(spec, wire) for spec in slot.specs))
+                specs = self.common.one(tuple(stacked(spec, wire) for spec in slot.specs))
                 self._connect(region, value, slot.node, specs)
             for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
                 self.connect(inner)
@@ -184,12 +235,12 @@ class _Builder:
             self.seconds[target] += region.weight * np.array([self.resharder.cost(type, whole, s) for s in after])
             return
         border = region.borders[root]
-        matrix = self._matrix(type, border.specs, after)
+        matrix = self.common.matrix(type, border.specs, after)
         if border.node == target:
             self.seconds[target] += region.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
             for node, specs, incoming in ((border.node, border.specs, False), (target, after, True)):
-                crossing = self._crossing(type, specs, incoming, region.weight)
+                crossing = self.common.crossing(type, specs, incoming, region.weight)
                 self.crossings.setdefault(node, {})[crossing] = None
             # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
             share = (region.number, value, self.refetch and late and value in graph.inputs)
@@ -206,12 +257,6 @@ class _Builder:
                     weight=region.weight,
                 )
             )
-
-    def _crossing(self, type: TensorType, specs: Specs, incoming: bool, weight: float) -> Crossing:
-        key = (type, id(specs), incoming, weight)
-        if key not in self.crossed:
-            self.crossed[key] = Crossing(type=type, specs=specs, incoming=incoming, weight=weight)
-        return self.crossed[key]
 
     def finish(self, root: Region, tied: tuple[tuple[int, int], ...]) -> Assembly:
         """The problem, its outputs back where they are state or at least whole."""
@@ -238,23 +283,7 @@ class _Builder:
         )
 
     def _finish_seconds(self, type: TensorType, spec: ShardingSpec) -> float:
-        return min(self.resharder.cost(type, spec, target) for target in self._full(type))
-
-    def _matrix(self, type: TensorType, before: Specs, after: Specs) -> _Matrix:
-        key = (type, id(before), id(after))
-        if key not in self.matrices:
-            sources, targets = dict.fromkeys(before), dict.fromkeys(after)
-            row, column = ({spec: i for i, spec in enumerate(specs)} for specs in (sources, targets))
-            seconds = self.resharder.matrix(type, tuple(sources), tuple(targets))
-            self.matrices[key] = _Matrix(
-                seconds=seconds,
-                before=np.array([row[s] for s in before]),
-                after=np.array([column[s] for s in after]),
-                origins=self._one(tuple(sources)),
-                labels=self._one(tuple(targets)),
-                free=not np.any(seconds > 0),
-            )
-        return self.matrices[key]
+        return min(self.resharder.cost(type, spec, target) for target in self.common.full(type))
 
 
 def _kind(graph: Graph, members: Sequence[int]) -> str:
@@ -301,27 +330,21 @@ def without_dominated(assembly: Assembly, resharder: Resharder) -> ShardingProbl
     every value that t makes to where s makes it, costs no more than s. Chains of reshardings are shortest paths, so the
     optimum does not change.
     """
-    known: dict[tuple[object, ...], NDArray[np.bool_]] = {}
-    masked: list[Floats] = []
-    for seconds, crossings in zip(assembly.problem.seconds, assembly.crossings, strict=True):
-        key = (seconds.tobytes(), crossings)  # crossings that are equal are one object
-        if key not in known:
-            known[key] = _undominated(seconds, crossings, resharder)
-        masked.append(np.where(known[key], seconds, np.inf))
+    common = resharder.kept(_Common)
+    masked = [
+        np.where(common.undominated(seconds, crossings), seconds, np.inf)
+        for seconds, crossings in zip(assembly.problem.seconds, assembly.crossings, strict=True)
+    ]
     return replace(assembly.problem, seconds=tuple(masked))
 
 
-def _undominated(seconds: Floats, crossings: tuple[Crossing, ...], resharder: Resharder) -> NDArray[np.bool_]:
-    """Which strategies stay; `replacing[s, t]` is what t costs in the place of s."""
-    replacing = np.broadcast_to(seconds, (seconds.size, seconds.size)).copy()
-    for crossing in crossings:
-        specs = {spec: i for i, spec in enumerate(dict.fromkeys(crossing.specs))}
-        between = resharder.matrix(crossing.type, tuple(specs), tuple(specs))
-        at = np.array([specs[spec] for spec in crossing.specs])
-        detour = crossing.weight * between[np.ix_(at, at)]
-        replacing += detour if crossing.incoming else detour.T
-    kept = np.zeros(seconds.size, dtype=bool)
-    for s in np.argsort(seconds, kind="stable"):
-        # Equal up to rounding counts as dominated: the relation is transitive, so one of a tie always stays.
-        kept[s] = np.isfinite(seconds[s]) and not np.any(replacing[s, kept] <= seconds[s] * (1 + 1e-12))
+def _undominated(seconds: Floats, replacing: Floats) -> NDArray[np.bool_]:
+    """Which strategies stay, the cheapest first; `replacing[s, t]` is what t costs in the place of s."""
+    # Equal up to rounding counts as dominated: the relation is transitive, so one of a tie always stays.
+    replaces = (replacing <= seconds[:, None] * (1 + 1e-12)).T.copy()
+    kept, gone = np.zeros(seconds.size, dtype=bool), ~np.isfinite(seconds)
+    for s in np.argsort(seconds, kind="stable").tolist():
+        if not gone[s]:
+            kept[s] = True
+            gone |= replaces[s]
     return kept

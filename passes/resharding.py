@@ -9,11 +9,10 @@ Reference: a chain of single-axis steps compiles exactly as planned where one ju
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,11 @@ StepKind = Literal["slice", "keep", "all_gather", "all_to_all", "all_reduce", "r
 
 Seconds = NDArray[np.float64]
 Indices = NDArray[np.intp]
+
+T = TypeVar("T")
+
+_CACHED = 1 << 16
+"""How many numbers a processor has near at hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +78,35 @@ def placed(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...], reductio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Moves:
-    """All single steps between the placements of one rank: `source[m]` to `target[m]` by `step[m]`.
+class _Routes:
+    """All single steps between the placements of one rank, whatever the mesh's sizes: `source[m]` to `target[m]`.
 
-    `parts` [placements, dimensions] are the devices that cut each dimension.
-    `seams[:, m]` are the dimensions that collective m cuts and joins (-1: none), `seam_parts` the devices that cut what
-    stands before them.
+    `cuts` [placements, dimensions, axes] says which axes cut which dimension. `seams[:, m]` are the dimensions that
+    collective m cuts and joins (-1: none). `classes` are the moves of one kind and axes.
     """
 
     placements: tuple[ShardingSpec, ...]
     index: dict[ShardingSpec, int]
-    parts: Indices
+    cuts: NDArray[np.bool_]
     steps: tuple[Step, ...]
-    source: NDArray[np.intp]
-    target: NDArray[np.intp]
+    source: Indices
+    target: Indices
+    seams: Indices
+    classes: tuple[tuple[Step, Indices], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moves:
+    """Routes on a mesh: `parts` [placements, dimensions] are the devices that cut each dimension.
+
+    `payload_parts` [moves] are the devices that share what is moved, `seam_parts` those that cut what stands before
+    the seams.
+    """
+
+    routes: _Routes
+    parts: Indices
     payload_parts: Seconds
-    seams: NDArray[np.intp]
     seam_parts: Seconds
-    classes: tuple[tuple[Step, NDArray[np.intp]], ...]
 
 
 class Resharder:
@@ -101,14 +116,21 @@ class Resharder:
         self.mesh = mesh
         self._moves: dict[tuple[int, str], _Moves] = {}
         self._closures: dict[tuple[TensorType, str], tuple[Seconds, Seconds]] = {}
+        self._kept: dict[object, object] = {}
+
+    def kept(self, make: Callable[[Resharder], T]) -> T:
+        """What `make` makes of this, once: what other passes remember of the mesh, for as long as this lives."""
+        if make not in self._kept:
+            self._kept[make] = make(self)
+        return cast("T", self._kept[make])
 
     def placements(self, rank: int, reduction: str = "add") -> tuple[ShardingSpec, ...]:
         """Every placement of a value of this rank, divisible or not; partial ones with this reduction."""
-        return self._moves_of(rank, reduction).placements
+        return self._moves_of(rank, reduction).routes.placements
 
     def index(self, spec: ShardingSpec, reduction: str = "add") -> int:
         """The position of `spec` in `placements` and in the rows of `seconds`."""
-        return self._moves_of(len(spec.dims), reduction).index[spec]
+        return self._moves_of(len(spec.dims), reduction).routes.index[spec]
 
     def seconds(self, type: TensorType, reduction: str = "add") -> Seconds:
         """Seconds of the cheapest chain, [placements before, placements after]; infinite where no axis divides."""
@@ -126,7 +148,7 @@ class Resharder:
     def matrix(self, type: TensorType, before: Sequence[ShardingSpec], after: Sequence[ShardingSpec]) -> Seconds:
         """`cost` of every pair, [before, after]."""
         if all(spec.reduction == "add" for spec in (*before, *after)):
-            index = self._moves_of(type.rank, "add").index
+            index = self._moves_of(type.rank, "add").routes.index
             return self.seconds(type)[np.ix_([index[spec] for spec in before], [index[spec] for spec in after])]
         return np.array([[self.cost(type, source, target) for target in after] for source in before])
 
@@ -135,22 +157,22 @@ class Resharder:
         reduction = before.reduction if before.partial else after.reduction
         moves = self._moves_of(type.rank, reduction)
         total, single = self._closure(type, reduction)
-        here, there = moves.index[before], moves.index[after]
+        here, there = moves.routes.index[before], moves.routes.index[after]
         if not np.isfinite(total[here, there]):
             raise InternalError(f"no chain of steps takes {type} from {before} to {after} on mesh {self.mesh}")
         chain: list[Step] = []
         while here != there:
-            outgoing: NDArray[np.intp] = np.flatnonzero(moves.source == here)
-            through = single[outgoing] + total[moves.target[outgoing], there]
+            outgoing: NDArray[np.intp] = np.flatnonzero(moves.routes.source == here)
+            through = single[outgoing] + total[moves.routes.target[outgoing], there]
             move = int(outgoing[int(np.argmin(through))])
-            chain.append(moves.steps[move])
-            here = int(moves.target[move])
+            chain.append(moves.routes.steps[move])
+            here = int(moves.routes.target[move])
         return tuple(chain)
 
     def _moves_of(self, rank: int, reduction: str) -> _Moves:
         key = (rank, reduction)
         if key not in self._moves:
-            self._moves[key] = _enumerate_moves(self.mesh, rank, reduction)
+            self._moves[key] = _moves(self.mesh, _routes(self.mesh.axes, rank, reduction))
         return self._moves[key]
 
     def _closure(self, type: TensorType, reduction: str) -> tuple[Seconds, Seconds]:
@@ -158,20 +180,20 @@ class Resharder:
         if key not in self._closures:
             moves = self._moves_of(type.rank, reduction)
             single = self._single_steps(type, moves)
-            count = len(moves.placements)
+            count = len(moves.routes.placements)
             total = np.full((count, count), np.inf)
-            np.minimum.at(total, (moves.source, moves.target), single)
+            np.minimum.at(total, (moves.routes.source, moves.routes.target), single)
             np.fill_diagonal(total, 0.0)
             self._closures[key] = (_shortest(total), single)
         return self._closures[key]
 
     def _single_steps(self, type: TensorType, moves: _Moves) -> Seconds:
         device = self.mesh.cluster.group().device
-        cost = np.zeros(len(moves.steps))
+        cost = np.zeros(len(moves.routes.steps))
         payload = type.nbytes / moves.payload_parts
         rearranged = _strided(type, moves) * payload
         strided = 1 / device.strided_bytes_per_second if device.strided_bytes_per_second else 0.0
-        for step, members in moves.classes:
+        for step, members in moves.routes.classes:
             copied = 2 * payload[members] / device.memory_bytes_per_second
             if step.kind == "slice" or step.kind == "keep":
                 cost[members] = device.launch_seconds / 4 + copied
@@ -182,56 +204,59 @@ class Resharder:
         divisible = (np.array(type.shape, dtype=np.int64) % moves.parts == 0).all(axis=1)
         if 0 in type.shape:  # never cut
             divisible &= (moves.parts == 1).all(axis=1)
-        cost[~(divisible[moves.source] & divisible[moves.target])] = np.inf
+        cost[~(divisible[moves.routes.source] & divisible[moves.routes.target])] = np.inf
         return cost
 
 
 def _strided(type: TensorType, moves: _Moves) -> Seconds:
     """How many of a move's seams run through dimensions that have something before them."""
-    leading = np.cumprod((1, *type.shape), dtype=np.float64)[moves.seams] / moves.seam_parts
-    return ((moves.seams >= 0) & (leading > 1)).sum(axis=0).astype(np.float64)
+    seams = moves.routes.seams
+    leading = np.cumprod((1, *type.shape), dtype=np.float64)[seams] / moves.seam_parts
+    return ((seams >= 0) & (leading > 1)).sum(axis=0).astype(np.float64)
 
 
-def _parts(mesh: Mesh, spec: ShardingSpec) -> list[int]:
-    return [math.prod(map(mesh.axis_size, axes)) for axes in spec.dims]
+def _moves(mesh: Mesh, routes: _Routes) -> _Moves:
+    """The routes between placements on a mesh with its sizes."""
+    parts: Indices = np.where(routes.cuts, np.array(mesh.sizes, dtype=np.intp), 1).prod(axis=2)
+    # [placements, dimensions + 1], the devices that cut what stands before a dimension
+    leading: Indices = np.cumprod(np.insert(parts, 0, 1, axis=1), axis=1, dtype=np.intp)
+    held: Indices = leading[routes.source, -1]
+    left: Indices = leading[routes.target, -1]
+    slices = np.array([step.kind == "slice" for step in routes.steps], dtype=bool)
+    return _Moves(
+        routes=routes,
+        parts=parts,
+        payload_parts=np.where(slices, left, np.minimum(held, left)).astype(np.float64),
+        seam_parts=leading[routes.source, np.maximum(routes.seams, 0)].astype(np.float64),
+    )
 
 
-def _enumerate_moves(mesh: Mesh, rank: int, reduction: str) -> _Moves:
-    placements = tuple(_placements(mesh.axes, rank, reduction))
+@lru_cache(maxsize=256)
+def _routes(axes: tuple[str, ...], rank: int, reduction: str) -> _Routes:
+    placements = tuple(_placements(axes, rank, reduction))
     index = {spec: i for i, spec in enumerate(placements)}
-    steps: list[Step] = []
-    ends: list[tuple[int, int]] = []
-    parts: list[float] = []
-    seams: list[tuple[int, int]] = []
-    seam_parts: list[tuple[float, ...]] = []
-    for spec in placements:
-        for step in _single(spec, mesh.axes, rank):
-            after = step.apply(spec)
-            if after not in index:
-                continue
-            steps.append(step)
-            ends.append((index[spec], index[after]))
-            held = [math.prod(_parts(mesh, s)) for s in (spec, after)]
-            parts.append(float(held[1] if step.kind == "slice" else min(held)))
-            ends_at = (-1, -1) if step.is_local else (step.dim, step.to_dim)
-            seams.append(ends_at)
-            seam_parts.append(tuple(float(math.prod(_parts(mesh, spec)[: max(d, 0)])) for d in ends_at))
+    found = [
+        (step, index[spec], index[after])
+        for spec in placements
+        for step in _single(spec, axes, rank)
+        if (after := step.apply(spec)) in index
+    ]
+    steps = tuple(step for step, _, _ in found)
+    seams = [(-1, -1) if step.is_local else (step.dim, step.to_dim) for step in steps]
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for i, step in enumerate(steps):
         groups.setdefault((step.kind, step.axes), []).append(i)
-    source, target = np.array(ends, dtype=np.intp).reshape(-1, 2).T
-    classes = tuple((steps[members[0]], np.array(members, dtype=np.intp)) for members in groups.values())
-    return _Moves(
+    cuts = [[[axis in dim for axis in axes] for dim in spec.dims] for spec in placements]
+    source, target = np.array([ends for _, *ends in found], dtype=np.intp).reshape(-1, 2).T
+    return _Routes(
         placements=placements,
         index=index,
-        parts=np.array([_parts(mesh, spec) for spec in placements], dtype=np.intp).reshape(len(placements), rank),
-        steps=tuple(steps),
+        cuts=np.array(cuts, dtype=bool).reshape(len(placements), rank, len(axes)),
+        steps=steps,
         source=source,
         target=target,
-        payload_parts=np.array(parts),
         seams=np.array(seams, dtype=np.intp).reshape(-1, 2).T,
-        seam_parts=np.array(seam_parts).reshape(-1, 2).T,
-        classes=classes,
+        classes=tuple((steps[members[0]], np.array(members, dtype=np.intp)) for members in groups.values()),
     )
 
 
@@ -264,9 +289,11 @@ def _single(spec: ShardingSpec, axes: tuple[str, ...], rank: int) -> list[Step]:
 
 
 def _shortest(total: Seconds) -> Seconds:
-    """Min-plus closure by repeated squaring."""
+    """Min-plus closure by repeated squaring, some rows at a time, so that what is added up stays in the cache."""
+    count = max(1, _CACHED // total.size)
     while True:
-        through = np.min(total[:, :, None] + total[None, :, :], axis=1)
+        blocks = [total[first : first + count] for first in range(0, len(total), count)]
+        through = np.concatenate([np.min(rows[:, :, None] + total, axis=1) for rows in blocks])
         if np.array_equal(through, total):
             return total
         total = through

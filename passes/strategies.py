@@ -2,31 +2,35 @@
 
 A strategy fixes the assignment of every member. Reshardings inside the bundle (the mean of a cut dimension, say) are
 part of its cost; reshardings between bundles belong to the edges of the integer program.
+
+Which strategies there may be does not depend on sizes, so it is found once for bundles of one pattern, on whatever mesh
+(`passes.rules.ways`); here those whose axes divide are priced, all of a bundle at once. Equal bundles of one program or
+of several share a table as long as these are planned with one resharder.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from passes.bundles import Bundle, Grouping
-from passes.cost import Work, local_flops
+from passes.cost import is_slowed, local_flops
 from passes.errors import NoLegalPlanError, explain
-from passes.ir import Graph
-from passes.mesh import Mesh
+from passes.ir import Graph, TensorType
 from passes.resharding import Resharder
-from passes.rules import Assignment, ShardingRule, canonical
+from passes.rules import Assignment, ShardingRule
+from passes.rules.ways import PARTIAL, Form, Pattern, Picks, Ways, Where, subsets, ways_of
 from passes.sharding import ShardingSpec
 
-PARTIAL = -2
-"""The class of an axis over which a bundle of linear operators keeps its values partial."""
+__all__ = ["PARTIAL", "Outline", "Picks", "Strategy", "Table", "Tabulator"]
 
-Picks = tuple[tuple[str, int], ...]
-"""(mesh axis, class) pairs in the order in which axes of one class stand."""
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Types = tuple[TensorType, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,289 +47,267 @@ class Strategy:
 class Table:
     """All strategies of a bundle: `reads[port][s]` and `makes[value][s]` are the placements at the border.
 
-    A port is (position of the value among the bundle's operands, occurrence); values are positions too, so that bundles
+    A port is (position of the value among the bundle's operands, placements); values are positions too, so that bundles
     of one shape share a table. `seconds` [strategies] counts each bundle once.
     """
 
     strategies: tuple[Strategy, ...]
     ports: tuple[tuple[int, tuple[ShardingSpec, ...]], ...]
     makes: dict[int, tuple[ShardingSpec, ...]]
-    seconds: NDArray[np.float64]
+    seconds: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """A primitive by name, its rule, and the types it is applied to."""
+
+    primitive: str
+    rule: ShardingRule
+    reads: Types
+    writes: Types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """The shape of a bundle without its value numbers: equal outlines have equal tables.
 
-    `operands` holds, per member, positions of its operands: (`in`, k) for the k-th value that the bundle holds, (`out`,
-    k) for the k-th value read from elsewhere, None for literals and free values.
+    `operators` are numbers of one tabulator. `operands` holds, per member, positions of its operands: (`in`, k) for the
+    k-th value that the bundle holds, (`out`, k) for the k-th value read from elsewhere, None for literals and free
+    values. `options` are the classes that an axis may have, `classes` those of the members' factors.
     """
 
-    rules: tuple[int, ...]
-    operands: tuple[tuple[tuple[str, int] | None, ...], ...]
+    operators: tuple[int, ...]
+    operands: tuple[tuple[Where | None, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     visible: tuple[int, ...]
     absorbed: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]
-
-
-def outline(
-    bundle: Bundle, graph: Graph, grouping: Grouping, visible: frozenset[int]
-) -> tuple[Outline, list[int], list[int]]:
-    """The outline of a bundle with the values that its positions stand for: (outline, held values, read values)."""
-    held: dict[int, int] = {}
-    read: dict[int, int] = {}
-    members = sorted(bundle.members)
-    for value in bundle.inputs:
-        held.setdefault(value, len(held))
-    for member in members:
-        for value in graph.nodes[member].outputs:
-            held.setdefault(value, len(held))
-    operands: list[tuple[tuple[str, int] | None, ...]] = []
-    for member in members:
-        row: list[tuple[str, int] | None] = []
-        for value in graph.nodes[member].inputs:
-            if value in graph.literals or value in grouping.free:
-                row.append(None)
-            elif value in held:
-                row.append(("in", held[value]))
-            else:
-                row.append(("out", read.setdefault(value, len(read))))
-        operands.append(tuple(row))
-    made = Outline(
-        rules=tuple(id(grouping.rules[member]) for member in members),
-        operands=tuple(operands),
-        makes=tuple(tuple(held[v] for v in graph.nodes[member].outputs) for member in members),
-        visible=tuple(held[v] for v in held if v in visible),
-        absorbed=tuple(held[v] for v in bundle.inputs),
-        classes=tuple(tuple(bundle.find(cls) for cls in bundle.factor_classes[m]) for m in members),
-    )
-    return made, list(held), list(read)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
-    """A rule under one assignment: the placements of its operands and results, and a device's flops."""
-
-    operands: tuple[ShardingSpec, ...]
-    results: tuple[ShardingSpec, ...]
-    flops: float
+    options: tuple[int, ...]
+    light: bool
 
 
 class Tabulator:
-    """Tables of bundles on one mesh; equal outlines are tabulated once, equal rules cut once."""
+    """Tables of bundles on one mesh; equal outlines are tabulated once, whatever program they are of."""
 
-    def __init__(self, graph: Graph, grouping: Grouping, mesh: Mesh, resharder: Resharder) -> None:
-        self.graph = graph
-        self.grouping = grouping
-        self.mesh = mesh
+    def __init__(self, resharder: Resharder) -> None:
         self.resharder = resharder
+        self.mesh = resharder.mesh
+        self._numbers: dict[Operator, int] = {}
+        self._operators: list[Operator] = []
+        self._forms: list[Form] = []
         self._known: dict[Outline, Table] = {}
-        self._cuts: dict[tuple[int, Assignment], _Cut] = {}
-        self._extended: dict[tuple[int, Assignment, str, int], Assignment | None] = {}
+        parts = [math.prod(map(self.mesh.axis_size, axes)) for axes in subsets(self.mesh.axes)]
+        self._parts: Indices = np.array(parts, dtype=np.intp)
 
-    def table(self, bundle: Bundle, shape: Outline, held: list[int], read: list[int]) -> Table:
-        """The table of a bundle with this outline; positions refer to `held` and `read`."""
+    def operators(self, graph: Graph, grouping: Grouping) -> list[int]:
+        """The number of every node's operator; nodes that share a rule are one operator."""
+        numbers: dict[int, int] = {}
+        for node, rule in zip(graph.nodes, grouping.rules, strict=True):
+            if id(rule) not in numbers:
+                reads, writes = (tuple([graph.types[v] for v in values]) for values in (node.inputs, node.outputs))
+                operator = Operator(primitive=node.primitive, rule=rule, reads=reads, writes=writes)
+                numbers[id(rule)] = self._number(operator)
+        return [numbers[id(rule)] for rule in grouping.rules]
+
+    def table(self, shape: Outline, source: str) -> Table:
+        """The table of a bundle with this outline. Raises NoLegalPlanError, naming its `source`, if it has none."""
         if shape not in self._known:
-            self._known[shape] = _Tabulation(self, bundle, shape, held, read).run()
+            found = _Pricing(self, shape).run()
+            if found is None:
+                raise NoLegalPlanError(self._unmet(shape, source))
+            self._known[shape] = found
         return self._known[shape]
 
-    def cut(self, rule: ShardingRule, assignment: Assignment) -> _Cut:
-        """What an assignment makes of a rule of the grouping."""
-        key = (id(rule), assignment)
-        if key not in self._cuts:
-            self._cuts[key] = _Cut(
-                operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
-                results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
-                flops=local_flops(rule, assignment, self.mesh),
+    def members(self, shape: Outline) -> list[Operator]:
+        """The operators of an outline."""
+        return [self._operators[number] for number in shape.operators]
+
+    def ways(self, shape: Outline) -> Ways:
+        """The ways of an outline, legal or not on this mesh."""
+        return ways_of(
+            Pattern(
+                axes=self.mesh.axes,
+                options=(*shape.options, PARTIAL) if shape.light else shape.options,
+                forms=tuple([self._forms[number] for number in shape.operators]),
+                operands=shape.operands,
+                makes=shape.makes,
+                visible=shape.visible,
+                absorbed=shape.absorbed,
+                classes=shape.classes,
             )
-        return self._cuts[key]
-
-    def extended(self, rule: ShardingRule, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
-        """An assignment with one more axis, None where the rule does not allow it."""
-        key = (id(rule), assignment, axis, factor)
-        if key not in self._extended:
-            candidate = canonical((*assignment, (axis, factor)), self.mesh)
-            self._extended[key] = candidate if rule.allows(candidate, self.mesh) else None
-        return self._extended[key]
-
-
-def picks(classes: list[int], axes: tuple[str, ...], *, partial: bool) -> Iterator[Picks]:
-    """Every way to give each axis a class, none or (if `partial`) PARTIAL, axes of one class in every order."""
-    options = (None, *classes, *((PARTIAL,) if partial else ()))
-    seen: set[Picks] = set()
-    for order in itertools.permutations(axes):
-        for chosen in itertools.product(options, repeat=len(axes)):
-            pairs = tuple((axis, cls) for axis, cls in zip(order, chosen, strict=True) if cls is not None)
-            one = tuple(sorted(pairs, key=lambda pair: (pair[1], 0 if pair[1] >= 0 else axes.index(pair[0]))))
-            if one not in seen:
-                seen.add(one)
-                yield one
-
-
-class _Tabulation:
-    def __init__(self, tabulator: Tabulator, bundle: Bundle, shape: Outline, held: list[int], read: list[int]) -> None:
-        graph = tabulator.graph
-        self.tabulator = tabulator
-        self.mesh, self.resharder, self.bundle, self.shape = tabulator.mesh, tabulator.resharder, bundle, shape
-        self.sizes = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))
-        self.members = tuple(sorted(bundle.members))
-        self.rules = [tabulator.grouping.rules[m] for m in self.members]
-        self.held_types = [graph.types[v] for v in held]
-        self.read_types = [graph.types[v] for v in read]
-        self.held_nbytes, self.read_nbytes = ([t.nbytes for t in types] for types in (self.held_types, self.read_types))
-        self.result_types = [[graph.types[v] for v in graph.nodes[m].outputs] for m in self.members]
-        self.dtype = _dominant_dtype(graph, self.members)
-        self.source = graph.nodes[self.members[0]].source
-
-    def run(self) -> Table:
-        found: dict[tuple[object, ...], tuple[Strategy, list[tuple[int, ShardingSpec]], dict[int, ShardingSpec]]] = {}
-        for choice in picks(self.bundle.classes, self.mesh.axes, partial=self.bundle.light):
-            placed = self._place(choice)
-            if placed is None:
-                continue
-            strategy, reads, home = placed
-            kept = frozenset[str]().union(*(home[v].partial for v in self.shape.visible))
-            if any(cls == PARTIAL and axis not in kept for axis, cls in choice):
-                continue  # reduced inside: the strategy without this axis does the same
-            border = (*(spec for _, spec in reads), *(home[v] for v in (*self.shape.visible, *self.shape.absorbed)))
-            best = found.get(border)
-            seconds = strategy.compute_seconds + strategy.reshard_seconds
-            if best is None or seconds < best[0].compute_seconds + best[0].reshard_seconds:
-                found[border] = placed
-        if not found:
-            raise NoLegalPlanError(self._unmet())
-        chosen = list(found.values())
-        strategies = tuple(strategy for strategy, _, _ in chosen)
-        ports: dict[tuple[int, tuple[ShardingSpec, ...]], None] = {}
-        for port in range(len(chosen[0][1])):
-            ports[(chosen[0][1][port][0], tuple(reads[port][1] for _, reads, _ in chosen))] = None
-        border_values = (*self.shape.visible, *self.shape.absorbed)
-        return Table(
-            strategies=strategies,
-            ports=tuple(ports),
-            makes={v: tuple(home[v] for _, _, home in chosen) for v in border_values},
-            seconds=np.array([s.compute_seconds + s.reshard_seconds for s in strategies]),
         )
 
-    def _place(self, choice: Picks) -> tuple[Strategy, list[tuple[int, ShardingSpec]], dict[int, ShardingSpec]] | None:
-        """The bundle under one choice, or None where an axis does not divide or an input would be partial."""
-        home: dict[int, ShardingSpec] = {}
-        moved: set[tuple[int, ShardingSpec]] = set()
-        reads: list[tuple[int, ShardingSpec]] = []
-        assignments: list[Assignment] = []
-        reshard = flops = nbytes = 0.0
-        for position in range(len(self.members)):
-            rule = self.rules[position]
-            assignment = self._assign(position, choice, home)
-            if assignment is None:
-                return None
-            assignments.append(assignment)
-            cut = self.tabulator.cut(rule, assignment)
-            flops += cut.flops
-            for operand, where in enumerate(self.shape.operands[position]):
-                if where is None:
-                    continue
-                spec = cut.operands[operand]
-                kind, value = where
-                if kind == "out":
-                    reads.append((value, spec))
-                    nbytes += self._read_nbytes(position, operand, self.read_nbytes[value], spec)
-                elif value not in home:
-                    if spec.partial:
-                        return None
-                    home[value] = spec
-                    nbytes += self._read_nbytes(position, operand, self.held_nbytes[value], spec)
-                elif home[value] != spec and (value, spec) not in moved:
-                    moved.add((value, spec))
-                    reshard += self.resharder.cost(self.held_types[value], home[value], spec)
-            for result, value in enumerate(self.shape.makes[position]):
-                home[value] = cut.results[result]
-        if not np.isfinite(reshard):
-            return None
-        nbytes += sum(self._parts_nbytes(self.held_nbytes[v], home[v]) for v in self.shape.visible)
-        work = Work(flops=flops, nbytes=nbytes, dtype=self.dtype)
-        compute = work.seconds(self.mesh.cluster.group().device)
-        strategy = Strategy(
-            picks=choice, assignments=tuple(assignments), compute_seconds=compute, reshard_seconds=reshard
-        )
-        return strategy, reads, home
+    def pieces(self, masks: Indices) -> Indices:
+        """The devices along sets of axes."""
+        return self._parts[masks]
 
-    def _unmet(self) -> str:
+    def divided(self, nbytes: Floats, axes: Indices) -> Floats:
+        """Bytes [..., 1] cut by one axis after the other, `axes` [..., depth]; -1 is none."""
+        sizes = np.array((*self.mesh.sizes, 1), dtype=np.float64)
+        for depth in range(axes.shape[-1]):
+            nbytes = nbytes / sizes[axes[..., depth]]
+        return nbytes
+
+    def _number(self, operator: Operator) -> int:
+        if operator not in self._numbers:
+            self._numbers[operator] = len(self._operators)
+            self._operators.append(operator)
+            self._forms.append(self._form(operator))
+        return self._numbers[operator]
+
+    def _form(self, operator: Operator) -> Form:
+        rule = operator.rule
+        factors = tuple(replace(factor, size=min(factor.size, 1)) for factor in rule.factors)
+        grows = ()
+        if any(factor.partial and not factor.size for factor in factors):
+            grows = tuple(operator.writes[0].size > type.size for type in operator.reads)
+        bare = replace(rule, factors=factors, flops=0.0, light=True, reason="", pieces=())
+        return Form(rule=bare, grows=grows)
+
+    def _unmet(self, shape: Outline, source: str) -> str:
         """Why no strategy is left: the first constraint of the user's that this mesh cannot meet."""
-        wanted = next((rule.pieces for rule in self.rules if rule.pieces), ())
+        members = self.members(shape)
+        wanted = next((member.rule.pieces for member in members if member.rule.pieces), ())
         pieces = ", ".join("any" if count is None else f"{count}" for count in wanted)
         return explain(
-            f"a sharding constraint to [{pieces}] pieces of {self.result_types[0][0]}",
+            f"a sharding constraint to [{pieces}] pieces of {members[0].writes[0]}",
             f"no axes of the mesh cut it so; the last one tried is {self.mesh}",
-            f"at {self.source}",
+            f"at {source}",
             "ask for pieces that the mesh's axes make, drop the constraint, or plan with Auto(max_axes=3)",
         )
 
-    def _assign(self, position: int, choice: Picks, home: dict[int, ShardingSpec]) -> Assignment | None:
-        """The member's assignment under the bundle's choice; None where an axis does not divide.
 
-        An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
-        """
-        rule = self.rules[position]
-        classes = self.shape.classes[position]
-        found: Assignment = ()
-        for axis, cls in choice:
-            factor = classes.index(cls) if cls >= 0 and cls in classes else self._linear(position, axis, cls, home)
-            if factor is None:
-                continue
-            extended = self.tabulator.extended(rule, found, axis, factor)
-            if extended is not None:
-                found = extended
-            elif rule.factors[factor].size:
-                return None
-        return found if not rule.pieces or rule.fulfils(found, self.mesh) else None
+class _Pricing:
+    """One outline on one mesh: seconds of all its ways, and the cheapest of those that meet their neighbours alike."""
 
-    def _linear(self, position: int, axis: str, cls: int, home: dict[int, ShardingSpec]) -> int | None:
-        """The linear factor that carries `axis` through a member, if its operands are partial over it or may be."""
-        rule = self.rules[position]
-        operands = self.shape.operands[position]
-        incoming = (
-            {o for o, w in enumerate(operands) if w is not None and w[0] == "in" and axis in home[w[1]].partial}
-            if all(w is None or w[0] == "out" or w[1] in home for w in operands)
-            else set[int]()
+    def __init__(self, tabulator: Tabulator, shape: Outline) -> None:
+        self.tabulator = tabulator
+        self.shape = shape
+        self.members = tabulator.members(shape)
+        self.ways = tabulator.ways(shape)
+        self.held = dict[int, TensorType]()
+        for member, operands, made in zip(self.members, shape.operands, shape.makes, strict=True):
+            read = ((w, type) for w, type in zip(operands, member.reads, strict=True) if w and w[0] == "in")
+            self.held |= {where[1]: type for where, type in read} | dict(zip(made, member.writes, strict=True))
+
+    def run(self) -> Table | None:
+        """The table, None if nothing is legal."""
+        ways = self.ways
+        if not ways.picks:
+            return None
+        compute, reshard = self._compute_seconds(), self._reshard_seconds()
+        seconds = np.where(self._legal(), compute + reshard, np.inf)
+        best: dict[int, int] = {}
+        for way, (border, spent) in enumerate(zip(ways.kinds, seconds.tolist(), strict=True)):
+            if spent < np.inf and (border not in best or spent < seconds[best[border]]):
+                best[border] = way
+        if not best:
+            return None
+        chosen = list(best.values())
+        codes: list[list[int]] = ways.border[:, chosen].tolist()
+        rows = [tuple([ways.specs[code] for code in row]) for row in codes]
+        count = len(ways.ports)
+        return Table(
+            strategies=tuple(
+                Strategy(
+                    picks=ways.picks[way],
+                    assignments=ways.assignments[way],
+                    compute_seconds=float(compute[way]),
+                    reshard_seconds=float(reshard[way]),
+                )
+                for way in chosen
+            ),
+            ports=tuple(dict.fromkeys(zip(ways.ports, rows[:count], strict=True))),
+            makes=dict(zip((*self.shape.visible, *self.shape.absorbed), rows[count:], strict=True)),
+            seconds=seconds[chosen],
         )
-        for factor, properties in enumerate(rule.factors):
-            if properties.size or not properties.partial:
-                continue
-            carried = set(properties.partial)
-            sources = {where[0] for o in carried if (where := operands[o]) is not None}
-            if incoming and incoming <= carried and not self._grows(position, incoming):
-                return factor
-            if cls == PARTIAL and not incoming and sources == {"out"}:
-                return factor
-        return None
 
-    def _grows(self, position: int, incoming: set[int]) -> bool:
-        """Whether the result is larger than what comes in partial: then reducing first is cheaper."""
-        before = max(self._operand_size(position, operand) for operand in incoming)
-        return self.result_types[position][0].size > before
+    def _legal(self) -> NDArray[np.bool_]:
+        """Whether axes divide what they cut and make what the user asks for."""
+        ways, mesh = self.ways, self.tabulator.mesh
+        sizes = [self.members[position].rule.factors[factor].size for position, factor in ways.factors]
+        whole = np.array(sizes, dtype=np.intp)[:, None]
+        legal = (whole % self.tabulator.pieces(ways.masks) == 0).all(axis=0)
+        for position, member in enumerate(self.members):
+            if member.rule.pieces:
+                legal &= [member.rule.fulfils(one[position], mesh) for one in ways.assignments]
+        return legal
 
-    def _operand_size(self, position: int, operand: int) -> int:
-        where = self.shape.operands[position][operand]
-        if where is None:
-            return 1
-        return (self.held_types if where[0] == "in" else self.read_types)[where[1]].size
+    def _compute_seconds(self) -> Floats:
+        """Seconds of every way by the roofline of `passes.cost.Work`."""
+        device = self.tabulator.mesh.cluster.group().device
+        rate = device.matmul_flops_per_second(self._dtype())
+        spent = np.maximum(self._flops() / rate, self._nbytes() / device.memory_bytes_per_second)
+        return spent + device.launch_seconds
 
-    def _read_nbytes(self, position: int, operand: int, nbytes: float, spec: ShardingSpec) -> float:
-        if operand in self.rules[position].sparse:
-            return min(nbytes, float(self.result_types[position][0].nbytes))
-        return self._parts_nbytes(nbytes, spec)
+    def _dtype(self) -> str:
+        """The dtype that the first member computes in: its first operand's, or its result's if it reads nothing."""
+        return (*self.members[0].reads, *self.members[0].writes)[0].dtype
 
-    def _parts_nbytes(self, nbytes: float, spec: ShardingSpec) -> float:
-        for axes in spec.dims:
-            for axis in axes:
-                nbytes /= self.sizes[axis]
-        return nbytes
+    def _flops(self) -> Floats:
+        mesh = self.tabulator.mesh
+        whole = np.array([member.rule.flops for member in self.members])
+        rows = whole[:, None] / self.tabulator.pieces(self.ways.cuts)
+        for position, member in enumerate(self.members):
+            if is_slowed(member.rule, mesh):
+                rows[position] = [local_flops(member.rule, one[position], mesh) for one in self.ways.assignments]
+        return _added(rows)
+
+    def _nbytes(self) -> Floats:
+        """What a device reads of the operands, then what it writes of the values that leave the bundle."""
+        ways, rows = self.ways, list[Floats]()
+        read = [self._read_nbytes(position, operand) for position, operand in ways.reads]
+        made = [self.held[value].nbytes for value in self.shape.visible]
+        whole = np.array([*read, *made], dtype=np.float64)[:, None]
+        rows = self.tabulator.divided(whole, ways.depths[ways.pieces])
+        return _added(rows[: len(read)]) + _added(rows[len(read) :])
+
+    def _read_nbytes(self, position: int, operand: int) -> int:
+        member = self.members[position]
+        nbytes = member.reads[operand].nbytes
+        return min(nbytes, member.writes[0].nbytes) if operand in member.rule.sparse else nbytes
+
+    def _reshard_seconds(self) -> Floats:
+        total = np.zeros(len(self.ways.picks))
+        for moved in self.ways.moves:
+            type = self.held[moved.value]
+            costs = [0.0, *(self.tabulator.resharder.cost(type, before, after) for before, after in moved.pairs)]
+            total += np.array(costs)[moved.which]
+        return total
 
 
-def _dominant_dtype(graph: Graph, members: tuple[int, ...]) -> str:
-    """The dtype that the first member computes in: its first operand's, or its result's where it reads nothing."""
-    node = graph.nodes[members[0]]
-    value = (*node.inputs, *node.outputs)[0]
-    return graph.types[value].dtype
+def _added(rows: Floats) -> Floats:
+    """The sum of rows, added one after the other: equal costs stay equal, which a pairwise sum does not promise."""
+    return sum(rows, np.zeros(rows.shape[1]))
+
+
+def outline(
+    bundle: Bundle, graph: Graph, grouping: Grouping, visible: frozenset[int], operators: Sequence[int]
+) -> tuple[Outline, list[int], list[int]]:
+    """The outline of a bundle with the values that its positions stand for: (outline, held values, read values)."""
+    members = sorted(bundle.members)
+    nodes = [graph.nodes[member] for member in members]
+    held = {value: k for k, value in enumerate(dict.fromkeys(bundle.inputs))}
+    for node in nodes:
+        for value in node.outputs:
+            held.setdefault(value, len(held))
+    read: dict[int, int] = {}
+
+    def where(value: int) -> Where | None:
+        if value in held:
+            return "in", held[value]
+        if value in graph.literals or value in grouping.free:
+            return None
+        return "out", read.setdefault(value, len(read))
+
+    made = Outline(
+        operators=tuple([operators[member] for member in members]),
+        operands=tuple([tuple([where(value) for value in node.inputs]) for node in nodes]),
+        makes=tuple([tuple([held[value] for value in node.outputs]) for node in nodes]),
+        visible=tuple([k for value, k in held.items() if value in visible]),
+        absorbed=tuple([held[value] for value in bundle.inputs]),
+        classes=tuple([tuple([bundle.find(cls) for cls in bundle.factor_classes[member]]) for member in members]),
+        options=tuple(bundle.classes),
+        light=bundle.light,
+    )
+    return made, list(held), list(read)

@@ -106,11 +106,16 @@ Assignment = tuple[tuple[str, int], ...]
 
 def canonical(pairs: Assignment, mesh: Mesh) -> Assignment:
     """The one spelling of an assignment: grouped by factor, groups in mesh order, order inside a group kept."""
+    return in_order(pairs, mesh.axes)
+
+
+def in_order(pairs: Assignment, axes: tuple[str, ...]) -> Assignment:
+    """The one spelling of an assignment on any mesh with these axes."""
     groups: dict[int, list[str]] = {}
     for axis, factor in pairs:
         groups.setdefault(factor, []).append(axis)
-    ordered = sorted(groups.items(), key=lambda item: min(mesh.axes.index(axis) for axis in item[1]))
-    return tuple((axis, factor) for factor, axes in ordered for axis in axes)
+    ordered = sorted(groups.items(), key=lambda item: min(map(axes.index, item[1])))
+    return tuple([(axis, factor) for factor, names in ordered for axis in names])
 
 
 @lru_cache(maxsize=1 << 16)

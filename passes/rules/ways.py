@@ -1,0 +1,381 @@
+"""The strategies of a bundle as far as they are a matter of form: what each cuts, reads, makes and brings elsewhere.
+
+A walk through the members gives every axis of a mesh to a class of dimensions, to none, or lets values stay partial
+over it. What divides what only says which of the ways remain, so bundles of one *pattern* have the same ways on all
+meshes with the same axes and at all batch sizes, and `ways_of` remembers them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.rules.registry import Assignment, ShardingRule, in_order
+from passes.sharding import ShardingSpec
+
+PARTIAL = -2
+"""The class of an axis over which a bundle of linear operators keeps its values partial."""
+
+Picks = tuple[tuple[str, int], ...]
+"""(mesh axis, class) pairs in the order in which axes of one class stand."""
+
+Where = tuple[Literal["in", "out"], int]
+"""The k-th value that a bundle holds, or the k-th that it reads from elsewhere."""
+
+Role = Literal["port", "first", "again"]
+"""Whether an operand is read from elsewhere, is an absorbed value met for the first time, or lives somewhere."""
+
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A member's rule without sizes: 1 stands for that of any dimension.
+
+    `grows[o]` says whether the result is larger than operand o; it is empty where nothing may come in partial.
+    """
+
+    rule: ShardingRule
+    grows: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """All that the ways of a bundle depend on; positions are those of `passes.strategies.Outline`."""
+
+    axes: tuple[str, ...]
+    options: tuple[int, ...]
+    forms: tuple[Form, ...]
+    operands: tuple[tuple[Where | None, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    visible: tuple[int, ...]
+    absorbed: tuple[int, ...]
+    classes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """A held value that one operand wants elsewhere: way w takes `pairs[which[w] - 1]` (before, after), 0 none."""
+
+    value: int
+    pairs: tuple[tuple[ShardingSpec, ShardingSpec], ...]
+    which: Indices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """Every choice that is legal where its axes divide, all arrays parallel to `picks`; `specs` numbers placements.
+
+    `cuts` [members, ways] are the sets of axes that divide a member's work, and `masks` [factors, ways] those that must
+    divide each of `factors`, (member, factor) pairs. `reads` are the (member, operand) pairs
+    that read from memory and `pieces` [reads, then visible values; ways] the placements in which they do, whose axes in
+    order `depths` [specs, axes] gives (-1: none). `border` [ports, then visible and absorbed values; ways] is
+    what neighbours see, `kinds` numbers its columns, and `ports` are the values that the bundle reads from elsewhere.
+    """
+
+    picks: tuple[Picks, ...]
+    assignments: tuple[tuple[Assignment, ...], ...]
+    cuts: Indices
+    factors: tuple[tuple[int, int], ...]
+    masks: Indices
+    reads: tuple[tuple[int, int], ...]
+    pieces: Indices
+    specs: tuple[ShardingSpec, ...]
+    depths: Indices
+    ports: tuple[int, ...]
+    border: Indices
+    kinds: tuple[int, ...]
+    moves: tuple[Moves, ...]
+
+
+@lru_cache(maxsize=64)
+def subsets(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Every set of axes, in the order of the numbers whose bits are its axes."""
+    return tuple(tuple(a for i, a in enumerate(axes) if mask >> i & 1) for mask in range(1 << len(axes)))
+
+
+@lru_cache(maxsize=1024)
+def picks(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Picks, ...]:
+    """Every way to give each axis an option or none, axes of one class in every order."""
+    found: dict[Picks, None] = {}
+    for order in itertools.permutations(axes):
+        for chosen in itertools.product((None, *options), repeat=len(axes)):
+            pairs = [(axis, cls) for axis, cls in zip(order, chosen, strict=True) if cls is not None]
+            pairs.sort(key=lambda pair: (pair[1], 0 if pair[1] >= 0 else axes.index(pair[0])))
+            found[tuple(pairs)] = None
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def ways_of(pattern: Pattern) -> Ways:
+    """The ways of a pattern, in the order of `picks`."""
+    walker = _Walker(pattern)
+    found = [way for choice in picks(pattern.options, pattern.axes) if (way := walker.way(choice)) is not None]
+    return _Columns(pattern, walker.reads).gathered(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Way:
+    """One walk: where values live, in what placements ports and operands are read, and what is moved inside.
+
+    `moved` is (member, operand) -> (held value, where it should be); it lives at `home`.
+    """
+
+    picks: Picks
+    assignments: list[Assignment] = field(default_factory=list[Assignment])
+    cuts: list[int] = field(default_factory=list[int])
+    home: dict[int, ShardingSpec] = field(default_factory=dict[int, ShardingSpec])
+    ports: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
+    reads: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
+    moved: dict[tuple[int, int], tuple[int, ShardingSpec]] = field(
+        default_factory=dict[tuple[int, int], tuple[int, ShardingSpec]]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A form under one assignment: the placements of operands and results, and the axes that divide its work."""
+
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+    mask: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """A member as every walk of a pattern meets it, since all walks place values in one order.
+
+    `factors` are its factors by class, `operands` (operand, role, value). `held` are the operands (operand, value) that
+    may come in partial; `fresh` is the linear factor that takes values from elsewhere partial.
+    """
+
+    form: Form
+    factors: dict[int, int]
+    operands: tuple[tuple[int, Role, int], ...]
+    makes: tuple[int, ...]
+    held: tuple[tuple[int, int], ...]
+    fresh: int | None
+
+
+def _members(pattern: Pattern) -> list[_Member]:
+    """The members of a pattern, in order."""
+    found: list[_Member] = []
+    home: set[int] = set()
+    for form, operands, makes, classes in zip(
+        pattern.forms, pattern.operands, pattern.makes, pattern.classes, strict=True
+    ):
+        held = [(o, where[1]) for o, where in enumerate(operands) if where and where[0] == "in"]
+        settled = home.issuperset(value for _, value in held)
+        roles: list[tuple[int, Role, int]] = []
+        for operand, where in enumerate(operands):
+            if where:
+                role = "port" if where[0] == "out" else "again" if where[1] in home else "first"
+                roles.append((operand, role, where[1]))
+                home.update([where[1]] if role == "first" else [])
+        home.update(makes)
+        found.append(
+            _Member(
+                form=form,
+                factors={cls: classes.index(cls) for cls in classes if cls >= 0},
+                operands=tuple(roles),
+                makes=makes,
+                held=tuple(held) if settled and form.grows else (),
+                fresh=_fresh(form, operands),
+            )
+        )
+    return found
+
+
+def _fresh(form: Form, operands: tuple[Where | None, ...]) -> int | None:
+    """The first linear factor whose operands all come from elsewhere."""
+    for factor, properties in enumerate(form.rule.factors):
+        sources = {where[0] for o in properties.partial if (where := operands[o]) is not None}
+        if not properties.size and sources == {"out"}:
+            return factor
+    return None
+
+
+class _Walker:
+    """Walks through the members of one pattern; every form is cut in each way once."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.members = _members(pattern)
+        self._bits = {axis: 1 << i for i, axis in enumerate(pattern.axes)}
+        self._cuts: dict[tuple[int, Assignment], _Cut] = {}
+        self._extended: dict[tuple[int, Assignment, str, int], Assignment | None] = {}
+
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """The (member, operand) pairs that read from memory: all from elsewhere, and absorbed values once."""
+        roles = ((p, operand, role) for p, member in enumerate(self.members) for operand, role, _ in member.operands)
+        return [(position, operand) for position, operand, role in roles if role != "again"]
+
+    def way(self, choice: Picks) -> _Way | None:
+        """The bundle under one choice; None where a result would mix reductions or an input would be partial.
+
+        None too where an axis that should stay partial is reduced inside: without it the choice does the same.
+        """
+        way = _Way(picks=choice)
+        for position, member in enumerate(self.members):
+            assignment = self._assign(member, choice, way.home)
+            if assignment is None or not self._step(position, member, assignment, way):
+                return None
+        kept = frozenset[str]().union(*(way.home[v].partial for v in self.pattern.visible))
+        return None if any(cls == PARTIAL and axis not in kept for axis, cls in choice) else way
+
+    def _step(self, position: int, member: _Member, assignment: Assignment, way: _Way) -> bool:
+        """Adds a member to a way; whether it may be placed so."""
+        cut, home = self._cut(member.form, assignment), way.home
+        way.assignments.append(assignment)
+        way.cuts.append(cut.mask)
+        for operand, role, value in member.operands:
+            spec = cut.operands[operand]
+            if role == "again":
+                if home[value] != spec and (value, spec) not in way.moved.values():
+                    way.moved[position, operand] = (value, spec)
+                continue
+            way.reads.append(spec)
+            if role == "port":
+                way.ports.append(spec)
+            elif spec.partial:
+                return False
+            else:
+                home[value] = spec
+        for value, spec in zip(member.makes, cut.results, strict=True):
+            home[value] = spec
+        return True
+
+    def _cut(self, form: Form, assignment: Assignment) -> _Cut:
+        key = (id(form), assignment)
+        if key not in self._cuts:
+            rule = form.rule
+            self._cuts[key] = _Cut(
+                operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
+                results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
+                mask=sum(self._bits[axis] for axis, factor in assignment if rule.factors[factor].size),
+            )
+        return self._cuts[key]
+
+    def _assign(self, member: _Member, choice: Picks, home: dict[int, ShardingSpec]) -> Assignment | None:
+        """The member's assignment under the bundle's choice; None where its result would mix reductions.
+
+        An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
+        """
+        form, found = member.form, ()
+        for axis, cls in choice:
+            factor = member.factors.get(cls)
+            if factor is None:
+                factor = self._linear(member, axis, cls, home)
+            if factor is None:
+                continue
+            extended = self._extend(form, found, axis, factor)
+            if extended is not None:
+                found = extended
+            elif form.rule.factors[factor].size:
+                return None
+        return found
+
+    def _extend(self, form: Form, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
+        """An assignment with one more axis; None where one result would mix reductions."""
+        key = (id(form), assignment, axis, factor)
+        if key not in self._extended:
+            candidate = in_order((*assignment, (axis, factor)), self.pattern.axes)
+            reductions = {form.rule.factors[f].reduction for _, f in candidate} - {""}
+            self._extended[key] = candidate if len(reductions) <= 1 else None
+        return self._extended[key]
+
+    def _linear(self, member: _Member, axis: str, cls: int, home: dict[int, ShardingSpec]) -> int | None:
+        """The linear factor that carries `axis` through a member, if its operands are partial over it or may be.
+
+        Where the result is larger than what comes in partial, reducing first is cheaper.
+        """
+        incoming = [operand for operand, value in member.held if axis in home[value].partial]
+        if not incoming:
+            return member.fresh if cls == PARTIAL else None
+        if all(member.form.grows[operand] for operand in incoming):
+            return None
+        for factor, properties in enumerate(member.form.rule.factors):
+            if not properties.size and properties.partial and set(properties.partial).issuperset(incoming):
+                return factor
+        return None
+
+
+class _Columns:
+    """Gathers ways into arrays, placements numbered as they come."""
+
+    def __init__(self, pattern: Pattern, reads: list[tuple[int, int]]) -> None:
+        self.pattern = pattern
+        self.reads = reads
+        self._codes: dict[ShardingSpec, int] = {}
+
+    def gathered(self, ways: list[_Way]) -> Ways:
+        pattern = self.pattern
+        sparse = [operand in pattern.forms[position].rule.sparse for position, operand in self.reads]
+        whole = ShardingSpec(dims=())  # of sparse operands nothing is divided
+        pieces, border = list[list[int]](), list[list[int]]()
+        for way in ways:
+            read = [whole if rare else spec for rare, spec in zip(sparse, way.reads, strict=True)]
+            leaving, absorbed = ([way.home[v] for v in values] for values in (pattern.visible, pattern.absorbed))
+            pieces.append(self._numbered([*read, *leaving]))
+            border.append(self._numbered([*way.ports, *leaving, *absorbed]))
+        kinds: dict[tuple[int, ...], int] = {}
+        factors, masks = self._masks(ways)
+        return Ways(
+            picks=tuple(way.picks for way in ways),
+            assignments=tuple(tuple(way.assignments) for way in ways),
+            cuts=_columns([way.cuts for way in ways]),
+            factors=factors,
+            masks=masks,
+            reads=tuple(self.reads),
+            pieces=_columns(pieces),
+            specs=tuple(self._codes),
+            depths=self._depths(),
+            ports=tuple(where[1] for row in pattern.operands for where in row if where and where[0] == "out"),
+            border=_columns(border),
+            kinds=tuple(kinds.setdefault(tuple(column), len(kinds)) for column in border),
+            moves=tuple(self._moves(ways)),
+        )
+
+    def _numbered(self, specs: list[ShardingSpec]) -> list[int]:
+        return [self._codes.setdefault(spec, len(self._codes)) for spec in specs]
+
+    def _masks(self, ways: list[_Way]) -> tuple[tuple[tuple[int, int], ...], Indices]:
+        """The factors with a dimension that some way cuts, and the sets of axes that cut each, one bit an axis."""
+        bits = {axis: 1 << i for i, axis in enumerate(self.pattern.axes)}
+        rows: dict[tuple[int, int], list[int]] = {}
+        for index, way in enumerate(ways):
+            for position, assignment in enumerate(way.assignments):
+                for axis, factor in assignment:
+                    if self.pattern.forms[position].rule.factors[factor].size:
+                        rows.setdefault((position, factor), [0] * len(ways))[index] |= bits[axis]
+        return tuple(rows), np.array(list(rows.values()), dtype=np.intp).reshape(len(rows), len(ways))
+
+    def _depths(self) -> Indices:
+        axes = self.pattern.axes
+        found = np.full((len(self._codes), len(axes)), -1, dtype=np.intp)
+        for row, spec in zip(found, self._codes, strict=True):
+            standing = [axes.index(axis) for names in spec.dims for axis in names]
+            row[: len(standing)] = standing
+        return found
+
+    def _moves(self, ways: list[_Way]) -> Iterator[Moves]:
+        for slot in sorted({slot for way in ways for slot in way.moved}):
+            value = next(way.moved[slot][0] for way in ways if slot in way.moved)
+            pairs: dict[tuple[ShardingSpec, ShardingSpec], int] = {}
+            which = [0] * len(ways)
+            for index, way in enumerate(ways):
+                if slot in way.moved:
+                    which[index] = pairs.setdefault((way.home[value], way.moved[slot][1]), len(pairs) + 1)
+            yield Moves(value=value, pairs=tuple(pairs), which=np.array(which, dtype=np.intp))
+
+
+def _columns(rows: list[list[int]]) -> Indices:
+    """Lists [ways, ...] as an array [..., ways]."""
+    return np.array(rows, dtype=np.intp).T
