@@ -57,7 +57,7 @@ from passes.variants import Form, Variant, variant_of
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
-MICROBATCHES = (4, 16)
+MICROBATCHES = (4, 16, 64)
 """The numbers of microbatches that a search tries beside one, of those that divide the batch."""
 
 _Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...]]

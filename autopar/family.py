@@ -48,7 +48,7 @@ class Family:
         return Sample(graph=self.graph(count), tied=self.traced.tied)
 
     def samples(self, counts: Sequence[int]) -> dict[int, Sample]:
-        """The samples that can be had. Raises PlanningError if none can."""
+        """The samples that can be had; one of 1 too if that is cheap. Raises PlanningError if there are none."""
         found: dict[int, Sample] = {}
         refused: list[PlanningError] = []
         for count in counts:
@@ -58,6 +58,8 @@ class Family:
                 refused.append(error)
         if not found:
             raise refused[0]
+        if self._short is not None and len(counts) > 1:
+            found[1] = self.sample(1)
         return found
 
     @cached_property

@@ -16,8 +16,9 @@ and where that does not fit in memory:
 and for a pipeline, around that:
 
     microbatch the batch axis in time: what is once before, a loop, once after       passes/microbatch.py
-    layers     places in the forward pass that little crosses                        passes/layers.py
-    price      each layer as a stage of its own, on every mesh that may be best      passes/stage_table.py, pricing.py
+    abridge    equal blocks are found, and prices on a step with few of them         passes/repeats.py, abridge.py
+    layers     runs of blocks, or places in the forward pass that little crosses     passes/repeats.py, layers.py
+    price      each block as a stage of its own, on every mesh that may be best      passes/stage_table.py, pricing.py
     partition  layers, submeshes, microbatches and schedules into stages             passes/inter_op.py
     cut        each stage as a program with a loop, planned by the path above        passes/stages.py
     simulate   tasks in the order of the schedule, transfers between them            passes/simulate.py
@@ -29,30 +30,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from passes import inter_op, stages
 from passes.cluster import Cluster
 from passes.errors import OverBudgetError, PlanningError, explain
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
-from passes.likeness import likeness
 from passes.mesh import Mesh
-from passes.mesh_search import MeshSearch, Tied, best, layouts, stopped
-from passes.pipeline import DISPATCH_SECONDS, PipelinePlan
-from passes.pipelines import pipelined, restated
+from passes.mesh_search import MeshSearch, Tied, layouts, stopped
+from passes.pipeline import PipelinePlan
 from passes.plan import Plan
-from passes.pricing import Pricer
-from passes.progress import Progress, Report, silent
+from passes.progress import Report, silent
 from passes.progress import within as told_of
 from passes.shortage import shortage
-from passes.stage_table import Sample, StageCosts
-from passes.stages import Part
+from passes.stage_table import Sample
+from passes.staged import StagedSearch
 from passes.variants import Form, Forms, Variant, VariantSearch, variant_of
-
-NEAR = 1e-3
-"""The relative gap at which the solve of a stage may end: closing it takes longer than all that comes before."""
 
 RESERVE = 0.06
 """The share of a device's memory that is left to the framework, its communicators and fragmentation."""
@@ -176,8 +170,18 @@ class Auto:
         meshes, microbatches and schedules finds, given samples of the step and, in any number of microbatches, all of
         its `graph`.
         """
+        limit = self.limit(cluster)
+        staging = self._staging(form, cluster, samples, graph, told_of("stages", report, best=lambda _: None))
+        if staging.prices_whole:
+            try:
+                priced = staging.run()
+            except OverBudgetError:
+                priced = None  # by their prices no stages fit: what is left has none
+            if priced and priced.peak_nbytes <= limit:
+                return priced
+            return self.plan(form.graph, cluster, tied=form.tied, donated=form.donated, report=report)
         search = self._search(form, cluster, report)
-        whole, limit, short = search.cheapest, self.limit(cluster), None
+        whole, short = search.cheapest, None
         if whole.peak_nbytes > limit and not search.interrupted:
             try:
                 whole = search.within(limit) or whole
@@ -188,9 +192,9 @@ class Auto:
             return whole
         if search.interrupted:
             raise KeyboardInterrupt
-        told = told_of("stages", report, best=lambda _: whole.step_seconds if fits else None)
+        staging.report = told_of("stages", report, best=lambda _: whole.step_seconds if fits else None)
         try:
-            staged = self._staged(form, cluster, samples, graph, told)
+            staged = staging.run()
         except OverBudgetError:
             if not fits:
                 raise
@@ -204,78 +208,22 @@ class Auto:
             raise shortage(short or OverBudgetError("no stages keep the memory limit", leanest=whole), limit, cluster)
         return min(fitting, key=lambda plan: plan.step_seconds)
 
-    def _staged(
-        self,
-        form: Form,
-        cluster: Cluster,
-        samples: Mapping[int, Sample],
-        graph: Callable[[int], Graph],
-        report: Report,
-    ) -> Plan | PipelinePlan:
-        """What the search over stages finds."""
-        pricer = Pricer(options=self.solver)
-
-        def told(mesh: Mesh | None) -> None:
-            phase = f"price a layer on {mesh}" if mesh else "partition the layers"
-            report(Progress(phase=phase, done=pricer.solved, total=None))
-
-        table = StageCosts(
-            samples=samples,
+    def _staging(
+        self, form: Form, cluster: Cluster, samples: Mapping[int, Sample], graph: Callable[[int], Graph], report: Report
+    ) -> StagedSearch:
+        """The search over stages."""
+        return StagedSearch(
+            form=form,
             cluster=cluster,
-            n_layers=self.layers,
-            meshes=lambda n: self._laid_out(cluster, n),
-            pricer=pricer,
-            told=told,
-        )
-        told(None)
-        group = cluster.group()
-        partition = inter_op.partition(
-            self.layers,
-            inter_op.Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host),
-            inter_op.submeshes(cluster, every=False),
-            table,
+            samples=samples,
+            graph=graph,
+            layers=self.layers,
             schedules=self.schedules,
-            microbatches=tuple(samples),
-            memory_limit=self.limit(cluster),
-            dispatch_seconds=DISPATCH_SECONDS,
-            idle=False,
-            least=table.least,
+            limit=self.limit(cluster),
+            solver=self.solver,
+            meshes=lambda n_devices: self._laid_out(cluster, n_devices),
+            report=report,
         )
-        return self._realised(partition, table, form, cluster, graph(partition.microbatches), report)
-
-    def _realised(
-        self,
-        partition: inter_op.Partition,
-        table: StageCosts,
-        form: Form,
-        cluster: Cluster,
-        graph: Graph,
-        report: Report,
-    ) -> Plan | PipelinePlan:
-        """The stages that the search has chosen, planned as they are."""
-        count, chosen = partition.microbatches, partition.stages
-        meshes = [table.near(stage.first, stage.last, stage.submesh, count) for stage in chosen]
-        if len(chosen) == 1:
-            report(Progress(phase="plan the stages chosen", done=0, total=1))
-            plan = best("auto", graph, meshes[0], form.tied, form.donated, self.solver)
-            return replace(plan, microbatches=count)
-        firsts = table.firsts(graph, count)
-        begins = tuple(firsts[stage.first] for stage in chosen)
-
-        known: dict[tuple[str, str, tuple[Mesh, ...]], Plan] = {}
-        options = replace(self.solver, gap=max(self.solver.gap, NEAR))
-
-        def plan_stage(part: Part, stage: int) -> Plan:
-            ties = stages.ties(part, graph, form.tied)
-            key = (part.graph.fingerprint, likeness(part, ties), meshes[stage])
-            report(Progress(phase="plan the stages chosen", done=stage, total=len(chosen)))
-            if key in known:
-                plan = restated(known[key], part.graph, ties)
-                return replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
-            known[key] = best(f"stage {stage}", part.graph, meshes[stage], ties, (), options)
-            return known[key]
-
-        return pipelined("auto", graph, cluster, form.tied, begins, partition.schedule, plan_stage)
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
         """The meshes of so many devices that differ; within a host the order of axes is naming."""

@@ -101,6 +101,7 @@ ORDER = (
     "pipelines",
     "pricing",
     "stage_table",
+    "staged",
     "shortage",
     "planner",
     "by_hand",

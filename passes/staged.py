@@ -1,0 +1,134 @@
+"""A step in stages: blocks priced, a partition chosen by their prices, and its stages planned as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes import inter_op, stages
+from passes.cluster import Cluster
+from passes.inter_op import Partition, Submesh
+from passes.intra_op import SolverOptions
+from passes.ir import Graph
+from passes.likeness import likeness
+from passes.mesh import Mesh
+from passes.mesh_search import best
+from passes.pipeline import DISPATCH_SECONDS, PipelinePlan
+from passes.pipelines import pipelined, restated
+from passes.plan import Plan
+from passes.pricing import Pricer
+from passes.progress import Progress, Report, silent
+from passes.stage_table import Sample, StageCosts
+from passes.stages import Part
+from passes.variants import Form
+
+NEAR = 1e-3
+"""The relative gap at which the solve of a stage may end: closing it takes longer than all that comes before."""
+
+RIVAL = 1.1
+"""A step without stages is planned where its price is above that of the stages by no more than this factor."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StagedSearch:
+    """The search over stages of `form` in the microbatches that there are `samples` of; `graph(m)` is all of it.
+
+    `meshes(n)` lays out n devices. A sample of one microbatch stands for the step without stages, which competes then.
+    """
+
+    form: Form
+    cluster: Cluster
+    samples: Mapping[int, Sample]
+    graph: Callable[[int], Graph]
+    layers: int
+    schedules: Sequence[str]
+    limit: float
+    solver: SolverOptions
+    meshes: Callable[[int], Sequence[Mesh]]
+    report: Report = silent
+    pricer: Pricer = field(init=False)
+    table: StageCosts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pricer = Pricer(options=self.solver)
+        self.table = StageCosts(
+            samples=self.samples,
+            cluster=self.cluster,
+            n_layers=self.layers,
+            meshes=self.meshes,
+            pricer=self.pricer,
+            told=self._tell_price,
+        )
+
+    @property
+    def prices_whole(self) -> bool:
+        """Whether the step without stages is priced too."""
+        return 1 in self.samples
+
+    def run(self) -> Plan | PipelinePlan:
+        """The cheapest plan by its prices. Raises OverBudgetError if none keeps the limit by them."""
+        self._tell_price(None)
+        whole = self._everything()
+        partition = inter_op.partition(
+            self.layers,
+            whole,
+            inter_op.submeshes(self.cluster, every=False),
+            self.table,
+            schedules=self.schedules,
+            microbatches=tuple(self.samples),
+            memory_limit=self.limit,
+            dispatch_seconds=DISPATCH_SECONDS,
+            idle=False,
+            least=self.table.least,
+        )
+        rivals: list[Plan | PipelinePlan] = []
+        if self.prices_whole and self._whole_seconds(whole) <= RIVAL * partition.seconds:
+            self._tell_stage(0, 1)
+            meshes = self.table.near(0, self.layers, whole, 1)
+            rivals.append(best("auto", self.form.graph, meshes, self.form.tied, self.form.donated, self.solver))
+        if partition.microbatches > 1 or not rivals:
+            rivals.append(self._realised(partition))
+        return min(rivals, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
+
+    def _everything(self) -> Submesh:
+        group = self.cluster.group()
+        return Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host)
+
+    def _whole_seconds(self, whole: Submesh) -> float:
+        """What the step without stages takes by its prices."""
+        found = self.table.candidate(0, self.layers, whole, 1)
+        return found.forward_seconds + found.backward_seconds + found.finish_seconds if found else math.inf
+
+    def _realised(self, partition: Partition) -> Plan | PipelinePlan:
+        """The stages that were chosen, planned as they are."""
+        count, chosen, form = partition.microbatches, partition.stages, self.form
+        graph = self.graph(count)
+        meshes = [self.table.near(stage.first, stage.last, stage.submesh, count) for stage in chosen]
+        if len(chosen) == 1:
+            self._tell_stage(0, 1)
+            plan = best("auto", graph, meshes[0], form.tied, form.donated, self.solver)
+            return replace(plan, microbatches=count)
+        firsts = self.table.firsts(graph, count)
+        begins = tuple(firsts[stage.first] for stage in chosen)
+        known: dict[tuple[str, str, tuple[Mesh, ...]], Plan] = {}
+        options = replace(self.solver, gap=max(self.solver.gap, NEAR))
+
+        def plan_stage(part: Part, stage: int) -> Plan:
+            ties = stages.ties(part, graph, form.tied)
+            key = (part.graph.fingerprint, likeness(part, ties), meshes[stage])
+            self._tell_stage(stage, len(chosen))
+            if key in known:
+                plan = restated(known[key], part.graph, ties)
+                return replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
+            known[key] = best(f"stage {stage}", part.graph, meshes[stage], ties, (), options)
+            return known[key]
+
+        return pipelined("auto", graph, self.cluster, form.tied, begins, partition.schedule, plan_stage)
+
+    def _tell_price(self, mesh: Mesh | None) -> None:
+        phase = f"price a layer on {mesh}" if mesh else "partition the layers"
+        self.report(Progress(phase=phase, done=self.pricer.solved, total=None))
+
+    def _tell_stage(self, done: int, total: int) -> None:
+        self.report(Progress(phase="plan the stages chosen", done=done, total=total))
