@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import numpy as np
+
 from passes.bundles import Grouping, group
 from passes.cluster import Cluster
 from passes.errors import NoLegalPlanError
 from passes.intra_op import SolverOptions, solve
-from passes.ir import Graph
 from passes.likeness import likeness
 from passes.mesh import Mesh
 from passes.mesh_search import best
 from passes.moves import Schedule, moves
 from passes.phases import PHASES
-from passes.pipelines import priced
+from passes.pipelines import microbatches_of, priced
 from passes.problem import assemble, without_dominated
 from passes.read_off import move_seconds
 from passes.resharding import Resharder
@@ -80,11 +81,10 @@ def _handed(source: Part, part: Part, target: Part) -> Ties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _First:
-    """The first block of a kind; `flops` are of one microbatch, `nbytes` of what stays between microbatches."""
+    """The first block of a kind; `nbytes` are of what stays between microbatches."""
 
     block: Block
     grouping: Grouping
-    flops: float
     nbytes: int
 
 
@@ -96,6 +96,7 @@ class Pricer:
     rough: bool = True
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
+    _alone: dict[tuple[str, Cluster], float] = field(default_factory=dict[tuple[str, Cluster], float])
     _resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
 
     @property
@@ -117,10 +118,24 @@ class Pricer:
         return self._prices[key]
 
     def least(self, block: Block, cluster: Cluster, n_devices: int) -> tuple[float, float]:
-        """Seconds of a microbatch and bytes of one device that no price on so many devices goes below."""
-        one, device = self._first(block), cluster.group().device
-        rate = max(map(device.matmul_flops_per_second, device.flops_per_second))
-        return one.flops / n_devices / rate, one.nbytes / n_devices
+        """Seconds of a microbatch and bytes of one device that no price on so many devices goes below.
+
+        The seconds are those of one device, shared by all: cutting an operator saves no work, and moves come on top.
+        """
+        key = (block.kind, cluster)
+        if key not in self._alone:
+            self._alone[key] = self._seconds_alone(block, Mesh(axes=("x",), sizes=(1,), cluster=cluster))
+        return self._alone[key] / n_devices, self._first(block).nbytes / n_devices
+
+    def _seconds_alone(self, block: Block, mesh: Mesh) -> float:
+        """What a block's operators take on one device; 0 if it cannot be there."""
+        part, resharder = block.part, self._resharders.setdefault(mesh, Resharder(mesh))
+        try:
+            assembly = assemble(part.graph, mesh, self._first(block).grouping, resharder, (), refetch=False)
+        except NoLegalPlanError:
+            return 0.0
+        spent = assembly.root.compute_seconds([int(np.argmin(seconds)) for seconds in assembly.problem.seconds])
+        return (spent.get("forward", 0.0) + spent.get("backward", 0.0)) / microbatches_of(part)
 
     def _first(self, block: Block) -> _First:
         if block.kind not in self._firsts:
@@ -129,7 +144,6 @@ class Pricer:
             self._firsts[block.kind] = _First(
                 block=block,
                 grouping=grouping,
-                flops=sum(_flops(part.body, inner) for inner in grouping.bodies.get(part.loop, ())),
                 nbytes=sum(graph.types[value].nbytes for value in graph.inputs if value not in part.streams),
             )
         return self._firsts[block.kind]
@@ -168,14 +182,3 @@ def _onward(block: Block, schedule: Schedule, resharder: Resharder, seconds: Map
             found["apply"] = found.get("apply", 0.0) - spent
             found[when] = found.get(when, 0.0) + spent
     return found
-
-
-def _flops(graph: Graph, grouping: Grouping) -> float:
-    """Operations of a graph's bundles, loops in it as often as they run, branches and tests not at all."""
-    total = sum(grouping.rules[member].flops for bundle in grouping.bundles for member in bundle.members)
-    for index, bodies in grouping.bodies.items():
-        node = graph.nodes[index]
-        length = node.params.get("length")
-        if node.primitive == "scan" and isinstance(length, int):
-            total += length * sum(map(_flops, node.subgraphs, bodies))
-    return total

@@ -24,7 +24,7 @@ from passes.inter_op import Candidate, Submesh
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.pipelines import body_of
-from passes.pricing import Block, Pricer, Ties, alike
+from passes.pricing import ROUGH, Block, Pricer, Ties, alike
 from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
 
@@ -110,6 +110,7 @@ class StageCosts:
         meshes = list(enumerate(self._meshes(n_devices)))
         meshes.sort(key=lambda one: (one[1] != self._winners.get(n_devices), max(one[1].sizes, default=1), one[0]))
         best: tuple[float, int, Candidate] | None = None
+        least = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[0] for block, n in chosen)
         for number, mesh in meshes:
             costs = self._costs(chosen, mesh, best[0] if best and self.lazy else math.inf)
             if costs is None:
@@ -119,6 +120,8 @@ class StageCosts:
             if best is None or (seconds, number) < best[:2]:
                 best = seconds, number, found
                 self._winners[n_devices] = mesh
+            if self.lazy and seconds <= least * (1 + ROUGH):
+                break
         return best[2] if best else None
 
     def near(self, first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[Mesh, ...]:
