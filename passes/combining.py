@@ -31,8 +31,23 @@ def combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tu
     if len(order) < len(sent):  # two groups wait for each other
         return tuple(operations), tuple(range(len(operations)))
     place = {old: new for new, old in enumerate(order)}
-    moved = tuple(replace(sent[old], operands=tuple(place[o] for o in sent[old].operands)) for old in order)
+    moved = tuple(_reading(sent[old], tuple([place[o] for o in sent[old].operands])) for old in order)
     return moved, tuple(place[old] for old in range(len(operations)))
+
+
+def _reading(operation: Operation, operands: tuple[int, ...]) -> Operation:
+    """The same operation of other operands; `replace` would take several times as long, and a program has many."""
+    if operands == operation.operands:
+        return operation
+    return Operation(
+        kind=operation.kind,
+        operands=operands,
+        shape=operation.shape,
+        dtype=operation.dtype,
+        node=operation.node,
+        value=operation.value,
+        tag=operation.tag,
+    )
 
 
 def _groups(operations: Sequence[Operation]) -> list[list[int]]:

@@ -138,10 +138,16 @@ class _Lowering:
         self.free: dict[int, int] = {}
         self.entered: list[int] = []
         self.needed = _needed(graph)
+        self.types: dict[tuple[int, int], tuple[TensorType, TensorType, ShardingSpec]] = {}
 
     def _type(self, value: int, spec: ShardingSpec) -> TensorType:
+        """What is left of a value on one device; equal layers mostly share types and specs, which are kept with it."""
         type = self.graph.types[value]
-        return TensorType(shape=spec.local_shape(type.shape, self.context.mesh), dtype=type.dtype)
+        known = self.types.get((id(type), id(spec)))
+        if known is None:
+            local = TensorType(shape=spec.local_shape(type.shape, self.context.mesh), dtype=type.dtype)
+            known = self.types[id(type), id(spec)] = (local, type, spec)
+        return known[0]
 
     def enter(self, value: int, spec: ShardingSpec, *, sliced: bool = False, number: object = None) -> None:
         """A value from outside."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from passes.bundles import Grouping
+from passes.collector import uncollected
 from passes.device_program import WHOLE, Border, Context, DeviceProgram, border_of, lower
 from passes.fusion import fuse
 from passes.ir import Graph, Node
@@ -65,6 +66,7 @@ class Memory:
         return sum(self.nbytes.values())
 
 
+@uncollected()
 def memory(
     graph: Graph,
     grouping: Grouping,

@@ -56,6 +56,11 @@ BY_COLUMNS = (((0,), (0,)), ((), ()))
 
 COMMUTATIVE = frozenset({"add", "add_any", "mul", "max", "min"})
 
+UNIFORM = frozenset({"literal", "broadcast"})
+"""Kinds that may be the same along a dimension: without any of them, and unless it is `SIMPLIFIED`, all is as it is."""
+
+SIMPLIFIED = frozenset({"add", "add_any", "select_n"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
@@ -102,9 +107,9 @@ class Operations:
     def add(self, kind: Kind, operands: Iterable[int], shape: Shape, dtype: str, tag: object = None) -> int:
         """The operation, or the equal one that is there already."""
         key = (kind, operands := tuple(operands), shape, dtype, tag)
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = len(self.every)
+        new = len(self.every)
+        found = self.known.setdefault(key, new)
+        if found == new:
             self.every.append(
                 Operation(
                     kind=kind,
@@ -187,7 +192,10 @@ class Operations:
 
     def elementwise(self, name: str, operands: Sequence[int], type: TensorType, *, expensive: bool = False) -> int:
         """One operation on every element; what is the same along a dimension is computed once and broadcast."""
-        spread = [self.broadcast(o, type.shape) for o in operands]
+        every, shape = self.every, type.shape
+        spread = [o if every[o].shape == shape else self.broadcast(o, shape) for o in operands]
+        if name not in SIMPLIFIED and not any(every[o].kind in UNIFORM for o in spread):
+            return self.add("expensive" if expensive else "elementwise", spread, shape, type.dtype, name)
         numbers = [self.number(o) for o in spread]
         if name in NEUTRAL and len(spread) == 2 and "float" in type.dtype:
             if is_number(numbers[1], NEUTRAL[name]):

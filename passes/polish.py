@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from passes.sharding_problem import Edge, Floats, ShardingProblem
+from passes.sharding_problem import Edge, Floats, Indices, ShardingProblem
 
 _ROUNDS = 8
 _PENALTY = 1e3
@@ -16,30 +16,71 @@ _PENALTY = 1e3
 def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
     """An answer at most as costly: each node in turn takes its best strategy, until none moves.
 
-    Where budgets are exceeded, bytes come first.
+    Where budgets are exceeded, bytes come first. A node is looked at again once one that it shares a value with has
+    moved, or any at all where budgets tie them together.
     """
     current = list(choice)
     around: list[list[Sequence[Edge]]] = [[] for _ in problem.seconds]
     for edges in problem.groups.values():
         for node in {n for edge in edges for n in (edge.source, edge.target)}:
             around[node].append(edges)
-    usage = _Usage(problem, current)
-    for _ in range(_ROUNDS):
-        before = tuple(current)
-        for node, seconds in enumerate(problem.seconds):
-            costs = seconds.copy()
-            for s in np.flatnonzero(np.isfinite(seconds)):
-                current[node] = int(s)
-                costs[s] += sum(_group_seconds(edges, current) for edges in around[node])
-            current[node] = keep = before[node]
-            if problem.budgets:
-                costs += usage.penalties(node, current, around[node])
-            current[node] = keep if costs[keep] <= costs.min() else int(np.argmin(costs))
-            if problem.budgets and current[node] != keep:
-                usage.change(node, keep, current, around[node])
-        if tuple(current) == before:
-            break
+    usage, paid = _Usage(problem, current), _Paid()
+    stale = [True] * len(current)
+    for node in (node for _ in range(_ROUNDS) if any(stale) for node in range(len(current)) if stale[node]):
+        keep, stale[node] = current[node], False
+        costs = problem.seconds[node] + sum(paid.seconds(edges, node, current) for edges in around[node])
+        if problem.budgets:
+            costs += usage.penalties(node, current, around[node])
+        if costs[keep] <= costs.min():
+            continue
+        current[node] = int(np.argmin(costs))
+        if problem.budgets:
+            usage.change(node, keep, current, around[node])
+            stale = [True] * len(current)
+        for edge in (edge for edges in around[node] for edge in edges):
+            stale[edge.source] = stale[edge.target] = True
     return tuple(current)
+
+
+class _Paid:
+    """What groups of edges pay under every strategy of a node, the others staying; placements are known by number."""
+
+    def __init__(self) -> None:
+        self.known: dict[object, int] = {}
+        self.numbers: dict[int, Indices] = {}
+
+    def seconds(self, edges: Sequence[Edge], node: int, choice: Sequence[int]) -> Floats | float:
+        """The cost of a group, equal reshardings once."""
+        if len(edges) == 1:
+            edge = edges[0]
+            return edge.weight * edge.seconds[_ends(edge, node, choice)]
+        asked: dict[tuple[object, object], tuple[Indices | int, Floats]] = {}
+        for edge in edges:
+            before, after = _ends(edge, node, choice)
+            label = self._labels(edge)[after]
+            same = (before if edge.source != node else id(before), label if edge.target != node else id(edge.after))
+            if same not in asked:
+                asked[same] = before + len(edge.seconds) * label, edge.weight * edge.seconds[before, after]
+        total, seen = 0.0, list[Indices | int]()
+        for resharding, seconds in asked.values():
+            for other in seen:
+                seconds = np.where(resharding == other, 0.0, seconds)
+            total = total + seconds
+            seen.append(resharding)
+        return total
+
+    def _labels(self, edge: Edge) -> Indices:
+        """The numbers of the placements that an edge's columns stand for; edges mostly share them."""
+        if id(edge.labels) not in self.numbers:
+            numbers = [self.known.setdefault(label, len(self.known)) for label in edge.labels]
+            self.numbers[id(edge.labels)] = np.array(numbers, dtype=np.intp)
+        return self.numbers[id(edge.labels)]
+
+
+def _ends(edge: Edge, node: int, choice: Sequence[int]) -> tuple[Indices | int, Indices | int]:
+    """An edge's row and column, [strategies] of `node` at the ends where that is."""
+    before = edge.before if edge.source == node else edge.before[choice[edge.source]]
+    return before, edge.after if edge.target == node else edge.after[choice[edge.target]]
 
 
 class _Usage:
@@ -89,11 +130,3 @@ class _Usage:
 def _copied_nbytes(copies: Mapping[object, float], edges: Sequence[Edge], choice: Sequence[int]) -> float:
     made = {edge.copies(choice) for edge in edges}
     return sum(copies.get(label, 0.0) for label in made if label is not None)
-
-
-def _group_seconds(edges: Sequence[Edge], choice: Sequence[int]) -> float:
-    paid: dict[tuple[int, object], float] = {}
-    for edge in edges:
-        i, j = int(edge.before[choice[edge.source]]), int(edge.after[choice[edge.target]])
-        paid[(i, edge.labels[j])] = edge.weight * float(edge.seconds[i, j])
-    return sum(paid.values())

@@ -14,12 +14,17 @@ c are the seconds of a node, R those of a resharding, m how often a tied group o
 strategy and a copy hold at point p of the program, as shares of what may be held there. Edges of a group read one
 value: a resharding that several of them want is paid once. A group of one edge needs no w. Edge variables stand on
 distinct *placements*, not on strategies, and only x is integral: with x fixed, e is a product of marginals that are 0
-or 1.
+or 1. One of the rows of an edge follows from the others, and is left out.
+
+A group pays the mean of its readers' e until `_share` makes it pay the maximum. There w is stated as what it has beyond
+the mean, which leaves the costs of e as they were: where the relaxation ended before is where it goes on. It begins at
+prices near its optimum (passes/prices.py).
 
 Reshardings are shortest paths, so a pair (i, j) that a third placement lies between needs no variable: the first two
 rows of a placement become one balance, what is made or arrives there equals what is read or goes on (transshipment).
 That leaves a third of the variables and the same optimum. Readers then share legs of a way, which costs no more than
-sharing whole reshardings as `evaluate` does: a bound still, exact where readers agree; branching puts the pairs back.
+sharing whole reshardings as `evaluate` does, if all go the same ways: only through placements that every reader of the
+group may want. So it is a bound still, exact where readers agree; branching puts the pairs back.
 
 Reference: the edge formulation of Alpa (Zheng et al., OSDI 2022, eq. 1-4) with equality marginals over placements;
 design/intra_op.md 3.1-3.4.
@@ -28,15 +33,21 @@ design/intra_op.md 3.1-3.4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from passes.linear_program import Floats, Indices, LinearProgram, Solver
+from passes.prices import Way, prices
 from passes.sharding_problem import Edge, ShardingProblem
 
 _TOLERANCE = 1e-6
 _LEG = 1e-6
+
+_PASSES = 8
+_LARGE = 10_000
+"""Columns from which finding prices takes less time than it saves, and how many passes find them."""
 
 _MICROSECONDS = 1e6
 """The program is stated in microseconds: solver tolerances are absolute."""
@@ -44,13 +55,60 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flow:
-    """The edge variables of an edge: `columns[v]` goes from placement `before[v]` to `after[v]` at `seconds[v]`."""
+    """The edge variables of an edge: `columns[v]` goes from placement `before[v]` to `after[v]` at `seconds[v]`.
+
+    `rows` are those of the placements that `way` makes and reads, -1 for the one that is left out.
+    """
 
     edge: Edge
     columns: Indices
     before: Indices
     after: Indices
     seconds: Floats
+    way: Way
+    rows: tuple[Indices, Indices]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cells:
+    """The reshardings of a group's readers that cost anything: equal ones are one cell.
+
+    `columns` are the edge variables, `seconds` their full price, `cell` their cells, `readers` [cells] how many want
+    each.
+    """
+
+    columns: Indices
+    seconds: Floats
+    cell: Indices
+    readers: Indices
+
+    @classmethod
+    def of(cls, flows: Sequence[_Flow]) -> _Cells:
+        known: dict[object, int] = {}
+        count = max(flow.edge.seconds.shape[0] for flow in flows)
+        numbers: list[Indices] = []
+        for flow in flows:
+            labels = np.array([known.setdefault(name, len(known)) for name in flow.edge.labels], dtype=np.intp)
+            numbers.append(flow.before + count * labels[flow.after])
+        seconds = np.concatenate([flow.seconds for flow in flows])
+        costly = seconds > 0
+        wanted = np.concatenate(numbers)[costly]
+        _, cell, readers = np.unique(wanted, return_inverse=True, return_counts=True)
+        columns = np.concatenate([flow.columns for flow in flows])
+        return cls(columns=columns[costly], seconds=seconds[costly], cell=cell, readers=readers)
+
+    def wanted_by(self, readers: int) -> tuple[Indices, Floats]:
+        """The edge variables [cells, readers] of the cells that so many want, and their prices [cells]."""
+        order = np.argsort(self.cell, kind="stable")
+        order = order[self.readers[self.cell[order]] == readers].reshape(-1, readers)
+        return self.columns[order], self.seconds[order[:, 0]]
+
+    def disagree(self, values: Floats) -> bool:
+        """Whether some cell's readers want it to different degrees."""
+        asked, most = values[self.columns], np.zeros(self.readers.size)
+        np.maximum.at(most, self.cell, asked)
+        mean = np.bincount(self.cell, weights=asked, minlength=most.size) / self.readers
+        return bool(np.any(most - mean > _TOLERANCE))
 
 
 class StrategyProgram:
@@ -66,15 +124,15 @@ class StrategyProgram:
         self.arrays = LinearProgram()
         self.allowed = [np.flatnonzero(np.isfinite(seconds)) for seconds in problem.seconds]
         self.strategies = self._one_strategy()
-        self._pairs: dict[tuple[object, ...], tuple[Indices, Indices]] = {}
-        self.groups = {
-            group: [self._flow(edge, through=not whole or len(edges) == 1) for edge in edges]
-            for group, edges in problem.groups.items()
-        }
+        self.known_pairs: dict[tuple[object, ...], tuple[Indices, Indices]] = {}
+        self.groups = {group: self._flows(edges) for group, edges in problem.groups.items()}
+        self.cells = {group: _Cells.of(flows) for group, flows in self.groups.items() if len(flows) > 1}
         self.shared: dict[int, list[tuple[Indices, Floats]]] = {}
-        for group in [group for group, flows in self.groups.items() if whole and len(flows) > 1]:
+        for group in self.cells if whole else ():
             self._share(group)
         self.most = self.arrays.add_columns(1, np.inf) if lean else None
+        large = self.arrays.columns > _LARGE and not whole and not lean
+        self.prices = self._prices() if large else np.zeros(0)
         self._within()
         self.objective = np.inf
         self.values: Floats = np.zeros(0)
@@ -82,80 +140,110 @@ class StrategyProgram:
     def _one_strategy(self) -> list[Indices]:
         """The columns of every node's allowed strategies, of which one is chosen."""
         nodes = [self.arrays.add_columns(own.size) for own in self.allowed]
-        rows = self.arrays.add_rows(len(nodes), 1.0, 1.0)
-        for row, columns in zip(rows, nodes, strict=True):
+        self.one = self.arrays.add_rows(len(nodes), 1.0, 1.0)
+        for row, columns in zip(self.one, nodes, strict=True):
             self.arrays.enter(np.full(columns.size, row), columns, 1.0)
         return nodes
 
-    def _flow(self, edge: Edge, through: bool) -> _Flow:
+    def _flows(self, edges: Sequence[Edge]) -> list[_Flow]:
+        """The edge variables of a group, whose readers all go through the same placements."""
+        if len(edges) == 1:
+            return [self._flow(edges[0], frozenset(edges[0].labels))]
+        read = (edge.after[self.allowed[edge.target]] for edge in edges)
+        labels = [frozenset(edge.labels[j] for j in set(at.tolist())) for edge, at in zip(edges, read, strict=True)]
+        common = frozenset[object]() if self.whole else labels[0].intersection(*labels)
+        return [self._flow(edge, common) for edge in edges]
+
+    def _flow(self, edge: Edge, through: frozenset[object]) -> _Flow:
         """The edge variables of an edge and the rows that tie them to the strategies at both ends.
 
-        With `through`, what arrives at a placement may go on from there, and only pairs that no third placement lies
+        What arrives at a placement in `through` may go on from there, and only pairs that no such placement lies
         between get a variable: the cheapest flow is the same, with a fraction of the variables.
         """
         made, read = edge.before[self.allowed[edge.source]], edge.after[self.allowed[edge.target]]
-        rows: Indices = np.unique(made)
-        columns: Indices = np.unique(read)
-        apart: Sequence[object] = [("before", i) for i in range(len(edge.seconds))]
-        names: Sequence[object] = edge.origins if through and edge.origins else apart
+        rows, at_source = np.unique(made, return_inverse=True)
+        columns, at_target = np.unique(read, return_inverse=True)
         known: dict[object, int] = {}
-        row_of, column_of = np.zeros(edge.seconds.shape[0], np.intp), np.zeros(edge.seconds.shape[1], np.intp)
-        for i in map(int, rows):
-            row_of[i] = known.setdefault(names[i], len(known))
-        for j in map(int, columns):
-            column_of[j] = known.setdefault(edge.labels[j], len(known))
-        before, after = self._direct(edge, through, rows, columns, row_of[rows], column_of[columns])
+        named = bool(through and edge.origins)
+        names: list[object] = [edge.origins[i] if named else ("before", i) for i in rows.tolist()]
+        first = np.array([known.setdefault(name, len(known)) for name in names], dtype=np.intp)
+        last = np.array([known.setdefault(edge.labels[j], len(known)) for j in columns.tolist()], dtype=np.intp)
+        seconds = edge.weight * edge.seconds[np.ix_(rows, columns)]
+        before, after = self._pairs(edge, through, rows, columns, first, last)
         own = self.arrays.add_columns(before.size)
-        balance = self.arrays.add_rows(len(known), 0.0, 0.0)
-        self.arrays.enter(balance[row_of[made]], self.strategies[edge.source], -1.0)
-        self.arrays.enter(balance[column_of[read]], self.strategies[edge.target], 1.0)
-        self.arrays.enter(balance[row_of[before]], own, 1.0)
-        self.arrays.enter(balance[column_of[after]], own, -1.0)
-        seconds = edge.weight * edge.seconds[before, after]
-        return _Flow(edge=edge, columns=own, before=before, after=after, seconds=seconds)
+        balance = self._balance(
+            len(known),
+            np.concatenate([first[at_source], last[at_target], first[before], last[after]]),
+            np.concatenate([self.strategies[edge.source], self.strategies[edge.target], own, own]),
+            np.repeat([-1.0, 1.0, 1.0, -1.0], [made.size, read.size, own.size, own.size]),
+        )
+        return _Flow(
+            edge=edge,
+            columns=own,
+            before=rows[before],
+            after=columns[after],
+            seconds=seconds[before, after],
+            way=Way(source=edge.source, target=edge.target, made=at_source, read=at_target, seconds=seconds),
+            rows=(balance[first], balance[last]),
+        )
 
-    def _direct(
-        self, edge: Edge, through: bool, rows: Indices, columns: Indices, first: Indices, last: Indices
+    def _balance(self, places: int, at: Indices, columns: Indices, signs: Floats) -> Indices:
+        """The rows of an edge's placements, -1 for the one that is left out: the one with most entries."""
+        fullest = int(np.bincount(at, minlength=places).argmax())
+        rows, kept = np.full(places, -1), at != fullest
+        rows[np.arange(places) != fullest] = self.arrays.add_rows(places - 1, 0.0, 0.0)
+        self.arrays.enter(rows[at[kept]], columns[kept], signs[kept])
+        return rows
+
+    def _pairs(
+        self, edge: Edge, through: frozenset[object], rows: Indices, columns: Indices, first: Indices, last: Indices
     ) -> tuple[Indices, Indices]:
         """The pairs of an edge that need a variable; edges mostly share their matrix, which is then looked at once."""
         key = (id(edge.seconds), id(edge.origins), id(edge.labels), through, rows.tobytes(), columns.tobytes())
-        if key not in self._pairs:
-            before, after = direct(edge.seconds[np.ix_(rows, columns)], first, last)
-            self._pairs[key] = (rows[before], columns[after])
-        return self._pairs[key]
+        if key not in self.known_pairs:
+            inner = np.array([edge.labels[j] in through for j in columns.tolist()], dtype=np.bool_)
+            self.known_pairs[key] = direct(edge.seconds[np.ix_(rows, columns)], first, last, inner)
+        return self.known_pairs[key]
 
     def _share(self, group: int) -> None:
-        """Gives w to every resharding that several readers of a group may want."""
-        columns, seconds, wanted = _wanted(self.groups[group])
-        _, at, counts = np.unique(wanted, return_inverse=True, return_counts=True)
-        several = counts[at] > 1
-        terms = [(columns[~several], seconds[~several])]
-        if several.any():
-            asking = columns[several]
-            cells, first, which = np.unique(wanted[several], return_index=True, return_inverse=True)
-            paid = self.arrays.add_columns(cells.size)
-            terms.append((paid, seconds[several][first]))
-            rows = self.arrays.add_rows(asking.size, 0.0, np.inf)
-            self.arrays.enter(rows, paid[which], 1.0)
-            self.arrays.enter(rows, asking, -1.0)
+        """Gives w to every resharding that several readers of a group may want, as what it has beyond their mean."""
+        cells, terms = self.cells[group], list[tuple[Indices, Floats]]()
+        for readers in (count for count in np.unique(cells.readers).tolist() if count > 1):
+            asking, price = cells.wanted_by(readers)
+            beyond = self.arrays.add_columns(price.size)
+            terms.append((beyond, price))
+            mean = self.arrays.add_columns(price.size)
+            rows = self.arrays.add_rows(price.size, 0.0, 0.0)
+            self.arrays.enter(rows, mean, -1.0)
+            self.arrays.enter(np.repeat(rows, readers), asking.ravel(), 1.0 / readers)
+            for own in asking.T:
+                rows = self.arrays.add_rows(price.size, 0.0, np.inf)
+                for columns, sign in ((beyond, 1.0), (mean, 1.0), (own, -1.0)):
+                    self.arrays.enter(rows, columns, sign)
         self.shared[group] = terms
 
     def share_where_readers_disagree(self) -> bool:
         """Gives w to the groups that pay less than the maximum of their readers; says whether there were any."""
-        found = False
-        for group, flows in self.groups.items():
-            if group in self.shared or len(flows) == 1:
-                continue
-            columns, _, wanted = _wanted(flows)
-            if not columns.size:
-                continue
-            values, at = self.values[columns], np.unique(wanted, return_inverse=True)[1]
-            most = np.zeros(at.max() + 1)
-            np.maximum.at(most, at, values)
-            if np.any(most - np.bincount(at, weights=values) / len(flows) > _TOLERANCE):
-                self._share(group)
-                found = True
-        return found
+        groups = [g for g, cells in self.cells.items() if g not in self.shared and cells.disagree(self.values)]
+        for group in groups:
+            self._share(group)
+        return bool(groups)
+
+    def _prices(self) -> Floats:
+        """What each row is worth near the relaxation's optimum, [rows]; the row that an edge lacks is worth nothing."""
+        worth = np.zeros(self.arrays.rows)
+        costs = [own[allowed] for own, allowed in zip(self.problem.seconds, self.allowed, strict=True)]
+        flows = [(flow, len(flows)) for flows in self.groups.values() for flow in flows]
+        ways = [replace(flow.way, seconds=flow.way.seconds / readers) for flow, readers in flows]
+        for (flow, _), (before, after) in zip(flows, prices(costs, ways, _PASSES), strict=True):
+            rows, at = np.concatenate(flow.rows), np.concatenate([before, after])
+            at -= at[np.argmin(rows)]
+            worth[rows[rows >= 0]] = at[rows >= 0]
+            before, after = np.split(at, [before.size])
+            costs[flow.way.source] = costs[flow.way.source] + before[flow.way.made]
+            costs[flow.way.target] = costs[flow.way.target] - after[flow.way.read]
+        worth[self.one] = [own.min() for own in costs]
+        return worth * _MICROSECONDS
 
     def _within(self) -> None:
         """Holds every budget, or lets all be exceeded as little as can be."""
@@ -201,16 +289,18 @@ class StrategyProgram:
             return cost
         for own, allowed, columns in zip(self.problem.seconds, self.allowed, self.strategies, strict=True):
             cost[columns] = own[allowed]
-        for group, flows in self.groups.items():
-            means = [(flow.columns, flow.seconds / len(flows)) for flow in flows]
-            for columns, seconds in self.shared.get(group, means):
-                cost[columns] = seconds
+        for flow in (flows[0] for flows in self.groups.values() if len(flows) == 1):
+            cost[flow.columns] = flow.seconds
+        for cells in self.cells.values():
+            cost[cells.columns] = cells.seconds / cells.readers[cells.cell]
+        for columns, seconds in (term for terms in self.shared.values() for term in terms):
+            cost[columns] = seconds
         return cost * _MICROSECONDS
 
     def run(self, solver: Solver, seconds: float, gap: float) -> str:
         """Solves and says how it ended, `optimal` or the solver's own word; `objective` is in seconds, or budgets."""
         chosen = np.concatenate(self.strategies) if self.whole and self.strategies else np.zeros(0, dtype=np.intp)
-        outcome = self.arrays.minimise(self._cost(), chosen, solver, seconds, gap)
+        outcome = self.arrays.minimise(self._cost(), chosen, solver, seconds, gap, self.prices)
         self.values = outcome.values
         self.objective = outcome.objective / (_MICROSECONDS if self.most is None else 1.0)
         return outcome.status
@@ -224,29 +314,16 @@ class StrategyProgram:
         return tuple(int(allowed[np.argmax(self.values[columns])]) for allowed, columns in chosen)
 
 
-def _wanted(flows: Sequence[_Flow]) -> tuple[Indices, Floats, Indices]:
-    """The columns of a group's reshardings that cost anything, their seconds, and one number for equal reshardings."""
-    known: dict[object, int] = {}
-    count = max(flow.edge.seconds.shape[0] for flow in flows)
-    numbers: list[Indices] = []
-    for flow in flows:
-        labels = np.array([known.setdefault(name, len(known)) for name in flow.edge.labels], dtype=np.intp)
-        numbers.append(flow.before + count * labels[flow.after])
-    columns, wanted = np.concatenate([flow.columns for flow in flows]), np.concatenate(numbers)
-    seconds = np.concatenate([flow.seconds for flow in flows])
-    costly = seconds > 0
-    return columns[costly], seconds[costly], wanted[costly]
-
-
-def direct(cost: Floats, rows: Indices, columns: Indices) -> tuple[Indices, Indices]:
+def direct(cost: Floats, rows: Indices, columns: Indices, inner: NDArray[np.bool_]) -> tuple[Indices, Indices]:
     """The pairs of different names that no third placement lies between, by the names of `rows` and `columns`.
 
-    Both legs of a way around must cost something, and so less than the pair itself: what is left out is always made up
-    of pairs that are kept.
+    `inner` columns may lie between others. Both legs of a way around must cost something, and so less than the pair
+    itself: what is left out is always made up of pairs that are kept.
     """
     kept = np.isfinite(cost)
     at, via = np.nonzero(rows[:, None] == columns[None, :])
     kept[at, via] = False
+    at, via = at[inner[via]], via[inner[via]]
     with np.errstate(invalid="ignore"):
         first, second, whole = cost[:, via, None], cost[None, at, :], cost[:, None, :]
         longer = (first > _LEG * whole) & (second > _LEG * whole) & (first + second <= whole * (1 + 1e-9))

@@ -6,9 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from passes import strategy_program
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op import SolverOptions, leanest, solve
+from passes.prices import Way, prices
 from passes.sharding_problem import Budget, Edge, ShardingProblem
+from passes.strategy_program import StrategyProgram
 from passes.tying import tie
 
 
@@ -230,3 +233,46 @@ def test_tied_budgets_count_every_node(seed):
     whole = [choice[cls] for cls in classes]
     for mine, theirs in zip(tied.budgets, problem.budgets, strict=True):
         assert tied.usage(mine, choice) == pytest.approx(problem.usage(theirs, whole))
+
+
+def test_a_bound_counts_shared_reshardings_once_though_readers_could_go_different_ways():
+    """One reader may want what lies between, the other may not: both still pay the whole way together."""
+    places, order = ("a", "between", "b"), np.arange(3)
+    seconds = 1e-6 * np.array([[0.0, 5.0, 10.0], [5.0, 0.0, 5.0], [10.0, 5.0, 0.0]])
+    edges = tuple(
+        Edge(source=0, target=t, before=order, after=order, seconds=seconds, labels=places, origins=places, group=0)
+        for t in (1, 2)
+    )
+    source, picky, other = np.array([0.0, 1.0, 1.0]), np.array([np.inf, np.inf, 0.0]), np.array([1.0, 1.0, 0.0])
+    program = StrategyProgram(ShardingProblem(seconds=(source, picky, other), edges=edges))
+    assert program.run("highs", 1.0, 1e-6) == "optimal"
+    while program.share_where_readers_disagree():
+        assert program.run("highs", 1.0, 1e-6) == "optimal"
+    assert program.objective == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_beginning_at_prices_changes_nothing(seed, monkeypatch):
+    problem = random_problem(np.random.default_rng(300 + seed))
+    best = brute_force(problem)
+    if not np.isfinite(best):
+        pytest.skip("infeasible instance")
+    monkeypatch.setattr(strategy_program, "_LARGE", 0)
+    answer = solve(problem, SolverOptions(tie_radius=None))
+    assert answer.objective == pytest.approx(best, abs=1e-12)
+    assert answer.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prices_are_a_bound(seed):
+    """With what placements are worth taken off, nodes at their cheapest cost no more than any answer."""
+    problem = random_problem(np.random.default_rng(seed))
+    edges = tuple(replace(edge, group=number) for number, edge in enumerate(problem.edges))
+    best = brute_force(replace(problem, edges=edges))
+    ways = [Way(source=e.source, target=e.target, made=e.before, read=e.after, seconds=e.seconds) for e in edges]
+    costs = list(problem.seconds)
+    for way, (before, after) in zip(ways, prices(costs, ways, 8), strict=True):
+        assert np.all(before[:, None] - after <= way.seconds + 1e-9)
+        costs[way.source] = costs[way.source] + before[way.made]
+        costs[way.target] = costs[way.target] - after[way.read]
+    assert sum(own.min() for own in costs) <= best + 1e-9

@@ -1,0 +1,116 @@
+"""What every placement of every edge is worth: prices near the optimum of a relaxation's dual, by message passing.
+
+A relaxation stated at costs less their prices starts where the prices are, and needs a few steps in place of many.
+Nodes are visited in order and back; each gives every edge onward an equal share of what its strategies cost by now, and
+the edge hands on the least of that at each of its placements. After the last pass, price differences along an edge are
+at most what the resharding costs.
+
+Reference: Kolmogorov, Convergent tree-reweighted message passing for energy minimization (PAMI 2006), figure 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+_FORBIDDEN = 1e3
+"""Seconds that stand for a resharding that there is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """An edge from `source` to `target`: strategies make placement `made` [strategies] and read placement `read`.
+
+    Those are the rows and columns of `seconds`.
+    """
+
+    source: int
+    target: int
+    made: Indices
+    read: Indices
+    seconds: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Onward:
+    """A way as one of its ends sees it: `own` and `other` are placements by strategy, `there` and `back` messages."""
+
+    node: int
+    own: Indices
+    other: Indices
+    seconds: Floats
+    there: int
+    back: int
+
+
+def prices(costs: Sequence[Floats], ways: Sequence[Way], passes: int) -> list[tuple[Floats, Floats]]:
+    """Prices of the rows and of the columns of every way."""
+    messages = _Messages(costs, ways)
+    for turn in reversed(range(passes)):
+        messages.run(backward=bool(turn % 2))
+    return messages.prices()
+
+
+class _Messages:
+    """Messages about the ways' placements, to the later end (even) and the earlier (odd)."""
+
+    def __init__(self, costs: Sequence[Floats], ways: Sequence[Way]) -> None:
+        self.costs, self.ways = costs, ways
+        self.ahead: list[list[_Onward]] = [[] for _ in costs]
+        self.behind: list[list[_Onward]] = [[] for _ in costs]
+        self.sent: list[Floats] = []
+        for number, way in enumerate(ways):
+            low, high, own, other = way.source, way.target, way.made, way.read
+            seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
+            if low > high:
+                low, high, own, other, seconds = high, low, other, own, seconds.T
+            up, down = 2 * number, 2 * number + 1
+            self.sent += [np.zeros(seconds.shape[1]), np.zeros(seconds.shape[0])]
+            if low == high:
+                continue
+            back = np.ascontiguousarray(seconds.T)
+            self.ahead[low].append(_Onward(node=high, own=own, other=other, seconds=back, there=up, back=down))
+            forth = np.ascontiguousarray(seconds)
+            self.behind[high].append(_Onward(node=low, own=other, other=own, seconds=forth, there=down, back=up))
+        self.shares = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
+
+    def run(self, *, backward: bool) -> None:
+        """One pass over the nodes."""
+        sent, around = self.sent, self.behind if backward else self.ahead
+        beliefs = self.beliefs()
+        order = range(len(beliefs) - 1, -1, -1) if backward else range(len(beliefs))
+        for node in order:
+            share = beliefs[node] * self.shares[node]
+            for onward in around[node]:
+                least = np.full(onward.seconds.shape[1], np.inf)
+                np.minimum.at(least, onward.own, share)
+                message = (least - sent[onward.back] + onward.seconds).min(axis=1)
+                message -= message.min()
+                beliefs[onward.node] += (message - sent[onward.there])[onward.other]
+                sent[onward.there] = message
+
+    def beliefs(self) -> list[Floats]:
+        """What the strategies of every node cost, with all messages."""
+        beliefs = [own.copy() for own in self.costs]
+        for direction in (self.ahead, self.behind):
+            for edges in direction:
+                for onward in edges:
+                    beliefs[onward.node] += self.sent[onward.there][onward.other]
+        return beliefs
+
+    def prices(self) -> list[tuple[Floats, Floats]]:
+        found: list[tuple[Floats, Floats]] = []
+        for number, way in enumerate(self.ways):
+            seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
+            message = self.sent[2 * number]
+            if way.source < way.target:
+                found.append(((seconds - message).min(axis=1), -message))
+            else:
+                found.append((message, (message[:, None] - seconds).max(axis=0)))
+        return found
