@@ -15,6 +15,7 @@ from rich.table import Table
 import autopar
 from autopar.api import MICROBATCHES
 from benchmarks import one_mesh
+from models import wide_resnet
 from passes import quantities
 from passes.cluster import Cluster
 from passes.inter_op import submeshes
@@ -54,7 +55,7 @@ class Searched:
 
 
 def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, options: SolverOptions) -> Searched:
-    """The search, once, from shapes alone."""
+    """The search, once, from shapes alone. A microbatch of a Wide-ResNet is normalised by itself."""
     module, config = one_mesh.MODELS.get(name) or one_mesh.MODELS[f"gpt-{name.lower()}"]
     config = replace(config, layers=layers) if layers else config
     train_step, state = one_mesh.make_step(module, config)
@@ -66,6 +67,7 @@ def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, opt
         cluster=cluster,
         planner=planner,
         donate_argnums=(0,),
+        microbatch_semantics="independent" if module is wide_resnet else "exact",
         progress=lambda progress: told.append((phase_of(progress.phase), time.perf_counter())),
     )
     began, cpu = time.perf_counter(), time.process_time()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ import optax
 from rich.table import Table
 
 from autopar.trace import trace
-from models import gpt, llama, moe
+from benchmarks import trainings
+from models import gpt, llama, moe, wide_resnet
 from passes import quantities
 from passes.bundles import group
 from passes.cluster import Cluster
@@ -28,7 +30,13 @@ MODELS: dict[str, tuple[Any, Any]] = {
     **{f"gpt-{name.lower()}": (gpt, gpt.Config.preset(name)) for name in gpt.PRESETS},
     **{f"llama-{name.lower()}": (llama, llama.Config.preset(name)) for name in llama.PRESETS},
     **{f"moe-{name.lower()}": (moe, moe.Config.preset(name)) for name in moe.PRESETS},
+    **{f"wide-resnet-{name.lower()}": (wide_resnet, wide_resnet.Config.preset(name)) for name in wide_resnet.PRESETS},
+    "gpt-1t": (
+        gpt,
+        replace(gpt.Config.preset("76B"), hidden=25600, heads=160, layers=128, sequence_length=2048),
+    ),
 }
+"""Models by name; GPT 1T is that of Narayanan et al., "Efficient Large-Scale Language Model Training" (SC 2021)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +68,14 @@ class Phases:
 
 
 def make_step(module: Any, config: Any) -> tuple[Callable[..., Any], Any]:
-    """An ordinary AdamW step (state, batch) -> (state, loss), and the shapes of its state."""
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
+    """An ordinary step (state, batch) -> (state, loss) with the optimizer of the model's paper, and its state's shapes.
 
-    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        params, moments = state
-        loss, gradients = jax.value_and_grad(lambda params: module.loss(config, params, batch))(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
-
-    def init(key: jax.Array) -> Any:
-        params = module.init(config, key)
-        return params, optimizer.init(params)
-
-    return train_step, jax.eval_shape(init, jax.random.key(0))
+    Language models take AdamW, Wide-ResNet SGD with Nesterov's momentum.
+    """
+    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
+    optimizer = optax.sgd(1e-2, momentum=0.9, nesterov=True) if module is wide_resnet else adamw
+    create = partial(trainings.make_state, module, config, optimizer)
+    return trainings.make_step(module, config, optimizer), jax.eval_shape(create, jax.random.key(0))
 
 
 def plan(
