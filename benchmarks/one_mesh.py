@@ -70,10 +70,13 @@ class Phases:
 def make_step(module: Any, config: Any) -> tuple[Callable[..., Any], Any]:
     """An ordinary step (state, batch) -> (state, loss) with the optimizer of the model's paper, and its state's shapes.
 
-    Language models take AdamW, Wide-ResNet SGD with Nesterov's momentum.
+    Language models take AdamW, mixtures of experts Adafactor, Wide-ResNet SGD with Nesterov's momentum.
     """
-    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
-    optimizer = optax.sgd(1e-2, momentum=0.9, nesterov=True) if module is wide_resnet else adamw
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
+    if module is moe:
+        optimizer = optax.adafactor(1e-3)
+    if module is wide_resnet:
+        optimizer = optax.sgd(1e-2, momentum=0.9, nesterov=True)
     create = partial(trainings.make_state, module, config, optimizer)
     return trainings.make_step(module, config, optimizer), jax.eval_shape(create, jax.random.key(0))
 

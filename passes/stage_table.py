@@ -24,9 +24,12 @@ from passes.inter_op import Candidate, Submesh
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.pipelines import body_of
-from passes.pricing import ROUGH, Block, Pricer, Ties, alike
+from passes.pricing import Block, Pricer, Ties, alike
 from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
+
+ENOUGH = 0.1
+"""No other mesh is tried for a stage whose price is this close to the least that there can be."""
 
 NEAR = 0.05
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
@@ -68,6 +71,10 @@ class StageCosts:
     _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
         default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
     )
+    _learnt: Counter[int] = field(default_factory=Counter[int])
+    _leasts: dict[tuple[int, int, int, int], tuple[int, tuple[float, float]]] = field(
+        default_factory=dict[tuple[int, int, int, int], tuple[int, tuple[float, float]]]
+    )
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
@@ -103,8 +110,13 @@ class StageCosts:
             self._counts[key] = tuple((block, counts[kind]) for kind, block in {b.kind: b for b in chosen}.items())
         return self._counts[key]
 
-    def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
-        """The stage of some layers on the mesh that suits them best; None if no mesh does."""
+    def candidate(
+        self, first: int, last: int, submesh: Submesh, microbatches: int, beneath: float = math.inf
+    ) -> Candidate | None:
+        """The stage of some layers on the mesh that suits them best; None if on none it takes less than `beneath`.
+
+        `beneath` is in seconds of a microbatch, forward and backward.
+        """
         self.asked += 1
         chosen, n_devices = self._counted(first, last, microbatches), submesh.n_devices
         meshes = list(enumerate(self._meshes(n_devices)))
@@ -112,7 +124,7 @@ class StageCosts:
         best: tuple[float, int, Candidate] | None = None
         least = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[0] for block, n in chosen)
         for number, mesh in meshes:
-            costs = self._costs(chosen, mesh, best[0] if best and self.lazy else math.inf)
+            costs = self._costs(chosen, mesh, best[0] if best and self.lazy else beneath)
             if costs is None:
                 continue
             found = _together(costs, mesh)
@@ -120,17 +132,20 @@ class StageCosts:
             if best is None or (seconds, number) < best[:2]:
                 best = seconds, number, found
                 self._winners[n_devices] = mesh
-            if self.lazy and seconds <= least * (1 + ROUGH):
+            if self.lazy and seconds <= least * (1 + ENOUGH):
                 break
         return best[2] if best else None
 
     def near(self, first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[Mesh, ...]:
-        """The meshes that suit some layers nearly as well as the best, of those on which all of them are priced."""
+        """The meshes that suit some layers nearly as well as the best; the others are priced for it, if need be."""
         chosen, meshes = self._counted(first, last, microbatches), self._meshes(submesh.n_devices)
-        known = [mesh for mesh in meshes if all(self.pricer.is_known(block, mesh) for block, _ in chosen)]
-        seconds = [math.fsum(n * self._seconds(mesh, block) for block, n in chosen) for mesh in known]
-        most = (1 + NEAR) * min(seconds, default=math.inf)
-        return tuple(mesh for mesh, spent in zip(known, seconds, strict=True) if spent <= most)
+        best, found = math.inf, list[tuple[float, Mesh]]()
+        for mesh in sorted(meshes, key=lambda mesh: mesh != self._winners.get(submesh.n_devices)):
+            costs = self._costs(chosen, mesh, (1 + NEAR) * best)
+            if costs is not None:
+                found.append((math.fsum(n * (c.forward_seconds + c.backward_seconds) for c, n in costs), mesh))
+                best = min(best, found[-1][0])
+        return tuple(mesh for seconds, mesh in found if seconds <= (1 + NEAR) * best)
 
     def _costs(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float) -> list[tuple[StageCost, int]] | None:
         """The price of each kind of block; None if one cannot be on the mesh, or if they take longer than `beneath`."""
@@ -150,6 +165,7 @@ class StageCosts:
             return self.pricer.price(block, mesh)
         self.told(mesh)
         cost = self.pricer.price(block, mesh)
+        self._learnt[mesh.size] += 1
         self.told(None)
         return cost
 
@@ -158,9 +174,15 @@ class StageCosts:
 
         On the best mesh for that, of what is known so far: it rises as blocks are priced.
         """
-        chosen, n_devices = self._counted(first, last, microbatches), submesh.n_devices
+        key = (first, last, submesh.n_devices, microbatches)
+        known = self._learnt[submesh.n_devices]
+        if key not in self._leasts or self._leasts[key][0] != known:
+            self._leasts[key] = known, self._least(*key)
+        return self._leasts[key][1]
+
+    def _least(self, first: int, last: int, n_devices: int, microbatches: int) -> tuple[float, float]:
+        chosen, meshes = self._counted(first, last, microbatches), self._meshes(n_devices)
         nbytes = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[1] for block, n in chosen)
-        meshes = self._meshes(n_devices)
         return min(math.fsum(n * self._seconds(mesh, block) for block, n in chosen) for mesh in meshes), nbytes
 
     def _seconds(self, mesh: Mesh, block: Block) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -76,29 +75,30 @@ class StagedSearch:
             inter_op.submeshes(self.cluster, every=False),
             self.table,
             schedules=self.schedules,
-            microbatches=tuple(self.samples),
+            microbatches=tuple(count for count in self.samples if count > 1) or (1,),
             memory_limit=self.limit,
             dispatch_seconds=DISPATCH_SECONDS,
             idle=False,
             least=self.table.least,
         )
         rivals: list[Plan | PipelinePlan] = []
-        if self.prices_whole and self._whole_seconds(whole) <= RIVAL * partition.seconds:
+        if self.prices_whole and self._rivals(whole, RIVAL * partition.seconds):
             self._tell_stage(0, 1)
             meshes = self.table.near(0, self.layers, whole, 1)
             rivals.append(best("auto", self.form.graph, meshes, self.form.tied, self.form.donated, self.solver))
-        if partition.microbatches > 1 or not rivals:
-            rivals.append(self._realised(partition))
+        rivals.append(self._realised(partition))
         return min(rivals, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
 
     def _everything(self) -> Submesh:
         group = self.cluster.group()
         return Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host)
 
-    def _whole_seconds(self, whole: Submesh) -> float:
-        """What the step without stages takes by its prices."""
-        found = self.table.candidate(0, self.layers, whole, 1)
-        return found.forward_seconds + found.backward_seconds + found.finish_seconds if found else math.inf
+    def _rivals(self, whole: Submesh, seconds: float) -> bool:
+        """Whether the step without stages may take no longer than that, by its prices."""
+        found = self.table.candidate(0, self.layers, whole, 1, beneath=seconds)
+        if found is None or found.needed_nbytes(1) > self.limit:
+            return False
+        return found.forward_seconds + found.backward_seconds + found.finish_seconds <= seconds
 
     def _realised(self, partition: Partition) -> Plan | PipelinePlan:
         """The stages that were chosen, planned as they are."""
