@@ -28,7 +28,8 @@ from passes.moves import Layout, Move, Placement, is_free, moves
 from passes.resharding import Step
 from passes.sharding import ShardingSpec, replicated
 
-_MARK = re.compile(r"@(\d+)")
+_MARK = re.compile(r".*@(\d+)", re.DOTALL)
+"""The last mark of a scope."""
 
 
 def microbatched(
@@ -218,7 +219,7 @@ def _marked(body: Body, origins: list[Node]) -> Body:
         mark = f"@{len(origins)}"
         origins.append(node)
         bodies = tuple(_marked(inner, origins) for inner in equation.bodies)
-        equations.append(replace(equation, bodies=bodies))
+        equations.append(replace(equation, bodies=bodies) if bodies else equation)
         graphs = tuple(inner.graph for inner in bodies) if bodies else node.subgraphs
         nodes.append(replace(node, scope=mark, subgraphs=graphs))
     return Body(graph=replace(body.graph, nodes=tuple(nodes)), equations=tuple(equations), constants=body.constants)
@@ -228,18 +229,28 @@ def _restored(graph: Graph, origins: Sequence[Node]) -> Graph:
     """The graph with the scopes and source lines of the nodes that its own come from."""
 
     def restore(node: Node) -> Node:
-        marks = _MARK.findall(node.scope)
         bodies = tuple(_restored(inner, origins) for inner in node.subgraphs)
-        if not marks:
-            return replace(node, subgraphs=bodies)
-        origin = origins[int(marks[-1])]
-        return replace(node, scope=origin.scope, source=origin.source, subgraphs=bodies)
+        mark = _MARK.search(node.scope)
+        if mark is None:
+            return replace(node, subgraphs=bodies) if bodies else node
+        origin = origins[int(mark[1])]
+        return Node(
+            primitive=node.primitive,
+            inputs=node.inputs,
+            outputs=node.outputs,
+            params=node.params,
+            subgraphs=bodies,
+            source=origin.source,
+            scope=origin.scope,
+        )
 
     return replace(graph, nodes=tuple(map(restore, graph.nodes)))
 
 
 def _matching(equation: Equation, node: Node) -> Equation:
     """The equation with the bodies of its restored node."""
+    if not equation.bodies:
+        return equation
     bodies = zip(equation.bodies, node.subgraphs, strict=False)
     return replace(equation, bodies=tuple(_with_graph(body, graph) for body, graph in bodies))
 

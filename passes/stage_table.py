@@ -31,7 +31,7 @@ from passes.simulate import StageCost
 ENOUGH = 0.1
 """No other mesh is tried for a stage whose price is this close to the least that there can be."""
 
-NEAR = 0.05
+NEAR = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
 
 _SLACK = 1 + 1e-9

@@ -127,6 +127,11 @@ RuleFunction = Callable[[Node, Types, Types], ShardingRule]
 
 _RULES: dict[str, RuleFunction] = {}
 _USER_RULES: dict[str, RuleFunction] = {}
+_KNOWN: dict[tuple[str, int, Types, Types], tuple[Mapping[str, object], ShardingRule]] = {}
+"""Rules by content, with the parameters that they were made from: an id stands for those as long as they are held."""
+
+MOST_KNOWN = 1 << 14
+"""So many rules are remembered."""
 
 
 def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -145,6 +150,7 @@ def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
 def define(primitive: str, function: RuleFunction) -> None:
     """Adds a user's rule, or replaces one; rules of our own come first."""
     _USER_RULES[primitive] = function
+    _KNOWN.clear()
 
 
 def known_primitives() -> frozenset[str]:
@@ -153,9 +159,24 @@ def known_primitives() -> frozenset[str]:
 
 
 def rule_of(node: Node, graph: Graph) -> ShardingRule:
-    """The sharding rule of one node; a primitive without a rule is replicated, with the reason."""
-    operands = tuple(graph.types[value] for value in node.inputs)
-    results = tuple(graph.types[value] for value in node.outputs)
+    """The sharding rule of one node; a primitive without a rule is replicated, with the reason.
+
+    Nodes of equal layers share their parameters, and so their rule.
+    """
+    operands = tuple([graph.types[value] for value in node.inputs])
+    results = tuple([graph.types[value] for value in node.outputs])
+    key = (node.primitive, id(node.params), operands, results)
+    known = _KNOWN.get(key)
+    if known is not None and known[0] is node.params and not node.subgraphs:
+        return known[1]
+    rule = _made(node, operands, results)
+    if len(_KNOWN) >= MOST_KNOWN:
+        _KNOWN.clear()
+    _KNOWN[key] = node.params, rule
+    return rule
+
+
+def _made(node: Node, operands: Types, results: Types) -> ShardingRule:
     function = _RULES.get(node.primitive) or _USER_RULES.get(node.primitive)
     if function is None:
         reason = WITHOUT_RULE.get(node.primitive, f"no sharding rule for {node.primitive!r}")
