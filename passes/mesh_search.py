@@ -61,8 +61,9 @@ def best(
     restrict: Restriction | None = None,
     refetch: bool = False,
     report: Report = silent,
+    resharders: dict[Mesh, Resharder] | None = None,
 ) -> Plan:
-    """The cheapest plan over the meshes, whatever memory it needs."""
+    """The cheapest plan over the meshes, whatever memory it needs; `resharders` hold what is known of meshes."""
     return MeshSearch(
         name=name,
         graph=graph,
@@ -72,6 +73,7 @@ def best(
         restrict=restrict,
         refetch=refetch,
         report=report,
+        resharders={} if resharders is None else resharders,
     ).over(meshes)
 
 
@@ -96,6 +98,7 @@ class MeshSearch:
     beneath: float = math.inf
     report: Report = silent
     interruptible: bool = False
+    resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     interrupted: bool = field(default=False, init=False)
     grouping: Grouping = field(init=False)
     offloaded: tuple[int, ...] = field(init=False)
@@ -270,7 +273,7 @@ class MeshSearch:
         """A mesh's problem and an answer to it; `done` of `total` meshes came before."""
         best = min(((one, one.answer) for one in self.solved), key=lambda pair: pair[1].objective, default=None)
         self._tell(f"tabulate {mesh}", done, total, best)
-        resharder = Resharder(mesh)
+        resharder = self.resharders.setdefault(mesh, Resharder(mesh))
         assembly = self._assembled(mesh, resharder, self.refetch)
         if self.beneath < math.inf:
             rows = tuple(live(assembly, at, self.beneath, self.offloaded) for at in self.seen)

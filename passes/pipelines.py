@@ -67,19 +67,28 @@ def pipelined(
     return joined(name, graph, cluster, parts, firsts, plans, schedule, chunks)
 
 
-def restated(plan: Plan, graph: Graph, tied: tuple[tuple[int, int], ...]) -> Plan:
-    """The plan of a stage for another of the same fingerprint, whose operators and arrays it names."""
+def restated(plan: Plan, planned: Graph, graph: Graph, tied: tuple[tuple[int, int], ...]) -> Plan:
+    """The plan of a stage, `planned`, for another of the same fingerprint, whose operators and arrays it names."""
+    named = replace(
+        plan,
+        operators=operators(graph, plan.layout.placements),
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+    )
+    if sources(planned) == sources(graph):
+        names = dict(
+            zip((*plan.output_names, *plan.input_names), (*graph.output_names, *graph.input_names), strict=True)
+        )
+        return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh, kept = plan.layout, plan.mesh, (False,) * len(graph.inputs)
     schedule = moves(graph, layout, Resharder(mesh), refetch=plan.refetch)
     held = memory(graph, group(graph), mesh, layout, schedule, tied, kept)
-    return replace(
-        plan,
-        operators=operators(graph, layout.placements),
-        input_names=graph.input_names,
-        output_names=graph.output_names,
-        collectives=collectives(graph, schedule, mesh),
-        memory=MemoryReport.of(held),
-    )
+    return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(held))
+
+
+def sources(graph: Graph) -> list[object]:
+    """Where each operator was written, those of loops and branches included."""
+    return [(node.source, *map(sources, node.subgraphs)) for node in graph.nodes]
 
 
 def joined(

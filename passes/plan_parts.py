@@ -88,6 +88,10 @@ class MemoryReport:
         """The report of a whole step."""
         return cls(where=memory.where, holders=memory.holders, over_time=busiest_of(memory.over_time))
 
+    def renamed(self, names: Mapping[str, str]) -> MemoryReport:
+        """The same of a step whose arrays have other names."""
+        return replace(self, holders=tuple(replace(one, name=names.get(one.name, one.name)) for one in self.holders))
+
     def less(self, nbytes: int) -> MemoryReport:
         """The same with so many bytes elsewhere all the time."""
         return replace(self, over_time=tuple(held - nbytes for held in self.over_time))

@@ -94,10 +94,10 @@ class Pricer:
 
     options: SolverOptions
     rough: bool = True
+    resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
     _alone: dict[tuple[str, Cluster], float] = field(default_factory=dict[tuple[str, Cluster], float])
-    _resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
 
     @property
     def solved(self) -> int:
@@ -129,7 +129,7 @@ class Pricer:
 
     def _seconds_alone(self, block: Block, mesh: Mesh) -> float:
         """What a block's operators take on one device; 0 if it cannot be there."""
-        part, resharder = block.part, self._resharders.setdefault(mesh, Resharder(mesh))
+        part, resharder = block.part, self.resharders.setdefault(mesh, Resharder(mesh))
         try:
             assembly = assemble(part.graph, mesh, self._first(block).grouping, resharder, (), refetch=False)
         except NoLegalPlanError:
@@ -155,7 +155,7 @@ class Pricer:
             plan = best("block", graph, [mesh], ties, (), self.options)
             schedule = moves(graph, plan.layout, Resharder(plan.mesh), refetch=plan.refetch)
             return priced(part, plan.layout, plan.mesh, _onward(block, schedule, Resharder(plan.mesh), plan.phases))
-        resharder = self._resharders.setdefault(mesh, Resharder(mesh))
+        resharder = self.resharders.setdefault(mesh, Resharder(mesh))
         assembly = assemble(graph, mesh, one.grouping, resharder, ties, refetch=False)
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         choice = solve(without_dominated(assembly, resharder), options, branch=False).choice

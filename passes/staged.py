@@ -85,7 +85,7 @@ class StagedSearch:
         if self.prices_whole and self._rivals(whole, RIVAL * partition.seconds):
             self._tell_stage(0, 1)
             meshes = self.table.near(0, self.layers, whole, 1)
-            rivals.append(best("auto", self.form.graph, meshes, self.form.tied, self.form.donated, self.solver))
+            rivals.append(self._best("auto", self.form, meshes, self.solver))
         rivals.append(self._realised(partition))
         return min(rivals, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
 
@@ -107,11 +107,11 @@ class StagedSearch:
         meshes = [self.table.near(stage.first, stage.last, stage.submesh, count) for stage in chosen]
         if len(chosen) == 1:
             self._tell_stage(0, 1)
-            plan = best("auto", graph, meshes[0], form.tied, form.donated, self.solver)
+            plan = self._best("auto", replace(form, graph=graph), meshes[0], self.solver)
             return replace(plan, microbatches=count)
         firsts = self.table.firsts(graph, count)
         begins = tuple(firsts[stage.first] for stage in chosen)
-        known: dict[tuple[str, str, tuple[Mesh, ...]], Plan] = {}
+        known: dict[tuple[str, str, tuple[Mesh, ...]], tuple[Plan, Graph]] = {}
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
 
         def plan_stage(part: Part, stage: int) -> Plan:
@@ -119,12 +119,18 @@ class StagedSearch:
             key = (part.graph.fingerprint, likeness(part, ties), meshes[stage])
             self._tell_stage(stage, len(chosen))
             if key in known:
-                plan = restated(known[key], part.graph, ties)
+                plan = restated(*known[key], part.graph, ties)
                 return replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
-            known[key] = best(f"stage {stage}", part.graph, meshes[stage], ties, (), options)
-            return known[key]
+            plan = self._best(f"stage {stage}", Form(graph=part.graph, tied=ties, donated=()), meshes[stage], options)
+            known[key] = plan, part.graph
+            return plan
 
         return pipelined("auto", graph, self.cluster, form.tied, begins, partition.schedule, plan_stage)
+
+    def _best(self, name: str, form: Form, meshes: Sequence[Mesh], options: SolverOptions) -> Plan:
+        """The cheapest plan of a program, with what prices have found out about the meshes."""
+        resharders = self.pricer.resharders
+        return best(name, form.graph, meshes, form.tied, form.donated, options, resharders=resharders)
 
     def _tell_price(self, mesh: Mesh | None) -> None:
         phase = f"price a layer on {mesh}" if mesh else "partition the layers"

@@ -388,8 +388,9 @@ class _Cutter:
         """The part around a loop."""
         graph = self.graph
         numbers = [number for number, _, _ in order if number in draft.nodes]
-        before = [n for n in numbers if n < self.loop and not set(draft.nodes[n][1].outputs) & set(self.home)]
-        after = [n for n in numbers if n not in set(before)]
+        before = [n for n in numbers if n < self.loop and self.home.keys().isdisjoint(draft.nodes[n][1].outputs)]
+        early = set(before)
+        after = [n for n in numbers if n not in early]
         picked = [draft.nodes[n] for n in before] + [(("step", self.loop), loop)] + [draft.nodes[n] for n in after]
         received = sorted(draft.needed)
         streams = {stream_of[v]: v for v in sorted(draft.received | draft.sent)}

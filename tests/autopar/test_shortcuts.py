@@ -239,6 +239,9 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     for part in (first, second):
         ties = stages.ties(part, graph, traced.tied)
         plans.append(best("stage", part.graph, layouts(MESH.cluster, 4, 2), ties, (), SolverOptions()))
-    again = restated(plans[0], second.graph, stages.ties(second, graph, traced.tied))
-    assert replace(again, solution=plans[1].solution) == plans[1]
+    ties = stages.ties(second, graph, traced.tied)
+    elsewhere = replace(first.graph, nodes=tuple(replace(node, source="") for node in first.graph.nodes))
+    for planned in (first.graph, elsewhere):
+        again = restated(plans[0], planned, second.graph, ties)
+        assert replace(again, solution=plans[1].solution) == plans[1]
     assert stage_cost(second, again) == stage_cost(second, plans[1])
