@@ -98,6 +98,7 @@ class _Matched:
     chain: dict[tuple[object, int], set[object]] = field(default_factory=dict[tuple[object, int], set[object]])
     spelled: dict[int, str] = field(default_factory=dict[int, str])
     types: tuple[int, ...] = ()
+    roots: set[int] = field(default_factory=set[int])
 
     @property
     def last(self) -> int:
@@ -117,18 +118,14 @@ class _Matched:
             return False
         numbers: dict[object, int] = {}
         self.types = tuple(numbers.setdefault(type, len(numbers)) for type in graph.types)
-        known: dict[object, int] = {}
-        seen = Counter[tuple[int, int]]()
-        contents: dict[int, list[object]] = {home: [] for home in range(1, self.last)}
-        for index, node in enumerate(graph.nodes):
-            if (home := self.home[index]) in contents:
-                number = known.setdefault(self._content(node, home), len(known))
-                place = (number, seen[home, number])
-                seen[home, number] += 1
-                contents[home].append(place)
-                self._settle(node, home, place)
-        alike = {frozenset(places) for places in contents.values()}
-        ends = {self._ends(home) for home in contents}
+        self._name_all()
+        middle = range(1, self.last)
+        lines: dict[int, set[object]] = {home: set() for home in middle}
+        for node, home in zip(graph.nodes, self.home, strict=True):
+            if home in lines:
+                lines[home].add(self._line(node, home))
+        alike = {frozenset(found) for found in lines.values()}
+        ends = {self._ends(home) for home in middle}
         chained = all(len(found) == 1 for found in self.chain.values())
         return len(alike) == len(ends) == 1 and chained
 
@@ -146,37 +143,86 @@ class _Matched:
             if 0 < self.home[index] < self.last and abs(self.owner.get(value, OUTSIDE) - self.home[index]) > 1
         )
 
-    def _content(self, node: Node, home: int) -> object:
-        """All that must be the same of the operators of two blocks."""
+    def _name_all(self) -> None:
+        """Gives what each block makes and reads its slot.
+
+        What is made of inputs alone (a moment times its decay) looks like many others; it is named by what reads it.
+        """
+        known: dict[object, int] = {}
+        seen = Counter[tuple[int, int]]()
+        pending: list[int] = []
+        for later in (False, True):
+            for index in pending if later else range(len(self.graph.nodes)):
+                node, home = self.graph.nodes[index], self.home[index]
+                if not 0 < home < self.last or any(value in self.slots for value in node.outputs):
+                    continue
+                if not later and self._is_rooted(node, home):
+                    pending.append(index)
+                    continue
+                number = known.setdefault(self._content(node, home), len(known))
+                self._settle(node, home, (number, seen[home, number]))
+                seen[home, number] += 1
+
+    def _is_rooted(self, node: Node, home: int) -> bool:
+        """Whether a node reads nothing of blocks but inputs, and what is made of inputs."""
+        if all(self._is_root(value, home) for value in node.inputs):
+            self.roots.update(node.outputs)
+            return True
+        return False
+
+    def _is_root(self, value: int, home: int) -> bool:
+        owner = self.owner.get(value, OUTSIDE)
+        outside = owner == OUTSIDE or value in self.far or value in self.graph.literals
+        return outside or value in self.roots or (owner == home and value not in self.graph.producers)
+
+    def _spelled(self, node: Node) -> tuple[object, ...]:
+        """An operator without its operands."""
         if id(node.params) not in self.spelled:
             self.spelled[id(node.params)] = repr(sorted(node.params.items()))
-        operands = tuple(self._operand(value, home) for value in node.inputs)
         results = tuple(self.types[value] for value in node.outputs)
         bodies = tuple(body.fingerprint for body in node.subgraphs)
-        return node.primitive, self.spelled[id(node.params)], bodies, phase(node), results, operands
+        return node.primitive, self.spelled[id(node.params)], bodies, phase(node), results
+
+    def _content(self, node: Node, home: int) -> object:
+        """What tells the operators of a block apart, as far as that is known when they are met."""
+        return self._spelled(node), tuple(self._operand(value, home) for value in node.inputs)
 
     def _operand(self, value: int, home: int) -> object:
+        """An operand by its slot; by what it is made of if it has none yet."""
+        if self.owner.get(value, OUTSIDE) != home or value in self.far or value in self.slots:
+            return self._reference(value, home)
+        made = self.graph.producers.get(value)
+        return self.types[value] if made is None else self._content(self.graph.nodes[made], home)
+
+    def _reference(self, value: int, home: int) -> object:
+        """An operand as a block knows it."""
         graph, owner, type = self.graph, self.owner.get(value, OUTSIDE), self.types[value]
         if value in graph.literals:
             return "literal", repr(graph.literals[value]), type
         if owner == OUTSIDE or value in self.far:
             return "outside", value
-        if owner != home:
-            return "chain", owner - home, type
-        return ("own", self.slots[value]) if value in self.slots else ("input", type)
+        return ("own", self.slots[value]) if owner == home else ("chain", owner - home, type)
 
-    def _settle(self, node: Node, home: int, place: tuple[int, int]) -> None:
-        """Gives the results of an operator, and the inputs that it is the first to read, their slots."""
+    def _line(self, node: Node, home: int) -> object:
+        """An operator with its operands and its place: equal for what is the same in two blocks."""
+        place = tuple(self.slots[value] for value in node.outputs)
+        return place, self._spelled(node), tuple(self._reference(value, home) for value in node.inputs)
+
+    def _settle(self, node: Node, home: int, place: object) -> None:
+        """Gives the results of an operator, and what it is the first to read, their slots."""
         for number, value in enumerate(node.outputs):
             self._name(value, home, (place, number))
         for number, value in enumerate(node.inputs):
             owner = self.owner.get(value, OUTSIDE)
-            if owner == home and value not in self.slots:
-                self._name(value, home, (place, -1 - number))
-        for number, value in enumerate(node.inputs):
-            owner = self.owner.get(value, OUTSIDE)
-            if owner not in (home, OUTSIDE, 0, self.last) and value not in self.far:
+            if value in self.far or owner == OUTSIDE:
+                continue
+            if owner not in (home, 0, self.last):
                 self.chain.setdefault((place, number), set()).add((owner - home, self.slots.get(value)))
+            made = self.graph.producers.get(value)
+            if owner == home and value not in self.slots and made is not None:
+                self._settle(self.graph.nodes[made], home, (place, -1 - number))
+            elif owner == home and value not in self.slots:
+                self._name(value, home, (place, -1 - number))
 
     def _name(self, value: int, home: int, slot: Slot) -> None:
         self.slots[value] = slot

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ _FORBIDDEN = 1e3
 class Way:
     """An edge from `source` to `target`: strategies make placement `made` [strategies] and read placement `read`.
 
-    Those are the rows and columns of `seconds`.
+    Those are the rows and columns of `seconds`; each has a strategy.
     """
 
     source: int
@@ -39,14 +40,25 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Onward:
-    """A way as one of its ends sees it: `own` and `other` are placements by strategy, `there` and `back` messages."""
+    """A way as one of its ends sees it: `own` and `other` are placements by strategy, `there` and `back` messages.
+
+    `order` sorts the strategies of this end by placement, each of which has one; those of a placement begin at `first`.
+    """
 
     node: int
-    own: Indices
+    order: Indices
+    first: Indices
     other: Indices
     seconds: Floats
     there: int
     back: int
+
+    @classmethod
+    def of(cls, own: Indices, other: Indices, seconds: Floats, *, node: int, there: int, back: int) -> Self:
+        order = np.argsort(own, kind="stable")
+        first: Indices = np.cumsum(np.bincount(own)) - np.bincount(own)
+        seconds = np.ascontiguousarray(seconds)
+        return cls(node=node, order=order, first=first, other=other, seconds=seconds, there=there, back=back)
 
 
 def prices(costs: Sequence[Floats], ways: Sequence[Way], passes: int) -> list[tuple[Floats, Floats]]:
@@ -74,10 +86,8 @@ class _Messages:
             self.sent += [np.zeros(seconds.shape[1]), np.zeros(seconds.shape[0])]
             if low == high:
                 continue
-            back = np.ascontiguousarray(seconds.T)
-            self.ahead[low].append(_Onward(node=high, own=own, other=other, seconds=back, there=up, back=down))
-            forth = np.ascontiguousarray(seconds)
-            self.behind[high].append(_Onward(node=low, own=other, other=own, seconds=forth, there=down, back=up))
+            self.ahead[low].append(_Onward.of(own, other, seconds.T, node=high, there=up, back=down))
+            self.behind[high].append(_Onward.of(other, own, seconds, node=low, there=down, back=up))
         self.shares = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
 
     def run(self, *, backward: bool) -> None:
@@ -88,10 +98,9 @@ class _Messages:
         for node in order:
             share = beliefs[node] * self.shares[node]
             for onward in around[node]:
-                least = np.full(onward.seconds.shape[1], np.inf)
-                np.minimum.at(least, onward.own, share)
-                message = (least - sent[onward.back] + onward.seconds).min(axis=1)
-                message -= message.min()
+                least = np.minimum.reduceat(share[onward.order], onward.first)
+                message = np.minimum.reduce(onward.seconds + (least - sent[onward.back]), axis=1)
+                message -= np.minimum.reduce(message)
                 beliefs[onward.node] += (message - sent[onward.there])[onward.other]
                 sent[onward.there] = message
 
@@ -109,7 +118,7 @@ class _Messages:
         for number, way in enumerate(self.ways):
             seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
             message = self.sent[2 * number]
-            if way.source < way.target:
+            if way.source <= way.target:
                 found.append(((seconds - message).min(axis=1), -message))
             else:
                 found.append((message, (message[:, None] - seconds).max(axis=0)))
