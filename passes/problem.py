@@ -21,7 +21,7 @@ from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.resharding import Resharder
 from passes.sharding import ShardingSpec, replicated
-from passes.sharding_problem import Edge, Floats, Indices, ShardingProblem
+from passes.sharding_problem import Edge, Floats, Indices, Memory, ShardingProblem
 from passes.strategies import Table, Tabulator, outline
 
 __all__ = ["Assembly", "Region", "assemble", "without_dominated"]
@@ -69,6 +69,7 @@ class _Common:
 
     def __init__(self, resharder: Resharder) -> None:
         self.resharder = resharder
+        self.memory = Memory()
         self._specs: dict[Specs, Specs] = {}
         self._full: dict[TensorType, Specs] = {}
         self._rims: dict[int, tuple[Table, _Rim]] = {}
@@ -277,7 +278,12 @@ class _Builder:
             mesh=self.mesh,
             root=root,
             crossings=tuple(tuple(self.crossings.get(node, ())) for node in range(len(self.seconds))),
-            problem=ShardingProblem(seconds=tuple(self.seconds), edges=tuple(self.edges), kinds=tuple(self.kinds)),
+            problem=ShardingProblem(
+                seconds=tuple(self.seconds),
+                edges=tuple(self.edges),
+                kinds=tuple(self.kinds),
+                memory=self.common.memory,
+            ),
             tied=tied,
             groups=self.groups,
         )

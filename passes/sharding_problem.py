@@ -6,15 +6,18 @@ A problem is plain numbers; `evaluate` and `usage` say what an answer costs, who
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +59,19 @@ class Budget:
     limit: float
 
 
+class Memory:
+    """What programs of problems that share their arrays remember of these; one mesh's problems have one."""
+
+    def __init__(self) -> None:
+        self._kept: dict[object, object] = {}
+
+    def kept(self, make: Callable[[], T]) -> T:
+        """What `make` makes, once."""
+        if make not in self._kept:
+            self._kept[make] = make()
+        return cast("T", self._kept[make])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardingProblem:
     """Nodes with the seconds of their strategies (infinite: not allowed), the edges between them, and budgets.
@@ -67,6 +83,7 @@ class ShardingProblem:
     edges: tuple[Edge, ...]
     kinds: tuple[str, ...] = ()
     budgets: tuple[Budget, ...] = field(default=())
+    memory: Memory = field(default_factory=Memory, repr=False)
 
     @cached_property
     def groups(self) -> Mapping[int, Sequence[Edge]]:

@@ -4,8 +4,8 @@ With $x_{n,s} \in \{0,1\}$ for strategy s of node n, $e_{k,i,j} \in [0,1]$ for p
 
     minimise    sum_n sum_s c_{n,s} x_{n,s}  +  sum_g sum_{i,j} m_g R_{g,i,j} w_{g,i,j}            (`_cost`)
     subject to  sum_s x_{n,s} = 1                                   for every node n              (`_one_strategy`)
-                sum_j e_{k,i,j} = sum_{s: before_k(s) = i} x_{u,s}  for every edge k = (u, v), i             (`_flow`)
-                sum_i e_{k,i,j} = sum_{t: after_k(t) = j} x_{v,t}   for every edge k = (u, v), j             (`_flow`)
+                sum_j e_{k,i,j} = sum_{s: before_k(s) = i} x_{u,s}  for every edge k = (u, v), i             (`flows`)
+                sum_i e_{k,i,j} = sum_{t: after_k(t) = j} x_{v,t}   for every edge k = (u, v), j             (`flows`)
                 w_{g,i,j} >= e_{k,i,j}                              for every edge k of group g    (`_share`)
                 sum_n sum_s M_{p,n,s} x_{n,s} + sum_{g,j} K_{p,g,j} z_{g,j} <= 1   for every budget p      (`_within`)
                 z_{g,j} >= sum_{t: after_k(t) = j} x_{v,t} - sum_{s: before_k(s) = j} x_{u,s}, k in g       (`_copied`)
@@ -33,40 +33,22 @@ design/intra_op.md 3.1-3.4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from passes.flows import Flow, flows
 from passes.linear_program import Floats, Indices, LinearProgram, Solver
 from passes.prices import Way, prices
-from passes.sharding_problem import Edge, ShardingProblem
+from passes.sharding_problem import ShardingProblem
 
 _TOLERANCE = 1e-6
-_LEG = 1e-6
-
-_PASSES = 8
+_PASSES = 4
 _LARGE = 10_000
 """Columns from which finding prices takes less time than it saves, and how many passes find them."""
 
 _MICROSECONDS = 1e6
 """The program is stated in microseconds: solver tolerances are absolute."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flow:
-    """The edge variables of an edge: `columns[v]` goes from placement `before[v]` to `after[v]` at `seconds[v]`.
-
-    `rows` are those of the placements that `way` makes and reads, -1 for the one that is left out.
-    """
-
-    edge: Edge
-    columns: Indices
-    before: Indices
-    after: Indices
-    seconds: Floats
-    way: Way
-    rows: tuple[Indices, Indices]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +65,9 @@ class _Cells:
     readers: Indices
 
     @classmethod
-    def of(cls, flows: Sequence[_Flow]) -> _Cells:
-        known: dict[object, int] = {}
+    def of(cls, flows: Sequence[Flow]) -> _Cells:
         count = max(flow.edge.seconds.shape[0] for flow in flows)
-        numbers: list[Indices] = []
-        for flow in flows:
-            labels = np.array([known.setdefault(name, len(known)) for name in flow.edge.labels], dtype=np.intp)
-            numbers.append(flow.before + count * labels[flow.after])
+        numbers = [flow.shape.before + count * flow.shape.names[flow.shape.after] for flow in flows]
         seconds = np.concatenate([flow.seconds for flow in flows])
         costly = seconds > 0
         wanted = np.concatenate(numbers)[costly]
@@ -122,10 +100,10 @@ class StrategyProgram:
         self.problem = problem
         self.whole = whole
         self.arrays = LinearProgram()
-        self.allowed = [np.flatnonzero(np.isfinite(seconds)) for seconds in problem.seconds]
+        finite = [np.isfinite(seconds) for seconds in problem.seconds]
+        self.allowed = [np.flatnonzero(own) for own in finite]
         self.strategies = self._one_strategy()
-        self.known_pairs: dict[tuple[object, ...], tuple[Indices, Indices]] = {}
-        self.groups = {group: self._flows(edges) for group, edges in problem.groups.items()}
+        self.groups = flows(problem, finite, self.strategies, self.arrays, whole=whole)
         self.cells = {group: _Cells.of(flows) for group, flows in self.groups.items() if len(flows) > 1}
         self.shared: dict[int, list[tuple[Indices, Floats]]] = {}
         for group in self.cells if whole else ():
@@ -144,66 +122,6 @@ class StrategyProgram:
         for row, columns in zip(self.one, nodes, strict=True):
             self.arrays.enter(np.full(columns.size, row), columns, 1.0)
         return nodes
-
-    def _flows(self, edges: Sequence[Edge]) -> list[_Flow]:
-        """The edge variables of a group, whose readers all go through the same placements."""
-        if len(edges) == 1:
-            return [self._flow(edges[0], frozenset(edges[0].labels))]
-        read = (edge.after[self.allowed[edge.target]] for edge in edges)
-        labels = [frozenset(edge.labels[j] for j in set(at.tolist())) for edge, at in zip(edges, read, strict=True)]
-        common = frozenset[object]() if self.whole else labels[0].intersection(*labels)
-        return [self._flow(edge, common) for edge in edges]
-
-    def _flow(self, edge: Edge, through: frozenset[object]) -> _Flow:
-        """The edge variables of an edge and the rows that tie them to the strategies at both ends.
-
-        What arrives at a placement in `through` may go on from there, and only pairs that no such placement lies
-        between get a variable: the cheapest flow is the same, with a fraction of the variables.
-        """
-        made, read = edge.before[self.allowed[edge.source]], edge.after[self.allowed[edge.target]]
-        rows, at_source = np.unique(made, return_inverse=True)
-        columns, at_target = np.unique(read, return_inverse=True)
-        known: dict[object, int] = {}
-        named = bool(through and edge.origins)
-        names: list[object] = [edge.origins[i] if named else ("before", i) for i in rows.tolist()]
-        first = np.array([known.setdefault(name, len(known)) for name in names], dtype=np.intp)
-        last = np.array([known.setdefault(edge.labels[j], len(known)) for j in columns.tolist()], dtype=np.intp)
-        seconds = edge.weight * edge.seconds[np.ix_(rows, columns)]
-        before, after = self._pairs(edge, through, rows, columns, first, last)
-        own = self.arrays.add_columns(before.size)
-        balance = self._balance(
-            len(known),
-            np.concatenate([first[at_source], last[at_target], first[before], last[after]]),
-            np.concatenate([self.strategies[edge.source], self.strategies[edge.target], own, own]),
-            np.repeat([-1.0, 1.0, 1.0, -1.0], [made.size, read.size, own.size, own.size]),
-        )
-        return _Flow(
-            edge=edge,
-            columns=own,
-            before=rows[before],
-            after=columns[after],
-            seconds=seconds[before, after],
-            way=Way(source=edge.source, target=edge.target, made=at_source, read=at_target, seconds=seconds),
-            rows=(balance[first], balance[last]),
-        )
-
-    def _balance(self, places: int, at: Indices, columns: Indices, signs: Floats) -> Indices:
-        """The rows of an edge's placements, -1 for the one that is left out: the one with most entries."""
-        fullest = int(np.bincount(at, minlength=places).argmax())
-        rows, kept = np.full(places, -1), at != fullest
-        rows[np.arange(places) != fullest] = self.arrays.add_rows(places - 1, 0.0, 0.0)
-        self.arrays.enter(rows[at[kept]], columns[kept], signs[kept])
-        return rows
-
-    def _pairs(
-        self, edge: Edge, through: frozenset[object], rows: Indices, columns: Indices, first: Indices, last: Indices
-    ) -> tuple[Indices, Indices]:
-        """The pairs of an edge that need a variable; edges mostly share their matrix, which is then looked at once."""
-        key = (id(edge.seconds), id(edge.origins), id(edge.labels), through, rows.tobytes(), columns.tobytes())
-        if key not in self.known_pairs:
-            inner = np.array([edge.labels[j] in through for j in columns.tolist()], dtype=np.bool_)
-            self.known_pairs[key] = direct(edge.seconds[np.ix_(rows, columns)], first, last, inner)
-        return self.known_pairs[key]
 
     def _share(self, group: int) -> None:
         """Gives w to every resharding that several readers of a group may want, as what it has beyond their mean."""
@@ -234,14 +152,14 @@ class StrategyProgram:
         worth = np.zeros(self.arrays.rows)
         costs = [own[allowed] for own, allowed in zip(self.problem.seconds, self.allowed, strict=True)]
         flows = [(flow, len(flows)) for flows in self.groups.values() for flow in flows]
-        ways = [replace(flow.way, seconds=flow.way.seconds / readers) for flow, readers in flows]
+        ways = [_way(flow, readers) for flow, readers in flows]
         for (flow, _), (before, after) in zip(flows, prices(costs, ways, _PASSES), strict=True):
             rows, at = np.concatenate(flow.rows), np.concatenate([before, after])
             at -= at[np.argmin(rows)]
             worth[rows[rows >= 0]] = at[rows >= 0]
             before, after = np.split(at, [before.size])
-            costs[flow.way.source] = costs[flow.way.source] + before[flow.way.made]
-            costs[flow.way.target] = costs[flow.way.target] - after[flow.way.read]
+            costs[flow.edge.source] = costs[flow.edge.source] + before[flow.shape.made]
+            costs[flow.edge.target] = costs[flow.edge.target] - after[flow.shape.read]
         worth[self.one] = [own.min() for own in costs]
         return worth * _MICROSECONDS
 
@@ -289,7 +207,7 @@ class StrategyProgram:
             return cost
         for own, allowed, columns in zip(self.problem.seconds, self.allowed, self.strategies, strict=True):
             cost[columns] = own[allowed]
-        for flow in (flows[0] for flows in self.groups.values() if len(flows) == 1):
+        for flow in (readers[0] for readers in self.groups.values() if len(readers) == 1):
             cost[flow.columns] = flow.seconds
         for cells in self.cells.values():
             cost[cells.columns] = cells.seconds / cells.readers[cells.cell]
@@ -314,19 +232,8 @@ class StrategyProgram:
         return tuple(int(allowed[np.argmax(self.values[columns])]) for allowed, columns in chosen)
 
 
-def direct(cost: Floats, rows: Indices, columns: Indices, inner: NDArray[np.bool_]) -> tuple[Indices, Indices]:
-    """The pairs of different names that no third placement lies between, by the names of `rows` and `columns`.
-
-    `inner` columns may lie between others. Both legs of a way around must cost something, and so less than the pair
-    itself: what is left out is always made up of pairs that are kept.
-    """
-    kept = np.isfinite(cost)
-    at, via = np.nonzero(rows[:, None] == columns[None, :])
-    kept[at, via] = False
-    at, via = at[inner[via]], via[inner[via]]
-    with np.errstate(invalid="ignore"):
-        first, second, whole = cost[:, via, None], cost[None, at, :], cost[:, None, :]
-        longer = (first > _LEG * whole) & (second > _LEG * whole) & (first + second <= whole * (1 + 1e-9))
-    kept &= ~longer.any(axis=1)
-    before, after = np.nonzero(kept)
-    return before, after
+def _way(flow: Flow, readers: int) -> Way:
+    """A flow as prices know it, each of a group's `readers` paying its part."""
+    edge, shape = flow.edge, flow.shape
+    seconds = edge.weight * shape.matrix / readers
+    return Way(source=edge.source, target=edge.target, made=shape.made, read=shape.read, seconds=seconds)

@@ -47,7 +47,7 @@ def tie(problem: ShardingProblem, radius: int, parts: int = 1) -> tuple[Sharding
         for (source, target, _), edge in edges.items()
     )
     budgets = tuple(_tied_budget(budget, classes, places) for budget in problem.budgets)
-    return ShardingProblem(seconds=tuple(seconds), edges=tied, budgets=budgets), classes
+    return ShardingProblem(seconds=tuple(seconds), edges=tied, budgets=budgets, memory=problem.memory), classes
 
 
 def _tied_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, int]) -> Budget:

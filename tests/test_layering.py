@@ -44,6 +44,7 @@ ORDER = (
     "sharding_problem",
     "linear_program",
     "prices",
+    "flows",
     "strategy_program",
     "tying",
     "polish",

@@ -263,13 +263,21 @@ def test_beginning_at_prices_changes_nothing(seed, monkeypatch):
     assert answer.bound <= best * (1 + 1e-9)
 
 
+def way_of(edge):
+    """An edge between the placements that some strategy has."""
+    rows, made = np.unique(edge.before, return_inverse=True)
+    columns, read = np.unique(edge.after, return_inverse=True)
+    seconds = edge.seconds[np.ix_(rows, columns)]
+    return Way(source=edge.source, target=edge.target, made=made, read=read, seconds=seconds)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_prices_are_a_bound(seed):
     """With what placements are worth taken off, nodes at their cheapest cost no more than any answer."""
     problem = random_problem(np.random.default_rng(seed))
     edges = tuple(replace(edge, group=number) for number, edge in enumerate(problem.edges))
     best = brute_force(replace(problem, edges=edges))
-    ways = [Way(source=e.source, target=e.target, made=e.before, read=e.after, seconds=e.seconds) for e in edges]
+    ways = [way_of(edge) for edge in edges]
     costs = list(problem.seconds)
     for way, (before, after) in zip(ways, prices(costs, ways, 8), strict=True):
         assert np.all(before[:, None] - after <= way.seconds + 1e-9)
