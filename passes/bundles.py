@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from passes.collector import uncollected
 from passes.control import Control, control_of
 from passes.ir import Graph, Node
-from passes.moves import is_free
+from passes.moves import FREE, is_free
 from passes.phases import Phase, phase
 from passes.rules import ShardingRule, replicate, rule_of
 
@@ -51,14 +51,17 @@ class Bundle:
         a, b = self.find(a), self.find(b)
         if a == b:
             return True
-        rows = [*self.value_classes.values(), *self.factor_classes.values()]
-        if any(a in row and b in row for row in rows):
-            return False
         kept, gone = min(a, b), max(a, b)
+        renamed: list[list[int]] = []
+        for rows in (self.value_classes, self.factor_classes):
+            for row in rows.values():
+                if gone in row:
+                    if kept in row:
+                        return False
+                    renamed.append(row)
         self.parents[gone] = kept
-        for row in rows:
-            if gone in row:
-                row[:] = [kept if cls == gone else cls for cls in row]
+        for row in renamed:
+            row[:] = [kept if cls == gone else cls for cls in row]
         return True
 
     @property
@@ -70,22 +73,28 @@ class Bundle:
         """Adds a node; its dimensions take the classes of the operands that the bundle already holds."""
         node = graph.nodes[index]
         self.factor_classes[index] = classes = [-1] * len(rule.factors)
+        agreed: tuple[list[int], tuple[int, ...]] | None = None
         for value, factors in zip(node.inputs, rule.operands, strict=True):
-            for held, factor in zip(self.value_classes.get(value, ()), factors, strict=False):
+            row = self.value_classes.get(value)
+            if not row or (agreed and agreed == (row, factors)):
+                continue  # nothing to agree on, or all of it is agreed on already
+            agreed = row, factors
+            for held, factor in zip(row, factors, strict=False):
                 if held < 0 or factor < 0 or held in classes:
                     continue  # nothing to agree on, or another factor has it already
                 if classes[factor] < 0:
                     classes[factor] = held
                 else:
                     self.unite(classes[factor], held)
-        for factor, properties in enumerate(rule.factors):
-            if properties.size and classes[factor] < 0:
-                classes[factor] = self.new_class()
+        if -1 in classes:
+            for factor, properties in enumerate(rule.factors):
+                if properties.size and classes[factor] < 0:
+                    classes[factor] = self.new_class()
         self.members.append(index)
         for values, dims in ((node.inputs, rule.operands), (node.outputs, rule.results)):
             for value, factors in zip(values, dims, strict=True):
                 if value not in self.value_classes and value not in graph.literals:
-                    self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors]
+                    self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors] if factors else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +134,12 @@ class _Grouper:
         self.outputs = frozenset(graph.outputs)
         once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in self.outputs)
         self.single = {v for v in once if not inside and graph.consumers[v][0] not in controls}
+        self.sizes = {id(type): type.size for type in {id(type): type for type in graph.types}.values()}
+        self.scalar: dict[int, bool] = {}
 
     def run(self) -> Grouping:
         for index, node in enumerate(self.graph.nodes):
-            if is_free(self.graph, index):
+            if node.primitive in FREE and is_free(self.graph, index):
                 self.free.update(node.outputs)
             elif self.rules[index].alias:
                 for value, result in zip(node.inputs, node.outputs, strict=True):
@@ -150,40 +161,38 @@ class _Grouper:
         )
 
     def _place(self, index: int) -> None:
-        node, rule = self.graph.nodes[index], self.rules[index]
-        host = self._host(index) if rule.light else None
+        node, rule, home = self.graph.nodes[index], self.rules[index], self.home
+        when = phase(node)
+        host = self._host(index, when) if rule.light else None
         if host is None:
-            self.bundles.append(Bundle(phase=phase(node), light=rule.light))
+            self.bundles.append(Bundle(phase=when, light=rule.light))
             host = len(self.bundles) - 1
         bundle = self.bundles[host]
-        for value in dict.fromkeys(node.inputs):
-            if rule.light and value in self.home and self.home[value] != host:
-                self._absorb_bundle(host, self.home[value], index)
+        for value in node.inputs if rule.light else ():
+            other = home.get(value, host)
+            if other != host and self.bundles[other].rooted:
+                self._absorb_bundle(host, other, index)
         bundle.join(index, self.graph, rule)
         for value in node.inputs:
-            if value in self.single and value not in self.home:
+            if value in self.single and value not in home:
                 bundle.inputs.append(value)
-                self.home[value] = host
+                home[value] = host
         if bundle.rooted:
-            made = [v for v in node.inputs if v in self.graph.producers]
-            outside = any(self.home.get(v, host) != host for v in made)
-            bundle.rooted = not outside and self.controls.keys().isdisjoint(self.graph.producers[v] for v in made)
-        self.home.update(dict.fromkeys(node.outputs, host))
+            makers = [(v, self.graph.producers[v]) for v in node.inputs if v in self.graph.producers]
+            bundle.rooted = all(home.get(v, host) == host and maker not in self.controls for v, maker in makers)
+        for value in node.outputs:
+            home[value] = host
 
-    def _host(self, index: int) -> int | None:
+    def _host(self, index: int, when: Phase) -> int | None:
         """The bundle that a light node joins: that of its largest operand, the latest of equals, in its own phase."""
         graph, node = self.graph, self.graph.nodes[index]
-        when = phase(node)
-        scalar = all(graph.types[v].rank == 0 for v in (*node.inputs, *node.outputs))
-        operands = [self.roots.get(v, v) for v in node.inputs if v not in graph.literals and v not in self.free]
-        made = [value for value in operands if value in graph.producers]
-
-        def rank(value: int) -> tuple[int, bool, int]:
-            home = self.home.get(value)
-            rooted = home is not None and self.bundles[home].rooted
-            return graph.types[value].size, not rooted, graph.producers[value]
-
-        for value in sorted(made, key=rank, reverse=True) if len(made) > 1 else made:
+        producers, literals, roots = graph.producers, graph.literals, self.roots
+        operands = [roots.get(v, v) for v in node.inputs if v not in literals and v not in self.free]
+        made = [value for value in operands if value in producers]
+        scalar = self._is_scalar(index)
+        if len(made) > 1:
+            made = sorted(made, key=self._rank, reverse=True) if scalar else [max(made, key=self._rank)]
+        for value in made:
             made_by = self.home.get(value)
             bundle = self.bundles[made_by] if made_by is not None else None
             if bundle and bundle.light and bundle.phase == when:
@@ -197,6 +206,20 @@ class _Grouper:
                     self.followers[key] = len(self.bundles) - 1
                 return self.followers[key]
         return None
+
+    def _rank(self, value: int) -> tuple[int, bool, int]:
+        home = self.home.get(value)
+        rooted = home is not None and self.bundles[home].rooted
+        return self.sizes[id(self.graph.types[value])], not rooted, self.graph.producers[value]
+
+    def _is_scalar(self, index: int) -> bool:
+        """Whether a node reads and makes numbers alone, found once for all that share their rule."""
+        known = self.scalar.get(id(self.rules[index]))
+        if known is None:
+            node = self.graph.nodes[index]
+            known = all(self.graph.types[v].rank == 0 for v in (*node.inputs, *node.outputs))
+            self.scalar[id(self.rules[index])] = known
+        return known
 
     def _absorb_bundle(self, host: int, other: int, index: int) -> None:
         """Moves a bundle that only transforms inputs for this node (a moment scaled by its decay) into the host."""
@@ -237,18 +260,20 @@ def group(graph: Graph, *, inside: bool = False) -> Grouping:
     """
     known: dict[object, ShardingRule] = {}
     rules: list[ShardingRule] = []
+    types, ids = graph.types, list(map(id, graph.types))
     controls = {i: c for i, node in enumerate(graph.nodes) if (c := control_of(node, graph))}
     for index, node in enumerate(graph.nodes):
-        reads, writes = (tuple([graph.types[v] for v in values]) for values in (node.inputs, node.outputs))
-        if index in controls:
-            rules.append(replicate(reads, writes, reason=""))
-            continue
         # Equal nodes mostly hold the same objects, and those need no comparing.
-        same = (node.primitive, id(node.params), *map(id, reads), None, *map(id, writes))
-        if same not in known:
-            equal = (node.primitive, repr(node.params), reads, writes)
-            if equal not in known:
-                known[equal] = rule_of(node, graph)
-            known[same] = known[equal]
-        rules.append(known[same])
+        same = (node.primitive, id(node.params), *[ids[v] for v in node.inputs], None, *[ids[v] for v in node.outputs])
+        found = None if index in controls else known.get(same)
+        if found is None:
+            reads, writes = (tuple([types[v] for v in values]) for values in (node.inputs, node.outputs))
+            if index in controls:
+                found = replicate(reads, writes, reason="")
+            else:
+                equal = (node.primitive, repr(node.params), reads, writes)
+                if equal not in known:
+                    known[equal] = rule_of(node, graph)
+                found = known[same] = known[equal]
+        rules.append(found)
     return _Grouper(graph, rules, controls, inside).run()

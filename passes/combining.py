@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
 
 from passes.operations import Operation
 
@@ -24,30 +23,22 @@ def combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tu
         reads = tuple(operations[m].operands[0] for m in members)
         joint = len(sent)
         first = operations[members[-1]]
-        sent.append(replace(first, operands=reads, shape=(0,), value=-1, tag=("combined", joint)))
+        sent.append(first._replace(operands=reads, shape=(0,), value=-1, tag=("combined", joint)))
         for m in members:
-            sent[m] = replace(operations[m], kind="result", operands=(joint,))
+            sent[m] = operations[m]._replace(kind="result", operands=(joint,))
     order = _sorted(sent)
     if len(order) < len(sent):  # two groups wait for each other
         return tuple(operations), tuple(range(len(operations)))
-    place = {old: new for new, old in enumerate(order)}
-    moved = tuple(_reading(sent[old], tuple([place[o] for o in sent[old].operands])) for old in order)
-    return moved, tuple(place[old] for old in range(len(operations)))
+    place = [0] * len(order)
+    for new, old in enumerate(order):
+        place[old] = new
+    moved = [_reading(sent[old], tuple([place[o] for o in sent[old].operands])) for old in order]
+    return tuple(moved), tuple(place[: len(operations)])
 
 
 def _reading(operation: Operation, operands: tuple[int, ...]) -> Operation:
-    """The same operation of other operands; `replace` would take several times as long, and a program has many."""
-    if operands == operation.operands:
-        return operation
-    return Operation(
-        kind=operation.kind,
-        operands=operands,
-        shape=operation.shape,
-        dtype=operation.dtype,
-        node=operation.node,
-        value=operation.value,
-        tag=operation.tag,
-    )
+    """The same operation of other operands."""
+    return operation if operands == operation.operands else Operation(operation.kind, operands, *operation[2:])
 
 
 def _groups(operations: Sequence[Operation]) -> list[list[int]]:
@@ -59,7 +50,7 @@ def _groups(operations: Sequence[Operation]) -> list[list[int]]:
         behind = 0
         for o in operation.operands:
             behind |= upstream[o]
-        if _is_all_reduce(operation):
+        if operation.kind == "collective" and operation.name == "all_reduce":
             candidates = keyed.setdefault((operation.tag, operation.dtype), [])
             free = next((g for g in candidates if not behind >> g & 1), None)
             if free is None:
@@ -72,24 +63,25 @@ def _groups(operations: Sequence[Operation]) -> list[list[int]]:
     return groups
 
 
-def _is_all_reduce(operation: Operation) -> bool:
-    return operation.kind == "collective" and operation.name == "all_reduce"
-
-
 def _sorted(operations: Sequence[Operation]) -> list[int]:
-    """The operations so that each comes after what it reads, early ones first; short of some if they go in circles."""
-    readers: list[list[int]] = [[] for _ in operations]
-    waiting = [len(operation.operands) for operation in operations]
-    for index, operation in enumerate(operations):
-        for o in operation.operands:
-            readers[o].append(index)
-    ready = [index for index, count in enumerate(waiting) if not count]
+    """The operations so that each comes after what it reads, early ones first; short of some if they go in circles.
+
+    Most are in order as they are: those that are not wait for the first operand that is missing.
+    """
+    done = bytearray(len(operations))
+    waiting: dict[int, list[int]] = {}
     order: list[int] = []
-    while ready:
-        index = heapq.heappop(ready)
-        order.append(index)
-        for reader in readers[index]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, reader)
+    for begun in range(len(operations)):
+        ready = [begun]
+        while ready:
+            index = heapq.heappop(ready)
+            for operand in operations[index].operands:
+                if not done[operand]:
+                    waiting.setdefault(operand, []).append(index)
+                    break
+            else:
+                done[index] = True
+                order.append(index)
+                for reader in waiting.pop(index, ()):
+                    heapq.heappush(ready, reader)
     return order

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from passes.combining import combined
 from passes.control import Body, Control
-from passes.ir import Graph, TensorType
+from passes.ir import Graph, Node, TensorType
 from passes.mesh import Mesh
-from passes.moves import Layout, Move, Placement, Schedule, is_free
+from passes.moves import FREE, Layout, Move, Placement, Schedule, is_free, shared
 from passes.operations import Operation, Operations
 from passes.phases import Phase, phase
 from passes.resharding import Step
@@ -85,14 +85,16 @@ def border_of(body: Body, control: Control, known: Mapping[int, object]) -> Bord
 
 def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, border: Border = WHOLE) -> DeviceProgram:
     """The program of a graph, or of the body of a loop or branch."""
+    layout = shared(layout)
     lowering = _Lowering(graph, context)
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
         lowering.enter(value, spec, sliced=position in border.sliced, number=border.numbers.get(position))
     for value in graph.constants:
         lowering.enter(value, replicated(graph.types[value].rank))
     for index, placement in enumerate(layout.placements):
-        lowering.bring(index, schedule.before[index])
-        if is_free(graph, index):
+        if schedule.before[index]:
+            lowering.bring(index, schedule.before[index])
+        if graph.nodes[index].primitive in FREE and is_free(graph, index):
             lowering.free.update(dict.fromkeys(graph.nodes[index].outputs, index))
         else:
             lowering.run(index, placement)
@@ -122,7 +124,7 @@ def _hoisted(operations: Sequence[Operation], same: set[int]) -> tuple[Sequence[
             same.add(index)
             if operation.kind == "collective":
                 found.append(index)
-                replaced[index] = replace(operation, kind="input", operands=())
+                replaced[index] = operation._replace(kind="input", operands=())
     return replaced, found
 
 
@@ -136,9 +138,11 @@ class _Lowering:
         self.made: dict[int, int] = {}
         self.moved: dict[tuple[int, ShardingSpec, Phase], int] = {}
         self.free: dict[int, int] = {}
+        self.literals: dict[int, int] = {}
         self.entered: list[int] = []
         self.needed = _needed(graph)
         self.types: dict[tuple[int, int], tuple[TensorType, TensorType, ShardingSpec]] = {}
+        self.local: dict[tuple[int, int], tuple[TensorType, ...]] = {}
 
     def _type(self, value: int, spec: ShardingSpec) -> TensorType:
         """What is left of a value on one device; equal layers mostly share types and specs, which are kept with it."""
@@ -204,10 +208,12 @@ class _Lowering:
     def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
         """A value in the placement that its reader wants; literals and free values are made for each placement."""
         if value in self.graph.literals:
-            return self.operations.literal(self.graph.literals[value], self.graph.types[value].dtype)
+            number, dtype = self.graph.literals[value], self.graph.types[value].dtype
+            made = self.literals[value] = self.operations.literal(number, dtype)
+            return made
         if value in self.free:
             return self._make(value, spec)
-        if self.home[value] == spec:
+        if (home := self.home[value]) is spec or home == spec:
             return self.made[value]
         again = (value, spec, "backward")
         return self.moved[again] if when == "backward" and again in self.moved else self.moved[value, spec, "forward"]
@@ -227,24 +233,42 @@ class _Lowering:
 
     def run(self, index: int, placement: Placement) -> None:
         """Adds the operations of a node and keeps its results."""
-        node = self.graph.nodes[index]
+        node, rule = self.graph.nodes[index], self.context.rules[index]
         self.operations.at = index
-        if self.context.rules[index].alias:
+        if rule.alias:
             placed = zip(node.inputs, placement.results, strict=True)
             made = [self.made[v] if v in self.made else self.read(v, spec, phase(node)) for v, spec in placed]
             if node.primitive == "optimization_barrier":
                 made = self._held(node.outputs, made)
         else:
-            when = phase(node)
-            operands = [self.read(v, s, when) for v, s in zip(node.inputs, placement.operands, strict=True)]
-            results = [self._type(v, s) for v, s in zip(node.outputs, placement.results, strict=True)]
+            operands, results = self._operands(node, placement), self._results(node, rule, placement)
             self.operations.value = node.outputs[0] if node.outputs else -1
-            if index in self.context.controls and placement.bodies:
+            if placement.bodies and index in self.context.controls:
                 made = self._control(index, placement, operands, results)
             else:
                 made = spell(self.operations, node, operands, results)
         self.made.update(zip(node.outputs, made, strict=True))
         self.home.update(zip(node.outputs, placement.results, strict=True))
+
+    def _operands(self, node: Node, placement: Placement) -> list[int]:
+        """What a node reads; most of it is known, and where it is wanted."""
+        home, operands = self.home, list[int]()
+        for value, spec in zip(node.inputs, placement.operands, strict=True):
+            if home.get(value) is spec:
+                operands.append(self.made[value])
+            elif value in self.literals:
+                operands.append(self.literals[value])
+            else:
+                operands.append(self.read(value, spec, phase(node)))
+        return operands
+
+    def _results(self, node: Node, rule: ShardingRule, placement: Placement) -> tuple[TensorType, ...]:
+        """The local types of what a node makes, found once for all nodes that share their rule and their placement."""
+        known = self.local.get(key := (id(rule), id(placement)))
+        if known is None:
+            known = tuple([self._type(v, s) for v, s in zip(node.outputs, placement.results, strict=True)])
+            self.local[key] = known
+        return known
 
     def _held(self, outputs: Sequence[int], made: list[int]) -> list[int]:
         """What a barrier lets through; what nothing needs of it is left out."""

@@ -12,6 +12,7 @@ xla/backends/cpu/transforms/library_rewriter.cc, as of jaxlib 0.10.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ PRODUCERS = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "reduce"}
 )
 ELEMENTWISE = frozenset({"elementwise", "expensive"})
+ONCE = frozenset({"expensive", "gather", "reduce"})
+REPEATING = frozenset({"broadcast", "gather", "rearrange"})
 LIBRARY_ELEMENTS = 4096
 LIBRARY_DTYPES = frozenset({"float32", "float64"})
 LIBRARY_NAMES = frozenset(
@@ -57,26 +60,27 @@ class _Fusion:
 
     def __init__(self, operations: Sequence[Operation], outputs: frozenset[int]) -> None:
         self.operations = operations
-        self.outputs = outputs
-        needed = _needed(operations, outputs)
-        self.alive = [i in needed for i in range(len(operations))]
+        self.kinds = [operation.kind for operation in operations]
+        shapes = {operation.shape: math.prod(operation.shape) for operation in operations}
+        self.sizes = [shapes[operation.shape] for operation in operations]
+        self.alive = _needed(operations, outputs)
         self.reads: list[dict[int, bool]] = []
         self.readers: list[set[int]] = [set() for _ in operations]
-        for index, operation in enumerate(operations):
+        literals = {index for index, kind in enumerate(self.kinds) if kind == "literal"}
+        for index, (operation, alive) in enumerate(zip(operations, self.alive, strict=True)):
             pure = operation.kind in ELEMENTWISE
-            self.reads.append({o: pure for o in operation.operands if operations[o].kind != "literal"})
-            if self.alive[index]:
+            self.reads.append({o: pure for o in operation.operands if o not in literals})
+            if alive:
                 for o in self.reads[index]:
                     self.readers[o].add(index)
         for index in outputs:
             self.readers[index].add(-1)
-        self.fixed: set[int] = set()
+        self.flexible = [kind in PRODUCERS for kind in self.kinds]
 
     def library(self) -> None:
         """Sums and maxima with what surrounds them."""
         for index in reversed(range(len(self.operations))):
-            operation = self.operations[index]
-            if self.alive[index] and operation.kind == "reduce" and index not in self.fixed and self._large(operation):
+            if self.kinds[index] == "reduce" and self.alive[index] and self.flexible[index] and self._large(index):
                 self._grow(index)
 
     def _grow(self, index: int) -> None:
@@ -99,91 +103,88 @@ class _Fusion:
         self.reads[root] = outside
         for o in outside:
             self.readers[o].add(root)
-        self.fixed.add(root)
+        self.flexible[root] = False
 
     def _supported(self, index: int) -> bool:
         operation = self.operations[index]
-        if index in self.fixed or not self.alive[index]:
+        if not self.flexible[index] or not self.alive[index]:
             return False
         if operation.kind in LIBRARY_SHAPES:
             return operation.dtype in LIBRARY_DTYPES or operation.dtype == "int32"
         if operation.kind == "rearrange":
             return operation.name == "pad"
         known = operation.name in LIBRARY_NAMES or operation.name.startswith(("power", "convert"))
-        return operation.kind in ELEMENTWISE and known and self._large(operation)
+        return operation.kind in ELEMENTWISE and known and self._large(index)
 
-    def _large(self, operation: Operation) -> bool:
+    def _large(self, index: int) -> bool:
         """Whether the library is worth its overhead, and has the types."""
-        around = (operation, *(self.operations[o] for o in operation.operands))
-        return max(o.size for o in around) >= LIBRARY_ELEMENTS and all(o.dtype in LIBRARY_DTYPES for o in around)
+        around = (index, *self.operations[index].operands)
+        large = max(self.sizes[o] for o in around) >= LIBRARY_ELEMENTS
+        return large and all(self.operations[o].dtype in LIBRARY_DTYPES for o in around)
 
     def loops(self) -> None:
         """Every operation with the producers that it computes itself."""
         single = self._single()
         for index in reversed(range(len(self.operations))):
-            if self.alive[index] and self._consumes(index):
+            if self.alive[index] and self.flexible[index] and self.reads[index]:
                 self._take_in(index, single)
 
-    def _consumes(self, index: int) -> bool:
-        kind = self.operations[index].kind
-        return index not in self.fixed and kind in PRODUCERS
-
-    def _produces(self, index: int) -> bool:
-        return index not in self.fixed and self.operations[index].kind in PRODUCERS
-
     def _take_in(self, index: int, single: set[int]) -> None:
-        reads, reused = self.reads[index], self._reused(index)
-        queue = [-o for o in reads]
+        reads, reused, readers = self.reads[index], self._reused(index), self.readers
+        queue = [-o for o in reads if self.flexible[o]]
         heapq.heapify(queue)
         while queue:
             producer = -heapq.heappop(queue)
             if not self._fusible(producer, index, reused) or producer in single:
                 continue
-            pure = reads.pop(producer) and self.operations[producer].kind in ELEMENTWISE
-            self.readers[producer].discard(index)
+            pure = reads.pop(producer) and self.kinds[producer] in ELEMENTWISE
+            readers[producer].discard(index)
+            below = self.reads[producer]
             if producer in reused:
-                reused.update(self.reads[producer])
-            else:
+                reused.update(below)
+            elif self.kinds[producer] in REPEATING:
                 reused |= self._reused(producer)
-            for o in self.reads[producer]:
+            for o in below:
                 if o not in reads:
-                    heapq.heappush(queue, -o)
-                    self.readers[o].add(index)
+                    readers[o].add(index)
+                    if self.flexible[o]:
+                        heapq.heappush(queue, -o)
                 reads[o] = reads.get(o, True) and pure
-            if not self.readers[producer]:
+            if not readers[producer]:
                 self.alive[producer] = False
-                for o in self.reads[producer]:
-                    self.readers[o].discard(producer)
+                for o in below:
+                    readers[o].discard(producer)
 
     def _fusible(self, producer: int, consumer: int, reused: set[int]) -> bool:
-        if not self._produces(producer):
+        if not self.flexible[producer]:
             return False
-        if self.operations[producer].kind in ("expensive", "gather", "reduce"):
+        if self.kinds[producer] in ONCE:
             return self.readers[producer] == {consumer} and producer not in reused
         return True
 
     def _reused(self, index: int) -> set[int]:
         """The operands whose elements an operation reads more than once."""
-        kind, reads = self.operations[index].kind, self.reads[index]
+        kind, reads = self.kinds[index], self.reads[index]
         if kind == "broadcast":
             return set(reads)
-        return set(list(reads)[1:]) if kind in ("gather", "rearrange") else set()
+        return set(list(reads)[1:]) if kind in REPEATING else set()
 
     def _single(self) -> set[int]:
         """Producers of several large operands that are written to memory, since not all readers can take them in."""
         found: set[int] = set()
         for index in reversed(range(len(self.operations))):
-            if not self.alive[index] or len(self.readers[index]) < 2 or not self._produces(index):
+            if len(self.readers[index]) < 2 or len(self.reads[index]) < 2:
                 continue
-            operation = self.operations[index]
-            rank = _rank(operation)
+            if not self.alive[index] or not self.flexible[index]:
+                continue
+            rank = _rank(self.operations[index])
             large = [
                 o
                 for o in self.reads[index]
-                if self.operations[o].kind not in ("broadcast", "iota") and _rank(self.operations[o]) >= rank
+                if self.kinds[o] not in ("broadcast", "iota") and _rank(self.operations[o]) >= rank
             ]
-            read = sum(self.operations[o].size for o in self.reads[index])
-            if len(large) <= 1 or read <= operation.size:
+            read = sum(self.sizes[o] for o in self.reads[index])
+            if len(large) <= 1 or read <= self.sizes[index]:
                 continue
             if not all(self._on_all_paths(index, reader, found) for reader in self.readers[index]):
                 found.add(index)
@@ -194,7 +195,7 @@ class _Fusion:
         left, pending, seen = SEARCHED, [reader], {reader}
         while pending:
             current = pending.pop()
-            if current < 0 or not self._consumes(current):
+            if current < 0 or not self.flexible[current]:
                 return False
             for o in self.reads[current]:
                 if o < producer or o in seen or not self._reaches(producer, o):
@@ -223,27 +224,25 @@ class _Fusion:
 
     def kernels(self) -> tuple[Kernel, ...]:
         """What is left, each with what it reads."""
-        return tuple(
-            Kernel(
-                operation=index,
-                reads=tuple(sorted(self.reads[index])),
-                over=tuple(o for o, pure in sorted(self.reads[index].items()) if pure),
-            )
-            for index in range(len(self.operations))
-            if self.alive[index] and self.operations[index].kind != "literal"
-        )
+        found: list[Kernel] = []
+        for index, reads in enumerate(self.reads):
+            if self.alive[index] and self.kinds[index] != "literal":
+                ordered = tuple(sorted(reads))
+                found.append(Kernel(operation=index, reads=ordered, over=tuple([o for o in ordered if reads[o]])))
+        return tuple(found)
 
 
 def _rank(operation: Operation) -> int:
     return sum(size > 1 for size in operation.shape)
 
 
-def _needed(operations: Sequence[Operation], outputs: Iterable[int]) -> set[int]:
-    needed = set(outputs)
-    pending = list(needed)
-    while pending:
-        for o in operations[pending.pop()].operands:
-            if o not in needed:
-                needed.add(o)
-                pending.append(o)
-    return needed | {i for i, operation in enumerate(operations) if operation.kind == "input"}
+def _needed(operations: Sequence[Operation], outputs: Iterable[int]) -> list[bool]:
+    """Whether each operation is an input, or something that outputs depend on."""
+    needed = [operation.kind == "input" for operation in operations]
+    for index in outputs:
+        needed[index] = True
+    for index in reversed(range(len(operations))):
+        if needed[index]:
+            for o in operations[index].operands:
+                needed[o] = True
+    return needed

@@ -161,6 +161,7 @@ class Graph:
 def _canonical(graph: Graph) -> str:
     names = {value: f"{literal!r}:{graph.types[value]}" for value, literal in graph.literals.items()}
     types: dict[TensorType, str] = {}
+    spelled: dict[int, str] = {}  # nodes of equal layers share their parameters
 
     def name(value: int) -> str:
         if value not in names:
@@ -174,7 +175,8 @@ def _canonical(graph: Graph) -> str:
         reads = " ".join(map(name, node.inputs))
         writes = " ".join(map(name, node.outputs))
         bodies = "".join(f"{{{_canonical(body)}}}" for body in node.subgraphs)
-        lines.append(f"{writes}={node.primitive} {reads} {sorted(node.params.items())!r}{bodies}")
+        params = spelled.get(id(node.params)) or spelled.setdefault(id(node.params), repr(sorted(node.params.items())))
+        lines.append(f"{writes}={node.primitive} {reads} {params}{bodies}")
     lines.append(" ".join(map(name, graph.outputs)))
     return "\n".join(lines)
 

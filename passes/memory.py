@@ -233,13 +233,10 @@ def _forward_reads(graph: Graph, grouping: Grouping) -> Iterator[int]:
         if phase(node) == "forward":
             yield from node.inputs
         elif index in grouping.controls:
-            control = grouping.controls[index]
-            slots = {
-                slot
-                for body, inner in zip(control.bodies, grouping.bodies[index], strict=True)
-                for value, slot in zip(body.graph.inputs, body.inputs, strict=True)
-                if value in _read_forward(body.graph, inner)
-            }
+            control, slots = grouping.controls[index], set[int]()
+            for body, inner in zip(control.bodies, grouping.bodies[index], strict=True):
+                read = _read_forward(body.graph, inner)
+                slots.update(s for v, s in zip(body.graph.inputs, body.inputs, strict=True) if v in read)
             yield from (v for v, wire in zip(node.inputs, control.operands, strict=True) if wire.slot in slots)
 
 

@@ -5,13 +5,14 @@ Lowering executes these moves and the plan lists their collectives, so the two c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from passes.collectives import Collective, Kind
+from passes.collector import uncollected
 from passes.control import control_of
-from passes.ir import Graph, TensorType
+from passes.ir import Graph, Node, TensorType
 from passes.mesh import Mesh
 from passes.phases import Phase, phase
 from passes.resharding import Step
@@ -38,6 +39,26 @@ class Layout:
     inputs: tuple[ShardingSpec, ...]
     placements: tuple[Placement, ...]
     outputs: tuple[ShardingSpec, ...]
+
+
+def shared(layout: Layout) -> Layout:
+    """The same layout, its equal specs and placements the same objects, which need no comparing."""
+    specs: dict[ShardingSpec, ShardingSpec] = {}
+    placements: dict[tuple[object, ...], Placement] = {}
+    known = {id(placement): placement for placement in layout.placements}
+    for key, placement in known.items():
+        operands, results = (
+            tuple([specs.setdefault(spec, spec) for spec in side]) for side in (placement.operands, placement.results)
+        )
+        same = (*map(id, operands), None, *map(id, results), *map(id, placement.bodies))
+        if same not in placements:
+            placements[same] = Placement(operands=operands, results=results, bodies=placement.bodies)
+        known[key] = placements[same]
+    return Layout(
+        inputs=tuple([specs.setdefault(spec, spec) for spec in layout.inputs]),
+        placements=tuple([known[id(placement)] for placement in layout.placements]),
+        outputs=tuple([specs.setdefault(spec, spec) for spec in layout.outputs]),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,46 +97,69 @@ class Steps(Protocol):
     def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]: ...
 
 
+@uncollected()
 def moves(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = True) -> Schedule:
     """The moves that a layout implies; with `refetch`, weights are brought again for the backward pass."""
-    weights = frozenset(graph.inputs)
-    home: dict[int, ShardingSpec] = dict(zip(graph.inputs, layout.inputs, strict=True))
-    home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
-    free: set[int] = set()
-    done: set[tuple[int, ShardingSpec, Phase]] = set()
-    backward: set[int] = set()
+    return _Moving(graph, shared(layout), resharder, refetch).run()
 
-    def bring(value: int, wanted: ShardingSpec, when: Phase, anchor: int | None) -> Move | None:
-        when = "backward" if refetch and when == "backward" and value in weights else "forward"
-        if value in graph.literals or value in free or home[value] == wanted or (value, wanted, when) in done:
-            return None
-        done.add((value, wanted, when))
-        steps = resharder.steps(graph.types[value], home[value], wanted)
-        late = anchor if when == "backward" and not all(step.is_local for step in steps) else None
-        return Move(value=value, before=home[value], after=wanted, steps=steps, phase=when, after_value=late)
 
-    schedule: list[tuple[Move, ...]] = []
-    bodies: dict[int, tuple[Schedule, ...]] = {}
-    for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
-        if is_free(graph, index):
-            free.update(node.outputs)
-            schedule.append(())
-            continue
+class _Moving:
+    """Where every value is as nodes run: at `home`, or nowhere for those that are `free`; `done` are moves made."""
+
+    def __init__(self, graph: Graph, layout: Layout, resharder: Steps, refetch: bool) -> None:
+        self.graph, self.layout, self.resharder, self.refetch = graph, layout, resharder, refetch
+        self.weights = frozenset(graph.inputs)
+        self.home: dict[int, ShardingSpec] = dict(zip(graph.inputs, layout.inputs, strict=True))
+        self.home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
+        self.free: set[int] = set()
+        self.done: set[tuple[int, ShardingSpec, Phase]] = set()
+        self.backward: set[int] = set()
+
+    def run(self) -> Schedule:
+        graph, layout, home = self.graph, self.layout, self.home
+        schedule: list[tuple[Move, ...]] = []
+        bodies: dict[int, tuple[Schedule, ...]] = {}
+        for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
+            if node.primitive in FREE and is_free(graph, index):
+                self.free.update(node.outputs)
+                schedule.append(())
+                continue
+            if placement.bodies:
+                inner = zip(node.subgraphs, placement.bodies, strict=True)
+                bodies[index] = tuple(
+                    moves(body, inside, self.resharder, refetch=self.refetch) for body, inside in inner
+                )
+            wanted = [
+                (value, spec)
+                for value, spec in zip(node.inputs, placement.operands, strict=True)
+                if (at := home.get(value, spec)) is not spec and at != spec
+            ]
+            schedule.append(self._before(node, wanted) if wanted and not rule_of(node, graph).alias else ())
+            for value, spec in zip(node.outputs, placement.results, strict=True):
+                home[value] = spec
+            if self.refetch and phase(node) == "backward":
+                self.backward.update(node.outputs)
+        leaving = zip(graph.outputs, layout.outputs, strict=True)
+        brought = (self._bring(value, spec, "forward", None) for value, spec in leaving)
+        return Schedule(before=(*schedule, tuple(m for m in brought if m)), bodies=bodies)
+
+    def _before(self, node: Node, wanted: Sequence[tuple[int, ShardingSpec]]) -> tuple[Move, ...]:
+        """The moves that a node waits for."""
         when = phase(node)
-        anchor = next((value for value in node.inputs if value in backward), None)
-        if placement.bodies:
-            inner = zip(node.subgraphs, placement.bodies, strict=True)
-            bodies[index] = tuple(moves(body, inside, resharder, refetch=refetch) for body, inside in inner)
-        operands = zip(node.inputs, placement.operands, strict=True)
-        wanted = [(value, spec) for value, spec in operands if home.get(value, spec) != spec]
-        if wanted and rule_of(node, graph).alias:
-            wanted = []
-        schedule.append(tuple(m for value, spec in wanted if (m := bring(value, spec, when, anchor))))
-        home.update(zip(node.outputs, placement.results, strict=True))
-        if when == "backward":
-            backward.update(node.outputs)
-    brought = (bring(value, spec, "forward", None) for value, spec in zip(graph.outputs, layout.outputs, strict=True))
-    return Schedule(before=(*schedule, tuple(m for m in brought if m)), bodies=bodies)
+        anchor = next((value for value in node.inputs if value in self.backward), None)
+        return tuple(move for value, spec in wanted if (move := self._bring(value, spec, when, anchor)))
+
+    def _bring(self, value: int, wanted: ShardingSpec, when: Phase, anchor: int | None) -> Move | None:
+        when = "backward" if self.refetch and when == "backward" and value in self.weights else "forward"
+        if value in self.graph.literals or value in self.free:
+            return None
+        home = self.home[value]
+        if home == wanted or (value, wanted, when) in self.done:
+            return None
+        self.done.add((value, wanted, when))
+        steps = self.resharder.steps(self.graph.types[value], home, wanted)
+        late = anchor if when == "backward" and not all(step.is_local for step in steps) else None
+        return Move(value=value, before=home, after=wanted, steps=steps, phase=when, after_value=late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +180,8 @@ class Due:
 def due(graph: Graph, schedule: Schedule, *, trips: int = 1, share: float = 1.0, end: str = "output") -> Iterator[Due]:
     """Every move of a schedule, those of loops and branches included; `end` is where the outputs leave."""
     for index, before in enumerate(schedule.before):
+        if not before and index not in schedule.bodies:
+            continue
         node = graph.nodes[index] if index < len(graph.nodes) else None
         where, when = (node.source, phase(node)) if node else (end, "apply")
         for move in before:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from passes.ir import TensorType, item_nbytes
 
@@ -62,11 +61,11 @@ UNIFORM = frozenset({"literal", "broadcast"})
 SIMPLIFIED = frozenset({"add", "add_any", "select_n"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation; `operands` are positions in the program, `node` and `value` what it stands for in the graph.
 
-    `tag` tells apart what has the same kind, operands and shape.
+    `tag` tells apart what has the same kind, operands and shape. A tuple is made in a fifth of the time that a frozen
+    dataclass takes, and a deep model has a hundred thousand operations.
     """
 
     kind: Kind
@@ -98,6 +97,8 @@ class Operations:
     def __init__(self) -> None:
         self.every: list[Operation] = []
         self.known: dict[tuple[object, ...], int] = {}
+        self.wide: dict[tuple[int, Shape, tuple[int, ...] | None], int] = {}
+        self.numbers: dict[int, object] = {}
         self.at = -1
         self.value = -1
 
@@ -110,17 +111,11 @@ class Operations:
         new = len(self.every)
         found = self.known.setdefault(key, new)
         if found == new:
-            self.every.append(
-                Operation(
-                    kind=kind,
-                    operands=operands,
-                    shape=shape,
-                    dtype=dtype,
-                    node=self.at,
-                    value=self.value,
-                    tag=tag,
-                )
-            )
+            self.every.append(Operation(kind, operands, shape, dtype, self.at, self.value, tag))
+            if kind == "literal":
+                self.numbers[new] = cast("tuple[str, object]", tag)[1]
+            elif kind == "broadcast" and self.every[operands[0]].kind == "literal":
+                self.numbers[new] = self.numbers[operands[0]]
         return found
 
     def literal(self, value: object, dtype: str) -> int:
@@ -144,9 +139,7 @@ class Operations:
 
     def number(self, operation: int) -> object:
         """The literal that an operation holds everywhere, None for anything else."""
-        held = self.every[operation]
-        held = self.every[held.operands[0]] if held.kind == "broadcast" else held
-        return cast("tuple[str, object]", held.tag)[1] if held.kind == "literal" else None
+        return self.numbers.get(operation)
 
     def reshape(self, operation: int, shape: Shape) -> int:
         """The same bytes under another shape."""
@@ -159,9 +152,16 @@ class Operations:
 
     def broadcast(self, operation: int, shape: Shape, dims: Sequence[int] | None = None) -> int:
         """The operation with more dimensions, its own being `dims`; only a reshape where its size stays."""
-        held = self.every[operation]
-        if held.shape == shape:
+        if self.every[operation].shape == shape:
             return operation
+        key = (operation, shape, None if dims is None else tuple(dims))
+        found = self.wide.get(key)
+        if found is None:
+            found = self.wide[key] = self._broadcast(operation, shape, dims)
+        return found
+
+    def _broadcast(self, operation: int, shape: Shape, dims: Sequence[int] | None) -> int:
+        held = self.every[operation]
         if held.kind != "literal" and math.prod(shape) == math.prod(held.shape):
             return self.reshape(operation, shape)
         dims = range(len(shape) - len(held.shape), len(shape)) if dims is None else dims
@@ -194,9 +194,19 @@ class Operations:
         """One operation on every element; what is the same along a dimension is computed once and broadcast."""
         every, shape = self.every, type.shape
         spread = [o if every[o].shape == shape else self.broadcast(o, shape) for o in operands]
-        if name not in SIMPLIFIED and not any(every[o].kind in UNIFORM for o in spread):
-            return self.add("expensive" if expensive else "elementwise", spread, shape, type.dtype, name)
-        numbers = [self.number(o) for o in spread]
+        uniform = [o for o in spread if every[o].kind in UNIFORM]
+        found = None
+        if uniform or name in SIMPLIFIED:
+            numbers = [self.numbers.get(o) for o in spread]
+            found = self._neutral(name, spread, numbers, type)
+            if found is None and uniform:
+                found = self._narrow(name, spread, numbers, type, expensive)
+        if found is None:
+            found = self.add("expensive" if expensive else "elementwise", spread, shape, type.dtype, name)
+        return found
+
+    def _neutral(self, name: str, spread: list[int], numbers: Sequence[object], type: TensorType) -> int | None:
+        """What changes nothing, or only where something is written; None for anything else."""
         if name in NEUTRAL and len(spread) == 2 and "float" in type.dtype:
             if is_number(numbers[1], NEUTRAL[name]):
                 return spread[0]
@@ -209,20 +219,26 @@ class Operations:
                 held = self.every[scattered]
                 if held.kind == "update" and is_number(self.number(held.operands[0]), 0.0) and "-add" in str(held.tag):
                     return self.add("update", (into, *held.operands[1:]), type.shape, type.dtype, held.tag)
-        if type.shape and spread and all(n is not None for n in numbers):
-            return self.broadcast(self.literal((name, *numbers), type.dtype), type.shape)
+        return None
+
+    def _narrow(
+        self, name: str, spread: list[int], numbers: Sequence[object], type: TensorType, expensive: bool
+    ) -> int | None:
+        """What is a number, or the same along a dimension, computed before the broadcast; None for anything else."""
         sources = {o for o, n in zip(spread, numbers, strict=True) if n is None}
-        if len(sources) == 1 and self.every[(source := min(sources))].kind == "broadcast":
-            held = self.every[source]
-            narrow = self.every[held.operands[0]].shape
-            below = [
-                held.operands[0] if n is None else self.broadcast(self.every[o].operands[0], narrow)
-                for o, n in zip(spread, numbers, strict=True)
-            ]
-            inner = TensorType(shape=narrow, dtype=type.dtype)
-            made = self.elementwise(name, below, inner, expensive=expensive)
-            return self.broadcast(made, type.shape, cast("tuple[int, ...]", held.tag))
-        return self.add("expensive" if expensive else "elementwise", spread, type.shape, type.dtype, name)
+        if not sources and type.shape and spread:
+            return self.broadcast(self.literal((name, *numbers), type.dtype), type.shape)
+        if len(sources) != 1 or self.every[(source := min(sources))].kind != "broadcast":
+            return None
+        held = self.every[source]
+        narrow = self.every[held.operands[0]].shape
+        below = [
+            held.operands[0] if n is None else self.broadcast(self.every[o].operands[0], narrow)
+            for o, n in zip(spread, numbers, strict=True)
+        ]
+        inner = TensorType(shape=narrow, dtype=type.dtype)
+        made = self.elementwise(name, below, inner, expensive=expensive)
+        return self.broadcast(made, type.shape, cast("tuple[int, ...]", held.tag))
 
 
 def is_number(number: object, wanted: float) -> bool:

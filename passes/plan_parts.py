@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from passes.ir import Graph
+from passes.ir import Graph, Node
 from passes.memory import Holder, Memory
 from passes.mesh import Mesh
 from passes.moves import Placement
@@ -53,19 +53,13 @@ class Operator:
 
 def operators(graph: Graph, placements: Sequence[Placement]) -> tuple[Operator, ...]:
     """The nodes of a graph with their placements."""
-    return tuple(
-        Operator(
-            primitive=node.primitive,
-            source=node.source,
-            scope=node.scope,
-            placement=placement,
-            bodies=tuple(
-                operators(body, inside.placements)
-                for body, inside in zip(node.subgraphs, placement.bodies, strict=False)
-            ),
-        )
-        for node, placement in zip(graph.nodes, placements, strict=True)
-    )
+    return tuple([_operator(node, placement) for node, placement in zip(graph.nodes, placements, strict=True)])
+
+
+def _operator(node: Node, placement: Placement) -> Operator:
+    inner = zip(node.subgraphs, placement.bodies, strict=False)
+    bodies = tuple([operators(body, inside.placements) for body, inside in inner]) if placement.bodies else ()
+    return Operator(primitive=node.primitive, source=node.source, scope=node.scope, placement=placement, bodies=bodies)
 
 
 POINTS = 60

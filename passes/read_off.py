@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from passes.bundles import Grouping
+from passes.collector import uncollected
 from passes.intra_op import Answer
 from passes.ir import Graph
 from passes.memory import memory
@@ -17,6 +18,7 @@ from passes.problem import Assembly
 from passes.resharding import Resharder
 
 
+@uncollected()
 def read_off(
     name: str,
     assembly: Assembly,

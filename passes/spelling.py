@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, cast
 
@@ -167,24 +168,48 @@ def _as_sent(operations: Operations, operand: int) -> int:
 def _dot(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """Unless each side has at most one dimension of every sort, both are brought to (batch, free, contracted) order."""
     numbers = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", node.params["dimension_numbers"])
-    (contracted, batch), (type,) = numbers, results
-    if batch[0]:
+    type = results[0]
+    if numbers[1][0]:
         operands = [_as_sent(operations, o) for o in operands]
-    sides = [_Side.of(operations[o].shape, c, b) for o, c, b in zip(operands, contracted, batch, strict=True)]
-    if all(side.is_canonical for side in sides):
+    product = _product(operations[operands[0]].shape, operations[operands[1]].shape, numbers)
+    if product is None:
         return [operations.add("dot", operands, type.shape, type.dtype, numbers)]
-    left, right = sides
-    orders = ((*left.batch, *left.free, *left.contracted), (*right.batch, *right.contracted, *right.free))
-    wanted = ((left.size("free"), left.size("contracted")), (right.size("contracted"), right.size("free")))
     reads: list[int] = []
-    for operand, side, order, matrix in zip(operands, sides, orders, wanted, strict=True):
+    for operand, order, matrix, by_columns in zip(
+        operands, product.orders, product.read, product.by_columns, strict=True
+    ):
         arranged = operations.transpose(operand, order)
-        if operations[arranged].kind == "transpose" and side.is_matrix and (side is right or len(side.shape) == 2):
+        if operations[arranged].kind == "transpose" and by_columns:
             arranged = operand  # read by columns as well as by rows
-        reads.append(operations.reshape(arranged, (*(side.shape[d] for d in side.batch), *matrix)))
-    flat = (*(left.shape[d] for d in left.batch), left.size("free"), right.size("free"))
-    made = operations.add("dot", reads, flat, type.dtype, ("merged", numbers))
+        reads.append(operations.reshape(arranged, matrix))
+    made = operations.add("dot", reads, product.made, type.dtype, ("merged", numbers))
     return [operations.reshape(made, type.shape)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """How each side of a product is transposed and then read, whether its columns may be, and the shape it makes."""
+
+    orders: tuple[Shape, Shape]
+    read: tuple[Shape, Shape]
+    by_columns: tuple[bool, bool]
+    made: Shape
+
+
+@lru_cache(maxsize=1024)
+def _product(one: Shape, other: Shape, numbers: tuple[tuple[Shape, Shape], tuple[Shape, Shape]]) -> _Product | None:
+    """The product of two shapes, None where a kernel takes both as they lie; equal layers ask for the same ones."""
+    left, right = (_Side.of(s, c, b) for s, c, b in zip((one, other), *numbers, strict=True))
+    if left.is_canonical and right.is_canonical:
+        return None
+    rows, columns = (left.size("free"), left.size("contracted")), (right.size("contracted"), right.size("free"))
+    batches = [tuple(side.shape[d] for d in side.batch) for side in (left, right)]
+    return _Product(
+        orders=((*left.batch, *left.free, *left.contracted), (*right.batch, *right.contracted, *right.free)),
+        read=((*batches[0], *rows), (*batches[1], *columns)),
+        by_columns=(left.is_matrix and len(left.shape) == 2, right.is_matrix),
+        made=(*batches[0], left.size("free"), right.size("free")),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from passes import inter_op, stages
 from passes.cluster import Cluster
+from passes.errors import OverBudgetError
 from passes.inter_op import Partition, Submesh
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
@@ -27,6 +28,9 @@ NEAR = 1e-3
 
 RIVAL = 1.1
 """A step without stages is planned where its price is above that of the stages by no more than this factor."""
+
+RETRIES, LESS = 3, 0.95
+"""How often stages that do not fit are chosen again, and the share that is kept of what should do."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,28 +70,44 @@ class StagedSearch:
         return 1 in self.samples
 
     def run(self) -> Plan | PipelinePlan:
-        """The cheapest plan by its prices. Raises OverBudgetError if none keeps the limit by them."""
+        """The cheapest plan by its prices. Raises OverBudgetError if none keeps the limit by them.
+
+        Prices leave out what is needed for a moment. Where the stages that were chosen need more than there is, they
+        are chosen again with as much less, a few times.
+        """
         self._tell_price(None)
-        whole = self._everything()
-        partition = inter_op.partition(
+        whole, limit = self._everything(), self.limit
+        partition = self._partition(whole, limit)
+        plan = self._realised(partition)
+        for _ in range(RETRIES):
+            if plan.peak_nbytes <= self.limit:
+                break
+            limit *= LESS * self.limit / plan.peak_nbytes
+            try:
+                partition = self._partition(whole, limit)
+            except OverBudgetError:
+                break
+            plan = self._realised(partition)
+        if not self.prices_whole or not self._rivals(whole, RIVAL * partition.seconds):
+            return plan
+        self._tell_stage(0, 1)
+        rival = self._best("auto", self.form, self.table.near(0, self.layers, whole, 1), self.solver)
+        return min(plan, rival, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
+
+    def _partition(self, whole: Submesh, limit: float) -> Partition:
+        """The stages that take least by their prices and need at most `limit` bytes of a device."""
+        return inter_op.partition(
             self.layers,
             whole,
             inter_op.submeshes(self.cluster, every=False),
             self.table,
             schedules=self.schedules,
             microbatches=tuple(count for count in self.samples if count > 1) or (1,),
-            memory_limit=self.limit,
+            memory_limit=limit,
             dispatch_seconds=DISPATCH_SECONDS,
             idle=False,
             least=self.table.least,
         )
-        rivals: list[Plan | PipelinePlan] = []
-        if self.prices_whole and self._rivals(whole, RIVAL * partition.seconds):
-            self._tell_stage(0, 1)
-            meshes = self.table.near(0, self.layers, whole, 1)
-            rivals.append(self._best("auto", self.form, meshes, self.solver))
-        rivals.append(self._realised(partition))
-        return min(rivals, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
 
     def _everything(self) -> Submesh:
         group = self.cluster.group()

@@ -8,10 +8,12 @@ import pytest
 
 from passes.bundles import group
 from passes.cluster import Cluster, DeviceSpec, HostGroup, Link
+from passes.combining import combined
 from passes.ir import Graph, Node, TensorType
 from passes.memory import CAUSES, Memory, gradient_nbytes, memory
 from passes.mesh import Mesh
-from passes.moves import Layout, Placement, moves
+from passes.moves import Layout, Placement, moves, shared
+from passes.operations import Operation
 from passes.resharding import Resharder
 from passes.sharding import ShardingSpec, replicated
 
@@ -250,3 +252,27 @@ def test_what_is_cut_counts_a_piece():
 def peak(found: Memory) -> dict[str, int]:
     """The causes that hold anything."""
     return {cause: nbytes for cause, nbytes in found.nbytes.items() if nbytes}
+
+
+def test_equal_placements_are_shared() -> None:
+    def placement() -> Placement:
+        return Placement(operands=(replicated(2),), results=(replicated(1),))
+
+    layout = Layout(inputs=(replicated(2),), placements=(placement(), placement()), outputs=(replicated(1),))
+    found = shared(layout)
+    assert found == layout
+    assert found.placements[0] is found.placements[1]
+    assert found.inputs[0] is found.placements[0].operands[0]
+    assert found.outputs[0] is found.placements[0].results[0]
+
+
+def test_what_waits_for_a_combined_collective_comes_after_it() -> None:
+    def sent(operand: int) -> Operation:
+        return Operation("collective", (operand,), (8,), "float32", 0, tag=("all_reduce", ("x",)))
+
+    sources = [Operation("input", (), (8,), "float32", 0, tag=i) for i in range(2)]
+    reader = Operation("elementwise", (2,), (8,), "float32", 0, tag="neg")
+    operations, place = combined([*sources, sent(0), reader, sent(1)])
+    assert [o.kind for o in operations] == ["input", "input", "collective", "result", "elementwise", "result"]
+    assert place == (0, 1, 3, 4, 5)
+    assert all(o < index for index, operation in enumerate(operations) for o in operation.operands)
