@@ -349,7 +349,7 @@ class ParallelFunction:
         traced, pieces = program.traced, program.pieces
         if isinstance(plan, PipelinePlan):
             if isinstance(self._planner, Auto):
-                traced, pieces = in_pieces(traced, self._planner.layers)
+                traced, pieces = in_pieces(traced, self._planner.pieces)
                 structs = pieces.structs(program.structs) if pieces else program.structs
                 traced = microbatched(traced, structs, plan.microbatches, self._coupling)
             plan.check(traced.graph, traced.tied)
@@ -409,9 +409,9 @@ class ParallelFunction:
         It is searched with loops over layers in pieces; a plan without stages is made anew for whole ones.
         """
         whole, planner = program.traced, cast("Auto", self._planner)
-        cut, pieces = in_pieces(whole, planner.layers)
+        cut, pieces = in_pieces(whole, planner.pieces)
         structs = pieces.structs(program.structs) if pieces else program.structs
-        family = Family(traced=cut, structs=structs, coupling=self._coupling, layers=planner.layers)
+        family = Family(traced=cut, structs=structs, coupling=self._coupling, layers=planner.pieces)
         try:
             samples = family.samples((self._microbatches,) if self._microbatches else MICROBATCHES)
         except PlanningError:

@@ -37,7 +37,8 @@ PHASES = {
 class Searched:
     """Seconds of each phase and of all of it, `cpu` of them computed here; layer tables and the plan.
 
-    `tables` are as many as there are layers, meshes and numbers of microbatches, `priced` those that took a solve.
+    `tables` are as many as there are layers (of a deep model, blocks), meshes and numbers of microbatches, `priced`
+    those that took a solve.
     """
 
     model: str
@@ -78,13 +79,14 @@ def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, opt
     meshes = sum(
         len(layouts(cluster, choice.n_devices, planner.max_axes)) for choice in submeshes(cluster, every=False)
     )
+    asked = one_mesh.depth(config) * meshes * len(MICROBATCHES)
     return Searched(
-        model=f"{name}, {config.layers} layers",
+        model=f"{name}, {one_mesh.depth(config)} layers",
         cluster=cluster.name,
         seconds=spent([("trace", began), *told], ended),
         total=ended - began,
         cpu=time.process_time() - cpu,
-        tables=planner.layers * meshes * len(MICROBATCHES),
+        tables=asked,
         priced=sum(phase == "price" for phase, _ in told),
         stages=len(plan.stages) if isinstance(plan, autopar.PipelinePlan) else 1,
         microbatches=plan.microbatches,
@@ -103,6 +105,8 @@ def phase_of(told: str) -> str:
             return "partition"
         case ["plan", *_]:
             return "realise"
+        case ["write", *_]:
+            return "microbatches"
         case _:
             return "whole"
 

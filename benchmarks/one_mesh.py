@@ -81,6 +81,11 @@ def make_step(module: Any, config: Any) -> tuple[Callable[..., Any], Any]:
     return trainings.make_step(module, config, optimizer), jax.eval_shape(create, jax.random.key(0))
 
 
+def depth(config: Any) -> int:
+    """How many layers a model has."""
+    return config.depth if isinstance(config, wide_resnet.Config) else config.layers
+
+
 def plan(
     name: str, sizes: tuple[int, ...], cluster: Cluster, batch_size: int, layers: int | None, options: SolverOptions
 ) -> Phases:
@@ -90,7 +95,7 @@ def plan(
     train_step, state = make_step(module, config)
     batch = jax.eval_shape(lambda: module.example_batch(config, batch_size, jax.random.key(0)))
     mesh = named(cluster, *zip("xyz", sizes, strict=False))
-    found = Phases(model=f"{name}, {config.layers} layers", mesh=str(mesh))
+    found = Phases(model=f"{name}, {depth(config)} layers", mesh=str(mesh))
     with found.timed("trace"):
         traced = trace(train_step, (state, batch), {}, donate_argnums=(0,))
     graph, resharder = traced.graph, Resharder(mesh)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.ir import Graph, Node
 from passes.phases import phase
 from passes.repeats import blocks
-from passes.stages import forward_nodes
+from passes.stages import forward_nodes, forward_scope
 
 KEPT = 4
 """So many blocks are kept: the two ends, and two in the middle that follow each other."""
@@ -51,22 +51,29 @@ def abridge(graph: Graph, tied: Sequence[tuple[int, int]]) -> Abridged | None:
 
 
 def _homes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
-    """The block of every node: by its place in the forward pass, else that of the largest value that it reads.
+    """The block of every node: by its place in the forward pass, or that of the operator that it is the gradient of.
 
-    What reads from no block belongs to the one block that reads it.
+    Otherwise it is that of the largest value that it reads, those of the forward pass before others. What reads from
+    no block belongs to the one block that reads it.
     """
     homes = [OUTSIDE] * len(graph.nodes)
-    forward = forward_nodes(graph)
+    forward = [index for index in forward_nodes(graph) if index < firsts[-1]]
+    scopes: dict[str, set[int]] = {}
     for index in forward:
-        homes[index] = bisect_right(firsts, index) - 1 if index < firsts[-1] else OUTSIDE
+        homes[index] = bisect_right(firsts, index) - 1
+        scopes.setdefault(graph.nodes[index].scope, set()).add(homes[index])
     places = set(forward)
     made = dict.fromkeys(graph.inputs, OUTSIDE) | {v: homes[i] for i in forward for v in graph.nodes[i].outputs}
     for value in made:
         readers = {homes[reader] for reader in graph.consumers.get(value, ()) if reader in places}
         made[value] = max(readers, default=made[value])
+    early = frozenset(made)
     for index, node in enumerate(graph.nodes):
         if index not in places:
-            homes[index] = _of_largest(graph, node, made)
+            own = scopes.get(forward_scope(node.scope), set[int]()) if phase(node) == "backward" else set[int]()
+            read = [(v not in early, -graph.types[v].nbytes, made[v]) for v in node.inputs if v in made]
+            largest = min((one for one in read if one[2] != OUTSIDE), default=(False, 0, OUTSIDE))[2]
+            homes[index] = next(iter(own)) if len(own) == 1 else largest
             made.update(dict.fromkeys(node.outputs, homes[index]))
     leaving = set(graph.outputs)
     for index in range(len(graph.nodes) - 1, -1, -1):
@@ -75,12 +82,6 @@ def _homes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
             read = {homes[reader] for value in outputs for reader in graph.consumers.get(value, ())}
             homes[index] = next(iter(read)) if len(read) == 1 else OUTSIDE
     return tuple(homes)
-
-
-def _of_largest(graph: Graph, node: Node, made: Mapping[int, int]) -> int:
-    """The block of the largest value that a node reads, of equals the first block."""
-    read = [(-graph.types[v].nbytes, made[v]) for v in node.inputs if made.get(v, OUTSIDE) != OUTSIDE]
-    return min(read, default=(0, OUTSIDE))[1]
 
 
 @dataclass(slots=True, kw_only=True)

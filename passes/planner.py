@@ -45,8 +45,11 @@ from passes.progress import Report, silent
 from passes.progress import within as told_of
 from passes.shortage import shortage
 from passes.stage_table import Sample
-from passes.staged import StagedSearch
+from passes.staged import StagedSearch, finest
 from passes.variants import Form, Forms, Variant, VariantSearch, variant_of
+
+LAYERS = 8
+"""Layers of a forward pass where nothing else is said."""
 
 RESERVE = 0.06
 """The share of a device's memory that is left to the framework, its communicators and fragmentation."""
@@ -67,7 +70,8 @@ class Auto:
     """The cheapest placements on the best logical mesh of at most `max_axes` axes, in stages where that is cheaper.
 
     With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, and numbers of microbatches
-    and `schedules` are tried; a plan without stages competes on equal terms. That takes minutes for a large model.
+    and `schedules` are tried; a plan without stages competes on equal terms. That takes a minute for a large model.
+    Without a number there are 8 layers, or as many as 32 where a deep model repeats itself.
 
     No device may need more than `memory_limit` bytes, by default its own memory less a reserve of 6 %. Where the step
     as it is written does not fit, it is tried in more microbatches and with less kept, for `seconds`.
@@ -78,11 +82,16 @@ class Auto:
     max_axes: int = 2
     memory_limit: int | None = None
     pipeline: bool = False
-    layers: int = 8
+    layers: int | None = None
     schedules: tuple[str, ...] = ("1f1b", "eager-1f1b")
     seconds: float = 60.0
     solver: SolverOptions = field(default_factory=SolverOptions)
     interruptible: bool = field(default=False, compare=False, repr=False)
+
+    @property
+    def pieces(self) -> int:
+        """In how many layers a forward pass is cut that does not repeat itself."""
+        return self.layers or LAYERS
 
     def searches(self, cluster: Cluster) -> bool:
         """Whether stages are searched on this cluster."""
@@ -217,7 +226,7 @@ class Auto:
             cluster=cluster,
             samples=samples,
             graph=graph,
-            layers=self.layers,
+            layers=self.layers or finest(samples.values(), LAYERS),
             schedules=self.schedules,
             limit=self.limit(cluster),
             solver=self.solver,

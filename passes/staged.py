@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes import inter_op, stages
+from passes.abridge import KEPT
 from passes.cluster import Cluster
 from passes.errors import OverBudgetError
 from passes.inter_op import Partition, Submesh
@@ -31,6 +33,18 @@ RIVAL = 1.1
 
 RETRIES, LESS = 3, 0.95
 """How often stages that do not fit are chosen again, and the share that is kept of what should do."""
+
+FINEST = 32
+"""The most layers that a deep model is cut into: prices are of blocks, so more layers cost no more of them."""
+
+
+def finest(samples: Iterable[Sample], layers: int) -> int:
+    """As many layers of equally many blocks as are worth it where blocks were left out of samples; else `layers`."""
+    sample = next(iter(samples))
+    if not sample.left_out:
+        return layers
+    n_blocks = sample.left_out + KEPT
+    return max(layers, math.ceil(n_blocks / math.ceil(n_blocks / FINEST)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +137,7 @@ class StagedSearch:
     def _realised(self, partition: Partition) -> Plan | PipelinePlan:
         """The stages that were chosen, planned as they are."""
         count, chosen, form = partition.microbatches, partition.stages, self.form
+        self.report(Progress(phase="write the step in microbatches", done=0, total=None))
         graph = self.graph(count)
         meshes = [self.table.near(stage.first, stage.last, stage.submesh, count) for stage in chosen]
         if len(chosen) == 1:

@@ -73,6 +73,11 @@ def ties(part: Part, graph: Graph, tied: Sequence[tuple[int, int]]) -> tuple[tup
     return tuple((outputs[o], inputs[i]) for o, i in pairs if o in outputs and i in inputs)
 
 
+def forward_scope(scope: str) -> str:
+    """The scope of the operator that a transposed one belongs to."""
+    return _TRANSPOSED.sub(r"\1", scope)
+
+
 def forward_nodes(body: Graph) -> tuple[int, ...]:
     """The nodes between which stages may be cut, in order: those of the forward pass."""
     late, anywhere = _after_backward(body), _everywhere(body)
@@ -182,7 +187,7 @@ class _Cutter:
         producers = self.body.producers
         backward = [self.made[v] for v in node.inputs if v in self.made and producers[v] in self.late]
         latest = min(backward, default=len(self.firsts) - 1)
-        own = places.get(_TRANSPOSED.sub(r"\1", node.scope), set[int]())
+        own = places.get(forward_scope(node.scope), set[int]())
         if len(own) == 1 and (only := next(iter(own))) <= latest:
             return only
         saved = {v: at for v in node.inputs if (at := self._at_hand(v, latest)) is not None}

@@ -1,0 +1,193 @@
+"""Deep steps are searched on abridged ones, and nothing but time is lost by it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from autopar.family import Family
+from autopar.trace import trace
+from models import gpt, llama
+from passes.abridge import KEPT, abridge
+from passes.devices import parse_cluster
+from passes.intra_op import SolverOptions
+from passes.mesh_search import layouts
+from passes.pipelines import body_of
+from passes.planner import Auto
+from passes.repeats import blocks, in_blocks
+from passes.stage_table import Sample
+from passes.staged import StagedSearch, finest
+from passes.stages import cut
+from passes.variants import Form
+
+CLUSTER = parse_cluster("1x4:a100-80g")
+LAYERS = 8
+
+
+def traced_step(loss, params, batch, optimizer):
+    def step(state, batch):
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    state = (params, jax.eval_shape(optimizer.init, params))
+    return trace(step, (state, batch), {}, donate_argnums=(0,))
+
+
+def language_model(module, layers=LAYERS, optimizer=None):
+    config = replace(module.Config.tiny(), layers=layers)
+    params = jax.eval_shape(lambda: module.init(config, jax.random.key(0)))
+    batch = jax.eval_shape(lambda: module.example_batch(config, 16, jax.random.key(0)))
+    loss = lambda params, batch: module.loss(config, params, batch)  # noqa: E731
+    return traced_step(loss, params, batch, optimizer or optax.adamw(1e-3))
+
+
+def mlp(activations, *, skip=False, shared=False):
+    """Layers named so that the tenth comes second; `skip` hands the first result on to all, `shared` one weight."""
+    struct = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    names = [f"layer_{i}" for i in range(1 if shared else len(activations))]
+    params = {name: {"w": struct, "b": jax.ShapeDtypeStruct((128,), jnp.float32)} for name in names}
+
+    def loss(params, batch):
+        x, y = batch
+        first = x = jnp.tanh(x)
+        for i, activation in enumerate(activations):
+            own = params[names[0 if shared else i]]
+            x = activation(x @ own["w"] + own["b"])
+            x = x + first if skip else x
+        return jnp.mean((x - y) ** 2)
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    return traced_step(loss, params, (x, x), optax.sgd(0.1, momentum=0.9))
+
+
+def structs_of(traced):
+    types = (traced.graph.types[value] for value in traced.graph.inputs)
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+
+
+def family_of(traced, layers=4):
+    return Family(traced=traced, structs=structs_of(traced), coupling="exact", layers=layers)
+
+
+def searching(traced, samples, layers, limit=1e15):
+    auto, family = Auto(pipeline=True), family_of(traced)
+    return StagedSearch(
+        form=Form(graph=traced.graph, tied=traced.tied, donated=traced.donated),
+        cluster=CLUSTER,
+        samples=samples,
+        graph=family.graph,
+        layers=layers,
+        schedules=auto.schedules,
+        limit=limit,
+        solver=SolverOptions(),
+        meshes=lambda n: layouts(CLUSTER, n, 2),
+    )
+
+
+@pytest.mark.parametrize("module", [gpt, llama])
+def test_a_sample_has_the_blocks_of_the_step(module):
+    traced = language_model(module)
+    family = family_of(traced)
+    sample = family.sample(4)
+    whole = Sample(graph=family.graph(4), tied=traced.tied)
+    assert sample.left_out == LAYERS - KEPT
+    assert len(sample.graph.nodes) < 0.8 * len(whole.graph.nodes)
+    kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.blocks(0, 4, 4)] for one in (sample, whole)]
+    assert len(kinds[0]) == len(kinds[1]) == LAYERS + 2
+    differs = [at for at, (one, other) in enumerate(zip(*kinds, strict=True)) if one != other]
+    assert differs in ([], [1])  # the first block also adds up what all of them have
+    assert max(map(kinds[0].count, kinds[0])) >= LAYERS - 2
+
+
+def test_a_search_on_samples_finds_what_one_on_the_step_does():
+    traced = language_model(gpt)
+    family = family_of(traced)
+    samples = {4: family.sample(4)}
+    assert samples[4].left_out
+    plans = [
+        searching(traced, found, 4).run() for found in (samples, {4: Sample(graph=family.graph(4), tied=traced.tied)})
+    ]
+    one, other = plans
+    assert (one.firsts, one.schedule_name, one.costs) == (other.firsts, other.schedule_name, other.costs)
+    assert [stage.mesh for stage in one.stages] == [stage.mesh for stage in other.stages]
+    assert [stage.layout for stage in one.stages] == [stage.layout for stage in other.stages]
+    assert one.step_seconds == other.step_seconds
+
+
+def test_the_order_of_names_does_not_matter():
+    found = abridge((traced := mlp([jax.nn.relu] * 12)).graph, traced.tied)
+    assert found is not None
+    assert found.left_out == len(blocks(traced.graph)) - 1 - KEPT
+    state = {found.graph.types[found.graph.inputs[i]] for _, i in found.tied}
+    assert len(found.tied) < len(traced.tied)
+    assert state == {traced.graph.types[traced.graph.inputs[i]] for _, i in traced.tied}
+
+
+def test_what_differs_stays():
+    uneven = [jax.nn.relu] * 12
+    uneven[6] = jax.nn.silu
+    traced = mlp(uneven)
+    found = abridge(traced.graph, traced.tied)
+    assert found is None or found.left_out < 12 - KEPT
+
+
+def test_weights_that_are_shared_are_not_left_out():
+    traced = mlp([jax.nn.relu] * 12, shared=True)
+    found = abridge(traced.graph, traced.tied)
+    assert found is None or len(found.inputs) == len(traced.graph.inputs)
+
+
+def test_a_value_that_all_blocks_read_stays():
+    traced = mlp([jax.nn.relu] * 12, skip=True)
+    found = abridge(traced.graph, traced.tied)
+    assert found is None or found.left_out
+    if found is not None:
+        found.graph.verify()
+
+
+def test_few_layers_are_not_abridged():
+    traced = language_model(gpt, layers=3)
+    assert abridge(traced.graph, traced.tied) is None
+    assert family_of(traced).sample(4).left_out == 0
+
+
+def test_layers_are_runs_of_blocks():
+    traced = language_model(gpt)
+    body = body_of(family_of(traced).graph(4))
+    firsts = blocks(body)
+    assert len(firsts) == LAYERS + 1
+    cuts = in_blocks(body, 4)
+    assert set(firsts) <= set(cuts.firsts)
+    assert cuts.layers[0] == 0
+    assert len(cuts.layers) == 4
+    assert in_blocks(body, 40 if len(cuts.firsts) < 40 else 99).layers == tuple(range(40))
+
+
+def test_a_mask_is_made_where_it_is_read():
+    traced = language_model(gpt)
+    graph = family_of(traced).graph(4)
+    body = body_of(graph)
+    parts = cut(graph, in_blocks(body, 4).firsts, traced.tied).parts
+    sent = {body.types[inner].dtype for part in parts for inner in part.streams.values()}
+    assert "bool" not in sent
+
+
+def test_deep_models_have_more_layers():
+    graph = mlp([jax.nn.relu] * 2).graph
+    deep, shallow = (Sample(graph=graph, tied=(), left_out=n) for n in (44, 0))
+    assert finest([deep], 8) == 24
+    assert finest([shallow], 8) == 8
+
+
+def test_stages_that_do_not_fit_are_chosen_again():
+    traced = language_model(gpt)
+    samples = {4: family_of(traced).sample(4)}
+    free = searching(traced, samples, 4).run()
+    limit = 0.9 * free.peak_nbytes
+    kept = searching(traced, samples, 4, limit).run()
+    assert kept.peak_nbytes <= limit
+    assert kept.step_seconds >= free.step_seconds
