@@ -35,7 +35,7 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """Seconds of each phase and of all of it, `cpu` of them computed here; layer tables and the plan.
+    """Seconds of each phase and of all of it, `cpu` of them computed here; tables and the plan, `gap` its largest.
 
     `tables` are as many as there are layers (of a deep model, blocks), meshes and numbers of microbatches, `priced`
     those that took a solve.
@@ -50,6 +50,7 @@ class Searched:
     priced: int
     stages: int
     microbatches: int
+    gap: float
     step_seconds: float
     peak_nbytes: int
     rss_nbytes: int
@@ -90,6 +91,7 @@ def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, opt
         priced=sum(phase == "price" for phase, _ in told),
         stages=len(plan.stages) if isinstance(plan, autopar.PipelinePlan) else 1,
         microbatches=plan.microbatches,
+        gap=max(stage.gap for stage in plan.stages) if isinstance(plan, autopar.PipelinePlan) else plan.gap,
         step_seconds=plan.step_seconds,
         peak_nbytes=plan.peak_nbytes,
         rss_nbytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
@@ -136,6 +138,7 @@ def tables(found: Searched) -> list[Table]:
     rest = Table(show_header=False)
     rest.add_row("layer tables", f"{found.tables:,} asked, {found.priced:,} solved")
     rest.add_row("plan", f"{quantities.count(found.stages, 'stage', 'stages')}, {found.microbatches} microbatches")
+    rest.add_row("gap of its stages", f"{100 * found.gap:.2g} %")
     rest.add_row("predicted step", quantities.seconds(found.step_seconds))
     rest.add_row("predicted peak", f"{quantities.nbytes(found.peak_nbytes)} a device")
     rest.add_row("process peak", f"{quantities.nbytes(found.rss_nbytes)} of resident memory so far")

@@ -200,14 +200,13 @@ def test_what_runs_from_the_cache_is_the_step(tmp_path: Path, planner: Any):
 
 def test_a_pipeline_that_the_search_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = jax.tree.map(lambda x: struct(*x.shape), arguments("float32"))
-    monkeypatch.setattr(
-        autopar.Auto, "search", lambda self, graph, cluster, family, **_: family_plan(family[4], cluster, _)
-    )
 
-    def family_plan(graph: Any, cluster: Any, options: Any) -> Any:
+    def found(self: Any, form: Any, cluster: Any, samples: Any, graph: Any, report: Any) -> Any:
+        assert 4 in samples
         planner = autopar.Pipeline(stages=2, microbatches=4)
-        return planner.plan(graph, cluster, tied=options["tied"], donated=options["donated"])
+        return planner.plan(graph(4), cluster, tied=form.tied, donated=form.donated)
 
+    monkeypatch.setattr(autopar.Auto, "search", found)
     options = {"planner": autopar.Auto(pipeline=True, layers=2), "cluster": "1x2:a100-80g", "cache": tmp_path}
     first = autopar.parallelize(deep_step, **options).plan(*given)
     assert isinstance(first, autopar.PipelinePlan)

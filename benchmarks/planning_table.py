@@ -1,0 +1,165 @@
+"""Models x clusters, each planned in a process of its own: `python -m benchmarks.planning_table --help`."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from passes import quantities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model planned for a cluster, on one mesh or in stages, and the most seconds that it may take, tracing included.
+
+    `after` bounds the seconds after tracing, where that is asked for too.
+    """
+
+    model: str
+    cluster: str
+    batch: int
+    bound: float
+    mesh: str = ""
+    after: float | None = None
+
+
+CASES = {
+    "llama": Case(model="llama-3-8b", cluster="8x8:a100-80g", batch=64, mesh="8x8", bound=6.0, after=2.0),
+    "39b-mesh": Case(model="gpt-39b", cluster="8x8:v100-16g", batch=64, mesh="8x8", bound=8.0, after=3.0),
+    "39b": Case(model="gpt-39b", cluster="8x8:v100-16g", batch=1024, bound=20.0),
+    "moe": Case(model="moe-70b", cluster="8x8:v100-16g", batch=1024, bound=60.0),
+    "wide-resnet": Case(model="wide-resnet-13b", cluster="8x8:v100-16g", batch=1536, bound=60.0),
+    "1t": Case(model="gpt-1t", cluster="384x8:a100-80g", batch=3072, bound=60.0),
+}
+"""What is planned, by the name that --case takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Median seconds of a case's parts; integer programs asked and solved; the largest gap of a part of the plan."""
+
+    case: Case
+    trace: float
+    solve: float
+    partition: float
+    total: float
+    asked: int
+    solved: int
+    gap: float
+    step_seconds: float
+    rss_nbytes: int
+
+    @property
+    def missed(self) -> bool:
+        late = self.case.after is not None and self.total - self.trace > self.case.after
+        return late or self.total > self.case.bound
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planning_table",
+        description="Plan large models for large clusters, each in a fresh process, and print what every part took.",
+        epilog="example: python -m benchmarks.planning_table --case 39b --case moe --repeat 3",
+    )
+    parser.add_argument("--case", choices=tuple(CASES), action="append", help="give it again for more (default: all)")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="median of N (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed")
+    return parser.parse_args(argv)
+
+
+def plan(case: Case) -> dict[str, Any]:
+    """What `benchmarks.planning` says of a case. Raises CalledProcessError if it fails."""
+    kind = ["--mesh", case.mesh] if case.mesh else ["--pipeline"]
+    options = ["--model", case.model, "--cluster", case.cluster, "--batch", str(case.batch), *kind, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planning", *options], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(done.stdout)
+
+
+def row(case: Case, found: Sequence[dict[str, Any]]) -> Row:
+    """The row of a case, from as many runs."""
+
+    def median(*path: str) -> float:
+        return statistics.median(sum(one["seconds"][name] for name in path) for one in found)
+
+    last = found[-1]
+    if case.mesh:
+        spent = [{name: cost["wall"] for name, cost in one["spent"].items()} for one in found]
+        return Row(
+            case=case,
+            trace=statistics.median(one["trace"] for one in spent),
+            solve=statistics.median(one["tables"] + one["build and solve"] for one in spent),
+            partition=0.0,
+            total=statistics.median(one["in all"] for one in spent),
+            asked=last["sizes"]["integer programs asked"],
+            solved=last["sizes"]["relaxations solved"],
+            gap=last["gap"],
+            step_seconds=last["objective"],
+            rss_nbytes=last["rss_nbytes"],
+        )
+    return Row(
+        case=case,
+        trace=median("trace", "microbatches"),
+        solve=median("whole", "price", "realise"),
+        partition=median("partition"),
+        total=statistics.median(one["total"] for one in found),
+        asked=last["tables"],
+        solved=last["priced"],
+        gap=last["gap"],
+        step_seconds=last["step_seconds"],
+        rss_nbytes=last["rss_nbytes"],
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Every case with its parts, its targets and what it holds."""
+    headings = ("model", "cluster", "mesh", "trace", "build, solve", "stages", "total", "target", "asked", "solved")
+    shown = Table(*headings, "gap", "step", "RSS", title="planning, cold", title_justify="left")
+    for column in shown.columns[3:]:
+        column.justify = "right"
+    for one in rows:
+        shown.add_row(
+            one.case.model,
+            one.case.cluster,
+            one.case.mesh or "stages",
+            quantities.seconds(one.trace),
+            quantities.seconds(one.solve),
+            quantities.seconds(one.partition),
+            quantities.seconds(one.total) + (" missed" if one.missed else ""),
+            quantities.seconds(one.case.bound),
+            f"{one.asked:,}",
+            f"{one.solved:,}",
+            f"{100 * one.gap:.2g} %",
+            quantities.seconds(one.step_seconds),
+            quantities.nbytes(one.rss_nbytes),
+        )
+    return shown
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what the command line asks for; 1 if it is strict and a target is missed."""
+    args = arguments(argv)
+    console, rows = Console(highlight=False), list[Row]()
+    for name in args.case or CASES:
+        case = CASES[name]
+        with console.status(f"planning {case.model} on {case.cluster}"):
+            rows.append(row(case, [plan(case) for _ in range(args.repeat)]))
+    if args.json:
+        print(json.dumps([asdict(one) for one in rows], indent=1))
+    else:
+        console.print(table(rows))
+    return 1 if args.strict and any(one.missed for one in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
