@@ -84,6 +84,16 @@ def _homes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
     return tuple(homes)
 
 
+def _is_ordered(graph: Graph) -> bool:
+    """Whether every value is made before it is read."""
+    known = {*graph.inputs, *graph.constants, *graph.literals}
+    for node in graph.nodes:
+        if not known.issuperset(node.inputs):
+            return False
+        known.update(node.outputs)
+    return known.issuperset(graph.outputs)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Matched:
     """The blocks of a step, operator by operator: `slots` are equal for what is the same in two blocks."""
@@ -237,8 +247,8 @@ class _Matched:
         state = dict(self.tied)
         return frozenset((slot, read.get(state.get(o, -1))) for o, slot in made.items()) | frozenset(read.values())
 
-    def without(self) -> Abridged:
-        """The step without the blocks between the second and the last but one."""
+    def without(self) -> Abridged | None:
+        """The step without the blocks between the second and the last but one; None if what reads them comes too early."""
         graph, gone = self.graph, self.gone
         nodes = tuple(i for i, home in enumerate(self.home) if home not in gone)
         inputs = tuple(i for i, value in enumerate(graph.inputs) if self.owner.get(value) not in gone)
@@ -252,7 +262,8 @@ class _Matched:
             input_names=tuple(graph.input_names[i] for i in inputs) if graph.input_names else (),
             output_names=tuple(graph.output_names[o] for o in outputs) if graph.output_names else (),
         )
-        short.verify()
+        if not _is_ordered(short):
+            return None
         tied = tuple((leaving[o], entering[i]) for o, i in self.tied if o in leaving and i in entering)
         return Abridged(graph=short, nodes=nodes, inputs=inputs, outputs=outputs, tied=tied, left_out=len(gone))
 
