@@ -248,7 +248,7 @@ class _Matched:
         return frozenset((slot, read.get(state.get(o, -1))) for o, slot in made.items()) | frozenset(read.values())
 
     def without(self) -> Abridged | None:
-        """The step without the blocks between the second and the last but one; None if what reads them comes too early."""
+        """The step without the blocks between; None if what stays would read what is not made yet."""
         graph, gone = self.graph, self.gone
         nodes = tuple(i for i, home in enumerate(self.home) if home not in gone)
         inputs = tuple(i for i, value in enumerate(graph.inputs) if self.owner.get(value) not in gone)
