@@ -8,7 +8,6 @@ import optax
 import pytest
 
 from autopar.family import Family
-from autopar.trace import trace
 from models import gpt, llama
 from passes.abridge import KEPT, abridge
 from passes.devices import parse_cluster
@@ -21,20 +20,10 @@ from passes.stage_table import Sample
 from passes.staged import StagedSearch, finest
 from passes.stages import cut
 from passes.variants import Form
+from tests.autopar.traced_steps import traced_step
 
 CLUSTER = parse_cluster("1x4:a100-80g")
 LAYERS = 8
-
-
-def traced_step(loss, params, batch, optimizer):
-    def step(state, batch):
-        params, moments = state
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
-
-    state = (params, jax.eval_shape(optimizer.init, params))
-    return trace(step, (state, batch), {}, donate_argnums=(0,))
 
 
 def language_model(module, layers=LAYERS, optimizer=None):

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 from autopar.microbatch import microbatched
-from autopar.trace import trace
 from models import gpt
 from passes import inter_op, stages
 from passes.bundles import group
@@ -26,22 +25,10 @@ from passes.problem import assemble, without_dominated
 from passes.repeats import in_blocks
 from passes.resharding import Resharder
 from passes.stage_table import Sample, StageCosts
+from tests.autopar.traced_steps import traced_step
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 4), cluster=parse_cluster("2x4:a100-80g"))
 EXACT = SolverOptions(gap=1e-10, time_limit=120.0)
-
-
-def traced_step(loss, params, batch):
-    optimizer = optax.adamw(1e-3)
-
-    def step(state, batch):
-        params, moments = state
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
-
-    state = (params, jax.eval_shape(optimizer.init, params))
-    return trace(step, (state, batch), {}, donate_argnums=(0,))
 
 
 def mlp():
@@ -56,14 +43,14 @@ def mlp():
         return jnp.mean((x - y) ** 2)
 
     shapes = tuple(jax.ShapeDtypeStruct((512, width), jnp.float32) for width in (256, 64))
-    return traced_step(loss, params, shapes)
+    return traced_step(loss, params, shapes, optax.adamw(1e-3))
 
 
 def small_gpt(layers=1):
     config = replace(gpt.Config.tiny(), layers=layers)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     batch = jax.eval_shape(lambda: gpt.example_batch(config, 16, jax.random.key(0)))
-    return traced_step(lambda params, batch: gpt.loss(config, params, batch), params, batch)
+    return traced_step(lambda params, batch: gpt.loss(config, params, batch), params, batch, optax.adamw(1e-3))
 
 
 def assembled(traced):
