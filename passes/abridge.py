@@ -75,6 +75,11 @@ def _homes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
             largest = min((one for one in read if one[2] != OUTSIDE), default=(False, 0, OUTSIDE))[2]
             homes[index] = next(iter(own)) if len(own) == 1 else largest
             made.update(dict.fromkeys(node.outputs, homes[index]))
+    return _adopted(graph, homes)
+
+
+def _adopted(graph: Graph, homes: list[int]) -> tuple[int, ...]:
+    """The homes, with those of the one block that reads what has none."""
     leaving = set(graph.outputs)
     for index in range(len(graph.nodes) - 1, -1, -1):
         outputs = graph.nodes[index].outputs
