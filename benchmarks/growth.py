@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     names = tuple(SERIES)
     parser.add_argument("--along", choices=names, action="append", help="again for more (default: all)")
-    parser.add_argument("--model", default="gpt-1.3b", choices=tuple(one_mesh.MODELS), help="(default: %(default)s)")
+    parser.add_argument("--model", default="gpt-1.3b", choices=one_mesh.LAYERED, help="(default: %(default)s)")
     parser.add_argument("--kind", default="a100-80g", help="of device (default: %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves as .png or .svg")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")

@@ -38,6 +38,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 """Models by name; GPT 1T is that of Narayanan et al., "Efficient Large-Scale Language Model Training" (SC 2021)."""
 
+LAYERED = tuple(name for name, (module, _) in MODELS.items() if module is not wide_resnet)
+"""Models that there are with any number of layers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:

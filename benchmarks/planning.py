@@ -129,6 +129,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     strange = [name for name in args.model or () if name in one_mesh.MODELS]
     if strange and not (args.mesh or args.pipeline):
         parser.error(f"--model {strange[0]} is planned for one mesh or in stages: add --mesh 8x8 or --pipeline")
+    deep = [name for name in args.model or () if name not in (*gpt.PRESETS, *one_mesh.LAYERED)]
+    if deep and args.layers:
+        parser.error(f"--layers: the depth of {deep[0]} is part of what it is; leave it out, or take another model")
     return args
 
 
