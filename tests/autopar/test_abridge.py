@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import autopar
 from autopar.family import Family
 from models import gpt, llama
 from passes.abridge import KEPT, abridge
@@ -180,3 +181,23 @@ def test_stages_that_do_not_fit_are_chosen_again():
     kept = searching(traced, samples, 4, limit).run()
     assert kept.peak_nbytes <= limit
     assert kept.step_seconds >= free.step_seconds
+
+
+def test_stages_of_a_deep_step_do_what_jit_does():
+    with jax.enable_x64(True):
+        config = replace(gpt.Config.tiny(), layers=LAYERS, dtype="float64", param_dtype="float64")
+        optimizer = optax.sgd(0.1, momentum=0.9)
+
+        def step(state, batch):
+            params, moments = state
+            loss, gradients = jax.value_and_grad(lambda params: gpt.loss(config, params, batch))(params)
+            updates, moments = optimizer.update(gradients, moments, params)
+            return (optax.apply_updates(params, updates), moments), loss
+
+        params = gpt.init(config, jax.random.key(0))
+        state, batch = (params, optimizer.init(params)), gpt.example_batch(config, 16, jax.random.key(1))
+        parallel = autopar.parallelize(step, planner=Auto(pipeline=True), cluster="4x1:v100-16g")
+        assert isinstance(parallel.plan(state, batch), autopar.PipelinePlan)
+        found, expected = parallel(state, batch), jax.jit(step)(state, batch)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert jnp.abs(jnp.asarray(jax.device_get(one)) - other).max() <= 1e-10 * (1 + jnp.abs(other).max())
