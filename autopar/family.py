@@ -26,7 +26,7 @@ class Family:
     traced: Traced
     structs: Sequence[jax.ShapeDtypeStruct]
     coupling: Coupling
-    layers: int = 1
+    layers: int
     _whole: dict[int, Traced] = field(default_factory=dict[int, Traced])
 
     def member(self, count: int) -> Traced:

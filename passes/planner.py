@@ -70,8 +70,9 @@ class Auto:
     """The cheapest placements on the best logical mesh of at most `max_axes` axes, in stages where that is cheaper.
 
     With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, and numbers of microbatches
-    and `schedules` are tried; a plan without stages competes on equal terms. That takes a minute for a large model.
-    Without a number there are 8 layers, or as many as 32 where a deep model repeats itself.
+    and `schedules` are tried. A plan without stages competes; for a deep model that repeats itself it does so by its
+    price, and is made where that is near. A large model takes minutes. Without a number there are 8 layers, or as many
+    as 32 where a deep model repeats itself.
 
     No device may need more than `memory_limit` bytes, by default its own memory less a reserve of 6 %. Where the step
     as it is written does not fit, it is tried in more microbatches and with less kept, for `seconds`.

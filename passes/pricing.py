@@ -153,8 +153,9 @@ class Pricer:
         ties = (*block.ties, *block.chain)
         if not self.rough or pinned_mesh(graph) is not None:
             plan = best("block", graph, [mesh], ties, (), self.options)
-            schedule = moves(graph, plan.layout, Resharder(plan.mesh), refetch=plan.refetch)
-            return priced(part, plan.layout, plan.mesh, _onward(block, schedule, Resharder(plan.mesh), plan.phases))
+            resharder = Resharder(plan.mesh)
+            schedule = moves(graph, plan.layout, resharder, refetch=plan.refetch)
+            return priced(part, plan.layout, plan.mesh, _onward(block, schedule, resharder, plan.phases))
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
         assembly = assemble(graph, mesh, one.grouping, resharder, ties, refetch=False)
         options = replace(self.options, gap=max(self.options.gap, ROUGH))

@@ -27,6 +27,7 @@ COVERED = 0.5
 RARE = 256
 """Operators that occur more often say little about the period."""
 
+Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 
@@ -48,7 +49,9 @@ def in_blocks(body: Graph, n_layers: int, left_out: int = 0) -> Cuts:
     `left_out` blocks are missing after the second that repeats. Raises PlanningError where there are too few places to
     cut.
     """
-    repeated = blocks(body, 0.0 if left_out else COVERED)
+    nodes = forward_nodes(body)
+    flops = work(body, nodes)
+    repeated = _blocks(body, nodes, flops, 0.0 if left_out else COVERED)
     firsts = tuple(sorted({0, *repeated}))
     if len(firsts) + left_out < n_layers:
         return Cuts(firsts=even_cuts(body, n_layers), blocks=tuple(range(n_layers)), layers=tuple(range(n_layers)))
@@ -56,17 +59,21 @@ def in_blocks(body: Graph, n_layers: int, left_out: int = 0) -> Cuts:
     if left_out:
         second = firsts.index(repeated[1])
         order[second:second] = [second] * left_out
-    nodes = forward_nodes(body)
-    flops = np.add.reduceat(work(body, nodes), np.searchsorted(nodes, firsts))
-    layers = tuple(first for first, _ in even(flops[order].tolist(), n_layers))
+    each = np.add.reduceat(flops, np.searchsorted(nodes, firsts))
+    layers = tuple(first for first, _ in even(each[order].tolist(), n_layers))
     return Cuts(firsts=firsts, blocks=tuple(order), layers=layers)
 
 
 def blocks(body: Graph, covered: float = COVERED) -> tuple[int, ...]:
     """The node of the body with which each equal block begins, and what comes after them; empty if nothing repeats."""
     nodes = forward_nodes(body)
-    words, flops = _words(body, nodes), np.concatenate([[0.0], np.cumsum(work(body, nodes))])
-    found = _run(words, flops)
+    return _blocks(body, nodes, work(body, nodes), covered)
+
+
+def _blocks(body: Graph, nodes: Sequence[int], each: Floats, covered: float) -> tuple[int, ...]:
+    """The blocks of the forward `nodes`, which have so many flops `each`."""
+    flops = np.concatenate([[0.0], np.cumsum(each)])
+    found = _run(_words(body, nodes), flops)
     if found is None:
         return ()
     begin, end, period = found
@@ -98,7 +105,7 @@ def _words(body: Graph, nodes: Sequence[int]) -> Numbers:
     return np.array(found, dtype=np.int64)
 
 
-def _run(words: Numbers, flops: NDArray[np.float64]) -> tuple[int, int, int] | None:
+def _run(words: Numbers, flops: Floats) -> tuple[int, int, int] | None:
     """(begin, end, period) of the stretch that repeats with the most work; the shortest period of nearly as much."""
     stretches = [(*_longest(words[:-period] == words[period:]), period) for period in _periods(words)]
     held = {

@@ -7,7 +7,8 @@ best. Reshardings between unlike blocks of one stage are left out, as if layouts
 planned again as they are.
 
 A mesh is given up as soon as the blocks priced on it, with the least that the others can take, are slower than the best
-mesh so far; blocks that are already priced count first, and then those that weigh most.
+mesh so far; blocks that are already priced count first, and then those that weigh most. No more meshes are tried once
+one is near the least that there can be.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ class StageCosts:
     pricer: Pricer
     told: Callable[[Mesh | None], None]
     lazy: bool = True
-    asked: int = 0
     _cuts: dict[int, Cuts] = field(default_factory=dict[int, Cuts])
     _blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict[int, tuple[Block, ...]])
     _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
@@ -113,11 +113,10 @@ class StageCosts:
     def candidate(
         self, first: int, last: int, submesh: Submesh, microbatches: int, beneath: float = math.inf
     ) -> Candidate | None:
-        """The stage of some layers on the mesh that suits them best; None if on none it takes less than `beneath`.
+        """The stage of some layers on the mesh that suits them best; None if on none it takes at most `beneath`.
 
         `beneath` is in seconds of a microbatch, forward and backward.
         """
-        self.asked += 1
         chosen, n_devices = self._counted(first, last, microbatches), submesh.n_devices
         meshes = list(enumerate(self._meshes(n_devices)))
         meshes.sort(key=lambda one: (one[1] != self._winners.get(n_devices), max(one[1].sizes, default=1), one[0]))
@@ -129,6 +128,8 @@ class StageCosts:
                 continue
             found = _together(costs, mesh)
             seconds = found.forward_seconds + found.backward_seconds
+            if seconds > beneath:
+                continue
             if best is None or (seconds, number) < best[:2]:
                 best = seconds, number, found
                 self._winners[n_devices] = mesh
