@@ -39,12 +39,12 @@ from passes import quantities
 from passes.errors import OverBudgetError, PlanningError, explain
 from passes.quantities import count
 from passes.schedules import build
-from passes.stage_choices import Candidate, Partition, Places, StageTable, Submesh, place, submeshes
+from passes.stage_choices import Candidate, Floor, Partition, Places, StageTable, Submesh, place, submeshes
 from passes.stage_costs import Costs, Entry, Floats, Problem, boundaries, entries, pose, tabulate
 from passes.stage_program import Stages, levels, trace, with_each
 from passes.stage_search import CLOSE, Judge, alone, prove, sweep
 
-Least = Callable[[int, int, Submesh, int], tuple[float, float]]
+Least = Callable[[int, int, Submesh, int], Floor]
 
 _WIDER = 1.02
 """Entries are asked for together whose bounds lie within this factor of the lowest."""
@@ -95,10 +95,9 @@ def partition(
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
     the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most
-    partial partitions that the last part of the search extends. `least` gives seconds of a microbatch, forward and
-    backward, and bytes of one device that no candidate goes below; without it every entry is asked for. Schedules with
-    several stages on a device group are not searched. Raises PlanningError for numbers that make no sense, and where no
-    partition fits in memory.
+    partial partitions that the last part of the search extends. `least` is what no candidate goes below; without it
+    every entry is asked for. Schedules with several stages on a device group are not searched. Raises PlanningError for
+    numbers that make no sense, and where no partition fits in memory.
     """
     numbers = _check(n_layers, n_stages, microbatches, schedules)
     places = place(whole, choices, idle)
@@ -164,25 +163,30 @@ class _Wanted:
 
     def _bounds(self, m: int) -> Floats:
         """Seconds of a step below which no partition with an entry stays."""
-        floors = np.full((len(self.places.choices), self.n_layers, self.n_layers + 1), math.inf)
+        floors, paces = np.full((2, len(self.places.choices), self.n_layers, self.n_layers + 1), math.inf)
         for entry in self.entries:
-            floors[entry] = self._floor(m, entry)
+            floors[entry], paces[entry] = self._floor(m, entry)
         if self.least is None:
             return floors
-        latencies = floors if self.chained else np.where(np.isfinite(floors), 0.0, math.inf)
-        return with_each(m * floors, latencies, self.places)
+        none = np.where(np.isfinite(floors), 0.0, math.inf)
+        latencies = floors if self.chained else none
+        return np.maximum(with_each(m * floors, latencies, self.places), with_each(m * paces, none, self.places))
 
-    def _floor(self, m: int, entry: Entry) -> float:
-        """The least seconds of a microbatch, infinite where none fits; what an entry takes once it is known."""
+    def _floor(self, m: int, entry: Entry) -> tuple[float, float]:
+        """The least seconds of a microbatch, without and with its share of the end; infinite where none fits.
+
+        What an entry takes once it is known.
+        """
         if self.least is None:
-            return 0.0
+            return 0.0, 0.0
         if entry in self.known[m]:
             found = self.known[m][entry]
-            fits = found and found.needed_nbytes(1) <= self.memory_limit
-            return found.forward_seconds + found.backward_seconds if found and fits else math.inf
+            if not found or found.needed_nbytes(1) > self.memory_limit:
+                return math.inf, math.inf
+            return found.forward_seconds + found.backward_seconds, found.pace(m)
         choice, first, last = entry
-        seconds, nbytes = self.least(first, last, self.places.choices[choice], m)
-        return seconds if nbytes <= self.memory_limit else math.inf
+        least = self.least(first, last, self.places.choices[choice], m)
+        return (least.seconds, least.pace) if least.nbytes <= self.memory_limit else (math.inf, math.inf)
 
 
 def _check(

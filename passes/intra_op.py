@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
-from passes.linear_program import Solver
+from passes.linear_program import ENOUGH, Solver
 from passes.polish import polish
 from passes.sharding_problem import ShardingProblem
 from passes.strategy_program import StrategyProgram
@@ -31,6 +31,9 @@ _BRANCHING = 3.0
 
 _PARTS = 4
 """Parts of equal nodes that budgets may treat differently."""
+
+ROUGH = 1e-2
+"""A gap at which what the prices of a program lead to may do."""
 
 _LUMPY = 1e-3
 _LEAN = 1e-2
@@ -122,10 +125,10 @@ def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, bra
     if any(not np.isfinite(own).any() for own in problem.seconds):
         node = next(n for n, own in enumerate(problem.seconds) if not np.isfinite(own).any())
         raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
-    program = StrategyProgram(problem)
+    program = StrategyProgram(problem, enough=at_most)
     built = time.perf_counter()
-    best: tuple[int, ...] | None = None
-    objective, bound, branched, relaxed, relaxations = float("inf"), 0.0, False, 0.0, 0
+    best: tuple[int, ...] = ()
+    objective, bound, branched, relaxed, relaxations = float("inf"), program.floor, False, 0.0, 0
 
     def closed() -> bool:
         return bool(np.isfinite(objective)) and objective - bound <= options.gap * objective
@@ -136,6 +139,14 @@ def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, bra
     def wanted() -> bool:
         return bound < at_most or not np.isfinite(objective)
 
+    def offer(choice: Sequence[int]) -> None:
+        nonlocal best, objective
+        found = polish(problem, choice)
+        if problem.fits(found) and problem.evaluate(found) < objective:
+            best, objective = found, problem.evaluate(found)
+
+    if program.is_priced and (bound >= at_most or options.gap >= ROUGH):
+        offer(program.guess())
     while not closed() and left() > 0 and not branched and wanted():
         began, relaxations = time.perf_counter(), relaxations + 1
         status = program.run(options.solver, max(1.0, left()), options.gap)
@@ -147,12 +158,14 @@ def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, bra
                 "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a "
                 "mesh whose axes divide the arrays"
             )
+        if status == ENOUGH:
+            bound, program.enough = program.objective, np.inf
+            offer(program.guess())
+            continue
         if status != "optimal":
             break
         bound = max(bound, program.objective)
-        rounded = polish(problem, program.choice())
-        if problem.fits(rounded) and problem.evaluate(rounded) < objective:
-            best, objective = rounded, problem.evaluate(rounded)
+        offer(program.choice())
         if not closed() and not program.share_where_readers_disagree():
             branched = True
     # Branching puts all pairs back; a solver that gets it late overruns its limit by more than it could gain.
@@ -161,13 +174,11 @@ def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, bra
         ended = program.run(options.solver, left(), options.gap)
         if ended == "infeasible" and problem.budgets:
             raise OverBudgetError("no combination of strategies keeps the memory limit")
-        found = polish(problem, program.choice()) if program.has_values() else None
-        if found and problem.fits(found) and problem.evaluate(found) < objective:
-            best, objective = found, problem.evaluate(found)
+        if program.has_values():
+            offer(program.choice())
         bound = objective if ended == "optimal" else bound
-    if best is None:
-        best = polish(problem, [int(np.argmin(own)) for own in problem.seconds])
-        objective = problem.evaluate(best) if problem.fits(best) else float("inf")
+    if not best:
+        offer([int(np.argmin(own)) for own in problem.seconds])
     if not np.isfinite(objective):
         raise PlanningError(
             f"no legal plan was found within {options.time_limit:.0f} s; give the solver a longer time_limit"

@@ -16,9 +16,14 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
+from passes.errors import InternalError
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Solver = Literal["highs", "cbc"]
+
+ENOUGH = "enough"
+"""How a relaxation ends that takes no less than was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +39,7 @@ class Outcome:
 class LinearProgram:
     """Columns from 0 to `upper`, rows between `low` and `high`, and what minimises a cost over them.
 
-    Entries are (row, column, coefficient) triplets, none twice. `basis` is that of the last relaxation, with the
-    columns and rows that there were: the next one starts from it.
+    Entries are (row, column, coefficient) triplets, none twice.
     """
 
     columns: int = 0
@@ -43,8 +47,8 @@ class LinearProgram:
     upper: list[Floats] = field(default_factory=list[Floats])
     low: list[Floats] = field(default_factory=list[Floats])
     high: list[Floats] = field(default_factory=list[Floats])
-    basis: tuple[int, int, Any] | None = None
     entries: list[tuple[Indices, Indices, Floats]] = field(default_factory=list[tuple[Indices, Indices, Floats]])
+    _highs: _Highs | None = None
 
     def add_columns(self, count: int, upper: float = 1.0) -> Indices:
         """The numbers of new columns."""
@@ -64,14 +68,24 @@ class LinearProgram:
         self.entries.append((rows, columns, np.broadcast_to(np.asarray(value, dtype=np.float64), rows.shape)))
 
     def minimise(
-        self, cost: Floats, integral: Indices, solver: Solver, seconds: float, gap: float, prices: Floats | None = None
+        self,
+        cost: Floats,
+        integral: Indices,
+        solver: Solver,
+        seconds: float,
+        gap: float,
+        prices: Floats | None = None,
+        enough: float = float("inf"),
     ) -> Outcome:
         """The least of `cost` [columns], found within `seconds` to a relative `gap`; by CBC if HiGHS fails.
 
-        HiGHS begins at what the first rows are thought to be worth, `prices`: the better they are, the fewer steps.
+        HiGHS begins at what the first rows are thought to be worth, `prices`: the better they are, the fewer steps. A
+        relaxation that is `enough` at least ends as soon as that is seen. Costs of columns stay as they were; once it
+        has been solved, a program grows by rows.
         """
         if solver == "highs":
-            outcome = _highs(self, cost, integral, seconds, gap, np.zeros(0) if prices is None else prices)
+            self._highs = self._highs or _Highs(np.zeros(0) if prices is None else prices)
+            outcome = self._highs.minimise(self, cost, integral, seconds, gap, enough)
             if outcome.status in _HIGHS_STATUS.values():
                 return outcome
         return _cbc(self, cost, integral, seconds, gap)
@@ -87,61 +101,90 @@ def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _highs(
-    program: LinearProgram, cost: Floats, integral: Indices, seconds: float, gap: float, prices: Floats
-) -> Outcome:
-    """HiGHS on the arrays. Reference: Huangfu and Hall, Math. Prog. Comp. 10 (2018)."""
-    rows, columns, values = program.triplets()
-    worth = np.concatenate([prices, np.zeros(program.rows - prices.size)])
-    starts = np.concatenate([[0], np.cumsum(np.bincount(columns, minlength=program.columns))]).astype(np.int32)
-    kinds = np.zeros(program.columns, dtype=np.int32)
-    kinds[integral] = int(highspy.HighsVarType.kInteger.value)
-    highs: Any = highspy.Highs()
-    options: dict[str, object] = {"output_flag": False, "threads": 1, "time_limit": seconds, "mip_rel_gap": gap}
-    if not integral.size:
-        # Its presolve runs on for ever on some relaxations (HiGHS 1.12 to 1.15, 835 columns, no time limit heeded).
-        options["presolve"] = "off"
-    for name, value in options.items():
-        highs.setOptionValue(name, value)
-    highs.passModel(
-        program.columns,
-        program.rows,
-        values.size,
-        int(highspy.MatrixFormat.kColwise.value),
-        int(highspy.ObjSense.kMinimize.value),
-        0.0,
-        cost - np.bincount(columns, weights=values * worth[rows], minlength=program.columns),
-        np.zeros(program.columns),
-        _joined(program.upper),
-        _joined(program.low),
-        _joined(program.high),
-        starts,
-        rows.astype(np.int32),
-        values,
-        kinds,
-    )
-    if program.basis and not integral.size:
-        highs.setBasis(_grown(program))
-    highs.run()
-    status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
-    program.basis = (program.columns, program.rows, highs.getBasis()) if status == "optimal" else None
-    feasible = highs.getInfo().primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible.value)
-    found = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
-    return Outcome(
-        status=status,
-        objective=float(found @ cost) if feasible else float("inf"),
-        values=found,
-    )
+class _Highs:
+    """HiGHS with a program in it. Reference: Huangfu and Hall, Math. Prog. Comp. 10 (2018).
+
+    It is stated at costs less the `worth` of its first rows, at which the relaxation starts; what the program has grown
+    by is added, and the next relaxation starts where the last one ended.
+    """
+
+    def __init__(self, worth: Floats) -> None:
+        self.highs: Any = highspy.Highs()
+        self.worth = worth
+        self.columns = self.rows = self.entries = 0
+
+    def minimise(
+        self, program: LinearProgram, cost: Floats, integral: Indices, seconds: float, gap: float, enough: float
+    ) -> Outcome:
+        """The least of `cost`; a relaxation ends where it is `enough` at least."""
+        highs = self.highs
+        limit = highs.getRunTime() + seconds
+        options: dict[str, object] = {"output_flag": False, "threads": 1, "time_limit": limit, "mip_rel_gap": gap}
+        if not integral.size:
+            # Its presolve runs on for ever on some relaxations (HiGHS 1.12 to 1.15, 835 columns, no time limit heeded).
+            options |= {"presolve": "off", "objective_bound": enough}
+        for name, value in options.items():
+            highs.setOptionValue(name, value)
+        if self.columns:
+            self._grow(program, cost)
+        else:
+            self._state(program, cost, integral)
+        self.columns, self.rows, self.entries = program.columns, program.rows, len(program.entries)
+        highs.run()
+        status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
+        if status == ENOUGH:
+            return Outcome(status=status, objective=enough, values=np.zeros(0))
+        kind = highs.getInfo().primal_solution_status
+        feasible = kind == int(highspy.SolutionStatus.kSolutionStatusFeasible.value)
+        found = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
+        return Outcome(status=status, objective=float(found @ cost) if feasible else float("inf"), values=found)
+
+    def _state(self, program: LinearProgram, cost: Floats, integral: Indices) -> None:
+        """The whole program."""
+        rows, columns, values = program.triplets()
+        low = _joined(program.low)
+        worth = np.concatenate([self.worth, np.zeros(program.rows - self.worth.size)])
+        kinds = np.zeros(program.columns, dtype=np.int32)
+        kinds[integral] = int(highspy.HighsVarType.kInteger.value)
+        self.highs.passModel(
+            program.columns,
+            program.rows,
+            values.size,
+            int(highspy.MatrixFormat.kColwise.value),
+            int(highspy.ObjSense.kMinimize.value),
+            float(worth[worth != 0] @ low[worth != 0]),
+            cost - np.bincount(columns, weights=values * worth[rows], minlength=program.columns),
+            np.zeros(program.columns),
+            _joined(program.upper),
+            low,
+            _joined(program.high),
+            _starts(columns, program.columns),
+            rows.astype(np.int32),
+            values,
+            kinds,
+        )
+
+    def _grow(self, program: LinearProgram, cost: Floats) -> None:
+        """What is new: columns, and the rows that all new entries stand in."""
+        new = program.entries[self.entries :]
+        rows, columns, values = (_joined([entry[part] for entry in new]) for part in range(3))
+        order = np.argsort(rows, kind="stable")
+        if rows.size and rows[order[0]] < self.rows:
+            raise InternalError(f"an entry of row {rows[order[0]]} after the program was solved with it")
+        more, none = program.columns - self.columns, np.zeros(0, dtype=np.int32)
+        upper = _joined(program.upper)[self.columns :]
+        self.highs.addCols(
+            more, cost[self.columns :], np.zeros(more), upper, 0, np.zeros(more, dtype=np.int32), none, np.zeros(0)
+        )
+        more = program.rows - self.rows
+        low, high = (_joined(limits)[self.rows :] for limits in (program.low, program.high))
+        starts = _starts(rows - self.rows, more)[:-1]
+        self.highs.addRows(more, low, high, values.size, starts, columns[order].astype(np.int32), values[order])
 
 
-def _grown(program: LinearProgram) -> Any:
-    """The last basis for the program as it is now: new rows are basic, new columns at zero."""
-    columns, rows, last = program.basis or (0, 0, highspy.HighsBasis())
-    basis: Any = highspy.HighsBasis()
-    basis.col_status = [*last.col_status, *[highspy.HighsBasisStatus.kLower] * (program.columns - columns)]
-    basis.row_status = [*last.row_status, *[highspy.HighsBasisStatus.kBasic] * (program.rows - rows)]
-    basis.valid = True
-    return basis
+def _starts(places: Indices, count: int) -> NDArray[np.int32]:
+    """Where the entries of each of so many places begin in a list sorted by place, and where the last ones end."""
+    return np.concatenate([[0], np.cumsum(np.bincount(places.astype(np.intp), minlength=count))]).astype(np.int32)
 
 
 _HIGHS_STATUS = {
@@ -149,6 +192,7 @@ _HIGHS_STATUS = {
     highspy.HighsModelStatus.kInfeasible: "infeasible",
     highspy.HighsModelStatus.kUnboundedOrInfeasible: "infeasible",
     highspy.HighsModelStatus.kTimeLimit: "time limit",
+    highspy.HighsModelStatus.kObjectiveBound: ENOUGH,
 }
 
 

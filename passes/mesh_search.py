@@ -189,6 +189,9 @@ class MeshSearch:
                 best = (cheapest[0], cheapest[1].answer) if cheapest else None
                 self._tell(f"fit {one.assembly.mesh} within memory", number, len(meshes), best)
                 most = cheapest[1].answer.objective if cheapest else at_most
+                if one.answer.status != "optimal":  # it was left when it was dearer than another mesh's
+                    answer = self._answered(one.assembly, one.resharder, most, branch=False)
+                    one = replace(one, answer=min(answer, one.answer, key=lambda answer: answer.objective))
                 cheapest = self._fitted(self._twins(one, number, len(meshes)), limit, most) or cheapest
             except DearError:
                 dear = dear or cheapest is None

@@ -61,15 +61,7 @@ class _Onward:
         return cls(node=node, order=order, first=first, other=other, seconds=seconds, there=there, back=back)
 
 
-def prices(costs: Sequence[Floats], ways: Sequence[Way], passes: int) -> list[tuple[Floats, Floats]]:
-    """Prices of the rows and of the columns of every way."""
-    messages = _Messages(costs, ways)
-    for turn in reversed(range(passes)):
-        messages.run(backward=bool(turn % 2))
-    return messages.prices()
-
-
-class _Messages:
+class Messages:
     """Messages about the ways' placements, to the later end (even) and the earlier (odd)."""
 
     def __init__(self, costs: Sequence[Floats], ways: Sequence[Way]) -> None:
@@ -90,8 +82,12 @@ class _Messages:
             self.behind[high].append(_Onward.of(other, own, seconds, node=low, there=down, back=up))
         self.shares = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
 
-    def run(self, *, backward: bool) -> None:
-        """One pass over the nodes."""
+    def run(self, passes: int) -> None:
+        """So many passes over the nodes, forward and back."""
+        for turn in reversed(range(passes)):
+            self._pass(backward=bool(turn % 2))
+
+    def _pass(self, *, backward: bool) -> None:
         sent, around = self.sent, self.behind if backward else self.ahead
         beliefs = self.beliefs()
         order = range(len(beliefs) - 1, -1, -1) if backward else range(len(beliefs))
@@ -114,6 +110,7 @@ class _Messages:
         return beliefs
 
     def prices(self) -> list[tuple[Floats, Floats]]:
+        """Prices of the rows and of the columns of every way."""
         found: list[tuple[Floats, Floats]] = []
         for number, way in enumerate(self.ways):
             seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)

@@ -7,6 +7,7 @@ bundles and their price, problems on one mesh what reshardings cost there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -41,17 +42,23 @@ class Block:
     """A part of a step with its ties; parts of one `kind` are the same but for names.
 
     `chain` pairs (output, input) positions of what a block hands on with what it takes in, if those next to it are like
-    it: laid out alike, blocks follow each other without more ado.
+    it: laid out alike, blocks follow each other without more ado. `fewer` are the kinds that it is of in fewer
+    microbatches.
     """
 
     part: Part
     ties: Ties
     chain: Ties
     kind: str
+    fewer: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, part: Part, ties: Ties, chain: Ties = ()) -> Self:
         return cls(part=part, ties=ties, chain=chain, kind=likeness(part, (*ties, *chain)))
+
+    def pace(self, cost: StageCost) -> float:
+        """Seconds of a microbatch with its share of what comes after all of them."""
+        return cost.forward_seconds + cost.backward_seconds + cost.finish_seconds / microbatches_of(self.part)
 
 
 def alike(parts: Sequence[Part], ties: Sequence[Ties]) -> tuple[Block, ...]:
@@ -97,25 +104,44 @@ class Pricer:
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
+    _bounds: dict[tuple[str, Mesh], float] = field(default_factory=dict[tuple[str, Mesh], float])
     _alone: dict[tuple[str, Cluster], float] = field(default_factory=dict[tuple[str, Cluster], float])
 
     @property
     def solved(self) -> int:
-        """How many prices there are."""
-        return len(self._prices)
+        """How many prices there are, and bounds of prices that were too high to be found."""
+        return len(self._prices.keys() | self._bounds.keys())
 
     def is_known(self, block: Block, mesh: Mesh) -> bool:
         return (block.kind, mesh) in self._prices
 
-    def price(self, block: Block, mesh: Mesh) -> StageCost | None:
-        """What a block costs on a mesh as a stage of its own; None if it cannot be there."""
+    def price(self, block: Block, mesh: Mesh, at_most: float = math.inf) -> StageCost | None:
+        """What a block costs on a mesh as a stage of its own; None if it cannot be there.
+
+        None as well as soon as it is seen that its pace is no less than `at_most`.
+        """
         key = (block.kind, mesh)
-        if key not in self._prices:
+        if key not in self._prices and self.floor(block, mesh)[1] < at_most:
             try:
-                self._prices[key] = self._price(self._first(block), mesh)
+                found, self._bounds[key] = self._price(self._first(block), mesh, at_most)
             except NoLegalPlanError:
-                self._prices[key] = None
-        return self._prices[key]
+                found, self._bounds[key] = None, math.inf
+            if found or math.isinf(self._bounds[key]):
+                self._prices[key] = found
+        return self._prices.get(key)
+
+    def floor(self, block: Block, mesh: Mesh) -> tuple[float, float]:
+        """The least seconds of a microbatch, forward and backward, and the least pace; of a known price, what it says.
+
+        Halving microbatches saves nothing: a step takes no less time than in fewer of them.
+        """
+        if self.is_known(block, mesh):
+            if (found := self._prices[block.kind, mesh]) is None:
+                return math.inf, math.inf
+            return found.forward_seconds + found.backward_seconds, block.pace(found)
+        least, _ = self.least(block, mesh.cluster, mesh.size)
+        step = max(self._bounds.get((kind, mesh), 0.0) for kind in (block.kind, *block.fewer))
+        return least, max(least, step / microbatches_of(block.part))
 
     def least(self, block: Block, cluster: Cluster, n_devices: int) -> tuple[float, float]:
         """Seconds of a microbatch and bytes of one device that no price on so many devices goes below.
@@ -148,24 +174,29 @@ class Pricer:
             )
         return self._firsts[block.kind]
 
-    def _price(self, one: _First, mesh: Mesh) -> StageCost:
+    def _price(self, one: _First, mesh: Mesh, at_most: float) -> tuple[StageCost | None, float]:
+        """The price, None once it is seen that its pace is `at_most` or more; the least seconds of a step."""
         block, part, graph = one.block, one.block.part, one.block.part.graph
         ties = (*block.ties, *block.chain)
         if not self.rough or pinned_mesh(graph) is not None:
             plan = best("block", graph, [mesh], ties, (), self.options)
             resharder = Resharder(plan.mesh)
             schedule = moves(graph, plan.layout, resharder, refetch=plan.refetch)
-            return priced(part, plan.layout, plan.mesh, _onward(block, schedule, resharder, plan.phases))
+            cost = priced(part, plan.layout, plan.mesh, _onward(block, schedule, resharder, plan.phases))
+            return cost, plan.solution.bound
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
         assembly = assemble(graph, mesh, one.grouping, resharder, ties, refetch=False)
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
-        choice = solve(without_dominated(assembly, resharder), options, branch=False).choice
-        layout = assembly.layout(choice)
+        most = at_most * microbatches_of(part)
+        answer = solve(without_dominated(assembly, resharder), options, most, branch=False)
+        if answer.bound >= most:
+            return None, answer.bound
+        layout = assembly.layout(answer.choice)
         schedule = moves(graph, layout, resharder, refetch=False)
         _, moved = move_seconds(graph, schedule, resharder)
-        compute = assembly.root.compute_seconds(choice)
+        compute = assembly.root.compute_seconds(answer.choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}
-        return priced(part, layout, mesh, _onward(block, schedule, resharder, seconds))
+        return priced(part, layout, mesh, _onward(block, schedule, resharder, seconds)), answer.bound
 
 
 def _onward(block: Block, schedule: Schedule, resharder: Resharder, seconds: Mapping[str, float]) -> dict[str, float]:

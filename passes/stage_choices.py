@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,10 @@ class Candidate:
         """Bytes with that many microbatches in flight."""
         return self.persistent_nbytes + self.transient_nbytes + microbatches * self.in_flight_nbytes
 
+    def pace(self, microbatches: int) -> float:
+        """Seconds of one of so many microbatches, with its share of the end of a step."""
+        return self.forward_seconds + self.backward_seconds + self.finish_seconds / microbatches
+
     def cost(self) -> StageCost:
         """The candidate as the simulator takes it; transient bytes count as persistent."""
         return StageCost(
@@ -63,6 +67,16 @@ class Candidate:
             in_flight_nbytes=self.in_flight_nbytes,
             persistent_nbytes=self.persistent_nbytes + self.transient_nbytes,
         )
+
+
+class Floor(NamedTuple):
+    """What no candidate goes below: `seconds` of a microbatch, forward and backward; these with its share of what comes
+    after all of them, `pace`; and bytes of one device.
+    """
+
+    seconds: float
+    pace: float
+    nbytes: float
 
 
 class StageTable(Protocol):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes import stages
 from passes.cluster import Cluster
@@ -25,9 +25,10 @@ from passes.inter_op import Candidate, Submesh
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.pipelines import body_of
-from passes.pricing import Block, Pricer, Ties, alike
+from passes.pricing import ROUGH, Block, Pricer, Ties, alike
 from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
+from passes.stage_choices import Floor
 
 ENOUGH = 0.1
 """No other mesh is tried for a stage whose price is this close to the least that there can be."""
@@ -72,8 +73,8 @@ class StageCosts:
         default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
     )
     _learnt: Counter[int] = field(default_factory=Counter[int])
-    _leasts: dict[tuple[int, int, int, int], tuple[int, tuple[float, float]]] = field(
-        default_factory=dict[tuple[int, int, int, int], tuple[int, tuple[float, float]]]
+    _leasts: dict[tuple[int, int, int, int], tuple[int, Floor]] = field(
+        default_factory=dict[tuple[int, int, int, int], tuple[int, Floor]]
     )
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
@@ -90,9 +91,17 @@ class StageCosts:
         if microbatches not in self._blocks:
             parts = stages.cut(sample.graph, cuts.firsts, sample.tied).parts
             found = alike(parts, [stages.ties(part, sample.graph, sample.tied) for part in parts])
-            self._blocks[microbatches] = tuple(found[part] for part in cuts.blocks)
+            own = [replace(block, fewer=fewer) for block, fewer in zip(found, self._fewer(microbatches), strict=True)]
+            self._blocks[microbatches] = tuple(own[part] for part in cuts.blocks)
         ends = (*cuts.layers, len(cuts.blocks))
         return self._blocks[microbatches][ends[first] : ends[last]]
+
+    def _fewer(self, microbatches: int) -> list[tuple[str, ...]]:
+        """The kinds of every part in fewer microbatches, where the step is cut there as it is here."""
+        cuts = self._cut(microbatches)
+        others = [count for count in sorted(self.samples) if count < microbatches and self._cut(count) == cuts]
+        kinds = [dict(zip(cuts.blocks, self.blocks(0, self.n_layers, count), strict=True)) for count in others]
+        return [tuple(each[part].kind for each in kinds) for part in range(len(cuts.firsts))]
 
     def firsts(self, graph: Graph, microbatches: int) -> tuple[int, ...]:
         """The node of the whole step's body with which each layer begins."""
@@ -113,27 +122,32 @@ class StageCosts:
     def candidate(
         self, first: int, last: int, submesh: Submesh, microbatches: int, beneath: float = math.inf
     ) -> Candidate | None:
-        """The stage of some layers on the mesh that suits them best; None if on none it takes at most `beneath`.
+        """The stage of some layers on the mesh on which its pace is the least; None if on none it is below `beneath`.
 
-        `beneath` is in seconds of a microbatch, forward and backward.
+        The pace is in seconds of a microbatch, with its share of the end of a step.
         """
         chosen, n_devices = self._counted(first, last, microbatches), submesh.n_devices
         meshes = list(enumerate(self._meshes(n_devices)))
-        meshes.sort(key=lambda one: (one[1] != self._winners.get(n_devices), max(one[1].sizes, default=1), one[0]))
+
+        def order(one: tuple[int, Mesh]) -> tuple[bool, float, int, int]:
+            pace = math.fsum(n * self.pricer.floor(block, one[1])[1] for block, n in chosen)
+            return one[1] != self._winners.get(n_devices), pace, max(one[1].sizes, default=1), one[0]
+
+        meshes.sort(key=order)
         best: tuple[float, int, Candidate] | None = None
         least = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[0] for block, n in chosen)
         for number, mesh in meshes:
-            costs = self._costs(chosen, mesh, best[0] if best and self.lazy else beneath)
+            costs = self._costs(chosen, mesh, best[0] / (1 + ENOUGH) if best and self.lazy else beneath)
             if costs is None:
                 continue
             found = _together(costs, mesh)
-            seconds = found.forward_seconds + found.backward_seconds
-            if seconds > beneath:
+            pace = found.pace(microbatches)
+            if pace >= beneath:
                 continue
-            if best is None or (seconds, number) < best[:2]:
-                best = seconds, number, found
+            if best is None or (pace, number) < best[:2]:
+                best = pace, number, found
                 self._winners[n_devices] = mesh
-            if self.lazy and seconds <= least * (1 + ENOUGH):
+            if self.lazy and pace <= least * (1 + ENOUGH):
                 break
         return best[2] if best else None
 
@@ -144,36 +158,36 @@ class StageCosts:
         for mesh in sorted(meshes, key=lambda mesh: mesh != self._winners.get(submesh.n_devices)):
             costs = self._costs(chosen, mesh, (1 + NEAR) * best)
             if costs is not None:
-                found.append((math.fsum(n * (c.forward_seconds + c.backward_seconds) for c, n in costs), mesh))
+                found.append((_together(costs, mesh).pace(microbatches), mesh))
                 best = min(best, found[-1][0])
-        return tuple(mesh for seconds, mesh in found if seconds <= (1 + NEAR) * best)
+        return tuple(mesh for pace, mesh in found if pace <= (1 + NEAR) * best)
 
     def _costs(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float) -> list[tuple[StageCost, int]] | None:
-        """The price of each kind of block; None if one cannot be on the mesh, or if they take longer than `beneath`."""
-        least = [(n * self._seconds(mesh, block), block, n) for block, n in chosen]
-        spent, costs = math.fsum(seconds for seconds, _, _ in least), list[tuple[StageCost, int]]()
-        for seconds, block, n in sorted(least, key=lambda one: (not self.pricer.is_known(one[1], mesh), -one[0])):
+        """The price of each kind of block; None if one cannot be on the mesh, or if their pace exceeds `beneath`."""
+        least = [(n * self.pricer.floor(block, mesh)[1], block, n) for block, n in chosen]
+        spent, costs = math.fsum(pace for pace, _, _ in least), list[tuple[StageCost, int]]()
+        for pace, block, n in sorted(least, key=lambda one: (not self.pricer.is_known(one[1], mesh), -one[0])):
             if spent > beneath * _SLACK:
                 return None
-            if (cost := self._price(block, mesh)) is None:
+            if (cost := self._price(block, mesh, (beneath * _SLACK - spent + pace) / n)) is None:
                 return None
             costs.append((cost, n))
-            spent += n * (cost.forward_seconds + cost.backward_seconds) - seconds
-        return costs
+            spent += n * block.pace(cost) - pace
+        return costs if spent <= beneath * _SLACK else None
 
-    def _price(self, block: Block, mesh: Mesh) -> StageCost | None:
+    def _price(self, block: Block, mesh: Mesh, at_most: float) -> StageCost | None:
         if self.pricer.is_known(block, mesh):
             return self.pricer.price(block, mesh)
         self.told(mesh)
-        cost = self.pricer.price(block, mesh)
+        cost = self.pricer.price(block, mesh, at_most)
         self._learnt[mesh.size] += 1
         self.told(None)
         return cost
 
-    def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[float, float]:
-        """Seconds of a microbatch and bytes of one device that no candidate for these layers goes below.
+    def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
+        """What no candidate for these layers goes below, on the best mesh for that.
 
-        On the best mesh for that, of what is known so far: it rises as blocks are priced.
+        Of what is known so far: it rises as blocks are priced.
         """
         key = (first, last, submesh.n_devices, microbatches)
         known = self._learnt[submesh.n_devices]
@@ -181,17 +195,18 @@ class StageCosts:
             self._leasts[key] = known, self._least(*key)
         return self._leasts[key][1]
 
-    def _least(self, first: int, last: int, n_devices: int, microbatches: int) -> tuple[float, float]:
+    def _least(self, first: int, last: int, n_devices: int, microbatches: int) -> Floor:
         chosen, meshes = self._counted(first, last, microbatches), self._meshes(n_devices)
         nbytes = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[1] for block, n in chosen)
-        return min(math.fsum(n * self._seconds(mesh, block) for block, n in chosen) for mesh in meshes), nbytes
-
-    def _seconds(self, mesh: Mesh, block: Block) -> float:
-        """What a block takes on a mesh if that is known, else the least that it can."""
-        if not self.pricer.is_known(block, mesh):
-            return self.pricer.least(block, self.cluster, mesh.size)[0]
-        cost = self.pricer.price(block, mesh)
-        return cost.forward_seconds + cost.backward_seconds if cost else math.inf
+        floors, best = list[tuple[float, float]](), math.inf
+        for mesh in meshes:
+            each = [(*self.pricer.floor(block, mesh), n) for block, n in chosen]
+            seconds, pace = (math.fsum(n * one[part] for *one, n in each) for part in range(2))
+            floors.append((seconds, pace))
+            if all(self.pricer.is_known(block, mesh) for block, _ in chosen):
+                best = min(best, pace)
+        seconds = min(seconds for seconds, pace in floors if pace <= best * _SLACK)
+        return Floor(seconds=seconds, pace=min(pace for _, pace in floors), nbytes=nbytes)
 
     def _meshes(self, n_devices: int) -> Sequence[Mesh]:
         if n_devices not in self._laid_out:

@@ -132,7 +132,7 @@ class StagedSearch:
         found = self.table.candidate(0, self.layers, whole, 1, beneath=seconds)
         if found is None or found.needed_nbytes(1) > self.limit:
             return False
-        return found.forward_seconds + found.backward_seconds + found.finish_seconds <= seconds
+        return found.pace(1) <= seconds
 
     def _realised(self, partition: Partition) -> Plan | PipelinePlan:
         """The stages that were chosen, planned as they are."""

@@ -39,13 +39,19 @@ import numpy as np
 
 from passes.flows import Flow, flows
 from passes.linear_program import Floats, Indices, LinearProgram, Solver
-from passes.prices import Way, prices
+from passes.prices import Messages, Way
 from passes.sharding_problem import ShardingProblem
 
 _TOLERANCE = 1e-6
 _PASSES = 4
 _LARGE = 10_000
 """Columns from which finding prices takes less time than it saves, and how many passes find them."""
+
+_RISES = 0.1
+"""Where it may end the search, passes go on while they raise the bound by this share."""
+
+_BEYOND = 1.05
+"""Bounds that end a relaxation are found a little beyond what is enough, where they may be so for other problems."""
 
 _MICROSECONDS = 1e6
 """The program is stated in microseconds: solver tolerances are absolute."""
@@ -94,10 +100,15 @@ class StrategyProgram:
 
     A `whole` one asks for whole strategies and whole reshardings: groups share pairs of placements, not legs of a way.
     A `lean` one seeks the fewest bytes beyond its budgets, or furthest below them, whatever that costs.
+
+    A relaxation ends where it cannot take less than `enough` seconds. `floor` is a bound that is there before.
     """
 
-    def __init__(self, problem: ShardingProblem, *, whole: bool = False, lean: bool = False) -> None:
+    def __init__(
+        self, problem: ShardingProblem, *, whole: bool = False, lean: bool = False, enough: float = np.inf
+    ) -> None:
         self.problem = problem
+        self.enough = enough
         self.whole = whole
         self.arrays = LinearProgram()
         finite = [np.isfinite(seconds) for seconds in problem.seconds]
@@ -109,8 +120,10 @@ class StrategyProgram:
         for group in self.cells if whole else ():
             self._share(group)
         self.most = self.arrays.add_columns(1, np.inf) if lean else None
-        large = self.arrays.columns > _LARGE and not whole and not lean
-        self.prices = self._prices() if large else np.zeros(0)
+        self.prices, self.floor = np.zeros(0), 0.0
+        self.costs = [own[allowed] for own, allowed in zip(problem.seconds, self.allowed, strict=True)]
+        if self.arrays.columns > _LARGE and not whole and not lean:
+            self._price()
         self._within()
         self.objective = np.inf
         self.values: Floats = np.zeros(0)
@@ -147,21 +160,28 @@ class StrategyProgram:
             self._share(group)
         return bool(groups)
 
-    def _prices(self) -> Floats:
-        """What each row is worth near the relaxation's optimum, [rows]; the row that an edge lacks is worth nothing."""
-        worth = np.zeros(self.arrays.rows)
-        costs = [own[allowed] for own, allowed in zip(self.problem.seconds, self.allowed, strict=True)]
+    def _price(self) -> None:
+        """Finds what each row is worth near the relaxation's optimum; the row that an edge lacks is worth nothing.
+
+        What is left of the costs of strategies at these prices, the least of every node, adds up to a bound.
+        """
+        given = self.costs
         flows = [(flow, len(flows)) for flows in self.groups.values() for flow in flows]
-        ways = [_way(flow, readers) for flow, readers in flows]
-        for (flow, _), (before, after) in zip(flows, prices(costs, ways, _PASSES), strict=True):
-            rows, at = np.concatenate(flow.rows), np.concatenate([before, after])
-            at -= at[np.argmin(rows)]
-            worth[rows[rows >= 0]] = at[rows >= 0]
-            before, after = np.split(at, [before.size])
-            costs[flow.edge.source] = costs[flow.edge.source] + before[flow.shape.made]
-            costs[flow.edge.target] = costs[flow.edge.target] - after[flow.shape.read]
-        worth[self.one] = [own.min() for own in costs]
-        return worth * _MICROSECONDS
+        messages = Messages(given, [_way(flow, readers) for flow, readers in flows])
+        while True:
+            messages.run(_PASSES)
+            worth, costs, before = np.zeros(self.arrays.rows), list(given), self.floor
+            for (flow, _), (making, reading) in zip(flows, messages.prices(), strict=True):
+                rows, at = np.concatenate(flow.rows), np.concatenate([making, reading])
+                at -= at[np.argmin(rows)]
+                worth[rows[rows >= 0]] = at[rows >= 0]
+                making, reading = np.split(at, [making.size])
+                costs[flow.edge.source] = costs[flow.edge.source] + making[flow.shape.made]
+                costs[flow.edge.target] = costs[flow.edge.target] - reading[flow.shape.read]
+            worth[self.one] = [own.min() for own in costs]
+            self.prices, self.floor, self.costs = worth * _MICROSECONDS, float(worth[self.one].sum()), costs
+            if np.isinf(self.enough) or self.floor >= self.enough or self.floor < (1 + _RISES) * before:
+                return
 
     def _within(self) -> None:
         """Holds every budget, or lets all be exceeded as little as can be."""
@@ -218,7 +238,8 @@ class StrategyProgram:
     def run(self, solver: Solver, seconds: float, gap: float) -> str:
         """Solves and says how it ended, `optimal` or the solver's own word; `objective` is in seconds, or budgets."""
         chosen = np.concatenate(self.strategies) if self.whole and self.strategies else np.zeros(0, dtype=np.intp)
-        outcome = self.arrays.minimise(self._cost(), chosen, solver, seconds, gap, self.prices)
+        enough = _BEYOND * self.enough * _MICROSECONDS if self.most is None else np.inf
+        outcome = self.arrays.minimise(self._cost(), chosen, solver, seconds, gap, self.prices, enough)
         self.values = outcome.values
         self.objective = outcome.objective / (_MICROSECONDS if self.most is None else 1.0)
         return outcome.status
@@ -230,6 +251,14 @@ class StrategyProgram:
         """The strategy with the largest value at every node."""
         chosen = zip(self.allowed, self.strategies, strict=True)
         return tuple(int(allowed[np.argmax(self.values[columns])]) for allowed, columns in chosen)
+
+    def guess(self) -> tuple[int, ...]:
+        """The strategy with the least cost at every node, at prices if there are any."""
+        return tuple(int(allowed[np.argmin(own)]) for allowed, own in zip(self.allowed, self.costs, strict=True))
+
+    @property
+    def is_priced(self) -> bool:
+        return self.prices.size > 0
 
 
 def _way(flow: Flow, readers: int) -> Way:

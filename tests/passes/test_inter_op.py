@@ -16,6 +16,7 @@ from passes.errors import ClusterError, PlanningError
 from passes.inter_op import Candidate, Partition, Submesh, even, partition, submeshes
 from passes.schedules import build, in_flight
 from passes.simulate import Transfer, simulate
+from passes.stage_choices import Floor
 from passes.stage_costs import live
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1")
@@ -222,12 +223,16 @@ def test_what_cannot_be_in_the_best_partition_need_not_be_asked_for(seed: int, s
     n_layers, whole, sizes = CASES[seed % len(CASES)]
     everything, few = Random(seed=seed), Random(seed=seed)
 
-    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[float, float]:
+    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
         found = everything.entry(first, last, submesh, microbatches)
         if found is None:
-            return 0.0, 0.0
+            return Floor(seconds=0.0, pace=0.0, nbytes=0.0)
         share = random.Random(repr((seed, first, last, submesh))).uniform(0.5, 1)
-        return share * (found.forward_seconds + found.backward_seconds), share * found.persistent_nbytes
+        return Floor(
+            seconds=share * (found.forward_seconds + found.backward_seconds),
+            pace=share * found.pace(microbatches),
+            nbytes=share * found.persistent_nbytes,
+        )
 
     options: dict[str, Any] = {
         "schedules": schedules,
@@ -254,8 +259,9 @@ def test_devices_that_are_too_few_are_not_asked_for() -> None:
             asked.append((first, last, submesh, microbatches))
             return super().candidate(first, last, submesh, microbatches)
 
-    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[float, float]:
-        return 3.0 * (last - first) / microbatches / submesh.n_devices, 0.0
+    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
+        seconds = 3.0 * (last - first) / microbatches / submesh.n_devices
+        return Floor(seconds=seconds, pace=seconds, nbytes=0.0)
 
     found = partition(8, host(8), SIZES, Told(), microbatches=(8,), least=least)
     assert shapes(found) == [(8, 8)]

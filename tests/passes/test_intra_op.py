@@ -9,7 +9,7 @@ import pytest
 from passes import strategy_program
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op import SolverOptions, leanest, solve
-from passes.prices import Way, prices
+from passes.prices import Messages, Way
 from passes.sharding_problem import Budget, Edge, ShardingProblem
 from passes.strategy_program import StrategyProgram
 from passes.tying import tie
@@ -279,7 +279,9 @@ def test_prices_are_a_bound(seed):
     best = brute_force(replace(problem, edges=edges))
     ways = [way_of(edge) for edge in edges]
     costs = list(problem.seconds)
-    for way, (before, after) in zip(ways, prices(costs, ways, 8), strict=True):
+    messages = Messages(costs, ways)
+    messages.run(8)
+    for way, (before, after) in zip(ways, messages.prices(), strict=True):
         assert np.all(before[:, None] - after <= way.seconds + 1e-9)
         costs[way.source] = costs[way.source] + before[way.made]
         costs[way.target] = costs[way.target] - after[way.read]
