@@ -46,6 +46,10 @@ class Mesh:
     sizes: tuple[int, ...]
     cluster: Cluster
 
+    def __hash__(self) -> int:
+        """Of what tells meshes apart that are met together: meshes are keys wherever something is remembered."""
+        return hash((self.axes, self.sizes, self.cluster.name))
+
     @property
     def size(self) -> int:
         return math.prod(self.sizes)

@@ -8,14 +8,16 @@ bundles and their price, problems on one mesh what reshardings cost there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 
 from passes.bundles import Grouping, group
 from passes.cluster import Cluster
+from passes.crew import Crew, Task
 from passes.errors import NoLegalPlanError
 from passes.intra_op import SolverOptions, solve
 from passes.likeness import likeness
@@ -24,12 +26,14 @@ from passes.mesh_search import best
 from passes.moves import Schedule, moves
 from passes.phases import PHASES
 from passes.pipelines import microbatches_of, priced
+from passes.plan import Plan
 from passes.problem import assemble, without_dominated
 from passes.read_off import move_seconds
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
 from passes.simulate import StageCost
 from passes.stages import Part
+from passes.variants import Form
 
 ROUGH = 3e-2
 """The relative gap at which the solve of a price ends."""
@@ -97,15 +101,23 @@ class _First:
 
 @dataclass(slots=True, kw_only=True)
 class Pricer:
-    """Prices of blocks on meshes; those of plans as `passes.mesh_search` makes them unless `rough`."""
+    """Prices of blocks on meshes; those of plans as `passes.mesh_search` makes them unless `rough`.
+
+    Work that can be shared is, with a `crew` of Pricers.
+    """
 
     options: SolverOptions
     rough: bool = True
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
+    crew: Crew | None = None
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
     _bounds: dict[tuple[str, Mesh], float] = field(default_factory=dict[tuple[str, Mesh], float])
     _alone: dict[tuple[str, Cluster], float] = field(default_factory=dict[tuple[str, Cluster], float])
+
+    def __reduce__(self) -> tuple[Callable[[], Pricer], tuple[()]]:
+        """A copy in another process begins with nothing known."""
+        return partial(Pricer, options=self.options, rough=self.rough), ()
 
     @property
     def solved(self) -> int:
@@ -120,15 +132,24 @@ class Pricer:
 
         None as well as soon as it is seen that its pace is no less than `at_most`.
         """
-        key = (block.kind, mesh)
-        if key not in self._prices and self.floor(block, mesh)[1] < at_most:
-            try:
-                found, self._bounds[key] = self._price(self._first(block), mesh, at_most)
-            except NoLegalPlanError:
-                found, self._bounds[key] = None, math.inf
-            if found or math.isinf(self._bounds[key]):
+        self.find([(block, mesh, at_most)])
+        return self._prices.get((block.kind, mesh))
+
+    def find(self, asked: Sequence[tuple[Block, Mesh, float]]) -> None:
+        """Finds the prices that are not known, each as `price` does, sharing the work."""
+        tasks = {
+            (block.kind, mesh): (block, mesh, at_most)
+            for block, mesh, at_most in asked
+            if not self.is_known(block, mesh) and self.floor(block, mesh)[1] < at_most
+        }
+        work = self.crew.call if self.crew else self._call
+        for key, (found, bound) in zip(tasks, work("cost", list(tasks.values())), strict=True):
+            self._bounds[key] = bound
+            if found or math.isinf(bound):
                 self._prices[key] = found
-        return self._prices.get(key)
+
+    def _call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
+        return [getattr(self, method)(*task) for task in tasks]
 
     def floor(self, block: Block, mesh: Mesh) -> tuple[float, float]:
         """The least seconds of a microbatch, forward and backward, and the least pace; of a known price, what it says.
@@ -174,8 +195,21 @@ class Pricer:
             )
         return self._firsts[block.kind]
 
-    def _price(self, one: _First, mesh: Mesh, at_most: float) -> tuple[StageCost | None, float]:
-        """The price, None once it is seen that its pace is `at_most` or more; the least seconds of a step."""
+    def cost(self, block: Block, mesh: Mesh, at_most: float) -> tuple[StageCost | None, float]:
+        """The price, None once it is seen that its pace is `at_most` or more; the least seconds of a step.
+
+        Those are infinite if it cannot be there.
+        """
+        try:
+            return self._cost(self._first(block), mesh, at_most)
+        except NoLegalPlanError:
+            return None, math.inf
+
+    def plan(self, name: str, form: Form, meshes: Sequence[Mesh], options: SolverOptions) -> Plan:
+        """The cheapest plan of a program over the meshes, with what prices have found out about them."""
+        return best(name, form.graph, meshes, form.tied, form.donated, options, resharders=self.resharders)
+
+    def _cost(self, one: _First, mesh: Mesh, at_most: float) -> tuple[StageCost | None, float]:
         block, part, graph = one.block, one.block.part, one.block.part.graph
         ties = (*block.ties, *block.chain)
         if not self.rough or pinned_mesh(graph) is not None:

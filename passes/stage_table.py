@@ -18,6 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from passes import stages
 from passes.cluster import Cluster
 from passes.errors import InternalError
@@ -25,7 +28,7 @@ from passes.inter_op import Candidate, Submesh
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.pipelines import body_of
-from passes.pricing import ROUGH, Block, Pricer, Ties, alike
+from passes.pricing import Block, Pricer, Ties, alike
 from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
 from passes.stage_choices import Floor
@@ -40,6 +43,7 @@ _SLACK = 1 + 1e-9
 """Sums in different orders differ by less: what is slower by more is slower."""
 
 
+Floats = NDArray[np.float64]
 Counted = tuple[Block, int]
 
 
@@ -50,6 +54,33 @@ class Sample:
     graph: Graph
     tied: Ties
     left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Floors:
+    """The floors of all runs of layers on so many devices [layers, layers + 1], when `learnt` prices were known."""
+
+    learnt: int
+    seconds: Floats
+    paces: Floats
+    nbytes: Floats
+
+    @classmethod
+    def of(cls, sums: Floats, floors: Floats, known: NDArray[np.bool_], nbytes: Floats, learnt: int) -> _Floors:
+        """From the seconds and paces of kinds of blocks on meshes [2, kinds, meshes], of which some are `known`.
+
+        `sums` [layers + 1, kinds] counts the blocks before each layer, of which each holds `nbytes` [kinds]. Meshes do
+        not count that are dearer than one on which all is known.
+        """
+        counts = np.maximum(sums - sums[:, None], 0.0)[:-1]
+        some = (counts > 0).astype(np.float64)
+        finite = np.isfinite(floors)
+        totals = counts @ np.where(finite, floors, 0.0)[:, None]
+        totals[some @ ~finite[:, None] > 0] = np.inf
+        seconds, paces = totals
+        best = np.where(some @ ~known > 0, np.inf, paces).min(axis=2, keepdims=True)
+        chosen = np.where(paces <= best * _SLACK, seconds, np.inf)
+        return cls(learnt=learnt, seconds=chosen.min(axis=2), paces=paces.min(axis=2), nbytes=counts @ nbytes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,9 +104,7 @@ class StageCosts:
         default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
     )
     _learnt: Counter[int] = field(default_factory=Counter[int])
-    _leasts: dict[tuple[int, int, int, int], tuple[int, Floor]] = field(
-        default_factory=dict[tuple[int, int, int, int], tuple[int, Floor]]
-    )
+    _floors: dict[tuple[int, int], _Floors] = field(default_factory=dict[tuple[int, int], _Floors])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
@@ -136,8 +165,11 @@ class StageCosts:
         meshes.sort(key=order)
         best: tuple[float, int, Candidate] | None = None
         least = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[0] for block, n in chosen)
-        for number, mesh in meshes:
-            costs = self._costs(chosen, mesh, best[0] / (1 + ENOUGH) if best and self.lazy else beneath)
+        for place, (number, mesh) in enumerate(meshes):
+            bound = best[0] / (1 + ENOUGH) if best and self.lazy else beneath
+            if place == 1:
+                self._look_ahead(chosen, [mesh for _, mesh in meshes[1:]], bound)
+            costs = self._costs(chosen, mesh, bound)
             if costs is None:
                 continue
             found = _together(costs, mesh)
@@ -155,58 +187,79 @@ class StageCosts:
         """The meshes that suit some layers nearly as well as the best; the others are priced for it, if need be."""
         chosen, meshes = self._counted(first, last, microbatches), self._meshes(submesh.n_devices)
         best, found = math.inf, list[tuple[float, Mesh]]()
-        for mesh in sorted(meshes, key=lambda mesh: mesh != self._winners.get(submesh.n_devices)):
+        meshes = sorted(meshes, key=lambda mesh: mesh != self._winners.get(submesh.n_devices))
+        for place, mesh in enumerate(meshes):
+            if place == 1:
+                self._look_ahead(chosen, meshes[1:], (1 + NEAR) * best)
             costs = self._costs(chosen, mesh, (1 + NEAR) * best)
             if costs is not None:
                 found.append((_together(costs, mesh).pace(microbatches), mesh))
                 best = min(best, found[-1][0])
         return tuple(mesh for pace, mesh in found if pace <= (1 + NEAR) * best)
 
+    def _look_ahead(self, chosen: Sequence[Counted], meshes: Sequence[Mesh], beneath: float) -> None:
+        """Prices what is asked for first on each mesh, all at once."""
+        self._find([one for mesh in meshes for one in self._wanted(chosen, mesh, beneath)[:1]])
+
     def _costs(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float) -> list[tuple[StageCost, int]] | None:
         """The price of each kind of block; None if one cannot be on the mesh, or if their pace exceeds `beneath`."""
-        least = [(n * self.pricer.floor(block, mesh)[1], block, n) for block, n in chosen]
-        spent, costs = math.fsum(pace for pace, _, _ in least), list[tuple[StageCost, int]]()
-        for pace, block, n in sorted(least, key=lambda one: (not self.pricer.is_known(one[1], mesh), -one[0])):
-            if spent > beneath * _SLACK:
+        while wanted := self._wanted(chosen, mesh, beneath):
+            heaviest_first = math.isfinite(beneath) and len(wanted) == len(chosen)
+            asked = wanted[:1] if heaviest_first else wanted
+            self._find(asked)
+            if not all(self.pricer.is_known(block, mesh) for block, _, _ in asked):
                 return None
-            if (cost := self._price(block, mesh, (beneath * _SLACK - spent + pace) / n)) is None:
-                return None
-            costs.append((cost, n))
-            spent += n * block.pace(cost) - pace
-        return costs if spent <= beneath * _SLACK else None
+        spent = math.fsum(n * self.pricer.floor(block, mesh)[1] for block, n in chosen)
+        if spent > beneath * _SLACK or math.isinf(spent):
+            return None
+        costs = ((self.pricer.price(block, mesh), n) for block, n in chosen)
+        return [(cost, n) for cost, n in costs if cost]
 
-    def _price(self, block: Block, mesh: Mesh, at_most: float) -> StageCost | None:
-        if self.pricer.is_known(block, mesh):
-            return self.pricer.price(block, mesh)
-        self.told(mesh)
-        cost = self.pricer.price(block, mesh, at_most)
-        self._learnt[mesh.size] += 1
-        self.told(None)
-        return cost
+    def _wanted(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float) -> list[tuple[Block, Mesh, float]]:
+        """The blocks without a price, heaviest first, with the pace that each may have; none if it is too much."""
+        floors = [(n * self.pricer.floor(block, mesh)[1], block, n) for block, n in chosen]
+        spent = math.fsum(pace for pace, _, _ in floors)
+        if spent > beneath * _SLACK or math.isinf(spent):
+            return []
+        left = sorted((one for one in floors if not self.pricer.is_known(one[1], mesh)), key=lambda one: -one[0])
+        return [(block, mesh, (beneath * _SLACK - spent + pace) / n) for pace, block, n in left]
+
+    def _find(self, asked: Sequence[tuple[Block, Mesh, float]]) -> None:
+        for _, mesh, _ in asked:
+            self.told(mesh)
+            self._learnt[mesh.size] += 1
+        if asked:
+            self.pricer.find(asked)
+            self.told(None)
 
     def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
         """What no candidate for these layers goes below, on the best mesh for that.
 
         Of what is known so far: it rises as blocks are priced.
         """
-        key = (first, last, submesh.n_devices, microbatches)
-        known = self._learnt[submesh.n_devices]
-        if key not in self._leasts or self._leasts[key][0] != known:
-            self._leasts[key] = known, self._least(*key)
-        return self._leasts[key][1]
+        key = (submesh.n_devices, microbatches)
+        if key not in self._floors or self._floors[key].learnt != self._learnt[submesh.n_devices]:
+            self._floors[key] = self._floors_of(*key)
+        found = self._floors[key]
+        seconds, pace, nbytes = (float(of[first, last]) for of in (found.seconds, found.paces, found.nbytes))
+        return Floor(seconds=seconds, pace=pace, nbytes=nbytes)
 
-    def _least(self, first: int, last: int, n_devices: int, microbatches: int) -> Floor:
-        chosen, meshes = self._counted(first, last, microbatches), self._meshes(n_devices)
-        nbytes = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[1] for block, n in chosen)
-        floors, best = list[tuple[float, float]](), math.inf
-        for mesh in meshes:
-            each = [(*self.pricer.floor(block, mesh), n) for block, n in chosen]
-            seconds, pace = (math.fsum(n * one[part] for *one, n in each) for part in range(2))
-            floors.append((seconds, pace))
-            if all(self.pricer.is_known(block, mesh) for block, _ in chosen):
-                best = min(best, pace)
-        seconds = min(seconds for seconds, pace in floors if pace <= best * _SLACK)
-        return Floor(seconds=seconds, pace=min(pace for _, pace in floors), nbytes=nbytes)
+    def _floors_of(self, n_devices: int, microbatches: int) -> _Floors:
+        kinds = [block for block, _ in self._counted(0, self.n_layers, microbatches)]
+        numbers = {block.kind: number for number, block in enumerate(kinds)}
+        each = np.zeros((self.n_layers + 1, len(kinds)))
+        for layer in range(self.n_layers):
+            for block, n in self._counted(layer, layer + 1, microbatches):
+                each[layer + 1, numbers[block.kind]] = n
+        meshes = self._meshes(n_devices)
+        floors = np.array([[self.pricer.floor(block, mesh) for mesh in meshes] for block in kinds])
+        return _Floors.of(
+            np.cumsum(each, axis=0),
+            np.moveaxis(floors, 2, 0),
+            np.array([[self.pricer.is_known(block, mesh) for mesh in meshes] for block in kinds]),
+            np.array([self.pricer.least(block, self.cluster, n_devices)[1] for block in kinds]),
+            self._learnt[n_devices],
+        )
 
     def _meshes(self, n_devices: int) -> Sequence[Mesh]:
         if n_devices not in self._laid_out:

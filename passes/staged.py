@@ -9,20 +9,18 @@ from dataclasses import dataclass, field, replace
 from passes import inter_op, stages
 from passes.abridge import KEPT
 from passes.cluster import Cluster
+from passes.crew import Crew
 from passes.errors import OverBudgetError
 from passes.inter_op import Partition, Submesh
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
-from passes.likeness import likeness
 from passes.mesh import Mesh
-from passes.mesh_search import best
 from passes.pipeline import DISPATCH_SECONDS, PipelinePlan
-from passes.pipelines import pipelined, restated
+from passes.pipelines import joined, restated
 from passes.plan import Plan
 from passes.pricing import Pricer
 from passes.progress import Progress, Report, silent
 from passes.stage_table import Sample, StageCosts
-from passes.stages import Part
 from passes.variants import Form
 
 NEAR = 1e-3
@@ -89,23 +87,34 @@ class StagedSearch:
         Prices leave out what is needed for a moment. Where the stages that were chosen need more than there is, they
         are chosen again with as much less, a few times.
         """
+        with Crew(self.pricer) as crew:
+            self.pricer.crew = crew
+            try:
+                return self._run(crew)
+            finally:
+                self.pricer.crew = None
+
+    def _run(self, crew: Crew) -> Plan | PipelinePlan:
         self._tell_price(None)
         whole, limit = self._everything(), self.limit
         partition = self._partition(whole, limit)
-        plan = self._realised(partition)
+        plan = self._realised(partition, crew)
         for _ in range(RETRIES):
             if plan.peak_nbytes <= self.limit:
                 break
-            limit *= LESS * self.limit / plan.peak_nbytes
+            again = partition
             try:
-                partition = self._partition(whole, limit)
+                while again.stages == partition.stages:
+                    limit *= LESS * min(1.0, self.limit / plan.peak_nbytes)
+                    again = self._partition(whole, limit)
             except OverBudgetError:
                 break
-            plan = self._realised(partition)
+            partition, plan = again, self._realised(again, crew)
         if not self.prices_whole or not self._rivals(whole, RIVAL * partition.seconds):
             return plan
         self._tell_stage(0, 1)
-        rival = self._best("auto", self.form, self.table.near(0, self.layers, whole, 1), self.solver)
+        form, meshes = self.form, self.table.near(0, self.layers, whole, 1)
+        rival = self.pricer.plan("auto", form, meshes, self.solver)
         return min(plan, rival, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
 
     def _partition(self, whole: Submesh, limit: float) -> Partition:
@@ -134,38 +143,38 @@ class StagedSearch:
             return False
         return found.pace(1) <= seconds
 
-    def _realised(self, partition: Partition) -> Plan | PipelinePlan:
-        """The stages that were chosen, planned as they are."""
+    def _realised(self, partition: Partition, crew: Crew) -> Plan | PipelinePlan:
+        """The stages that were chosen, planned as they are, equal ones once."""
         count, chosen, form = partition.microbatches, partition.stages, self.form
         self.report(Progress(phase="write the step in microbatches", done=0, total=None))
         graph = self.graph(count)
         meshes = [self.table.near(stage.first, stage.last, stage.submesh, count) for stage in chosen]
+        self._tell_stage(0, len(chosen))
         if len(chosen) == 1:
-            self._tell_stage(0, 1)
-            plan = self._best("auto", replace(form, graph=graph), meshes[0], self.solver)
+            plan = self.pricer.plan("auto", replace(form, graph=graph), meshes[0], self.solver)
             return replace(plan, microbatches=count)
         firsts = self.table.firsts(graph, count)
         begins = tuple(firsts[stage.first] for stage in chosen)
-        known: dict[tuple[str, str, tuple[Mesh, ...]], tuple[Plan, Graph]] = {}
+        cut = stages.cut(graph, begins, form.tied)
+        ties = [stages.ties(part, graph, form.tied) for part in cut.parts]
+        keys = [
+            (part.graph.fingerprint, own, laid_out) for part, own, laid_out in zip(cut.parts, ties, meshes, strict=True)
+        ]
+        planned = {key: stage for stage, key in reversed(list(enumerate(keys)))}
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
-
-        def plan_stage(part: Part, stage: int) -> Plan:
-            ties = stages.ties(part, graph, form.tied)
-            key = (part.graph.fingerprint, likeness(part, ties), meshes[stage])
-            self._tell_stage(stage, len(chosen))
-            if key in known:
-                plan = restated(*known[key], part.graph, ties)
-                return replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
-            plan = self._best(f"stage {stage}", Form(graph=part.graph, tied=ties, donated=()), meshes[stage], options)
-            known[key] = plan, part.graph
-            return plan
-
-        return pipelined("auto", graph, self.cluster, form.tied, begins, partition.schedule, plan_stage)
-
-    def _best(self, name: str, form: Form, meshes: Sequence[Mesh], options: SolverOptions) -> Plan:
-        """The cheapest plan of a program, with what prices have found out about the meshes."""
-        resharders = self.pricer.resharders
-        return best(name, form.graph, meshes, form.tied, form.donated, options, resharders=resharders)
+        tasks = [
+            (f"stage {stage}", Form(graph=cut.parts[stage].graph, tied=ties[stage], donated=()), meshes[stage], options)
+            for stage in planned.values()
+        ]
+        found = dict(zip(planned.values(), crew.call("plan", tasks), strict=True))
+        plans: list[Plan] = []
+        for stage, key in enumerate(keys):
+            plan, own = found[planned[key]], cut.parts[stage].graph
+            if planned[key] != stage:
+                plan = restated(plan, cut.parts[planned[key]].graph, own, ties[stage])
+                plan = replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
+            plans.append(plan)
+        return joined("auto", graph, self.cluster, cut, begins, plans, partition.schedule, chunks=1)
 
     def _tell_price(self, mesh: Mesh | None) -> None:
         phase = f"price a layer on {mesh}" if mesh else "partition the layers"

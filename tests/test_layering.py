@@ -100,6 +100,7 @@ ORDER = (
     "pipeline",
     "pipeline_diff",
     "pipelines",
+    "crew",
     "pricing",
     "stage_table",
     "staged",
