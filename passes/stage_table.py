@@ -33,8 +33,11 @@ from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
 from passes.stage_choices import Floor
 
-ENOUGH = 0.1
+ENOUGH = 0.03
 """No other mesh is tried for a stage whose price is this close to the least that there can be."""
+
+WASTE = 4.0
+"""More devices are not looked at first once they spend this many times what the best number of them does."""
 
 NEAR = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
@@ -105,6 +108,7 @@ class StageCosts:
     )
     _learnt: Counter[int] = field(default_factory=Counter[int])
     _floors: dict[tuple[int, int], _Floors] = field(default_factory=dict[tuple[int, int], _Floors])
+    _rates: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
@@ -148,6 +152,22 @@ class StageCosts:
             self._counts[key] = tuple((block, counts[kind]) for kind, block in {b.kind: b for b in chosen}.items())
         return self._counts[key]
 
+    def survey(self, n_devices: Sequence[int]) -> None:
+        """Prices the block that weighs most, in the fewest microbatches, on ever more devices while they are of use.
+
+        What is found there bounds what more devices can save, and what more microbatches cost, everywhere else.
+        """
+        count = min((count for count in self.samples if count > 1), default=1)
+        every = self._counted(0, self.n_layers, count)
+        heaviest, _ = max(every, key=lambda one: one[1] * self.pricer.least(one[0], self.cluster, 1)[0])
+        least = math.inf
+        for n in sorted(n_devices):
+            found = self._best(((heaviest, 1),), n, count, math.inf)
+            spent = n * found.pace(count) if found else math.inf
+            least = min(least, spent)
+            if math.isfinite(least) and spent > WASTE * least:
+                return
+
     def candidate(
         self, first: int, last: int, submesh: Submesh, microbatches: int, beneath: float = math.inf
     ) -> Candidate | None:
@@ -155,11 +175,14 @@ class StageCosts:
 
         The pace is in seconds of a microbatch, with its share of the end of a step.
         """
-        chosen, n_devices = self._counted(first, last, microbatches), submesh.n_devices
+        return self._best(self._counted(first, last, microbatches), submesh.n_devices, microbatches, beneath)
+
+    def _best(self, chosen: Sequence[Counted], n_devices: int, microbatches: int, beneath: float) -> Candidate | None:
+        """The stage of so many blocks of some kinds, as `candidate` has it."""
         meshes = list(enumerate(self._meshes(n_devices)))
 
         def order(one: tuple[int, Mesh]) -> tuple[bool, float, int, int]:
-            pace = math.fsum(n * self.pricer.floor(block, one[1])[1] for block, n in chosen)
+            pace = math.fsum(n * self._floor(block, one[1])[1] for block, n in chosen)
             return one[1] != self._winners.get(n_devices), pace, max(one[1].sizes, default=1), one[0]
 
         meshes.sort(key=order)
@@ -209,7 +232,7 @@ class StageCosts:
             self._find(asked)
             if not all(self.pricer.is_known(block, mesh) for block, _, _ in asked):
                 return None
-        spent = math.fsum(n * self.pricer.floor(block, mesh)[1] for block, n in chosen)
+        spent = math.fsum(n * self._floor(block, mesh)[1] for block, n in chosen)
         if spent > beneath * _SLACK or math.isinf(spent):
             return None
         costs = ((self.pricer.price(block, mesh), n) for block, n in chosen)
@@ -217,7 +240,7 @@ class StageCosts:
 
     def _wanted(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float) -> list[tuple[Block, Mesh, float]]:
         """The blocks without a price, heaviest first, with the pace that each may have; none if it is too much."""
-        floors = [(n * self.pricer.floor(block, mesh)[1], block, n) for block, n in chosen]
+        floors = [(n * self._floor(block, mesh)[1], block, n) for block, n in chosen]
         spent = math.fsum(pace for pace, _, _ in floors)
         if spent > beneath * _SLACK or math.isinf(spent):
             return []
@@ -232,13 +255,30 @@ class StageCosts:
             self.pricer.find(asked)
             self.told(None)
 
+    def _floor(self, block: Block, mesh: Mesh) -> tuple[float, float]:
+        """As `Pricer.floor`, and no less than half of what half of the devices take at best."""
+        seconds, pace = self.pricer.floor(block, mesh)
+        if self.pricer.is_known(block, mesh):
+            return seconds, pace
+        fewer = (n for n in self._laid_out if n < mesh.size and mesh.size % n == 0 and self._learnt[n])
+        return seconds, max(pace, max((self._spent(block, n) for n in fewer), default=0.0) / mesh.size)
+
+    def _spent(self, block: Block, n_devices: int) -> float:
+        """Seconds of so many devices that a microbatch of a block takes at least, on the best mesh of these."""
+        key = (block.kind, n_devices)
+        if key not in self._rates or self._rates[key][0] != self._learnt[n_devices]:
+            paces = (self.pricer.floor(block, mesh)[1] for mesh in self._meshes(n_devices))
+            self._rates[key] = self._learnt[n_devices], n_devices * min(paces, default=math.inf)
+        rate = self._rates[key][1]
+        return rate if math.isfinite(rate) else 0.0
+
     def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
         """What no candidate for these layers goes below, on the best mesh for that.
 
         Of what is known so far: it rises as blocks are priced.
         """
         key = (submesh.n_devices, microbatches)
-        if key not in self._floors or self._floors[key].learnt != self._learnt[submesh.n_devices]:
+        if key not in self._floors or self._floors[key].learnt != self._learnt.total():
             self._floors[key] = self._floors_of(*key)
         found = self._floors[key]
         seconds, pace, nbytes = (float(of[first, last]) for of in (found.seconds, found.paces, found.nbytes))
@@ -252,13 +292,13 @@ class StageCosts:
             for block, n in self._counted(layer, layer + 1, microbatches):
                 each[layer + 1, numbers[block.kind]] = n
         meshes = self._meshes(n_devices)
-        floors = np.array([[self.pricer.floor(block, mesh) for mesh in meshes] for block in kinds])
+        floors = np.array([[self._floor(block, mesh) for mesh in meshes] for block in kinds])
         return _Floors.of(
             np.cumsum(each, axis=0),
             np.moveaxis(floors, 2, 0),
             np.array([[self.pricer.is_known(block, mesh) for mesh in meshes] for block in kinds]),
             np.array([self.pricer.least(block, self.cluster, n_devices)[1] for block in kinds]),
-            self._learnt[n_devices],
+            self._learnt.total(),
         )
 
     def _meshes(self, n_devices: int) -> Sequence[Mesh]:

@@ -97,6 +97,7 @@ class StagedSearch:
     def _run(self, crew: Crew) -> Plan | PipelinePlan:
         self._tell_price(None)
         whole, limit = self._everything(), self.limit
+        self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
         partition = self._partition(whole, limit)
         plan = self._realised(partition, crew)
         for _ in range(RETRIES):

@@ -4,6 +4,8 @@ Tying, leaving out what is dominated, arrays in place of a model; and in the sea
 blocks that are alike, meshes and stages given up early, plans of equal stages shared.
 """
 
+import math
+import pickle
 from dataclasses import replace
 
 import jax
@@ -25,6 +27,7 @@ from passes.problem import assemble, without_dominated
 from passes.repeats import in_blocks
 from passes.resharding import Resharder
 from passes.stage_table import Sample, StageCosts
+from passes.variants import Form
 from tests.autopar.traced_steps import traced_step
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 4), cluster=parse_cluster("2x4:a100-80g"))
@@ -192,6 +195,48 @@ def test_rough_prices_are_close(many_blocks):
             least, nbytes = rough.least(block, MESH.cluster, 4)
             assert least <= min(c.forward_seconds + c.backward_seconds for c in (one, other))
             assert nbytes <= min(c.persistent_nbytes for c in (one, other))
+
+
+def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
+    """What is sent there and back is what is found here; the copy of a pricer knows nothing."""
+    here = Pricer(options=SolverOptions())
+    for block in many_blocks[:3]:
+        for mesh in layouts(MESH.cluster, 4, 2):
+            there = pickle.loads(pickle.dumps(here))
+            assert there.solved == 0
+            task = pickle.loads(pickle.dumps((block, mesh, math.inf)))
+            assert pickle.loads(pickle.dumps(there.cost(*task))) == here.cost(block, mesh, math.inf)
+            here.find([(block, mesh, math.inf)])
+    block, meshes = many_blocks[2], layouts(MESH.cluster, 4, 2)
+    task = ("stage", Form(graph=block.part.graph, tied=block.ties, donated=()), meshes, SolverOptions())
+    plan, same = here.plan(*task), pickle.loads(pickle.dumps(here)).plan(*pickle.loads(pickle.dumps(task)))
+    assert replace(pickle.loads(pickle.dumps(same)), solution=plan.solution) == plan
+
+
+def test_what_is_dear_is_left_with_a_bound(many_blocks):
+    block, pricer = many_blocks[2], Pricer(options=EXACT)
+    for mesh in layouts(MESH.cluster, 4, 2):
+        pace = block.pace(Pricer(options=EXACT).price(block, mesh))
+        assert pricer.price(block, mesh, 0.9 * pace) is None
+        assert not pricer.is_known(block, mesh)
+        _, least = pricer.floor(block, mesh)
+        assert 0.9 * pace <= least <= pace * (1 + 1e-6)
+        assert block.pace(pricer.price(block, mesh, 1.1 * pace)) == pytest.approx(pace, rel=ROUGH)
+
+
+def test_more_microbatches_take_no_less():
+    """Prices in few microbatches are bounds of those in more, which is what `fewer` kinds are for."""
+    traced, graphs = in_microbatches(6, 4, 8)
+    table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))
+    few, many = table.blocks(0, 3, 4), table.blocks(0, 3, 8)
+    assert [block.fewer for block in many] == [(block.kind,) for block in few]
+    for mesh in layouts(MESH.cluster, 4, 2):
+        for one, other in zip(few, many, strict=True):
+            before = table.pricer.floor(other, mesh)[1]
+            least = 4 * one.pace(table.pricer.price(one, mesh))
+            after = table.pricer.floor(other, mesh)[1]
+            assert after >= max(before, 0.99 * least / 8)
+            assert 8 * other.pace(table.pricer.price(other, mesh)) >= least * (1 - 1e-6)
 
 
 def test_a_chain_of_blocks_costs_what_its_blocks_do():
