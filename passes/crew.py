@@ -114,13 +114,9 @@ class _Member:
     """One process, and the thread that talks to it."""
 
     def __init__(self, one: object) -> None:
-        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from passes.crew import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
-        )
+        root = str(Path(__file__).parent.parent)
+        script = f"import sys; sys.path.insert(0, {root!r}); from passes.crew import serve; serve()"
+        self.process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.one = one
         self.turns: deque[_Turn] = deque()
         self.news = threading.Condition()
