@@ -45,6 +45,7 @@ from passes.stage_program import Stages, levels, trace, with_each
 from passes.stage_search import CLOSE, Judge, alone, prove, sweep
 
 Least = Callable[[int, int, Submesh, int], Floor]
+Expect = Callable[[Sequence[tuple[int, int, Submesh, int]]], None]
 
 _WIDER = 1.02
 """Entries are asked for together whose bounds lie within this factor of the lowest."""
@@ -90,14 +91,16 @@ def partition(
     epsilon: float = 0.02,
     proof: int = 2000,
     least: Least | None = None,
+    expect: Expect | None = None,
 ) -> Partition:
     """The stages, schedule and number of microbatches whose simulated step is the shortest.
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
     the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most
     partial partitions that the last part of the search extends. `least` is what no candidate goes below; without it
-    every entry is asked for. Schedules with several stages on a device group are not searched. Raises PlanningError for
-    numbers that make no sense, and where no partition fits in memory.
+    every entry is asked for. `expect` hears of the entries that are asked for next. Schedules with several stages on a
+    device group are not searched. Raises PlanningError for numbers that make no sense, and where no partition fits in
+    memory.
     """
     numbers = _check(n_layers, n_stages, microbatches, schedules)
     places = place(whole, choices, idle)
@@ -113,6 +116,7 @@ def partition(
         memory_limit=memory_limit,
         chained=not any(splits.values()),
         least=least,
+        expect=expect,
         known={m: {} for m in counts},
         n_layers=n_layers,
     )
@@ -146,6 +150,7 @@ class _Wanted:
     memory_limit: float
     chained: bool
     least: Least | None
+    expect: Expect | None
     known: dict[int, dict[Entry, Candidate | None]]
 
     def ask(self, seconds: float) -> bool:
@@ -155,10 +160,12 @@ class _Wanted:
         lowest = min((bound for _, _, bound in left), default=math.inf)
         if not left or (math.isfinite(seconds) and lowest >= seconds * CLOSE):
             return False
-        for m, entry, bound in left:
-            if bound <= lowest * _WIDER:
-                choice, first, last = entry
-                self.known[m][entry] = self.table.candidate(first, last, self.places.choices[choice], m)
+        asked = [(m, entry) for m, entry, bound in left if bound <= lowest * _WIDER]
+        runs = [(first, last, self.places.choices[choice], m) for m, (choice, first, last) in asked]
+        if self.expect is not None:
+            self.expect(runs)
+        for (m, entry), run in zip(asked, runs, strict=True):
+            self.known[m][entry] = self.table.candidate(*run)
         return True
 
     def _bounds(self, m: int) -> Floats:

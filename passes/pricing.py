@@ -137,11 +137,10 @@ class Pricer:
 
     def find(self, asked: Sequence[tuple[Block, Mesh, float]]) -> None:
         """Finds the prices that are not known, each as `price` does, sharing the work."""
-        tasks = {
-            (block.kind, mesh): (block, mesh, at_most)
-            for block, mesh, at_most in asked
-            if not self.is_known(block, mesh) and self.floor(block, mesh)[1] < at_most
-        }
+        tasks: dict[tuple[str, Mesh], tuple[Block, Mesh, float]] = {}
+        for block, mesh, at_most in sorted(asked, key=lambda one: one[2]):
+            if not self.is_known(block, mesh) and self.floor(block, mesh)[1] < at_most:
+                tasks[block.kind, mesh] = block, mesh, at_most
         work = self.crew.call if self.crew else self._call
         for key, (found, bound) in zip(tasks, work("cost", list(tasks.values())), strict=True):
             self._bounds[key] = bound

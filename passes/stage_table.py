@@ -13,6 +13,7 @@ one is near the least that there can be.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ _SLACK = 1 + 1e-9
 
 Floats = NDArray[np.float64]
 Counted = tuple[Block, int]
+Wanted = tuple[Block, Mesh, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +162,11 @@ class StageCosts:
         count = min((count for count in self.samples if count > 1), default=1)
         every = self._counted(0, self.n_layers, count)
         heaviest, _ = max(every, key=lambda one: one[1] * self.pricer.least(one[0], self.cluster, 1)[0])
-        least = math.inf
-        for n in sorted(n_devices):
-            found = self._best(((heaviest, 1),), n, count, math.inf)
+        alone, least = ((heaviest, 1),), math.inf
+        for n, more in itertools.pairwise((*sorted(n_devices), 0)):
+            firsts = [self._order(alone, size)[0][1] for size in (n, more) if size]
+            self._find([one for mesh in firsts for one in self._wanted(alone, mesh)])
+            found = self._best(alone, n, count, math.inf)
             spent = n * found.pace(count) if found else math.inf
             least = min(least, spent)
             if math.isfinite(least) and spent > WASTE * least:
@@ -177,17 +181,39 @@ class StageCosts:
         """
         return self._best(self._counted(first, last, microbatches), submesh.n_devices, microbatches, beneath)
 
-    def _best(self, chosen: Sequence[Counted], n_devices: int, microbatches: int, beneath: float) -> Candidate | None:
-        """The stage of so many blocks of some kinds, as `candidate` has it."""
-        meshes = list(enumerate(self._meshes(n_devices)))
+    def expect(self, asked: Sequence[tuple[int, int, Submesh, int]]) -> None:
+        """Prices at once what `candidate` is going to ask for, one thing after the other, for each of these."""
+        runs = [(self._counted(first, last, count), submesh.n_devices, count) for first, last, submesh, count in asked]
+        meshes = [[mesh for _, mesh in self._order(chosen, n_devices)] for chosen, n_devices, _ in runs]
+        self._find(
+            [one for (chosen, *_), (mesh, *_) in zip(runs, meshes, strict=True) for one in self._wanted(chosen, mesh)]
+        )
+        ahead: list[Wanted] = []
+        for (chosen, n_devices, count), (first, *others) in zip(runs, meshes, strict=True):
+            costs = self._costs(chosen, first, math.inf)
+            pace = _together(costs, first).pace(count) if costs else 0.0
+            if pace > self._enough(chosen, n_devices):
+                ahead += [one for mesh in others for one in self._wanted(chosen, mesh, pace / (1 + ENOUGH))[:1]]
+        self._find(ahead)
+
+    def _order(self, chosen: Sequence[Counted], n_devices: int) -> list[tuple[int, Mesh]]:
+        """The meshes by number, in the order in which they are tried."""
 
         def order(one: tuple[int, Mesh]) -> tuple[bool, float, int, int]:
             pace = math.fsum(n * self._floor(block, one[1])[1] for block, n in chosen)
             return one[1] != self._winners.get(n_devices), pace, max(one[1].sizes, default=1), one[0]
 
-        meshes.sort(key=order)
-        best: tuple[float, int, Candidate] | None = None
+        return sorted(enumerate(self._meshes(n_devices)), key=order)
+
+    def _enough(self, chosen: Sequence[Counted], n_devices: int) -> float:
+        """The pace at which no other mesh is tried."""
         least = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[0] for block, n in chosen)
+        return least * (1 + ENOUGH) if self.lazy else 0.0
+
+    def _best(self, chosen: Sequence[Counted], n_devices: int, microbatches: int, beneath: float) -> Candidate | None:
+        """The stage of so many blocks of some kinds, as `candidate` has it."""
+        meshes = self._order(chosen, n_devices)
+        best: tuple[float, int, Candidate] | None = None
         for place, (number, mesh) in enumerate(meshes):
             bound = best[0] / (1 + ENOUGH) if best and self.lazy else beneath
             if place == 1:
@@ -202,7 +228,7 @@ class StageCosts:
             if best is None or (pace, number) < best[:2]:
                 best = pace, number, found
                 self._winners[n_devices] = mesh
-            if self.lazy and pace <= least * (1 + ENOUGH):
+            if pace <= self._enough(chosen, n_devices):
                 break
         return best[2] if best else None
 
@@ -238,7 +264,7 @@ class StageCosts:
         costs = ((self.pricer.price(block, mesh), n) for block, n in chosen)
         return [(cost, n) for cost, n in costs if cost]
 
-    def _wanted(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float) -> list[tuple[Block, Mesh, float]]:
+    def _wanted(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float = math.inf) -> list[Wanted]:
         """The blocks without a price, heaviest first, with the pace that each may have; none if it is too much."""
         floors = [(n * self._floor(block, mesh)[1], block, n) for block, n in chosen]
         spent = math.fsum(pace for pace, _, _ in floors)
@@ -247,7 +273,7 @@ class StageCosts:
         left = sorted((one for one in floors if not self.pricer.is_known(one[1], mesh)), key=lambda one: -one[0])
         return [(block, mesh, (beneath * _SLACK - spent + pace) / n) for pace, block, n in left]
 
-    def _find(self, asked: Sequence[tuple[Block, Mesh, float]]) -> None:
+    def _find(self, asked: Sequence[Wanted]) -> None:
         for _, mesh, _ in asked:
             self.told(mesh)
             self._learnt[mesh.size] += 1

@@ -131,6 +131,7 @@ class StagedSearch:
             dispatch_seconds=DISPATCH_SECONDS,
             idle=False,
             least=self.table.least,
+            expect=self.table.expect,
         )
 
     def _everything(self) -> Submesh:

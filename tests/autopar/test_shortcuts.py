@@ -131,6 +131,8 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
     for lazy in (True, False):
         pricer = Pricer(options=SolverOptions())
         table = table_of(traced, graphs, cluster, 4, pricer, lazy=lazy)
+        if lazy:
+            table.survey([choice.n_devices for choice in inter_op.submeshes(cluster)])
         partition = inter_op.partition(
             4,
             whole,
@@ -140,6 +142,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
             microbatches=(4, 8),
             idle=False,
             least=table.least if lazy else None,
+            expect=table.expect if lazy else None,
         )
         found[lazy] = partition, pricer.solved
     (few, solved), (everything, all_solved) = found[True], found[False]
@@ -237,6 +240,17 @@ def test_more_microbatches_take_no_less():
             after = table.pricer.floor(other, mesh)[1]
             assert after >= max(before, 0.99 * least / 8)
             assert 8 * other.pace(table.pricer.price(other, mesh)) >= least * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("cluster", ["1x8:v100-16g", "2x4:a100-80g", "4x2:v100-16g"])
+def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
+    """What a survey's bounds are made of: on the best mesh, half of the devices take at most twice as long."""
+    cluster, pricer = parse_cluster(cluster), Pricer(options=EXACT)
+    for block in many_blocks[:3]:
+        spent = [
+            n * min(block.pace(pricer.price(block, mesh)) for mesh in layouts(cluster, n, 2)) for n in (1, 2, 4, 8)
+        ]
+        assert spent == sorted(spent)
 
 
 def test_a_chain_of_blocks_costs_what_its_blocks_do():
