@@ -109,7 +109,7 @@ class PlanCache:
 
     def write(self, key: Key, plan: AnyPlan) -> None:
         """Keeps a plan, unless its search was interrupted; warns where it cannot."""
-        if isinstance(plan, Plan) and plan.solution.is_interrupted:
+        if plan.is_interrupted:
             return
         path = self.path(key)
         part = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.part")

@@ -255,7 +255,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         }
         step = step.replan(**options) if isinstance(step, ParallelFunction) else parallelize(step, **options)
         plan = step.plan(*args, **kwargs)
-    if isinstance(plan, Plan) and plan.solution.is_interrupted:
+    if plan.is_interrupted:
         _tell(f"autopar {arguments.command}: interrupted; this is the best plan until then")
     if arguments.out:
         plan.save(arguments.out)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise, product
 
@@ -92,15 +92,16 @@ def partition(
     proof: int = 2000,
     least: Least | None = None,
     expect: Expect | None = None,
+    interruptible: bool = False,
 ) -> Partition:
     """The stages, schedule and number of microbatches whose simulated step is the shortest.
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
     the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most
     partial partitions that the last part of the search extends. `least` is what no candidate goes below; without it
-    every entry is asked for. `expect` hears of the entries that are asked for next. Schedules with several stages on a
-    device group are not searched. Raises PlanningError for numbers that make no sense, and where no partition fits in
-    memory.
+    every entry is asked for. `expect` hears of the entries that are asked for next. If `interruptible`, Ctrl-C
+    ends the search as soon as there is a partition. Schedules with several stages on a device group are not searched.
+    Raises PlanningError for numbers that make no sense, and where no partition fits in memory.
     """
     numbers = _check(n_layers, n_stages, microbatches, schedules)
     places = place(whole, choices, idle)
@@ -120,23 +121,29 @@ def partition(
         known={m: {} for m in counts},
         n_layers=n_layers,
     )
-    while wanted.ask(judge.seconds):
-        problems.clear()
-        for m, split in product(counts, dict.fromkeys(splits.values())):
-            candidates = wanted.known[m]
-            costs = tabulate(n_layers, places, candidates, hops[m], m, split, dispatch_seconds, memory_limit)
-            names = tuple(name for name in splits if splits[name] == split)
-            problems.append(pose(places, costs, m, names, numbers))
-        problems.sort(key=lambda problem: problem.least_seconds)
-        for problem in problems:
-            alone(problem, judge)
-        for problem in problems:
-            sweep(problem, judge, epsilon)
+    interrupted = False
+    try:
+        while wanted.ask(judge.seconds):
+            problems.clear()
+            for m, split in product(counts, dict.fromkeys(splits.values())):
+                candidates = wanted.known[m]
+                costs = tabulate(n_layers, places, candidates, hops[m], m, split, dispatch_seconds, memory_limit)
+                names = tuple(name for name in splits if splits[name] == split)
+                problems.append(pose(places, costs, m, names, numbers))
+            problems.sort(key=lambda problem: problem.least_seconds)
+            for problem in problems:
+                alone(problem, judge)
+            for problem in problems:
+                sweep(problem, judge, epsilon)
+    except KeyboardInterrupt:
+        if not interruptible or judge.best is None:
+            raise
+        interrupted = True
     judge.asked = sum(map(len, wanted.known.values()))
-    bound = prove(problems, judge, proof)
+    bound = 0.0 if interrupted else prove(problems, judge, proof)
     if judge.best is None:
         raise _unfit(problems, places, memory_limit)
-    return judge.answer(bound)
+    return replace(judge.answer(bound), interrupted=interrupted)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -60,6 +60,11 @@ class PipelinePlan:
         return simulate(self.schedule, self.costs, self.transfers, dispatch_seconds=DISPATCH_SECONDS)
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether it is the best until a search was interrupted."""
+        return any(stage.is_interrupted for stage in self.stages)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the schedule runs the halves of the backward apart."""
         return any(task.kind == "input_gradient" for group in self.schedule.groups for task in group)

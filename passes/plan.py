@@ -64,6 +64,11 @@ class Plan:
     memory: MemoryReport | None = None
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether it is the best until a search was interrupted."""
+        return self.solution.is_interrupted
+
+    @property
     def step_seconds(self) -> float:
         """Predicted seconds of one step."""
         return sum(self.seconds.values())

@@ -19,6 +19,7 @@ and for a pipeline, around that:
     abridge    equal blocks are found, and prices on a step with few of them         passes/repeats.py, abridge.py
     layers     runs of blocks, or places in the forward pass that little crosses     passes/repeats.py, layers.py
     price      each block as a stage of its own, on every mesh that may be best      passes/stage_table.py, pricing.py
+    share      prices and plans of stages are found by several processes             passes/crew.py
     partition  layers, submeshes, microbatches and schedules into stages             passes/inter_op.py
     cut        each stage as a program with a loop, planned by the path above        passes/stages.py
     simulate   tasks in the order of the schedule, transfers between them            passes/simulate.py
@@ -45,7 +46,7 @@ from passes.progress import Report, silent
 from passes.progress import within as told_of
 from passes.shortage import shortage
 from passes.stage_table import Sample
-from passes.staged import StagedSearch, finest
+from passes.staged import StagedSearch, finest, interrupted
 from passes.variants import Form, Forms, Variant, VariantSearch, variant_of
 
 LAYERS = 8
@@ -216,7 +217,8 @@ class Auto:
         fitting = [plan for plan in (whole, staged) if plan.peak_nbytes <= limit]
         if not fitting:
             raise shortage(short or OverBudgetError("no stages keep the memory limit", leanest=whole), limit, cluster)
-        return min(fitting, key=lambda plan: plan.step_seconds)
+        best = min(fitting, key=lambda plan: plan.step_seconds)
+        return interrupted(best) if staged.is_interrupted else best
 
     def _staging(
         self, form: Form, cluster: Cluster, samples: Mapping[int, Sample], graph: Callable[[int], Graph], report: Report
@@ -233,6 +235,7 @@ class Auto:
             solver=self.solver,
             meshes=lambda n_devices: self._laid_out(cluster, n_devices),
             report=report,
+            interruptible=self.interruptible,
         )
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:

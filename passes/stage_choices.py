@@ -118,7 +118,10 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Stages in order, how they are scheduled, and the simulated step; no other takes less than `bound` seconds."""
+    """Stages in order, how they are scheduled, and the simulated step; no other takes less than `bound` seconds.
+
+    Where the search was `interrupted`, others were not looked at.
+    """
 
     stages: tuple[StageChoice, ...]
     schedule: str
@@ -126,6 +129,7 @@ class Partition:
     timeline: Timeline
     bound: float
     statistics: Statistics
+    interrupted: bool = False
 
     @property
     def seconds(self) -> float:

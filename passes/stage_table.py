@@ -6,9 +6,11 @@ it took it in, if its neighbours are like it. A stage is the sum of its blocks o
 best. Reshardings between unlike blocks of one stage are left out, as if layouts met: the stages that are chosen are
 planned again as they are.
 
-A mesh is given up as soon as the blocks priced on it, with the least that the others can take, are slower than the best
-mesh so far; blocks that are already priced count first, and then those that weigh most. No more meshes are tried once
-one is near the least that there can be.
+A mesh is given up as soon as the blocks priced on it, with the least that the others can take, gain nothing over the
+best mesh so far; blocks that are already priced count first, and then those that weigh most. What the others can take
+is bounded from three sides: operators cut over the devices, without any communication; the same block in fewer
+microbatches, since smaller ones save nothing; and the same block on fewer devices, since twice as many take at least
+half as long. A survey of the block that weighs most finds the bounds that matter before the search begins.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from passes.simulate import StageCost
 from passes.stage_choices import Floor
 
 ENOUGH = 0.03
-"""No other mesh is tried for a stage whose price is this close to the least that there can be."""
+"""A gain that no other mesh is tried for, over a price or from a price to the least that there can be."""
 
 WASTE = 4.0
-"""More devices are not looked at first once they spend this many times what the best number of them does."""
+"""The survey ends where devices spend this many times what the best number of them does."""
 
 NEAR = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""

@@ -15,6 +15,7 @@ from passes.inter_op import Partition, Submesh
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
 from passes.mesh import Mesh
+from passes.mesh_search import stopped
 from passes.pipeline import DISPATCH_SECONDS, PipelinePlan
 from passes.pipelines import joined, restated
 from passes.plan import Plan
@@ -45,11 +46,20 @@ def finest(samples: Iterable[Sample], layers: int) -> int:
     return max(layers, math.ceil(n_blocks / math.ceil(n_blocks / FINEST)))
 
 
+def interrupted(plan: Plan | PipelinePlan) -> Plan | PipelinePlan:
+    """A plan, or all of its stages, marked as the best of a search that was interrupted."""
+    if isinstance(plan, PipelinePlan):
+        return replace(plan, stages=tuple(map(stopped, plan.stages)))
+    return stopped(plan)
+
+
 @dataclass(slots=True, kw_only=True)
 class StagedSearch:
     """The search over stages of `form` in the microbatches that there are `samples` of; `graph(m)` is all of it.
 
     `meshes(n)` lays out n devices. A sample of one microbatch stands for the step without stages, which competes then.
+
+    If `interruptible`, Ctrl-C ends the search as soon as there are stages: they are planned, and marked.
     """
 
     form: Form
@@ -62,6 +72,7 @@ class StagedSearch:
     solver: SolverOptions
     meshes: Callable[[int], Sequence[Mesh]]
     report: Report = silent
+    interruptible: bool = False
     pricer: Pricer = field(init=False)
     table: StageCosts = field(init=False)
 
@@ -96,10 +107,25 @@ class StagedSearch:
 
     def _run(self, crew: Crew) -> Plan | PipelinePlan:
         self._tell_price(None)
-        whole, limit = self._everything(), self.limit
+        whole = self._everything()
         self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
-        partition = self._partition(whole, limit)
+        partition = self._partition(whole, self.limit, interruptible=self.interruptible)
         plan = self._realised(partition, crew)
+        if partition.interrupted:
+            return interrupted(plan)
+        try:
+            partition, plan = self._fitting(partition, plan, whole, crew)
+            return self._or_whole(plan, whole, RIVAL * partition.seconds)
+        except KeyboardInterrupt:
+            if not self.interruptible or plan.peak_nbytes > self.limit:
+                raise
+            return interrupted(plan)
+
+    def _fitting(
+        self, partition: Partition, plan: Plan | PipelinePlan, whole: Submesh, crew: Crew
+    ) -> tuple[Partition, Plan | PipelinePlan]:
+        """Stages whose plans fit, if some are found soon."""
+        limit = self.limit
         for _ in range(RETRIES):
             if plan.peak_nbytes <= self.limit:
                 break
@@ -111,14 +137,18 @@ class StagedSearch:
             except OverBudgetError:
                 break
             partition, plan = again, self._realised(again, crew)
-        if not self.prices_whole or not self._rivals(whole, RIVAL * partition.seconds):
+        return partition, plan
+
+    def _or_whole(self, plan: Plan | PipelinePlan, whole: Submesh, at_most: float) -> Plan | PipelinePlan:
+        """The plan, or that of the step without stages if it is better; none is made if it takes `at_most` seconds."""
+        if not self.prices_whole or not self._rivals(whole, at_most):
             return plan
         self._tell_stage(0, 1)
         form, meshes = self.form, self.table.near(0, self.layers, whole, 1)
         rival = self.pricer.plan("auto", form, meshes, self.solver)
         return min(plan, rival, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
 
-    def _partition(self, whole: Submesh, limit: float) -> Partition:
+    def _partition(self, whole: Submesh, limit: float, *, interruptible: bool = False) -> Partition:
         """The stages that take least by their prices and need at most `limit` bytes of a device."""
         return inter_op.partition(
             self.layers,
@@ -132,6 +162,7 @@ class StagedSearch:
             idle=False,
             least=self.table.least,
             expect=self.table.expect,
+            interruptible=interruptible,
         )
 
     def _everything(self) -> Submesh:

@@ -10,6 +10,7 @@ import pytest
 import autopar
 from autopar.family import Family
 from models import gpt, llama
+from passes import inter_op
 from passes.abridge import KEPT, abridge
 from passes.devices import parse_cluster
 from passes.inter_op import Submesh
@@ -137,6 +138,33 @@ def test_a_value_that_all_blocks_read_stays():
     assert found.left_out == 12 - KEPT
     assert len(traced.graph.inputs) - len(found.inputs) == 4 * found.left_out  # a weight, a bias, and their moments
     found.graph.verify()
+
+
+def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
+    """Ctrl-C once there are stages: while others are looked for, and while the step without stages is."""
+
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    traced = language_model(gpt)
+    search = searching(traced, {4: family_of(traced).sample(4)}, 4)
+    uninterrupted = search.run()
+    assert not uninterrupted.is_interrupted
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedSearch, "_or_whole", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            search.run()
+        search.interruptible = True
+        found = search.run()
+        assert found.is_interrupted
+        assert found.firsts == uninterrupted.firsts
+    partition = inter_op.partition
+    monkeypatch.setattr(
+        inter_op, "partition", lambda *args, **more: replace(partition(*args, **more), interrupted=True)
+    )
+    found = search.run()
+    assert found.is_interrupted
+    assert found == interrupted(uninterrupted)
 
 
 def test_no_mesh_is_taken_that_is_too_slow():

@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -249,6 +250,42 @@ def test_what_cannot_be_in_the_best_partition_need_not_be_asked_for(seed: int, s
     assert found.gap == pytest.approx(0, abs=1e-9)
     assert set(few.asked.values()) == {1}
     assert found.statistics.asked == len(few.asked) <= len(everything.asked)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_interrupted_search_returns_the_best_until_then(seed: int) -> None:
+    n_layers, whole, sizes = CASES[seed % len(CASES)]
+
+    def found(stop: int = 10**9, *, interruptible: bool = True) -> tuple[Partition, int]:
+        """The partition, and how many entries were asked for, Ctrl-C being pressed at the one after `stop`."""
+        table, options = Random(seed=seed), {"microbatches": (4, 6), "interruptible": interruptible}
+
+        class Pressed(Random):
+            def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
+                if len(table.asked) >= stop:
+                    raise KeyboardInterrupt
+                return table.candidate(first, last, submesh, microbatches)
+
+        def least(*key: Any) -> Floor:
+            if (entry := table.entry(*key)) is None:
+                return Floor(seconds=0.0, pace=0.0, nbytes=0.0)
+            share = random.Random(repr((seed, *key))).uniform(0.5, 1)
+            seconds = share * (entry.forward_seconds + entry.backward_seconds)
+            return Floor(seconds=seconds, pace=share * entry.pace(key[3]), nbytes=0.0)
+
+        pressed = Pressed(seed=seed)
+        return partition(n_layers, whole, shaped(whole, sizes), pressed, least=least, **options), len(table.asked)
+
+    best, asked = found()
+    assert not best.interrupted
+    stopped = list[Partition]()
+    for stop in range(asked):
+        with suppress(KeyboardInterrupt):  # there was none yet
+            stopped.append(found(stop)[0])
+    assert stopped
+    assert all(one.interrupted and one.seconds >= best.seconds * (1 - 1e-9) for one in stopped)
+    with pytest.raises(KeyboardInterrupt):
+        found(asked - 1, interruptible=False)
 
 
 def test_devices_that_are_too_few_are_not_asked_for() -> None:
