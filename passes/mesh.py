@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -50,7 +50,7 @@ class Mesh:
         """Of what tells meshes apart that are met together: meshes are keys wherever something is remembered."""
         return hash((self.axes, self.sizes, self.cluster.name))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(self.sizes)
 

@@ -90,6 +90,10 @@ def _handed(source: Part, part: Part, target: Part) -> Ties:
     return tuple((outputs[theirs], inputs[ours]) for theirs, ours in zip(given, taken, strict=True))
 
 
+Wanted = tuple[Block, Mesh, float]
+"""A block, a mesh, and the pace from which its price is no longer asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _First:
     """The first block of a kind; `nbytes` are of what stays between microbatches."""
@@ -135,17 +139,23 @@ class Pricer:
         self.find([(block, mesh, at_most)])
         return self._prices.get((block.kind, mesh))
 
-    def find(self, asked: Sequence[tuple[Block, Mesh, float]]) -> None:
+    def find(self, asked: Sequence[Wanted]) -> None:
         """Finds the prices that are not known, each as `price` does, sharing the work."""
-        tasks: dict[tuple[str, Mesh], tuple[Block, Mesh, float]] = {}
-        for block, mesh, at_most in sorted(asked, key=lambda one: one[2]):
-            if not self.is_known(block, mesh) and self.floor(block, mesh)[1] < at_most:
-                tasks[block.kind, mesh] = block, mesh, at_most
+        left = self.left(asked)
         work = self.crew.call if self.crew else self._call
-        for key, (found, bound) in zip(tasks, work("cost", list(tasks.values())), strict=True):
-            self._bounds[key] = bound
+        for (block, mesh, _), (found, bound) in zip(left, work("cost", left), strict=True):
+            self._bounds[block.kind, mesh] = bound
             if found or math.isinf(bound):
-                self._prices[key] = found
+                self._prices[block.kind, mesh] = found
+
+    def left(self, asked: Sequence[Wanted]) -> list[Wanted]:
+        """What of that is not known, each once."""
+        left: dict[tuple[str, Mesh], Wanted] = {}
+        for block, mesh, at_most in asked:
+            key = block.kind, mesh
+            if not self.is_known(block, mesh) and self.floor(block, mesh)[1] < at_most:
+                left[key] = max(left.get(key, (block, mesh, at_most)), (block, mesh, at_most), key=lambda one: one[2])
+        return list(left.values())
 
     def _call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
         return [getattr(self, method)(*task) for task in tasks]

@@ -31,7 +31,7 @@ from passes.inter_op import Candidate, Submesh
 from passes.ir import Graph
 from passes.mesh import Mesh
 from passes.pipelines import body_of
-from passes.pricing import Block, Pricer, Ties, alike
+from passes.pricing import Block, Pricer, Ties, Wanted, alike
 from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
 from passes.stage_choices import Floor
@@ -51,7 +51,6 @@ _SLACK = 1 + 1e-9
 
 Floats = NDArray[np.float64]
 Counted = tuple[Block, int]
-Wanted = tuple[Block, Mesh, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +64,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Floors:
-    """The floors of all runs of layers on so many devices [layers, layers + 1], when `learnt` prices were known."""
+    """The floors of all runs of layers on so many devices [layers, layers + 1], when so many prices were `found`."""
 
-    learnt: int
+    found: int
     seconds: Floats
     paces: Floats
     nbytes: Floats
 
     @classmethod
-    def of(cls, sums: Floats, floors: Floats, known: NDArray[np.bool_], nbytes: Floats, learnt: int) -> _Floors:
+    def of(cls, sums: Floats, floors: Floats, known: NDArray[np.bool_], nbytes: Floats, found: int) -> _Floors:
         """From the seconds and paces of kinds of blocks on meshes [2, kinds, meshes], of which some are `known`.
 
         `sums` [layers + 1, kinds] counts the blocks before each layer, of which each holds `nbytes` [kinds]. Meshes do
@@ -87,7 +86,7 @@ class _Floors:
         seconds, paces = totals
         best = np.where(some @ ~known > 0, np.inf, paces).min(axis=2, keepdims=True)
         chosen = np.where(paces <= best * _SLACK, seconds, np.inf)
-        return cls(learnt=learnt, seconds=chosen.min(axis=2), paces=paces.min(axis=2), nbytes=counts @ nbytes)
+        return cls(found=found, seconds=chosen.min(axis=2), paces=paces.min(axis=2), nbytes=counts @ nbytes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,9 +109,9 @@ class StageCosts:
     _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
         default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
     )
-    _learnt: Counter[int] = field(default_factory=Counter[int])
+    _found: int = 0
     _floors: dict[tuple[int, int], _Floors] = field(default_factory=dict[tuple[int, int], _Floors])
-    _rates: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
+    _spent: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
@@ -276,11 +275,12 @@ class StageCosts:
         return [(block, mesh, (beneath * _SLACK - spent + pace) / n) for pace, block, n in left]
 
     def _find(self, asked: Sequence[Wanted]) -> None:
-        for _, mesh, _ in asked:
+        left = self.pricer.left(asked)
+        for _, mesh, _ in left:
             self.told(mesh)
-            self._learnt[mesh.size] += 1
-        if asked:
-            self.pricer.find(asked)
+        if left:
+            self.pricer.find(left)
+            self._found += len(left)
             self.told(None)
 
     def _floor(self, block: Block, mesh: Mesh) -> tuple[float, float]:
@@ -288,17 +288,16 @@ class StageCosts:
         seconds, pace = self.pricer.floor(block, mesh)
         if self.pricer.is_known(block, mesh):
             return seconds, pace
-        fewer = (n for n in self._laid_out if n < mesh.size and mesh.size % n == 0 and self._learnt[n])
-        return seconds, max(pace, max((self._spent(block, n) for n in fewer), default=0.0) / mesh.size)
+        key = (block.kind, mesh.size)
+        if key not in self._spent or self._spent[key][0] != self._found:
+            fewer = (n for n in self._laid_out if n < mesh.size and mesh.size % n == 0)
+            self._spent[key] = self._found, max((self._least_spent(block, n) for n in fewer), default=0.0)
+        return seconds, max(pace, self._spent[key][1] / mesh.size)
 
-    def _spent(self, block: Block, n_devices: int) -> float:
-        """Seconds of so many devices that a microbatch of a block takes at least, on the best mesh of these."""
-        key = (block.kind, n_devices)
-        if key not in self._rates or self._rates[key][0] != self._learnt[n_devices]:
-            paces = (self.pricer.floor(block, mesh)[1] for mesh in self._meshes(n_devices))
-            self._rates[key] = self._learnt[n_devices], n_devices * min(paces, default=math.inf)
-        rate = self._rates[key][1]
-        return rate if math.isfinite(rate) else 0.0
+    def _least_spent(self, block: Block, n_devices: int) -> float:
+        """Seconds of so many devices that a microbatch of a block takes at least; 0 if it cannot be on them."""
+        least = min((self.pricer.floor(block, mesh)[1] for mesh in self._meshes(n_devices)), default=math.inf)
+        return n_devices * least if math.isfinite(least) else 0.0
 
     def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
         """What no candidate for these layers goes below, on the best mesh for that.
@@ -306,7 +305,7 @@ class StageCosts:
         Of what is known so far: it rises as blocks are priced.
         """
         key = (submesh.n_devices, microbatches)
-        if key not in self._floors or self._floors[key].learnt != self._learnt.total():
+        if key not in self._floors or self._floors[key].found != self._found:
             self._floors[key] = self._floors_of(*key)
         found = self._floors[key]
         seconds, pace, nbytes = (float(of[first, last]) for of in (found.seconds, found.paces, found.nbytes))
@@ -326,7 +325,7 @@ class StageCosts:
             np.moveaxis(floors, 2, 0),
             np.array([[self.pricer.is_known(block, mesh) for mesh in meshes] for block in kinds]),
             np.array([self.pricer.least(block, self.cluster, n_devices)[1] for block in kinds]),
-            self._learnt.total(),
+            self._found,
         )
 
     def _meshes(self, n_devices: int) -> Sequence[Mesh]:
