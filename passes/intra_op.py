@@ -32,8 +32,8 @@ _BRANCHING = 3.0
 _PARTS = 4
 """Parts of equal nodes that budgets may treat differently."""
 
-ROUGH = 1e-2
-"""A gap at which what the prices of a program lead to may do."""
+_GUESSED = 1e-2
+"""From this gap on, what the prices of a program lead to may do."""
 
 _LUMPY = 1e-3
 _LEAN = 1e-2
@@ -145,7 +145,7 @@ def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, bra
         if problem.fits(found) and problem.evaluate(found) < objective:
             best, objective = found, problem.evaluate(found)
 
-    if program.is_priced and (bound >= at_most or options.gap >= ROUGH):
+    if program.is_priced and (bound >= at_most or options.gap >= _GUESSED):
         offer(program.guess())
     while not closed() and left() > 0 and not branched and wanted():
         began, relaxations = time.perf_counter(), relaxations + 1
