@@ -120,6 +120,16 @@ def _excess(problem: ShardingProblem, choice: Sequence[int]) -> float:
     return max((problem.usage(budget, choice) / budget.limit for budget in problem.budgets), default=0.0)
 
 
+def _impossible(problem: ShardingProblem) -> PlanningError:
+    """The error of a problem without an answer."""
+    if problem.budgets:
+        return OverBudgetError("no combination of strategies keeps the memory limit")
+    return NoLegalPlanError(
+        "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a mesh whose "
+        "axes divide the arrays"
+    )
+
+
 def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, branch: bool) -> Answer:
     start = time.perf_counter()
     if any(not np.isfinite(own).any() for own in problem.seconds):
@@ -151,13 +161,8 @@ def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, bra
         began, relaxations = time.perf_counter(), relaxations + 1
         status = program.run(options.solver, max(1.0, left()), options.gap)
         relaxed = time.perf_counter() - began
-        if status == "infeasible" and problem.budgets:
-            raise OverBudgetError("no combination of strategies keeps the memory limit")
         if status == "infeasible":
-            raise NoLegalPlanError(
-                "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a "
-                "mesh whose axes divide the arrays"
-            )
+            raise _impossible(problem)
         if status == ENOUGH:
             bound, program.enough = program.objective, np.inf
             offer(program.guess())
@@ -173,7 +178,7 @@ def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, bra
         program = StrategyProgram(problem, whole=True)
         ended = program.run(options.solver, left(), options.gap)
         if ended == "infeasible" and problem.budgets:
-            raise OverBudgetError("no combination of strategies keeps the memory limit")
+            raise _impossible(problem)
         if program.has_values():
             offer(program.choice())
         bound = objective if ended == "optimal" else bound
