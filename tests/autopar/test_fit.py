@@ -318,7 +318,7 @@ def test_fit_prints_tables_of_80_columns(train: Path, capsys: Any):
 
 def test_fit_finds_presets_and_prints_json(train: Path, capsys: Any):
     start = time.monotonic()
-    assert main([*COMMAND, "--seconds", "1", "--presets", "fit_train:sizes", "--json"]) == 0
+    assert main([*COMMAND, "--seconds", "4", "--presets", "fit_train:sizes", "--json"]) == 0
     assert time.monotonic() - start < 20
     data = json.loads(capsys.readouterr().out)
     assert [row["plan"] for row in data["rows"]] == list(fit.PLANNERS)
