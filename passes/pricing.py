@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from passes.bundles import Grouping, group
 from passes.cluster import Cluster
-from passes.crew import Crew, Task
+from passes.crew import Crew
 from passes.errors import NoLegalPlanError
 from passes.intra_op import SolverOptions, solve
 from passes.likeness import likeness
@@ -142,8 +142,8 @@ class Pricer:
     def find(self, asked: Sequence[Wanted]) -> None:
         """Finds the prices that are not known, each as `price` does, sharing the work."""
         left = self.left(asked)
-        work = self.crew.call if self.crew else self._call
-        for (block, mesh, _), (found, bound) in zip(left, work("cost", left), strict=True):
+        crew = self.crew or Crew(self, 1)
+        for (block, mesh, _), (found, bound) in zip(left, crew.call("cost", left), strict=True):
             self._bounds[block.kind, mesh] = bound
             if found or math.isinf(bound):
                 self._prices[block.kind, mesh] = found
@@ -156,9 +156,6 @@ class Pricer:
             if not self.is_known(block, mesh) and self.floor(block, mesh)[1] < at_most:
                 left[key] = max(left.get(key, (block, mesh, at_most)), (block, mesh, at_most), key=lambda one: one[2])
         return list(left.values())
-
-    def _call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
-        return [getattr(self, method)(*task) for task in tasks]
 
     def floor(self, block: Block, mesh: Mesh) -> tuple[float, float]:
         """The least seconds of a microbatch, forward and backward, and the least pace; of a known price, what it says.
