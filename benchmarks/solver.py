@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.iopddl.graph_problem import GraphProblem, Pair, Usage
+from benchmarks.iopddl.large import Options, solve
 from passes.errors import PlanningError
-from passes.graph_problem import GraphProblem, Pair, Usage
-from passes.large import Options, solve
 
 FORBIDDEN = 10**18
 BOUND_RATIO = 1.01

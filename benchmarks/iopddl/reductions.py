@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices, Pair, Usage
 from passes.errors import NoLegalPlanError
-from passes.graph_problem import Floats, GraphProblem, Indices, Pair, Usage
 
 Bools = NDArray[np.bool_]
 Items = dict[tuple[int, int], Floats]

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components  # pyright: ignore[reportUnknownVariableType]
 
-from passes.graph_problem import Floats, GraphProblem, Indices
-from passes.integer_program import Rows, minimise
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
+from benchmarks.iopddl.integer_program import Rows, minimise
 
 Bools = NDArray[np.bool_]
 

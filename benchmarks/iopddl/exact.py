@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from passes.graph_problem import Floats, GraphProblem, Indices
-from passes.integer_program import Rows, minimise
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
+from benchmarks.iopddl.integer_program import Rows, minimise
 
 _GAP = 1e-9
 _LARGEST_COST = 1e6

@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from passes.graph_problem import Floats, GraphProblem, Indices
-from passes.local_search import LocalSearch
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
+from benchmarks.iopddl.local_search import LocalSearch
 
 _TURN_SECONDS = 1.0
 _GOODBYE_SECONDS = 2.0

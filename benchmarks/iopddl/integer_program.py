@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from passes.graph_problem import Floats, Indices
+from benchmarks.iopddl.graph_problem import Floats, Indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.graph_problem import Floats, GraphProblem
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

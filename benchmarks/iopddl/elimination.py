@@ -15,7 +15,7 @@ from math import prod
 
 import numpy as np
 
-from passes.graph_problem import Floats, GraphProblem, Indices
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
 
 Table = tuple[tuple[int, ...], Floats]
 """Nodes, and costs with one dimension for each."""

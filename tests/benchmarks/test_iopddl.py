@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes import large
-from passes.elimination import Elimination
+from benchmarks.iopddl import large
+from benchmarks.iopddl.elimination import Elimination
+from benchmarks.iopddl.graph_problem import GraphProblem, Pair, Usage
+from benchmarks.iopddl.large import Options, solve
+from benchmarks.iopddl.message_passing import Messages
+from benchmarks.iopddl.mini_buckets import MiniBuckets
+from benchmarks.iopddl.recombination import Landscape, combine
+from benchmarks.iopddl.reductions import reduce
 from passes.errors import PlanningError
-from passes.graph_problem import GraphProblem, Pair, Usage
-from passes.large import Options, solve
-from passes.message_passing import Messages
-from passes.mini_buckets import MiniBuckets
-from passes.recombination import Landscape, combine
-from passes.reductions import reduce
 
 TIMES = 8
 

@@ -2,7 +2,7 @@
 
 A proposal is the optimum of most of the graph, a few random nodes staying, or that of a region around one node. Bytes
 have a price in it, scaled at random: with low prices a proposal spends memory and with high ones it saves some. Which
-parts of it are taken, so that all fits, is a knapsack (`passes.recombination`).
+parts of it are taken, so that all fits, is a knapsack (`benchmarks.iopddl.recombination`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
-from passes.elimination import Elimination
-from passes.graph_problem import Floats, GraphProblem, Indices
-from passes.recombination import Landscape, combine
+from benchmarks.iopddl.elimination import Elimination
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
+from benchmarks.iopddl.recombination import Landscape, combine
 
 _SWEEP_ENTRIES = 20_000
 _REGION_ENTRIES = 50_000

@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from passes.graph_problem import Floats, GraphProblem, Indices
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
 
 _Scope = tuple[int, tuple[int, ...]]
 """The number of a table, and its nodes in the order of its dimensions."""

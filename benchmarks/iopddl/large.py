@@ -1,13 +1,13 @@
 """One strategy per node of a graph with tens of thousands of nodes, within a limit of memory, and how good it is.
 
-    reduce     a smaller problem of the same optimum                                      (`passes.reductions`)
-    bound      prices for bytes at every time; messages and mini-buckets at these prices  (`passes.message_passing`,
-               `passes.mini_buckets`)
+    reduce     a smaller problem of the same optimum                                      (`reductions`)
+    bound      prices for bytes at every time; messages and mini-buckets at these prices  (`message_passing`,
+               `mini_buckets`)
     propose    the choices that these lead to; all but a few nodes of a choice, or those around one node of it, at
-               their optimum under prices                                                 (`passes.elimination`,
-               `passes.local_search`)
-    combine    the best mixture of the best choice and a proposal that fits               (`passes.recombination`)
-    finish     an integer program, where it is small                                      (`passes.exact`)
+               their optimum under prices                                                 (`elimination`,
+               `local_search`)
+    combine    the best mixture of the best choice and a proposal that fits               (`recombination`)
+    finish     an integer program, where it is small                                      (`exact`)
 
 Prices follow a subgradient: they rise where the choice at these prices overflows and fall where it leaves room, by
 steps that aim at a level above the best bound. Where steps gain nothing, the level comes closer, and prices and
@@ -25,14 +25,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes import exact
-from passes.companion import Companion
+from benchmarks.iopddl import exact
+from benchmarks.iopddl.companion import Companion
+from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
+from benchmarks.iopddl.local_search import LocalSearch
+from benchmarks.iopddl.message_passing import Messages
+from benchmarks.iopddl.mini_buckets import MiniBuckets
+from benchmarks.iopddl.reductions import Reduction, reduce
 from passes.errors import NoLegalPlanError, PlanningError
-from passes.graph_problem import Floats, GraphProblem, Indices
-from passes.local_search import LocalSearch
-from passes.message_passing import Messages
-from passes.mini_buckets import MiniBuckets
-from passes.reductions import Reduction, reduce
 
 _TINY_PROGRAM = 20_000
 _SMALL_PROGRAM = 1_000_000
