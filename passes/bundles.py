@@ -24,7 +24,8 @@ class Bundle:
 
     Classes are kept as their representatives: classes that become one are renamed wherever they stand.
     `value_classes` covers values that members read from elsewhere too: two readers of one value agree on its
-    dimensions. A `rooted` bundle transforms graph inputs only. Built up by `group` and not changed afterwards.
+    dimensions, on whichever side of a barrier they stand. A `rooted` bundle transforms graph inputs only. Built up by
+    `group` and not changed afterwards.
     """
 
     phase: Phase
@@ -69,12 +70,16 @@ class Bundle:
         """The distinct classes, in order of appearance."""
         return list(dict.fromkeys(cls for classes in self.factor_classes.values() for cls in classes if cls >= 0))
 
-    def join(self, index: int, graph: Graph, rule: ShardingRule) -> None:
-        """Adds a node; its dimensions take the classes of the operands that the bundle already holds."""
+    def join(self, index: int, graph: Graph, rule: ShardingRule, roots: Mapping[int, int]) -> None:
+        """Adds a node; its dimensions take the classes of the operands that the bundle already holds.
+
+        `roots` says of what passed a barrier what it was before: both are one array, and have one set of classes.
+        """
         node = graph.nodes[index]
+        reads = [roots.get(value, value) for value in node.inputs]
         self.factor_classes[index] = classes = [-1] * len(rule.factors)
         agreed: tuple[list[int], tuple[int, ...]] | None = None
-        for value, factors in zip(node.inputs, rule.operands, strict=True):
+        for value, factors in zip(reads, rule.operands, strict=True):
             row = self.value_classes.get(value)
             if not row or (agreed and agreed == (row, factors)):
                 continue  # nothing to agree on, or all of it is agreed on already
@@ -91,7 +96,7 @@ class Bundle:
                 if properties.size and classes[factor] < 0:
                     classes[factor] = self.new_class()
         self.members.append(index)
-        for values, dims in ((node.inputs, rule.operands), (node.outputs, rule.results)):
+        for values, dims in ((reads, rule.operands), (node.outputs, rule.results)):
             for value, factors in zip(values, dims, strict=True):
                 if value not in self.value_classes and value not in graph.literals:
                     self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors] if factors else []
@@ -172,7 +177,7 @@ class _Grouper:
             other = home.get(value, host)
             if other != host and self.bundles[other].rooted:
                 self._absorb_bundle(host, other, index)
-        bundle.join(index, self.graph, rule)
+        bundle.join(index, self.graph, rule, self.roots)
         for value in node.inputs:
             if value in self.single and value not in home:
                 bundle.inputs.append(value)
