@@ -28,14 +28,12 @@ from autopar.jax_compat import Device
 from autopar.localize import Arrays, Cut
 from autopar.plan import partition_specs
 from autopar.trace import Traced
-from passes.errors import InternalError
 from passes.ir import Graph, TensorType
 from passes.mesh import Axes, Mesh
 from passes.moves import Layout, Move, Placement, Schedule, is_free, moves
 from passes.phases import Phase, phase
 from passes.plan import Plan
 from passes.resharding import Resharder, Step
-from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
 
 
@@ -190,9 +188,9 @@ class _State:
         self.made: dict[tuple[int, ShardingSpec], Any] = {}
 
     def bring(self, due: Sequence[Move]) -> None:
-        """Makes moves, each from its value's home."""
+        """Makes moves, each from its value's home or from where that was reduced to."""
         for move in due:
-            array = self.arrays[move.value]
+            array = self.read(move.value, move.before, move.phase)
             with jax.named_scope(f"move_{move.value}"):
                 if move.after_value is not None:
                     # Without a barrier XLA would merge this gather with the forward pass's and keep the weight whole.
@@ -204,8 +202,6 @@ class _State:
     def run(self, index: int, placement: Placement, inside: tuple[Schedule, ...]) -> None:
         """Binds a node and keeps its results; a loop or branch walks its bodies, on the schedules `inside`."""
         node = self.graph.nodes[index]
-        if rule_of(node, self.graph).alias:
-            placement = self._alias(index, placement)
         when = phase(node)
         operands = [self.read(v, spec, when) for v, spec in zip(node.inputs, placement.operands, strict=True)]
         if inside:
@@ -252,14 +248,6 @@ class _State:
         )
         with jax.named_scope(node.scope or node.primitive):
             return bind_control(node.primitive, equation.params, bodies, operands)
-
-    def _alias(self, index: int, placement: Placement) -> Placement:
-        """An alias takes its operands where they are. Raises InternalError unless the plan says the same."""
-        node = self.graph.nodes[index]
-        found = tuple(self.home.get(v, spec) for v, spec in zip(node.inputs, placement.results, strict=True))
-        if found != placement.results:
-            raise InternalError(f"node {index} ({node.primitive}) passes on {found}, the plan says {placement.results}")
-        return Placement(operands=found, results=found)
 
 
 def _walk_flat(

@@ -133,13 +133,18 @@ class Region:
                     for region, body in zip(joint.bodies, joint.control.bodies, strict=True)
                 )
             elif self.grouping.rules[index].alias:
-                operands = results = tuple(home[value] for value in node.inputs)
+                operands = results = tuple(self.settled(value, home, choice) for value in node.inputs)
             else:
                 operands = tuple(replicated(graph.types[v].rank) for v in node.inputs)
                 results = tuple(replicated(graph.types[v].rank) for v in node.outputs)
             home.update(zip(node.outputs, results, strict=True))
             placements.append(Placement(operands=operands, results=results, bodies=bodies))
         return home, tuple(placements)
+
+    def settled(self, value: int, home: Mapping[int, ShardingSpec], choice: Sequence[int]) -> ShardingSpec:
+        """Where a value is had outside the node that makes it: at `home`, or where it was reduced to."""
+        border = self.borders.get(self.grouping.roots.get(value, value))
+        return border.specs[choice[border.node]] if border else home[value]
 
     def inside(self, joint: Joint, body: Body, choice: Sequence[int]) -> Layout:
         """The layout of a body, which takes its inputs from the slots and brings its outputs back to them."""
@@ -172,7 +177,9 @@ class Assembly:
         inputs = tuple(home[value] for value in graph.inputs)
         back = dict(self.tied)
         outputs = tuple(
-            inputs[back[o]] if o in back else full_target(graph.types[v], home[v], Resharder(self.mesh))
+            inputs[back[o]]
+            if o in back
+            else full_target(graph.types[v], self.root.settled(v, home, choice), Resharder(self.mesh))
             for o, v in enumerate(graph.outputs)
         )
         return Layout(inputs=inputs, placements=placements, outputs=outputs)

@@ -166,11 +166,11 @@ class _Lowering:
         self.home[value], self.made[value] = spec, made
 
     def bring(self, index: int, due: Sequence[Move]) -> None:
-        """Makes moves, each from its value's home."""
+        """Makes moves, each from its value's home or from where that was reduced to."""
         self.operations.at = index
         for move in due:
             self.operations.value = move.value
-            made = self.made[move.value]
+            made = self.read(move.value, move.before, move.phase)
             if move.after_value is not None:
                 # What is behind a barrier is in the place of what was before it, so an argument is copied first.
                 waited = (self.operations.copied(made), self.made[move.after_value])
@@ -236,8 +236,8 @@ class _Lowering:
         node, rule = self.graph.nodes[index], self.context.rules[index]
         self.operations.at = index
         if rule.alias:
-            placed = zip(node.inputs, placement.results, strict=True)
-            made = [self.made[v] if v in self.made else self.read(v, spec, phase(node)) for v, spec in placed]
+            placed = zip(node.inputs, placement.operands, strict=True)
+            made = [self.read(v, spec, phase(node)) for v, spec in placed]
             if node.primitive == "optimization_barrier":
                 made = self._held(node.outputs, made)
         else:

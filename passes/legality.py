@@ -60,10 +60,10 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
         if is_free(graph, index):
             continue
         rule = rule_of(node, graph)
-        if not rule.alias:
-            _verify_side("operand", operator.placement.operands, node.inputs, graph, mesh, where)
+        _verify_side("operand", operator.placement.operands, node.inputs, graph, mesh, where)
         _verify_side("result", operator.placement.results, node.outputs, graph, mesh, where)
         if rule.alias:
+            _verify_alias(operator.placement, where)
             continue
         if control := control_of(node, graph):
             _verify_control(operator, control, mesh, where)
@@ -73,6 +73,15 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
             if operator.placement not in legal:
                 raise _illegal(operator.placement, legal, mesh, where)
         seen.add(use)
+
+
+def _verify_alias(placement: Placement, where: str) -> None:
+    """Raises PlanMismatchError unless what is passed through stays where it is."""
+    for i, (before, after) in enumerate(zip(placement.operands, placement.results, strict=True)):
+        if before != after:
+            raise PlanMismatchError(
+                f"{where}: operand {i} is placed {before} and leaves as {after}; a barrier moves nothing"
+            )
 
 
 def _use(node: Node, placement: Placement, graph: Graph) -> _Use:

@@ -16,7 +16,6 @@ from passes.ir import Graph, Node, TensorType
 from passes.mesh import Mesh
 from passes.phases import Phase, phase
 from passes.resharding import Step
-from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
 
 FREE = frozenset({"broadcast_in_dim", "iota"})
@@ -65,6 +64,8 @@ def shared(layout: Layout) -> Layout:
 class Move:
     """`value` goes from `before` to `after` by `steps`, just before the node that wants it first.
 
+    `before` is where the value is made or, of one that is made partial, where it was reduced to.
+
     `after_value` is a value that must exist before the move starts: it keeps a weight gathered for the backward pass
     from being gathered early, in the forward pass (ZeRO-3's second gather).
     """
@@ -104,7 +105,10 @@ def moves(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = Tru
 
 
 class _Moving:
-    """Where every value is as nodes run: at `home`, or nowhere for those that are `free`; `done` are moves made."""
+    """Where every value is as nodes run: at `home`, or nowhere for those that are `free`; `done` are moves made.
+
+    Of values that are partial at home, `reduced` says where the first reduction left them: there is no second.
+    """
 
     def __init__(self, graph: Graph, layout: Layout, resharder: Steps, refetch: bool) -> None:
         self.graph, self.layout, self.resharder, self.refetch = graph, layout, resharder, refetch
@@ -113,6 +117,7 @@ class _Moving:
         self.home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
         self.free: set[int] = set()
         self.done: set[tuple[int, ShardingSpec, Phase]] = set()
+        self.reduced: dict[int, ShardingSpec] = {}
         self.backward: set[int] = set()
 
     def run(self) -> Schedule:
@@ -134,7 +139,7 @@ class _Moving:
                 for value, spec in zip(node.inputs, placement.operands, strict=True)
                 if (at := home.get(value, spec)) is not spec and at != spec
             ]
-            schedule.append(self._before(node, wanted) if wanted and not rule_of(node, graph).alias else ())
+            schedule.append(self._before(node, wanted) if wanted else ())
             for value, spec in zip(node.outputs, placement.results, strict=True):
                 home[value] = spec
             if self.refetch and phase(node) == "backward":
@@ -157,6 +162,10 @@ class _Moving:
         if home == wanted or (value, wanted, when) in self.done:
             return None
         self.done.add((value, wanted, when))
+        if home.partial:
+            home = self.reduced.get(value, home)
+            if not wanted.partial:
+                self.reduced.setdefault(value, wanted)
         steps = self.resharder.steps(self.graph.types[value], home, wanted)
         late = anchor if when == "backward" and not all(step.is_local for step in steps) else None
         return Move(value=value, before=home, after=wanted, steps=steps, phase=when, after_value=late)

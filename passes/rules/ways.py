@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.resharding import placed
 from passes.rules.registry import Assignment, ShardingRule, in_order
 from passes.sharding import ShardingSpec
 
@@ -116,7 +117,7 @@ def picks(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Picks, ...]:
 def ways_of(pattern: Pattern) -> Ways:
     """The ways of a pattern, in the order of `picks`."""
     walker = _Walker(pattern)
-    found = [way for choice in picks(pattern.options, pattern.axes) if (way := walker.way(choice)) is not None]
+    found = [way for choice in picks(pattern.options, pattern.axes) for way in walker.ways(choice)]
     return _Columns(pattern, walker.reads).gathered(found)
 
 
@@ -124,10 +125,12 @@ def ways_of(pattern: Pattern) -> Ways:
 class _Way:
     """One walk: where values live, in what placements ports and operands are read, and what is moved inside.
 
-    `moved` is (member, operand) -> (held value, where it should be); it lives at `home`.
+    `moved` is (member, operand) -> (held value, where it should be); it lives at `home`. `reduced` are partial values
+    that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
     """
 
     picks: Picks
+    reduced: dict[int, ShardingSpec]
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     cuts: list[int] = field(default_factory=list[int])
     home: dict[int, ShardingSpec] = field(default_factory=dict[int, ShardingSpec])
@@ -136,6 +139,11 @@ class _Way:
     moved: dict[tuple[int, int], tuple[int, ShardingSpec]] = field(
         default_factory=dict[tuple[int, int], tuple[int, ShardingSpec]]
     )
+
+    def at(self, value: int) -> ShardingSpec:
+        """Where a held value is had without a further reduction."""
+        spec = self.home[value]
+        return self.reduced.get(value, spec) if spec.partial else spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +215,7 @@ class _Walker:
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
         self.members = _members(pattern)
+        self.visible = frozenset(pattern.visible)
         self._bits = {axis: 1 << i for i, axis in enumerate(pattern.axes)}
         self._cuts: dict[tuple[int, Assignment], _Cut] = {}
         self._extended: dict[tuple[int, Assignment, str, int], Assignment | None] = {}
@@ -217,18 +226,71 @@ class _Walker:
         roles = ((p, operand, role) for p, member in enumerate(self.members) for operand, role, _ in member.operands)
         return [(position, operand) for position, operand, role in roles if role != "again"]
 
-    def way(self, choice: Picks) -> _Way | None:
-        """The bundle under one choice; None where a result would mix reductions or an input would be partial.
+    def ways(self, choice: Picks) -> Iterator[_Way]:
+        """The bundle under one choice: partial values reduced as late as can be, and where they fork if that is less.
 
-        None too where an axis that should stay partial is reduced inside: without it the choice does the same.
+        None where an axis that should stay partial is reduced inside: without it the choice does the same.
         """
-        way = _Way(picks=choice)
+        late = self._way(choice, {})
+        early = self._way(choice, forks) if late is not None and (forks := self._forks(late)) else None
+        for way in (late, early):
+            if way is not None:
+                kept = frozenset[str]().union(*(way.at(v).partial for v in self.pattern.visible))
+                if all(cls != PARTIAL or axis in kept for axis, cls in choice):
+                    yield way
+
+    def _way(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> _Way | None:
+        """The bundle under one choice where these partial values, and those that a member wants whole, are reduced.
+
+        None where a result would mix reductions or an input would be partial.
+        """
+        while (way := self._walked(choice, reduced)) is not None:
+            known = len(reduced)
+            for value, spec in way.moved.values():
+                if way.home[value].partial and not spec.partial:
+                    reduced.setdefault(value, spec)
+            if len(reduced) == known:
+                break
+        return way
+
+    def _forks(self, way: _Way) -> dict[int, ShardingSpec]:
+        """Partial values from which several are made that are reduced, some of them inside, with what they reduce to.
+
+        Empty unless they are fewer than those.
+        """
+        inside = {value for value, spec in way.moved.values() if way.home[value].partial and not spec.partial}
+        if not inside:
+            return {}
+        ends: dict[int, frozenset[int]] = {}
+        below: dict[int, list[int]] = {}
+        for member, assignment in zip(reversed(self.members), reversed(way.assignments), strict=True):
+            cut = self._cut(member.form, assignment)
+            for value in member.makes:
+                if way.home[value].partial:
+                    here = [value] if value in inside or value in self.visible else []
+                    ends[value] = frozenset(here).union(*(ends[made] for made in below.get(value, ())))
+            carried = [made for made in member.makes if way.home[made].partial]
+            for operand, role, value in member.operands:
+                if carried and role == "again" and cut.operands[operand].partial and way.at(value).partial:
+                    below.setdefault(value, []).extend(carried)
+        forks = {
+            value: found
+            for value, found in ends.items()
+            if len(found) > 1 and found & inside and all(ends[made] < found for made in below.get(value, ()))
+        }
+        widest = [value for value, found in forks.items() if not any(found < other for other in forks.values())]
+        if len(widest) >= len(frozenset[int]().union(*(forks[value] for value in widest))):
+            return {}
+        return {value: placed(way.home[value].dims, (), "add") for value in widest}
+
+    def _walked(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> _Way | None:
+        """The members placed one after the other, where these partial values are reduced."""
+        way = _Way(picks=choice, reduced=dict(reduced))
         for position, member in enumerate(self.members):
-            assignment = self._assign(member, choice, way.home)
+            assignment = self._assign(member, choice, way)
             if assignment is None or not self._step(position, member, assignment, way):
                 return None
-        kept = frozenset[str]().union(*(way.home[v].partial for v in self.pattern.visible))
-        return None if any(cls == PARTIAL and axis not in kept for axis, cls in choice) else way
+        return way
 
     def _step(self, position: int, member: _Member, assignment: Assignment, way: _Way) -> bool:
         """Adds a member to a way; whether it may be placed so."""
@@ -263,7 +325,7 @@ class _Walker:
             )
         return self._cuts[key]
 
-    def _assign(self, member: _Member, choice: Picks, home: dict[int, ShardingSpec]) -> Assignment | None:
+    def _assign(self, member: _Member, choice: Picks, way: _Way) -> Assignment | None:
         """The member's assignment under the bundle's choice; None where its result would mix reductions.
 
         An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
@@ -272,7 +334,7 @@ class _Walker:
         for axis, cls in choice:
             factor = member.factors.get(cls)
             if factor is None:
-                factor = self._linear(member, axis, cls, home)
+                factor = self._linear(member, axis, cls, way)
             if factor is None:
                 continue
             extended = self._extend(form, found, axis, factor)
@@ -291,12 +353,12 @@ class _Walker:
             self._extended[key] = candidate if len(reductions) <= 1 else None
         return self._extended[key]
 
-    def _linear(self, member: _Member, axis: str, cls: int, home: dict[int, ShardingSpec]) -> int | None:
+    def _linear(self, member: _Member, axis: str, cls: int, way: _Way) -> int | None:
         """The linear factor that carries `axis` through a member, if its operands are partial over it or may be.
 
         Where the result is larger than what comes in partial, reducing first is cheaper.
         """
-        incoming = [operand for operand, value in member.held if axis in home[value].partial]
+        incoming = [operand for operand, value in member.held if axis in way.at(value).partial]
         if not incoming:
             return member.fresh if cls == PARTIAL else None
         if all(member.form.grows[operand] for operand in incoming):
@@ -322,7 +384,7 @@ class _Columns:
         pieces, border = list[list[int]](), list[list[int]]()
         for way in ways:
             read = [whole if rare else spec for rare, spec in zip(sparse, way.reads, strict=True)]
-            leaving, absorbed = ([way.home[v] for v in values] for values in (pattern.visible, pattern.absorbed))
+            leaving, absorbed = ([way.at(v) for v in values] for values in (pattern.visible, pattern.absorbed))
             pieces.append(self._numbered([*read, *leaving]))
             border.append(self._numbered([*way.ports, *leaving, *absorbed]))
         kinds: dict[tuple[int, ...], int] = {}

@@ -6,12 +6,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
-from benchmarks.trainings import MODELS, Model, make_state, make_step
+from autopar.hlo import UNCOMBINED, collectives
+from autopar.verify import verify
+from benchmarks.trainings import MODELS, QUICK, Model, make_state, make_step
 
 METRICS_NBYTES = 64
 """What a loss, its parts and a count of tokens take."""
@@ -56,6 +62,8 @@ def with_recomputation(names: Any) -> list[Any]:
 
 
 NORMALISED_BY_BATCH = "wide-resnet"
+PER_NORM = 5
+"""Reductions of a batch norm: two moments forward, two gradients, and one more for what the moments pass back."""
 
 
 @pytest.mark.parametrize(("name", "recomputing"), with_recomputation(n for n in MODELS if n != NORMALISED_BY_BATCH))
@@ -90,3 +98,50 @@ def test_megatron_sends_gradients_alone_along_data(name: str, recomputing: str):
     plan, params = planned(MODELS[name], autopar.Megatron(data=2, tensor=4), recomputing=recomputing)
     assert kinds(plan) == {"all_reduce"}
     assert sent(plan, "all_reduce") <= nbytes(params) + METRICS_NBYTES
+
+
+def norms(params: Any) -> int:
+    return sum("scale" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
+
+
+def test_each_moment_of_a_batch_norm_is_reduced_once():
+    plan, params = planned(MODELS[NORMALISED_BY_BATCH], autopar.DataParallel())
+    weights = len(jax.tree.leaves(params)) - 2 * norms(params)
+    assert kinds(plan) == {"all_reduce"}
+    assert sum(c.count for c in plan.collectives) <= PER_NORM * norms(params) + weights + 1
+
+
+class Normalised(nn.Module):
+    """Two dense layers with batch norm."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for width in (16, 8):
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(width, use_bias=False)(x)))
+        return x
+
+
+def normalised_step(variables: Any, batch: jax.Array) -> Any:
+    def loss(params: Any) -> Any:
+        made, new = Normalised().apply({**variables, "params": params}, batch, mutable="batch_stats")
+        return jnp.mean(made**2), new
+
+    (value, new), gradients = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    return {**new, "params": jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], gradients)}, value
+
+
+def test_a_batch_norm_reduces_no_more_than_jit_with_the_same_placements():
+    batch = jax.random.normal(jax.random.key(0), (64, 8))
+    variables = Normalised().init(jax.random.key(1), batch)
+    compiled = autopar.parallelize(normalised_step, planner=autopar.DataParallel()).lower(variables, batch)
+    compiled = compiled.compile({**UNCOMBINED, **QUICK})
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    plain = jax.jit(normalised_step, in_shardings=(whole, cut), out_shardings=whole).lower(variables, batch)
+    theirs = collectives(plain.compile({**UNCOMBINED, **QUICK}).as_text(), ("data",), (8,))
+    assert sum(c.count for c in compiled.plan.collectives) <= sum(c.count for c in theirs)
+    verify(compiled.plan, compiled.as_text()).check()
+    for ours, expected in zip(
+        jax.tree.leaves(compiled(variables, batch)), jax.tree.leaves(normalised_step(variables, batch)), strict=True
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)

@@ -357,9 +357,16 @@ def test_free_operators_and_aliases_may_lie_anywhere(plan):
     *products, free, alias = plan.operators
     moved = (
         replace(free, placement=placed("[] -> [data, tensor]")),
-        replace(alias, placement=placed("[data, -] -> [tensor, data]")),
+        replace(alias, placement=placed("[tensor, data] -> [tensor, data]")),
     )
     replace(plan, operators=(*products, *moved)).verify(GRAPH)
+
+
+def test_what_passes_a_barrier_is_not_moved_by_it(plan):
+    *others, alias = plan.operators
+    moved = replace(alias, placement=placed("[data, -] -> [tensor, data]"))
+    with pytest.raises(PlanMismatchError, match=r"\[data, -\] and leaves as \[tensor, data\]"):
+        replace(plan, operators=(*others, moved)).verify(GRAPH)
 
 
 # Text
