@@ -109,7 +109,7 @@ def partition(
     splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
     judge = Judge(places=places, dispatch_seconds=dispatch_seconds)
     counts, problems = tuple(dict.fromkeys(microbatches)), list[Problem]()
-    hops = {m: boundaries(n_layers, places.choices, table, m) for m in counts}
+    hops = {m: boundaries(n_layers, places, table, m) for m in counts}
     wanted = _Wanted(
         places=places,
         table=table,
@@ -241,7 +241,7 @@ def _unfit(problems: Sequence[Problem], places: Places, memory_limit: float) -> 
             def needs(level: int, costs: Costs = costs, counts: Sequence[float] = counts) -> Stages:
                 return Stages.of(costs.base + counts[level - 1] * costs.each)
 
-            program = (needs, 0 * costs.onward, places, np.maximum)
+            program = (needs, np.zeros_like(costs.onward), places, np.maximum)
             found = levels(*program, len(counts), np.full((problem.n_layers + 1, len(places.final)), math.inf))
             for n_stages, level in enumerate(found, 1):
                 if n_stages not in names or not level[:, 0, 0].min() < least:

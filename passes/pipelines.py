@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from passes import stages
+from passes.boundaries import boundary_seconds
 from passes.bundles import group
 from passes.cluster import Cluster
 from passes.errors import InternalError, PlanningError, explain
@@ -185,16 +186,11 @@ def _sent_nbytes(cut: Stages, stage: int) -> tuple[int, int]:
 def _transfer(
     cluster: Cluster, plans: Sequence[Plan], chunks: int, sent: Sequence[tuple[int, int]], left: int
 ) -> Transfer:
-    """Seconds between a stage and the next: every device of the smaller one sends or receives its share."""
+    """Seconds between a stage and the next."""
     hosts, groups = cluster.group(), len(plans) // chunks
     ends = [0, *accumulate(plan.mesh.size for plan in plans[:groups])]
-    here, there = left % groups, (left + 1) % groups
-    first, last = min(ends[here], ends[there]), max(ends[here + 1], ends[there + 1])
-    inside = first // hosts.devices_per_host == (last - 1) // hosts.devices_per_host
-    link = hosts.intra if inside else hosts.inter
-    lanes = min(plans[left].mesh.size, plans[left + 1].mesh.size)
-
-    def seconds(nbytes: int) -> float:
-        return link.alpha_seconds + nbytes / lanes / link.bytes_per_second if nbytes else 0.0
-
-    return Transfer(forward_seconds=seconds(sent[left][0]), backward_seconds=seconds(sent[left + 1][1]))
+    here, there = (range(ends[k % groups], ends[k % groups + 1]) for k in (left, left + 1))
+    return Transfer(
+        forward_seconds=boundary_seconds(hosts, here, there, sent[left][0]),
+        backward_seconds=boundary_seconds(hosts, there, here, sent[left + 1][1]),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -90,8 +90,8 @@ class StageTable(Protocol):
         """Bytes of one microbatch from layer cut - 1 to layer cut; their gradients are as many."""
         ...
 
-    def transfer_seconds(self, sender: Submesh, receiver: Submesh, nbytes: int) -> float:
-        """Seconds of so many bytes from one submesh to another."""
+    def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
+        """Seconds of so many bytes from some devices to others, which are numbered from the first of any host."""
         ...
 
 
@@ -170,6 +170,7 @@ class Places:
 
     choices: tuple[Submesh, ...]
     n_devices: int
+    devices_per_host: int
     unit: int
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -178,6 +179,22 @@ class Places:
     @property
     def n_slots(self) -> int:
         return len(self.final) - 2
+
+    def side_by_side(self, sender: int, receiver: int) -> Iterator[tuple[range, range, slice]]:
+        """Where a stage of one choice may end and one of another come next, as devices numbered from a host's first.
+
+        With the offsets at which that is so; those at which both cannot be had are left out.
+        """
+        behind, ahead, host = self.choices[sender].n_devices, self.choices[receiver].n_devices, self.devices_per_host
+        period, outside = host // self.unit, len(self.final) - 1
+        least = behind // self.unit
+        for first in range(least, min(least + period, outside)):
+            offsets = [o for o in range(first, outside, period) if self.starts[receiver, o] < outside]
+            if offsets:
+                start, begin = first * self.unit - behind, int(self.starts[receiver, first]) * self.unit
+                shift = start // host * host
+                here, there = range(start - shift, start - shift + behind), range(begin - shift, begin - shift + ahead)
+                yield here, there, slice(first, offsets[-1] + 1, period)
 
 
 def place(whole: Submesh, choices: Sequence[Submesh], idle: bool) -> Places:
@@ -202,4 +219,12 @@ def place(whole: Submesh, choices: Sequence[Submesh], idle: bool) -> Places:
             if end < outside and (idle or not skipped):
                 starts[index, offset], ends[index, offset] = offset + skipped, end
     final = np.arange(outside + 1) < outside if idle else np.arange(outside + 1) == outside - 1
-    return Places(choices=kept, n_devices=whole.n_devices, unit=unit, starts=starts, ends=ends, final=final)
+    return Places(
+        choices=kept,
+        n_devices=whole.n_devices,
+        devices_per_host=host,
+        unit=unit,
+        starts=starts,
+        ends=ends,
+        final=final,
+    )

@@ -22,7 +22,7 @@ Entry = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Stages [choices, layers, layers + 1] and boundaries [cuts, choices, choices] as arrays; infinite: none.
+    """Stages [choices, layers, layers + 1] and boundaries [cuts, choices, choices, offsets] as arrays; infinite: none.
 
     `pace` is busy + finish / microbatches. `room` is the most microbatches in flight that fit, below 1 for none; `base`
     and `each` are the bytes without them and of each, also where they do not fit.
@@ -38,6 +38,7 @@ class Costs:
     base: Floats
     each: Floats
     onward: Floats
+    back: Floats
     there_and_back: Floats
 
 
@@ -82,7 +83,8 @@ def tabulate(
         base=base,
         each=each,
         onward=hops[0],
-        there_and_back=hops[1],
+        back=hops[1],
+        there_and_back=hops[0] + hops[1],
     )
 
 
@@ -140,7 +142,7 @@ def pose(
 ) -> Problem:
     """The problem with its bounds."""
     work = microbatches * costs.busy + costs.finish
-    still, level = 0 * costs.onward, np.where(np.isfinite(costs.chain), 0.0, math.inf)
+    still, level = np.zeros_like(costs.onward), np.where(np.isfinite(costs.chain), 0.0, math.inf)
     after_chain, first = _relax(microbatches * costs.chain, costs.chain, costs.there_and_back, places)
     after_forward, second = _relax(work, costs.forward, costs.onward, places)
     _, pace = _relax(costs.pace, level, still, places)
@@ -169,17 +171,22 @@ def entries(n_layers: int, places: Places, numbers: Sequence[int]) -> Iterator[E
                     yield index, first, last
 
 
-def boundaries(
-    n_layers: int, choices: Sequence[Submesh], table: StageTable, microbatches: int
-) -> tuple[Floats, Floats]:
-    """Seconds of the transfers at each cut [cuts, senders, receivers]: onward, and there and back."""
+def boundaries(n_layers: int, places: Places, table: StageTable, microbatches: int) -> tuple[Floats, Floats]:
+    """Seconds of the transfers at each cut [cuts, senders, receivers, offsets]: onward, and back.
+
+    The offset is where the sender ends; those of stages that cannot stand there are infinite.
+    """
+    shape = (n_layers + 1, len(places.choices), len(places.choices), len(places.final))
+    onward, back = np.zeros(shape), np.zeros(shape)
+    onward[1:n_layers] = back[1:n_layers] = math.inf
+    nbytes = [table.boundary_nbytes(cut, microbatches) for cut in range(1, n_layers)]
     seconds = cache(table.transfer_seconds)
-    onward, both = (np.zeros((n_layers + 1, len(choices), len(choices))) for _ in range(2))
-    for cut in range(1, n_layers):
-        nbytes = table.boundary_nbytes(cut, microbatches)
-        onward[cut] = [[seconds(sender, receiver, nbytes) for receiver in choices] for sender in choices]
-        both[cut] = onward[cut] + onward[cut].T
-    return onward, both
+    for sender, receiver in np.ndindex(shape[1:3]):
+        for here, there, offsets in places.side_by_side(sender, receiver):
+            at = np.s_[1:n_layers, sender, receiver, offsets]
+            onward[at] = np.array([seconds(here, there, each) for each in nbytes])[:, None]
+            back[at] = np.array([seconds(there, here, each) for each in nbytes])[:, None]
+    return onward, back
 
 
 def _relax(local: Floats, latency: Floats, hops: Floats, places: Places) -> tuple[Floats, float]:
@@ -197,7 +204,7 @@ def _relax(local: Floats, latency: Floats, hops: Floats, places: Places) -> tupl
             onward = latency[stages] + after[choice, first + 1 :][:, ends]
             whole[choice] = np.maximum(local[stages], onward).min(0)
         if first:
-            after[:, first] = (hops[first][:, :, None] + whole).min(1)
+            after[:, first] = (hops[first] + whole).min(1)
     return after, float(whole[:, 0].min())
 
 

@@ -61,7 +61,7 @@ def frame(values: Floats, hops: Floats, places: Places, budget: float) -> tuple[
 
     The ceiling [cuts, offsets] is what stages from there on may come to: what the budget leaves, -inf for nothing.
     """
-    between = hops.min((1, 2))
+    between = hops.min((1, 2, 3))
     before = _before(values, between, places)
     kept = np.full_like(values, math.inf)
     after = np.full_like(before, math.inf)
@@ -170,7 +170,7 @@ def _onward(level: Floats, hops: Floats, places: Places) -> Floats:
     for cut in np.flatnonzero(reached.any(0)).tolist():
         some, band = np.flatnonzero(reached[:, cut]), _band(offsets[cut])
         ends = np.full(level.shape[::2], math.inf)
-        ends[:, band] = (hops[cut][:, some].T[:, :, None] + level[some, None, cut, band]).min(0)
+        ends[:, band] = (hops[cut][:, some, band] + level[None, some, cut, band]).min(1)
         onward[:, cut] = ends[index, places.ends]
     return onward
 
@@ -183,7 +183,7 @@ def trace(
     chosen: list[Entry] = []
     for level in range(len(found), 1, -1):
         offset = places.ends[choice, offset]
-        after = found[level - 2][:, :, offset].T + hops[:, choice]
+        after = found[level - 2][:, :, offset].T + hops[:, choice, :, offset]
         scores = combine(stages(level).values[choice, first][:, None], after)
         last, other = divmod(int(scores.argmin()), len(places.choices))
         chosen.append((choice, first, last))

@@ -51,7 +51,7 @@ class Judge:
         key = (problem.microbatches, schedule, stages)
         counts = problem.counts(schedule, len(stages))
         fits = all(problem.costs.room[entry] >= n for entry, n in zip(stages, counts, strict=True))
-        if key in self.seen or not fits or _least(problem, stages) >= self.seconds * CLOSE:
+        if key in self.seen or not fits or _least(problem, self.places, stages) >= self.seconds * CLOSE:
             return
         self.seen.add(key)
         seconds = self.simulate(problem, schedule, stages).seconds
@@ -61,16 +61,15 @@ class Judge:
     def simulate(self, problem: Problem, schedule: str, stages: tuple[Entry, ...]) -> Timeline:
         """The timeline of these stages."""
         costs = problem.costs
-        pairs = [(right[1], left[0], right[0]) for left, right in pairwise(stages)]
         return simulate(
             build(schedule, len(stages), problem.microbatches),
             [costs.candidates[entry].cost() for entry in stages],
             [
                 Transfer(
-                    forward_seconds=float(costs.onward[cut, left, right]),
-                    backward_seconds=float(costs.onward[cut, right, left]),
+                    forward_seconds=float(costs.onward[hop]),
+                    backward_seconds=float(costs.back[hop]),
                 )
-                for cut, left, right in pairs
+                for hop in _hops(self.places, stages)
             ],
             dispatch_seconds=self.dispatch_seconds,
         )
@@ -101,13 +100,22 @@ class Judge:
         )
 
 
-def _least(problem: Problem, stages: Sequence[Entry]) -> float:
+def _hops(places: Places, stages: Sequence[Entry]) -> list[tuple[int, int, int, int]]:
+    """The cut, the sender, the receiver and where the sender ends, of every boundary."""
+    found: list[tuple[int, int, int, int]] = []
+    offset = 0
+    for (sender, *_), (receiver, first, _) in pairwise(stages):
+        offset = int(places.ends[sender, offset])
+        found.append((first, sender, receiver, offset))
+    return found
+
+
+def _least(problem: Problem, places: Places, stages: Sequence[Entry]) -> float:
     """Bounds (2) and (3) of a partition."""
     costs, m = problem.costs, problem.microbatches
     chain = forward = least = 0.0
-    for before, entry in zip((None, *stages), stages, strict=False):
-        if before:
-            hop = (entry[1], before[0], entry[0])
+    for hop, entry in zip((None, *_hops(places, stages)), stages, strict=True):
+        if hop:
             chain += float(costs.there_and_back[hop])
             forward += float(costs.onward[hop])
         least = max(
@@ -224,8 +232,8 @@ def _extended(node: Node, judge: Judge) -> Iterator[Node]:
     for choice, all_ends in enumerate(places.ends):
         end = int(all_ends[offset])
         row = (choice, first, lasts)
-        start = chain + (costs.there_and_back[first, before, choice] if stages else 0.0)
-        ready = forward + (costs.onward[first, before, choice] if stages else 0.0)
+        start = chain + (costs.there_and_back[first, before, choice, offset] if stages else 0.0)
+        ready = forward + (costs.onward[first, before, choice, offset] if stages else 0.0)
         finish = costs.finish[stages[0]] if stages else costs.finish[row]
         owns = np.maximum(start + m * costs.chain[row] + finish, ready + m * costs.busy[row] + costs.finish[row])
         owns = np.maximum(owns, own)

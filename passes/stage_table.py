@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes import stages
+from passes.boundaries import boundary_seconds
 from passes.cluster import Cluster
 from passes.errors import InternalError
 from passes.inter_op import Candidate, Submesh
@@ -340,14 +341,9 @@ class StageCosts:
         sent = (inner for v, inner in part.streams.items() if v in part.graph.outputs and inner in onward)
         return sum(part.body.types[inner].nbytes for inner in sent)
 
-    def transfer_seconds(self, sender: Submesh, receiver: Submesh, nbytes: int) -> float:
-        """Seconds between two submeshes: every device of the smaller one sends or receives its share."""
-        group = self.cluster.group()
-        inside = sender.hosts == receiver.hosts == 1
-        inside &= sender.n_devices + receiver.n_devices <= group.devices_per_host
-        link = group.intra if inside else group.inter
-        lanes = min(sender.n_devices, receiver.n_devices)
-        return link.alpha_seconds + nbytes / lanes / link.bytes_per_second if nbytes else 0.0
+    def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
+        """Seconds of so many bytes from some devices to others."""
+        return boundary_seconds(self.cluster.group(), senders, receivers, nbytes)
 
 
 def _together(costs: Sequence[tuple[StageCost, int]], mesh: Mesh) -> Candidate:

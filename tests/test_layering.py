@@ -31,6 +31,7 @@ ORDER = (
     "mesh",
     "sharding",
     "collectives",
+    "boundaries",
     "resharding",
     "rules",
     "phases",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,8 +68,8 @@ class Random:
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:
         return self._random("cut", cut).randrange(1, 100) // microbatches
 
-    def transfer_seconds(self, sender: Submesh, receiver: Submesh, nbytes: int) -> float:
-        return self._random("link", sender, receiver).uniform(0, self.hop / 20) * nbytes
+    def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
+        return self._random("link", senders, receivers).uniform(0, self.hop / 20) * nbytes
 
 
 def key_of(first: int, last: int, submesh: Submesh) -> str:
@@ -94,6 +95,23 @@ def placements(
     yield from (shapes for shapes in itertools.product(choices, repeat=n_stages) if stand(shapes, 0))
 
 
+def in_front(whole: Submesh, shapes: tuple[Submesh, ...]) -> list[range]:
+    """The devices of each stage, as far in front as it can stand."""
+    free, found = 0, list[range]()
+    for shape in shapes:
+        n, host = shape.n_devices, whole.devices_per_host
+        start = free if free % host + n <= host or free % host == 0 else -(-free // host) * host
+        free = start + n
+        found.append(range(start, free))
+    return found
+
+
+def near(whole: Submesh, a: range, b: range) -> tuple[range, range]:
+    """Two stages' devices, numbered from the first device of the first one's host."""
+    shift = a.start // whole.devices_per_host * whole.devices_per_host
+    return range(a.start - shift, a.stop - shift), range(b.start - shift, b.stop - shift)
+
+
 def brute_force(
     n_layers: int,
     whole: Submesh,
@@ -117,12 +135,13 @@ def brute_force(
                 stages = [c for c in found if c]
                 if len(stages) < n_stages:
                     continue
+                devices = in_front(whole, on)
                 hops = [
                     Transfer(
                         forward_seconds=table.transfer_seconds(a, b, table.boundary_nbytes(cut, m)),
                         backward_seconds=table.transfer_seconds(b, a, table.boundary_nbytes(cut, m)),
                     )
-                    for cut, a, b in zip(inner, on, on[1:], strict=False)
+                    for cut, (a, b) in zip(inner, map(partial(near, whole), devices, devices[1:]), strict=False)
                 ]
                 for name in schedules:
                     schedule = build(name, n_stages, m)
@@ -344,7 +363,7 @@ class Alike:
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:
         return 1
 
-    def transfer_seconds(self, sender: Submesh, receiver: Submesh, nbytes: int) -> float:
+    def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
         return self.hop_seconds * nbytes
 
 
