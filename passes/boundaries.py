@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
+from itertools import pairwise
 
 from passes.cluster import HostGroup
 from passes.collectives import Cost
@@ -44,7 +45,7 @@ def _between_hosts(per_host: int, senders: range, receivers: range) -> tuple[dic
     leaving, entering = defaultdict[int, float](float), defaultdict[int, float](float)
     n_senders, n_receivers = len(senders), len(receivers)
     ends = sorted({i * n_receivers for i in range(n_senders + 1)} | {j * n_senders for j in range(n_receivers + 1)})
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         source = senders[start // n_receivers] // per_host
         target = receivers[start // n_senders] // per_host
         if source != target:

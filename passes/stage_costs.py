@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.schedules import build, in_flight
-from passes.stage_choices import Candidate, Places, StageTable, Submesh
+from passes.stage_choices import Candidate, Places, StageTable
 
 Floats = NDArray[np.float64]
 
