@@ -16,12 +16,12 @@ from passes.cluster import Cluster
 from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
-from passes.layers import even_cuts
 from passes.mesh_search import Tied, best, layouts, named
 from passes.pipeline import PipelinePlan, load_plan
 from passes.pipelines import pipelined
 from passes.plan import Plan
 from passes.remat import Kept, kept_of
+from passes.repeats import stage_cuts
 from passes.stages import Part
 
 
@@ -90,7 +90,7 @@ class Megatron:
         name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if self.pipelined else "")
         if not self.pipelined:
             return best(name, graph, [mesh], tied, donated, self.solver, restrictions.megatron)
-        firsts = even_cuts(pipelines.body_of(graph), self.stages)
+        firsts = stage_cuts(pipelines.body_of(graph), self.stages)
         schedule = "interleaved" if self.interleave > 1 else self.schedule
 
         def plan_stage(part: Part, stage: int) -> Plan:
@@ -105,8 +105,9 @@ class Pipeline:
     """Stages one behind the other, each planned on a submesh of its own; microbatches run through them.
 
     `submeshes` are the devices of each stage, equal by default; `schedule` is a name of `autopar.SCHEDULES`. Stages are
-    cut where little crosses, as even in work as that allows, and with `layers` only between modules whose names match
-    it (`"Block_*"`). With `interleave`, every submesh has so many stages in turn and the schedule is `interleaved`.
+    cut between the blocks of a model that repeats itself, else where little crosses, as even in work as that allows;
+    with `layers` only between modules whose names match it (`"Block_*"`). With `interleave`, every submesh has so many
+    stages in turn and the schedule is `interleaved`.
     """
 
     stages: int
@@ -122,7 +123,7 @@ class Pipeline:
 
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> PipelinePlan:
         sizes = pipelines.check_submeshes(self.stages, self.submeshes, cluster)
-        firsts = even_cuts(pipelines.body_of(graph), self.stages * self.interleave, self.layers)
+        firsts = stage_cuts(pipelines.body_of(graph), self.stages * self.interleave, self.layers)
 
         def plan_stage(part: Part, stage: int) -> Plan:
             meshes = layouts(cluster, sizes[stage % self.stages], self.max_axes)

@@ -64,6 +64,17 @@ def in_blocks(body: Graph, n_layers: int, left_out: int = 0) -> Cuts:
     return Cuts(firsts=firsts, blocks=tuple(order), layers=layers)
 
 
+def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
+    """The first body node of each of `n_stages` stages: between blocks where a model repeats itself often enough.
+
+    Else, or with a `pattern` of module names, as `even_cuts` has it, which raises PlanningError.
+    """
+    if pattern or n_stages == 1:
+        return even_cuts(body, n_stages, pattern)
+    found = in_blocks(body, n_stages)
+    return tuple(found.firsts[found.blocks[block]] for block in found.layers)
+
+
 def blocks(body: Graph, covered: float = COVERED) -> tuple[int, ...]:
     """The node of the body with which each equal block begins, and what comes after them; empty if nothing repeats."""
     nodes = forward_nodes(body)

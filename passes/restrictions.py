@@ -16,7 +16,8 @@ import numpy as np
 
 from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
-from passes.microbatch import microbatch_stacks
+from passes.ir import Graph
+from passes.microbatch import loop_of, microbatch_stacks
 from passes.phases import phase
 from passes.problem import Assembly, Region
 from passes.sharding import ShardingSpec
@@ -41,9 +42,10 @@ Value = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What values are: `batch` inputs and the dimension that the batch is on; `parameters` are state that the loss
-    reads, `state` is the rest of what the step returns again; `weights` are parameters and their slices inside loops,
-    with the dimensions that are their own. `batch_classes[n]` are the classes of bundle node n on the batch.
+    """What values are: `batch` inputs and the dimension that the batch is on (those in microbatches, if any are);
+    `parameters` are state that the loss reads, be it updated in another stage, `state` is the rest of what the step
+    returns again; `weights` are parameters and their slices inside loops, with the dimensions that are their own.
+    `batch_classes[n]` are the classes of bundle node n on the batch.
     """
 
     batch: Mapping[int, int]
@@ -57,16 +59,14 @@ def roles(assembly: Assembly) -> Roles:
     """The roles of a step's inputs. Raises PlanningError when no input looks like a batch."""
     graph = assembly.root.graph
     returned = {graph.inputs[i] for _, i in assembly.tied}
-    parameters = {
-        value
-        for value in returned
-        if any(phase(graph.nodes[reader]) == "forward" for reader in graph.consumers.get(value, ()))
-    }
     stacks = microbatch_stacks(graph)
+    shared = _shared(graph, returned, stacks)
+    parameters = {value for value in returned if _in_forward(graph, value)} | shared
     batch = {
         v: int(v in stacks)
         for v in graph.inputs
-        if v not in returned and graph.types[v].rank and not graph.types[v].dtype.startswith("key<")
+        if v in stacks or (v not in returned and not stacks)
+        if graph.types[v].rank > int(v in stacks) and not graph.types[v].dtype.startswith("key<")
     }
     if not batch:
         raise PlanningError(
@@ -80,6 +80,31 @@ def roles(assembly: Assembly) -> Roles:
         weights=_weights(assembly.root, {v: graph.types[v].rank for v in parameters}),
         batch_classes=_batch_classes(assembly.root, batch),
     )
+
+
+def _in_forward(graph: Graph, value: int) -> bool:
+    """Whether the forward pass reads a value, in the loop over microbatches if there is one."""
+    loop = loop_of(graph)
+    for reader in graph.consumers.get(value, ()):
+        node = graph.nodes[reader]
+        if phase(node) == "forward":
+            return True
+        if reader == loop:
+            (body,) = node.subgraphs
+            entering = zip(node.inputs, body.inputs, strict=True)
+            if any(outer == value and _in_forward(body, inner) for outer, inner in entering):
+                return True
+    return False
+
+
+def _shared(graph: Graph, returned: Collection[int], stacks: Collection[int]) -> frozenset[int]:
+    """The parameters that another stage updates: this one reads them in each microbatch and hands on a gradient."""
+    loop = loop_of(graph)
+    if loop is None:
+        return frozenset()
+    ours = set(graph.inputs) - set(returned) - set(stacks)
+    gradients = {graph.types[v] for v in graph.outputs if v in graph.nodes[loop].outputs}
+    return frozenset(v for v in ours if graph.types[v] in gradients and _in_forward(graph, v))
 
 
 def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:

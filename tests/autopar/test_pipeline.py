@@ -23,6 +23,8 @@ from passes.devices import parse_cluster
 from passes.errors import PlanningError
 from passes.microbatch import loop_of
 from passes.pipeline_diff import PipelineDiff, differences
+from passes.pipelines import body_of
+from passes.repeats import blocks
 from passes.schedules import in_flight
 
 KEY = jax.random.key(0)
@@ -228,6 +230,75 @@ def test_layers_by_name():
         autopar.parallelize(
             training.step, planner=Pipeline(stages=2, microbatches=2, layers="Bloc"), devices=jax.devices()[:2]
         ).plan(training.state, training.batch)
+
+
+def residual(vocabulary: int = 96, width: int = 8, layers: int = 6) -> tuple[Callable[..., Any], Any]:
+    """A step of a language model whose embedding is also its head, and its arguments."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        h = params["embedding"][tokens]
+        for up, down in params["blocks"]:
+            h = h + jnp.tanh(h @ up) @ down
+        log_p = jax.nn.log_softmax(h @ params["embedding"].T)
+        return -jnp.take_along_axis(log_p, tokens[..., None], -1).mean()
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    keys = jax.random.split(KEY, layers + 1)
+    blocks = [(jax.random.normal(k, (width, 4 * width)), jax.random.normal(k, (4 * width, width))) for k in keys[1:]]
+    params = {"embedding": jax.random.normal(keys[0], (vocabulary, width)), "blocks": blocks}
+    return step, (params, jnp.arange(64).reshape(16, 4) % vocabulary)
+
+
+@pytest.mark.parametrize("vocabulary", [96, 97])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_weight_that_two_stages_read_is_a_parameter_of_both(vocabulary: int, tensor: int):
+    step, args = residual(vocabulary)
+    planner = Megatron(data=2, tensor=tensor, pipeline=2, microbatches=4)
+    plan = autopar.parallelize(step, planner=planner, cluster=f"1x{4 * tensor}:v100-16g").plan(*args)
+    assert isinstance(plan, autopar.PipelinePlan)
+    for stage in plan.stages:
+        specs = dict(zip(stage.input_names, stage.layout.inputs, strict=True))
+        embedding = specs["params['embedding']"]
+        assert not any("data" in axes for axes in embedding.dims)
+        assert any("tensor" in axes for axes in embedding.dims) == (tensor == 2)
+        over_data = [c for c in stage.collectives if c.axes == ("data",)]
+        assert over_data  # gradients, each once a step: none is reduced in every microbatch
+        assert sum(c.count for c in over_data) <= len(specs) + 1  # of the loss, too
+
+
+def test_microbatches_change_nothing_of_how_megatron_cuts_weights():
+    """The loop over microbatches hides who reads a weight, and what no reader is known of was left whole."""
+    step, args = residual()
+    found = []
+    for count in (1, 4):
+        planner = Megatron(data=2, tensor=2, microbatches=count)
+        plan = autopar.parallelize(step, planner=planner, cluster="1x4:v100-16g").plan(*args)
+        found.append(dict(zip(plan.input_names, map(str, plan.layout.inputs), strict=True)))
+    weights = [name for name in found[0] if name.startswith("params")]
+    assert all("tensor" in found[1][name] for name in weights)
+    assert all("data" not in found[1][name] for name in weights)
+
+
+def test_what_is_tied_and_cut_over_tensor_runs():
+    with jax.enable_x64(True):
+        step, args = residual()
+        planner = Megatron(data=2, tensor=2, pipeline=2, microbatches=4)
+        assert_close(autopar.parallelize(step, planner=planner)(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("n_stages", [2, 3, 4])
+def test_stages_are_cut_between_blocks(n_stages: int):
+    step, args = residual()
+    parallel = autopar.parallelize(
+        step, planner=Pipeline(stages=n_stages, microbatches=2), cluster=f"1x{n_stages}:v100-16g"
+    )
+    plan, body = parallel.plan(*args), body_of(parallel.trace(*args).graph)
+    assert isinstance(plan, autopar.PipelinePlan)
+    assert len(blocks(body)) >= 6
+    assert set(plan.firsts) <= {0, *blocks(body)}
 
 
 def test_stages_take_what_they_use_of_the_batch():

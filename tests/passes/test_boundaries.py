@@ -1,4 +1,4 @@
-"""What crosses from stage to stage takes as long as arithmetic says, of devices' links and of those that hosts share."""
+"""What crosses from stage to stage takes as long as arithmetic says, of links of devices and of hosts."""
 
 import pytest
 
