@@ -26,7 +26,6 @@ from autopar.errors import (
     ClusterError,
     DeviceError,
     OverBudgetError,
-    PlanningError,
     UnsupportedError,
     explain,
 )
@@ -46,19 +45,15 @@ from passes import stages
 from passes.by_hand import Manual
 from passes.cluster import Cluster
 from passes.devices import local_cluster, parse_cluster
-from passes.mesh_search import stopped
 from passes.microbatch import Coupling
 from passes.pipeline import PipelinePlan, load_plan
 from passes.planner import Auto, Planner
 from passes.progress import Report, silent
 from passes.quantities import parse_nbytes
 from passes.remat import Kept, kept_of, layers
-from passes.variants import Form, Variant, variant_of
+from passes.variants import Variant, variant_of
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
-
-MICROBATCHES = (4, 16, 64)
-"""The numbers of microbatches that a search tries beside one, of those that divide the batch."""
 
 _Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...]]
 
@@ -367,7 +362,10 @@ class ParallelFunction:
     def _chosen(self, program: _Program, planner: Auto, cluster: Cluster) -> Plan:
         """The plan of the cheapest form of the step that fits; the program becomes that form."""
         forms = self._forms(program)
-        plan = planner.choose(forms, cluster, self._report)
+        return self._formed(program, forms, planner.choose(forms, cluster, self._report))
+
+    def _formed(self, program: _Program, forms: TracedForms, plan: passes.plan.Plan) -> Plan:
+        """A plan of one form of the step; the program becomes that form."""
         plan = replace(plan, remat=program.kept or plan.remat)
         variant = variant_of(replace(plan, remat=()) if program.kept else plan)
         program.traced = forms.program(variant)
@@ -406,36 +404,20 @@ class ParallelFunction:
     def _searched(self, program: _Program, cluster: Cluster) -> Plan | PipelinePlan:
         """The plan of a search over stages and microbatches; the program becomes the one that it is of.
 
-        It is searched with loops over layers in pieces; a plan without stages is made anew for whole ones.
+        Stages are searched with loops over layers in pieces, a plan without stages is of whole ones.
         """
-        whole, planner = program.traced, cast("Auto", self._planner)
-        cut, pieces = in_pieces(whole, planner.pieces)
+        planner = cast("Auto", self._planner)
+        cut, pieces = in_pieces(program.traced, planner.pieces)
         structs = pieces.structs(program.structs) if pieces else program.structs
-        family = Family(traced=cut, structs=structs, coupling=self._coupling, layers=planner.pieces)
-        try:
-            samples = family.samples((self._microbatches,) if self._microbatches else MICROBATCHES)
-        except PlanningError:
-            if self._microbatches:
-                raise
-            plan = planner.plan(whole.graph, cluster, tied=whole.tied, donated=whole.donated, report=self._report)
-        else:
-            form = Form(graph=cut.graph, tied=cut.tied, donated=cut.donated)
-            plan = planner.search(form, cluster, samples, family.graph, self._report)
-        if isinstance(plan, PipelinePlan):
-            program.traced, program.plan, program.pieces = family.member(plan.microbatches), plan, pieces
-            return plan
-        if plan.fingerprint not in (whole.graph.fingerprint, cut.graph.fingerprint):
-            count = plan.microbatches
-            program.traced = (
-                microbatched(whole, program.structs, count, self._coupling) if pieces else family.member(count)
-            )
-        if plan.fingerprint != program.traced.graph.fingerprint:
-            traced, found = program.traced, plan
-            plan = planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated, report=self._report)
-            plan = stopped(plan) if found.solution.is_interrupted else plan
-            plan = replace(plan, microbatches=found.microbatches)
-        program.plan = Plan.bind(plan, whole.in_tree, whole.out_tree)
-        return program.plan
+        family = Family(
+            traced=cut, structs=structs, coupling=self._coupling, layers=planner.pieces, count=self._microbatches
+        )
+        forms = self._forms(program)
+        plan = planner.search(forms, cluster, family, self._report)
+        if not isinstance(plan, PipelinePlan):
+            return self._formed(program, forms, plan)
+        program.traced, program.plan, program.pieces = family.member(plan.microbatches), plan, pieces
+        return plan
 
     def _prepared(self, program: _Program) -> Prepared:
         if program.prepared is None:

@@ -13,7 +13,7 @@ from autopar.trace import Traced
 from passes.abridge import KEPT, abridge
 from passes.errors import PlanningError
 from passes.ir import Graph
-from passes.microbatch import Coupling
+from passes.microbatch import Coupling, split
 from passes.pipelines import body_of
 from passes.repeats import blocks
 from passes.stage_table import Sample
@@ -21,12 +21,16 @@ from passes.stage_table import Sample
 
 @dataclass(kw_only=True)
 class Family:
-    """The step `traced` of flat arguments `structs` in microbatches, to be cut into `layers` layers."""
+    """The step `traced` of flat arguments `structs` in microbatches, to be cut into `layers` layers.
+
+    There are `count` of them if that is given, else any divisor of the batch.
+    """
 
     traced: Traced
     structs: Sequence[jax.ShapeDtypeStruct]
     coupling: Coupling
     layers: int
+    count: int | None = None
     _whole: dict[int, Traced] = field(default_factory=dict[int, Traced])
 
     def member(self, count: int) -> Traced:
@@ -47,20 +51,24 @@ class Family:
                 return Sample(graph=found.graph, tied=found.tied, left_out=left_out)
         return Sample(graph=self.graph(count), tied=self.traced.tied)
 
-    def samples(self, counts: Sequence[int]) -> dict[int, Sample]:
-        """The samples that can be had; one of 1 too if that is cheap. Raises PlanningError if there are none."""
-        found: dict[int, Sample] = {}
-        refused: list[PlanningError] = []
-        for count in counts:
-            try:
-                found[count] = self.sample(count)
-            except PlanningError as error:
-                refused.append(error)
-        if not found:
-            raise refused[0]
-        if self._short is not None and len(counts) > 1:
-            found[1] = self.sample(1)
-        return found
+    @property
+    def tied(self) -> tuple[tuple[int, int], ...]:
+        return self.traced.tied
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """How many microbatches there may be, fewest first; none where the step has no batch that can be cut."""
+        return (self.count,) if self.count is not None else self._divisors
+
+    @cached_property
+    def _divisors(self) -> tuple[int, ...]:
+        graph = self.traced.graph
+        try:
+            batch = split(graph, 1, tied=self.traced.tied, coupling=self.coupling).batch
+        except PlanningError:
+            return ()
+        rows = graph.types[graph.inputs[batch[0]]].shape[0]
+        return tuple(count for count in range(1, rows + 1) if rows % count == 0)
 
     @cached_property
     def _short(self) -> tuple[Traced, tuple[jax.ShapeDtypeStruct, ...], int] | None:

@@ -13,7 +13,6 @@ import jax
 from rich.table import Table
 
 import autopar
-from autopar.api import MICROBATCHES
 from benchmarks import one_mesh
 from models import wide_resnet
 from passes import quantities
@@ -21,6 +20,7 @@ from passes.cluster import Cluster
 from passes.inter_op import submeshes
 from passes.intra_op import SolverOptions
 from passes.mesh_search import layouts
+from passes.samples import ANCHORS
 
 PHASES = {
     "trace": "trace",
@@ -80,7 +80,7 @@ def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, opt
     meshes = sum(
         len(layouts(cluster, choice.n_devices, planner.max_axes)) for choice in submeshes(cluster, every=False)
     )
-    asked = one_mesh.depth(config) * meshes * len(MICROBATCHES)
+    asked = one_mesh.depth(config) * meshes * len(ANCHORS)
     return Searched(
         model=f"{name}, {one_mesh.depth(config)} layers",
         cluster=cluster.name,

@@ -38,7 +38,7 @@ import numpy as np
 from passes import quantities
 from passes.errors import OverBudgetError, PlanningError, explain
 from passes.quantities import count
-from passes.schedules import build
+from passes.schedules import build, is_chunked
 from passes.stage_choices import Candidate, Floor, Partition, Places, StageTable, Submesh, place, submeshes
 from passes.stage_costs import Costs, Entry, Floats, Problem, boundaries, entries, pose, tabulate
 from passes.stage_program import Stages, levels, trace, with_each
@@ -90,11 +90,12 @@ def partition(
     idle: bool = True,
     epsilon: float = 0.02,
     proof: int = 2000,
+    beneath: float = math.inf,
     least: Least | None = None,
     expect: Expect | None = None,
     interruptible: bool = False,
-) -> Partition:
-    """The stages, schedule and number of microbatches whose simulated step is the shortest.
+) -> Partition | None:
+    """The stages, schedule and number of microbatches whose simulated step is the shortest; None if none is `beneath`.
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
     the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most
@@ -107,7 +108,7 @@ def partition(
     places = place(whole, choices, idle)
     numbers = tuple(p for p in numbers if p <= places.n_slots)
     splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
-    judge = Judge(places=places, dispatch_seconds=dispatch_seconds)
+    judge = Judge(places=places, dispatch_seconds=dispatch_seconds, seconds=beneath)
     counts, problems = tuple(dict.fromkeys(microbatches)), list[Problem]()
     hops = {m: boundaries(n_layers, places, table, m) for m in counts}
     wanted = _Wanted(
@@ -141,6 +142,8 @@ def partition(
         interrupted = True
     judge.asked = sum(map(len, wanted.known.values()))
     bound = 0.0 if interrupted else prove(problems, judge, proof)
+    if judge.best is None and math.isfinite(beneath):
+        return None
     if judge.best is None:
         raise _unfit(problems, places, memory_limit)
     return replace(judge.answer(bound), interrupted=interrupted)
@@ -214,7 +217,7 @@ def _check(
     if not schedules:
         raise PlanningError(explain("schedules=()", "stages need a schedule", "", "name one, such as '1f1b'"))
     for name in schedules:
-        if build(name, 2, 2).name != name:
+        if is_chunked(name):
             rule = "puts several stages on a device group, and the search gives each its own"
             raise PlanningError(explain(f"schedule {name!r}", rule, "", "try '1f1b', or plan it by hand"))
     return _check_stages(n_layers, range(1, n_layers + 1) if n_stages is None else n_stages)

@@ -19,8 +19,10 @@ and for a pipeline, around that:
     abridge    equal blocks are found, and prices on a step with few of them         passes/repeats.py, abridge.py
     layers     runs of blocks, or places in the forward pass that little crosses     passes/repeats.py, layers.py
     price      each block as a stage of its own, on every mesh that may be best      passes/stage_table.py, pricing.py
+    samples    as many microbatches as are tried at first, and later                 passes/samples.py
     share      prices and plans of stages are found by several processes             passes/crew.py
     partition  layers, submeshes, microbatches and schedules into stages             passes/inter_op.py
+    draft      those stages and every pipeline by hand, under every schedule         passes/drafts.py, staged.py
     cut        each stage as a program with a loop, planned by the path above        passes/stages.py
     simulate   tasks in the order of the schedule, transfers between them            passes/simulate.py
 
@@ -30,23 +32,24 @@ Hand-made planners run the same path on a mesh and under restrictions of their o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from passes.cluster import Cluster
-from passes.errors import OverBudgetError, PlanningError, explain
+from passes.errors import InternalError, OverBudgetError, PlanningError, explain
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
 from passes.mesh import Mesh
-from passes.mesh_search import MeshSearch, Tied, layouts, stopped
+from passes.mesh_search import MeshSearch, Tied, layouts
 from passes.pipeline import PipelinePlan
 from passes.plan import Plan
 from passes.progress import Report, silent
 from passes.progress import within as told_of
-from passes.shortage import shortage
-from passes.stage_table import Sample
-from passes.staged import StagedSearch, finest, interrupted
+from passes.samples import Step, layers_of, samples_of
+from passes.schedules import SCHEDULES
+from passes.shortage import leaner, shortage
+from passes.staged import StagedSearch, interrupted
 from passes.variants import Form, Forms, Variant, VariantSearch, variant_of
 
 LAYERS = 8
@@ -70,10 +73,11 @@ class Planner(Protocol):
 class Auto:
     """The cheapest placements on the best logical mesh of at most `max_axes` axes, in stages where that is cheaper.
 
-    With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, and numbers of microbatches
-    and `schedules` are tried. A plan without stages competes; for a deep model that repeats itself it does so by its
-    price, and is made where that is near. A large model takes minutes. Without a number there are 8 layers, or as many
-    as 32 where a deep model repeats itself.
+    With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, or fewer, and numbers of
+    microbatches and `schedules` (all, where none are named) are tried; pipelines by hand are among what is compared. A
+    plan without stages competes, in all its forms; for a deep model that repeats itself it does so by its price, and is
+    made where that is near or no stages fit. A large model takes minutes. Without a number there are 8 layers, or as
+    many as 32 where a deep model repeats itself.
 
     No device may need more than `memory_limit` bytes, by default its own memory less a reserve of 6 %. Where the step
     as it is written does not fit, it is tried in more microbatches and with less kept, for `seconds`.
@@ -85,7 +89,7 @@ class Auto:
     memory_limit: int | None = None
     pipeline: bool = False
     layers: int | None = None
-    schedules: tuple[str, ...] = ("1f1b", "eager-1f1b")
+    schedules: tuple[str, ...] = ()
     seconds: float = 60.0
     solver: SolverOptions = field(default_factory=SolverOptions)
     interruptible: bool = field(default=False, compare=False, repr=False)
@@ -169,68 +173,51 @@ class Auto:
         search.over(self._laid_out(cluster, cluster.n_devices))
         return search
 
-    def search(
-        self,
-        form: Form,
-        cluster: Cluster,
-        samples: Mapping[int, Sample],
-        graph: Callable[[int], Graph],
-        report: Report = silent,
-    ) -> Plan | PipelinePlan:
-        """The cheapest of: no stages and no microbatches, as `plan` has it; and what a search over layers, submeshes,
-        meshes, microbatches and schedules finds, given samples of the step and, in any number of microbatches, all of
-        its `graph`.
-        """
-        limit = self.limit(cluster)
-        staging = self._staging(form, cluster, samples, graph, told_of("stages", report, best=lambda _: None))
-        if staging.prices_whole:
-            try:
-                priced = staging.run()
-            except OverBudgetError:
-                priced = None  # by their prices no stages fit: what is left has none
-            if priced and priced.peak_nbytes <= limit:
-                return priced
-            return self.plan(form.graph, cluster, tied=form.tied, donated=form.donated, report=report)
-        search = self._search(form, cluster, report)
-        whole, short = search.cheapest, None
-        if whole.peak_nbytes > limit and not search.interrupted:
-            try:
-                whole = search.within(limit) or whole
-            except OverBudgetError as error:
-                short = error
-        fits = whole.peak_nbytes <= limit
-        if search.interrupted and fits:
-            return whole
-        if search.interrupted:
-            raise KeyboardInterrupt
-        staging.report = told_of("stages", report, best=lambda _: whole.step_seconds if fits else None)
-        try:
-            staged = staging.run()
-        except OverBudgetError:
-            if not fits:
-                raise
-            return whole
-        except KeyboardInterrupt:
-            if not self.interruptible or not fits:
-                raise
-            return stopped(whole)
-        fitting = [plan for plan in (whole, staged) if plan.peak_nbytes <= limit]
-        if not fitting:
-            raise shortage(short or OverBudgetError("no stages keep the memory limit", leanest=whole), limit, cluster)
-        best = min(fitting, key=lambda plan: plan.step_seconds)
-        return interrupted(best) if staged.is_interrupted else best
+    def search(self, forms: Forms, cluster: Cluster, step: Step, report: Report = silent) -> Plan | PipelinePlan:
+        """The cheapest of what `choose` finds, without stages, and what a search over stages of the `step` does.
 
-    def _staging(
-        self, form: Form, cluster: Cluster, samples: Mapping[int, Sample], graph: Callable[[int], Graph], report: Report
-    ) -> StagedSearch:
-        """The search over stages."""
+        Raises OverBudgetError where nothing fits, with the leanest plan of all.
+        """
+        staging = self._staging(cluster, step, told_of("stages", report, best=lambda _: None))
+        whole: Plan | None = None
+        refused: PlanningError | None = None
+        staged: PipelinePlan | None = None
+        if staging is None or not staging.is_deep:
+            try:
+                whole = self.choose(forms, cluster, report)
+            except PlanningError as error:
+                refused = error
+            if staging is None or (whole is not None and whole.is_interrupted):
+                return _or_raise(whole, refused)
+        best = whole.step_seconds if whole else math.inf
+        staging.report = told_of("stages", report, best=lambda _: best if math.isfinite(best) else None)
+        try:
+            staged = staging.run(beneath=best)
+            if staging.is_deep and (staged is None or staging.rivals(staged.step_seconds)):
+                whole = self.choose(forms, cluster, report)
+        except PlanningError as error:
+            refused = error
+        except KeyboardInterrupt:
+            if not self.interruptible or (whole or staged) is None:
+                raise
+            return interrupted(_or_raise(staged or whole, None))
+        found = [plan for plan in (whole, staged) if plan is not None]
+        if not found and refused is not None:
+            raise leaner(refused, staging.leanest, self.limit(cluster), cluster)
+        return min(found, key=lambda plan: plan.step_seconds)
+
+    def _staging(self, cluster: Cluster, step: Step, report: Report) -> StagedSearch | None:
+        """The search over stages; None for a step that has no batch, or that cannot be cut."""
+        samples = samples_of(step)
+        layers = layers_of(samples, self.layers, LAYERS)
+        if layers < 2:
+            return None
         return StagedSearch(
-            form=form,
+            step=step,
             cluster=cluster,
             samples=samples,
-            graph=graph,
-            layers=self.layers or finest(samples.values(), LAYERS),
-            schedules=self.schedules,
+            layers=layers,
+            schedules=self.schedules or tuple(SCHEDULES),
             limit=self.limit(cluster),
             solver=self.solver,
             meshes=lambda n_devices: self._laid_out(cluster, n_devices),
@@ -244,3 +231,10 @@ class Auto:
         if n_devices > cluster.group().devices_per_host:
             return meshes
         return list({tuple(sorted(mesh.sizes)): mesh for mesh in reversed(meshes)}.values())[::-1]
+
+
+def _or_raise(plan: Plan | PipelinePlan | None, refused: PlanningError | None) -> Plan | PipelinePlan:
+    """The plan, or the reason why there is none."""
+    if plan is None:
+        raise refused or InternalError("neither a plan nor a reason why there is none")
+    return plan

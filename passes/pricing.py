@@ -18,7 +18,7 @@ import numpy as np
 from passes.bundles import Grouping, group
 from passes.cluster import Cluster
 from passes.crew import Crew
-from passes.errors import NoLegalPlanError
+from passes.errors import NoLegalPlanError, PlanningError
 from passes.intra_op import SolverOptions, solve
 from passes.likeness import likeness
 from passes.mesh import Mesh
@@ -27,7 +27,7 @@ from passes.moves import Schedule, moves
 from passes.phases import PHASES
 from passes.pipelines import microbatches_of, priced
 from passes.plan import Plan
-from passes.problem import assemble, without_dominated
+from passes.problem import Assembly, assemble, without_dominated
 from passes.read_off import move_seconds
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
@@ -107,11 +107,13 @@ class _First:
 class Pricer:
     """Prices of blocks on meshes; those of plans as `passes.mesh_search` makes them unless `rough`.
 
-    Work that can be shared is, with a `crew` of Pricers.
+    With `restrict`, of plans that a planner by hand makes; a block that it refuses cannot be there. Work that can be
+    shared is, with a `crew` of Pricers.
     """
 
     options: SolverOptions
     rough: bool = True
+    restrict: Callable[[Assembly], Assembly] | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     crew: Crew | None = None
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
@@ -121,7 +123,7 @@ class Pricer:
 
     def __reduce__(self) -> tuple[Callable[[], Pricer], tuple[()]]:
         """A copy in another process begins with nothing known."""
-        return partial(Pricer, options=self.options, rough=self.rough), ()
+        return partial(Pricer, options=self.options, rough=self.rough, restrict=self.restrict), ()
 
     @property
     def solved(self) -> int:
@@ -206,26 +208,30 @@ class Pricer:
 
         Those are infinite if it cannot be there.
         """
+        refused = PlanningError if self.restrict else NoLegalPlanError
         try:
             return self._cost(self._first(block), mesh, at_most)
-        except NoLegalPlanError:
+        except refused:
             return None, math.inf
 
     def plan(self, name: str, form: Form, meshes: Sequence[Mesh], options: SolverOptions) -> Plan:
         """The cheapest plan of a program over the meshes, with what prices have found out about them."""
-        return best(name, form.graph, meshes, form.tied, form.donated, options, resharders=self.resharders)
+        return best(
+            name, form.graph, meshes, form.tied, form.donated, options, self.restrict, resharders=self.resharders
+        )
 
     def _cost(self, one: _First, mesh: Mesh, at_most: float) -> tuple[StageCost | None, float]:
         block, part, graph = one.block, one.block.part, one.block.part.graph
         ties = (*block.ties, *block.chain)
         if not self.rough or pinned_mesh(graph) is not None:
-            plan = best("block", graph, [mesh], ties, (), self.options)
+            plan = best("block", graph, [mesh], ties, (), self.options, self.restrict)
             resharder = Resharder(plan.mesh)
             schedule = moves(graph, plan.layout, resharder, refetch=plan.refetch)
             cost = priced(part, plan.layout, plan.mesh, _onward(block, schedule, resharder, plan.phases))
             return cost, plan.solution.bound
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
         assembly = assemble(graph, mesh, one.grouping, resharder, ties, refetch=False)
+        assembly = self.restrict(assembly) if self.restrict else assembly
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         most = at_most * microbatches_of(part)
         answer = solve(without_dominated(assembly, resharder), options, most, branch=False)

@@ -7,12 +7,15 @@ they are alike, with their backward pass and their updates, is for `passes.liken
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.errors import PlanningError
 from passes.inter_op import even
 from passes.ir import Graph
 from passes.layers import crossing_nbytes, even_cuts, work
@@ -35,33 +38,57 @@ Numbers = NDArray[np.int64]
 class Cuts:
     """Parts of a forward pass by their first nodes; the blocks of a step in order, by part; each layer's first block.
 
-    A part stands for several blocks if some were left out.
+    A part stands for several blocks if some were left out. `even` has the first block of each of so many stages, made
+    as `stage_cuts` makes them.
     """
 
     firsts: tuple[int, ...]
     blocks: tuple[int, ...]
     layers: tuple[int, ...]
+    even: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
 
-def in_blocks(body: Graph, n_layers: int, left_out: int = 0) -> Cuts:
-    """A forward pass in blocks, and those in layers of even work; layers are the blocks where nothing repeats.
+def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int] = ()) -> Cuts:
+    """A forward pass in blocks, and those in layers of even work; where nothing repeats, layers are made of blocks that
+    are cut where layers or even stages begin, of which there are `also` these numbers, as far as they can be had.
 
     `left_out` blocks are missing after the second that repeats. Raises PlanningError where there are too few places to
-    cut.
+    cut into layers.
     """
     nodes = forward_nodes(body)
     flops = work(body, nodes)
     repeated = _blocks(body, nodes, flops, 0.0 if left_out else COVERED)
     firsts = tuple(sorted({0, *repeated}))
     if len(firsts) + left_out < n_layers:
-        return Cuts(firsts=even_cuts(body, n_layers), blocks=tuple(range(n_layers)), layers=tuple(range(n_layers)))
+        return _uneven(body, n_layers, also)
     order = list(range(len(firsts)))
     if left_out:
         second = firsts.index(repeated[1])
         order[second:second] = [second] * left_out
-    each = np.add.reduceat(flops, np.searchsorted(nodes, firsts))
-    layers = tuple(first for first, _ in even(each[order].tolist(), n_layers))
-    return Cuts(firsts=firsts, blocks=tuple(order), layers=layers)
+    each = np.add.reduceat(flops, np.searchsorted(nodes, firsts))[order].tolist()
+    evenly = {n: tuple(first for first, _ in even(each, n)) for n in {n_layers, *also} if n <= len(order)}
+    return Cuts(firsts=firsts, blocks=tuple(order), layers=evenly[n_layers], even=evenly)
+
+
+def _uneven(body: Graph, n_layers: int, also: Sequence[int]) -> Cuts:
+    """Layers and even stages of a forward pass that does not repeat itself that often."""
+    evenly = {n_layers: even_cuts(body, n_layers)}
+    for n_stages in also:
+        if n_stages < n_layers:
+            with suppress(PlanningError):  # it cannot be cut into so many
+                evenly[n_stages] = stage_cuts(body, n_stages)
+    firsts = sorted(set(itertools.chain.from_iterable(evenly.values())))
+    number = {first: block for block, first in enumerate(firsts)}
+    numbered = {n: tuple(number[first] for first in begins) for n, begins in evenly.items()}
+    return Cuts(firsts=tuple(firsts), blocks=tuple(range(len(firsts))), layers=numbered[n_layers], even=numbered)
+
+
+def most_layers(body: Graph, at_most: int, left_out: int = 0) -> int:
+    """In how many layers a forward pass can be cut, up to so many; 1 where it cannot."""
+    for n_layers in range(at_most, 1, -1):
+        with suppress(PlanningError):
+            return len(in_blocks(body, n_layers, left_out).layers)
+    return 1
 
 
 def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:

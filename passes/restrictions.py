@@ -58,8 +58,8 @@ class Roles:
 def roles(assembly: Assembly) -> Roles:
     """The roles of a step's inputs. Raises PlanningError when no input looks like a batch."""
     graph = assembly.root.graph
-    returned = {graph.inputs[i] for _, i in assembly.tied}
     stacks = microbatch_stacks(graph)
+    returned = {graph.inputs[i] for _, i in assembly.tied} - stacks
     shared = _shared(graph, returned, stacks)
     parameters = {value for value in returned if _in_forward(graph, value)} | shared
     batch = {

@@ -274,6 +274,11 @@ def register(name: str) -> Callable[[SomeBuilder], SomeBuilder]:
     return add
 
 
+def is_chunked(name: str) -> bool:
+    """Whether a schedule puts several stages on each device group. Raises PlanningError for an unknown name."""
+    return build(name, 2, 2).name != name
+
+
 def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule of that name. Raises PlanningError for an unknown name, or chunks where it has no use for them."""
     builder = SCHEDULES.get(name)

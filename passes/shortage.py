@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from passes.cluster import Cluster
-from passes.errors import OverBudgetError, explain
+from passes.errors import OverBudgetError, PlanningError, explain
+from passes.pipeline import PipelinePlan
 from passes.plan import Plan
 from passes.quantities import count, nbytes
 
@@ -41,6 +42,25 @@ def shortage(
             f"what would do, as planned: {', or '.join(ways)}; a smaller batch or model needs less as well",
         ),
         leanest=lean,
+    )
+
+
+def leaner(refused: PlanningError, staged: PipelinePlan | None, limit: float, cluster: Cluster) -> PlanningError:
+    """Why nothing fits, by what needs the least of all: the plan that was refused, or the stages that were met."""
+    least: object = getattr(refused, "leanest", None)
+    if staged is None or (isinstance(least, Plan) and least.peak_nbytes <= staged.peak_nbytes):
+        return refused
+    what = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
+    words = f"{count(len(staged.stages), 'stage')}, {count(staged.microbatches, 'microbatch', 'microbatches')}"
+    return OverBudgetError(
+        explain(
+            what,
+            f"the leanest plan found needs {nbytes(staged.peak_nbytes)}",
+            f"it is a pipeline of {words} under {staged.schedule_name}",
+            f"what would do, as planned: {nbytes(_up(staged.peak_nbytes - limit))} more on each device "
+            f"(memory_limit={staged.peak_nbytes:,} bytes); more devices, a smaller batch or model need less as well",
+        ),
+        leanest=staged,
     )
 
 

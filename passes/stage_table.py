@@ -95,7 +95,7 @@ class StageCosts:
     """The table of a step given as a sample for each number of microbatches; `meshes(n)` lays out n devices.
 
     `told` hears of every mesh that a block is about to be priced on, and of None when it is. Without `lazy`, every
-    block is priced on every mesh.
+    block is priced on every mesh. Stages may begin where `also` so many even ones do, whatever the layers.
     """
 
     samples: Mapping[int, Sample]
@@ -105,6 +105,7 @@ class StageCosts:
     pricer: Pricer
     told: Callable[[Mesh | None], None]
     lazy: bool = True
+    also: Sequence[int] = ()
     _cuts: dict[int, Cuts] = field(default_factory=dict[int, Cuts])
     _blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict[int, tuple[Block, ...]])
     _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
@@ -116,42 +117,51 @@ class StageCosts:
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
-    def _cut(self, microbatches: int) -> Cuts:
+    def cuts(self, microbatches: int) -> Cuts:
+        """The step in so many microbatches, in blocks and layers."""
         if microbatches not in self._cuts:
             sample = self.samples[microbatches]
-            self._cuts[microbatches] = in_blocks(body_of(sample.graph), self.n_layers, sample.left_out)
+            self._cuts[microbatches] = in_blocks(body_of(sample.graph), self.n_layers, sample.left_out, self.also)
         return self._cuts[microbatches]
 
-    def blocks(self, first: int, last: int, microbatches: int) -> tuple[Block, ...]:
-        """The blocks of some layers."""
-        cuts, sample = self._cut(microbatches), self.samples[microbatches]
+    def span(self, first: int, last: int, microbatches: int) -> tuple[int, int]:
+        """The first block of some layers, and the one after their last."""
+        cuts = self.cuts(microbatches)
+        ends = (*cuts.layers, len(cuts.blocks))
+        return ends[first], ends[last]
+
+    def blocks(self, microbatches: int) -> tuple[Block, ...]:
+        """The blocks of a step in order."""
+        cuts, sample = self.cuts(microbatches), self.samples[microbatches]
         if microbatches not in self._blocks:
             parts = stages.cut(sample.graph, cuts.firsts, sample.tied).parts
             found = alike(parts, [stages.ties(part, sample.graph, sample.tied) for part in parts])
             own = [replace(block, fewer=fewer) for block, fewer in zip(found, self._fewer(microbatches), strict=True)]
             self._blocks[microbatches] = tuple(own[part] for part in cuts.blocks)
-        ends = (*cuts.layers, len(cuts.blocks))
-        return self._blocks[microbatches][ends[first] : ends[last]]
+        return self._blocks[microbatches]
 
     def _fewer(self, microbatches: int) -> list[tuple[str, ...]]:
         """The kinds of every part in fewer microbatches, where the step is cut there as it is here."""
-        cuts = self._cut(microbatches)
-        others = [count for count in sorted(self.samples) if count < microbatches and self._cut(count) == cuts]
-        kinds = [dict(zip(cuts.blocks, self.blocks(0, self.n_layers, count), strict=True)) for count in others]
+        cuts = self.cuts(microbatches)
+        others = [count for count in sorted(self.samples) if count < microbatches and self.cuts(count) == cuts]
+        kinds = [dict(zip(cuts.blocks, self.blocks(count), strict=True)) for count in others]
         return [tuple(each[part].kind for each in kinds) for part in range(len(cuts.firsts))]
 
-    def firsts(self, graph: Graph, microbatches: int) -> tuple[int, ...]:
-        """The node of the whole step's body with which each layer begins."""
-        whole, cuts = in_blocks(body_of(graph), self.n_layers), self._cut(microbatches)
+    def firsts(self, graph: Graph, begins: Sequence[int], microbatches: int) -> tuple[int, ...]:
+        """The nodes of the whole step's body with which these blocks begin."""
+        whole, cuts = in_blocks(body_of(graph), self.n_layers, also=self.also), self.cuts(microbatches)
         if len(whole.blocks) != len(cuts.blocks):
             raise InternalError(f"a step of {len(whole.blocks)} blocks was searched as {len(cuts.blocks)}")
-        return tuple(whole.firsts[whole.blocks[block]] for block in cuts.layers)
+        return tuple(whole.firsts[whole.blocks[block]] for block in begins)
 
-    def _counted(self, first: int, last: int, microbatches: int) -> tuple[Counted, ...]:
-        """One block of each kind in some layers, with how many there are."""
-        key = (first, last, microbatches)
+    def _layers(self, first: int, last: int, microbatches: int) -> tuple[Counted, ...]:
+        return self._counted(*self.span(first, last, microbatches), microbatches)
+
+    def _counted(self, begin: int, end: int, microbatches: int) -> tuple[Counted, ...]:
+        """One block of each kind in a run of blocks, with how many there are."""
+        key = (begin, end, microbatches)
         if key not in self._counts:
-            chosen = self.blocks(first, last, microbatches)
+            chosen = self.blocks(microbatches)[begin:end]
             counts = Counter(block.kind for block in chosen)
             self._counts[key] = tuple((block, counts[kind]) for kind, block in {b.kind: b for b in chosen}.items())
         return self._counts[key]
@@ -162,7 +172,7 @@ class StageCosts:
         What is found there bounds what more devices can save, and what more microbatches cost, everywhere else.
         """
         count = min((count for count in self.samples if count > 1), default=1)
-        every = self._counted(0, self.n_layers, count)
+        every = self._layers(0, self.n_layers, count)
         heaviest, _ = max(every, key=lambda one: one[1] * self.pricer.least(one[0], self.cluster, 1)[0])
         alone, least = ((heaviest, 1),), math.inf
         for n, more in itertools.pairwise((*sorted(n_devices), 0)):
@@ -181,11 +191,15 @@ class StageCosts:
 
         The pace is in seconds of a microbatch, with its share of the end of a step.
         """
-        return self._best(self._counted(first, last, microbatches), submesh.n_devices, microbatches, beneath)
+        return self._best(self._layers(first, last, microbatches), submesh.n_devices, microbatches, beneath)
+
+    def stage(self, begin: int, end: int, n_devices: int, microbatches: int, beneath: float) -> Candidate | None:
+        """The stage of some blocks, as `candidate` has that of layers."""
+        return self._best(self._counted(begin, end, microbatches), n_devices, microbatches, beneath)
 
     def expect(self, asked: Sequence[tuple[int, int, Submesh, int]]) -> None:
         """Prices at once what `candidate` is going to ask for, one thing after the other, for each of these."""
-        runs = [(self._counted(first, last, count), submesh.n_devices, count) for first, last, submesh, count in asked]
+        runs = [(self._layers(first, last, count), submesh.n_devices, count) for first, last, submesh, count in asked]
         meshes = [[mesh for _, mesh in self._order(chosen, n_devices)] for chosen, n_devices, _ in runs]
         self._find(
             [one for (chosen, *_), (mesh, *_) in zip(runs, meshes, strict=True) for one in self._wanted(chosen, mesh)]
@@ -234,11 +248,11 @@ class StageCosts:
                 break
         return best[2] if best else None
 
-    def near(self, first: int, last: int, submesh: Submesh, microbatches: int) -> tuple[Mesh, ...]:
-        """The meshes that suit some layers nearly as well as the best; the others are priced for it, if need be."""
-        chosen, meshes = self._counted(first, last, microbatches), self._meshes(submesh.n_devices)
+    def near(self, begin: int, end: int, n_devices: int, microbatches: int) -> tuple[Mesh, ...]:
+        """The meshes that suit some blocks nearly as well as the best; the others are priced for it, if need be."""
+        chosen, meshes = self._counted(begin, end, microbatches), self._meshes(n_devices)
         best, found = math.inf, list[tuple[float, Mesh]]()
-        meshes = sorted(meshes, key=lambda mesh: mesh != self._winners.get(submesh.n_devices))
+        meshes = sorted(meshes, key=lambda mesh: mesh != self._winners.get(n_devices))
         for place, mesh in enumerate(meshes):
             if place == 1:
                 self._look_ahead(chosen, meshes[1:], (1 + NEAR) * best)
@@ -313,11 +327,11 @@ class StageCosts:
         return Floor(seconds=seconds, pace=pace, nbytes=nbytes)
 
     def _floors_of(self, n_devices: int, microbatches: int) -> _Floors:
-        kinds = [block for block, _ in self._counted(0, self.n_layers, microbatches)]
+        kinds = [block for block, _ in self._layers(0, self.n_layers, microbatches)]
         numbers = {block.kind: number for number, block in enumerate(kinds)}
         each = np.zeros((self.n_layers + 1, len(kinds)))
         for layer in range(self.n_layers):
-            for block, n in self._counted(layer, layer + 1, microbatches):
+            for block, n in self._layers(layer, layer + 1, microbatches):
                 each[layer + 1, numbers[block.kind]] = n
         meshes = self._meshes(n_devices)
         floors = np.array([[self._floor(block, mesh) for mesh in meshes] for block in kinds])
@@ -336,7 +350,11 @@ class StageCosts:
 
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:
         """Bytes of one microbatch from layer cut - 1 to layer cut."""
-        part = self.blocks(cut - 1, cut, microbatches)[-1].part
+        return self.edge_nbytes(self.span(cut, self.n_layers, microbatches)[0], microbatches)
+
+    def edge_nbytes(self, block: int, microbatches: int) -> int:
+        """Bytes of one microbatch that a block is sent by the one before it."""
+        part = self.blocks(microbatches)[block - 1].part
         onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
         sent = (inner for v, inner in part.streams.items() if v in part.graph.outputs and inner in onward)
         return sum(part.body.types[inner].nbytes for inner in sent)
@@ -351,6 +369,8 @@ def _together(costs: Sequence[tuple[StageCost, int]], mesh: Mesh) -> Candidate:
     return Candidate(
         forward_seconds=math.fsum(n * c.forward_seconds for c, n in costs),
         backward_seconds=math.fsum(n * c.backward_seconds for c, n in costs),
+        input_gradient_seconds=math.fsum(n * (c.input_gradient_seconds or 0.0) for c, n in costs),
+        weight_gradient_seconds=math.fsum(n * (c.weight_gradient_seconds or 0.0) for c, n in costs),
         finish_seconds=math.fsum(n * c.finish_seconds for c, n in costs),
         persistent_nbytes=sum(n * c.persistent_nbytes for c, n in costs),
         in_flight_nbytes=sum(n * c.in_flight_nbytes for c, n in costs),

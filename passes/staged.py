@@ -1,27 +1,35 @@
-"""A step in stages: blocks priced, a partition chosen by their prices, and its stages planned as they are."""
+"""A step in stages: blocks priced, partitions drafted by their prices, and the best of them planned as they are.
+
+Drafts begin with the partition that the dynamic program finds in few numbers of microbatches: its stages, and those of
+every pipeline that is made by hand (`passes.drafts`), are priced in the numbers near to that, under every schedule. The
+best are planned. Prices leave out what is needed for a moment: where no plan fits, less memory is said to be there.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from passes import inter_op, stages
-from passes.abridge import KEPT
+from passes import inter_op, restrictions, stages
 from passes.cluster import Cluster
 from passes.crew import Crew
-from passes.errors import OverBudgetError
+from passes.drafts import Draft, by_hand, drafts, evenly, found
+from passes.errors import OverBudgetError, PlanningError
 from passes.inter_op import Partition, Submesh
 from passes.intra_op import SolverOptions
 from passes.ir import Graph
 from passes.mesh import Mesh
-from passes.mesh_search import stopped
+from passes.mesh_search import named, stopped
 from passes.pipeline import DISPATCH_SECONDS, PipelinePlan
-from passes.pipelines import joined, restated
+from passes.pipelines import body_of, joined, restated
 from passes.plan import Plan
-from passes.pricing import Pricer
+from passes.pricing import Pricer, Ties
 from passes.progress import Progress, Report, silent
+from passes.samples import ANCHORS, Step, near, sampled
+from passes.schedules import build, is_chunked
 from passes.stage_table import Sample, StageCosts
+from passes.stages import Part, Stages
 from passes.variants import Form
 
 NEAR = 1e-3
@@ -30,42 +38,44 @@ NEAR = 1e-3
 RIVAL = 1.1
 """A step without stages is planned where its price is above that of the stages by no more than this factor."""
 
+CLOSE = 1.05
+"""Drafts are planned whose price is above the best by less than this factor, as long as plans are no better than it."""
+
 RETRIES, LESS = 3, 0.95
 """How often stages that do not fit are chosen again, and the share that is kept of what should do."""
 
-FINEST = 32
-"""The most layers that a deep model is cut into: prices are of blocks, so more layers cost no more of them."""
+SLACK = 1.1
+"""Drafts may fit that need more than there is by less than this factor: prices are not plans."""
 
+MOST_NODES = 12_000
+"""Drafts are planned, after the first that fits, while they have no more operators than this in all."""
 
-def finest(samples: Iterable[Sample], layers: int) -> int:
-    """As many layers of equally many blocks as are worth it where blocks were left out of samples; else `layers`."""
-    sample = next(iter(samples))
-    if not sample.left_out:
-        return layers
-    n_blocks = sample.left_out + KEPT
-    return max(layers, math.ceil(n_blocks / math.ceil(n_blocks / FINEST)))
+MOST_UNFIT = 4
+"""So many drafts are planned that need more memory than there is by their prices."""
 
 
 def interrupted(plan: Plan | PipelinePlan) -> Plan | PipelinePlan:
     """A plan, or all of its stages, marked as the best of a search that was interrupted."""
-    if isinstance(plan, PipelinePlan):
-        return replace(plan, stages=tuple(map(stopped, plan.stages)))
-    return stopped(plan)
+    return _marked(plan) if isinstance(plan, PipelinePlan) else stopped(plan)
+
+
+def _marked(plan: PipelinePlan) -> PipelinePlan:
+    return replace(plan, stages=tuple(map(stopped, plan.stages)))
 
 
 @dataclass(slots=True, kw_only=True)
 class StagedSearch:
-    """The search over stages of `form` in the microbatches that there are `samples` of; `graph(m)` is all of it.
+    """The search over stages of a `step` in so many `layers`, with the `samples` that there are of it so far.
 
-    `meshes(n)` lays out n devices. A sample of one microbatch stands for the step without stages, which competes then.
+    `meshes(n)` lays out n devices. A sample of one microbatch prices the step without stages, too. Of what was planned
+    and does not keep the limit, `leanest` needs the least.
 
     If `interruptible`, Ctrl-C ends the search as soon as there are stages: they are planned, and marked.
     """
 
-    form: Form
+    step: Step
     cluster: Cluster
-    samples: Mapping[int, Sample]
-    graph: Callable[[int], Graph]
+    samples: dict[int, Sample]
     layers: int
     schedules: Sequence[str]
     limit: float
@@ -73,141 +83,231 @@ class StagedSearch:
     meshes: Callable[[int], Sequence[Mesh]]
     report: Report = silent
     interruptible: bool = False
+    leanest: PipelinePlan | None = None
     pricer: Pricer = field(init=False)
     table: StageCosts = field(init=False)
+    _restricted: dict[tuple[int, int], StageCosts] = field(default_factory=dict[tuple[int, int], StageCosts])
+    _plans: dict[object, tuple[Part, Plan]] = field(default_factory=dict[object, "tuple[Part, Plan]"])
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(options=self.solver)
-        self.table = StageCosts(
-            samples=self.samples,
-            cluster=self.cluster,
-            n_layers=self.layers,
-            meshes=self.meshes,
-            pricer=self.pricer,
-            told=self._tell_price,
-        )
+        self.table = self._table(self.pricer, self.meshes)
 
     @property
-    def prices_whole(self) -> bool:
-        """Whether the step without stages is priced too."""
-        return 1 in self.samples
+    def is_deep(self) -> bool:
+        """Whether blocks are left out of samples, so that prices cost far less than plans."""
+        return any(sample.left_out for sample in self.samples.values())
 
-    def run(self) -> Plan | PipelinePlan:
-        """The cheapest plan by its prices. Raises OverBudgetError if none keeps the limit by them.
-
-        Prices leave out what is needed for a moment. Where the stages that were chosen need more than there is, they
-        are chosen again with as much less, a few times.
-        """
+    def run(self, beneath: float = math.inf) -> PipelinePlan | None:
+        """The cheapest plan in stages; None if none is found that takes less than `beneath` and keeps the limit."""
         with Crew(self.pricer) as crew:
             self.pricer.crew = crew
             try:
-                return self._run(crew)
+                return self._run(crew, beneath)
             finally:
                 self.pricer.crew = None
 
-    def _run(self, crew: Crew) -> Plan | PipelinePlan:
-        self._tell_price(None)
-        whole = self._everything()
-        self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
-        partition = self._partition(whole, self.limit, interruptible=self.interruptible)
-        plan = self._realised(partition, crew)
-        if partition.interrupted:
-            return interrupted(plan)
-        try:
-            partition, plan = self._fitting(partition, plan, whole, crew)
-            return self._or_whole(plan, whole, RIVAL * partition.seconds)
-        except KeyboardInterrupt:
-            if not self.interruptible or plan.peak_nbytes > self.limit:
-                raise
-            return interrupted(plan)
+    def rivals(self, seconds: float) -> bool:
+        """Whether the step without stages, in one form or another, may take hardly longer than that by its prices."""
+        for count in self.samples:
+            most = RIVAL * seconds / count
+            one = self.table.candidate(0, self.layers, self._everything(), count, beneath=most)
+            if one is not None and one.needed_nbytes(1) <= self.limit:
+                return True
+        return False
 
-    def _fitting(
-        self, partition: Partition, plan: Plan | PipelinePlan, whole: Submesh, crew: Crew
-    ) -> tuple[Partition, Plan | PipelinePlan]:
-        """Stages whose plans fit, if some are found soon."""
-        limit = self.limit
-        for _ in range(RETRIES):
-            if plan.peak_nbytes <= self.limit:
-                break
-            again = partition
-            try:
-                while again.stages == partition.stages:
-                    limit *= LESS * min(1.0, self.limit / plan.peak_nbytes)
-                    again = self._partition(whole, limit)
-            except OverBudgetError:
-                break
-            partition, plan = again, self._realised(again, crew)
-        return partition, plan
-
-    def _or_whole(self, plan: Plan | PipelinePlan, whole: Submesh, at_most: float) -> Plan | PipelinePlan:
-        """The plan, or that of the step without stages if it is better; none is made if it takes `at_most` seconds."""
-        if not self.prices_whole or not self._rivals(whole, at_most):
-            return plan
-        self._tell_stage(0, 1)
-        form, meshes = self.form, self.table.near(0, self.layers, whole, 1)
-        rival = self.pricer.plan("auto", form, meshes, self.solver)
-        return min(plan, rival, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
-
-    def _partition(self, whole: Submesh, limit: float, *, interruptible: bool = False) -> Partition:
-        """The stages that take least by their prices and need at most `limit` bytes of a device."""
-        return inter_op.partition(
-            self.layers,
-            whole,
-            inter_op.submeshes(self.cluster, every=False),
-            self.table,
-            schedules=self.schedules,
-            microbatches=tuple(count for count in self.samples if count > 1) or (1,),
-            memory_limit=limit,
-            dispatch_seconds=DISPATCH_SECONDS,
-            idle=False,
-            least=self.table.least,
-            expect=self.table.expect,
-            interruptible=interruptible,
+    def _table(self, pricer: Pricer, meshes: Callable[[int], Sequence[Mesh]]) -> StageCosts:
+        return StageCosts(
+            samples=self.samples,
+            cluster=self.cluster,
+            n_layers=self.layers,
+            meshes=meshes,
+            pricer=pricer,
+            told=self._tell_price,
+            also=sorted({groups * chunks for groups, chunks in evenly(self.cluster.n_devices)}),
         )
+
+    def _run(self, crew: Crew, beneath: float) -> PipelinePlan | None:
+        self._tell_price(None)
+        self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
+        limit = self.limit
+        for _ in range(1 + RETRIES):
+            partition = self._partition(limit, min(beneath, self._whole_seconds()))
+            if partition is not None and partition.interrupted:
+                return _marked(self._plan(self._own(partition), crew))
+            best = self._best(self._drafts(partition, limit, beneath), beneath, crew)
+            if best is not None or partition is None or self.leanest is None:
+                return best
+            limit *= LESS * min(1.0, self.limit / self.leanest.peak_nbytes)
+        return None
+
+    def _whole_seconds(self) -> float:
+        """Seconds that stages must stay beneath to be better than none, by its price; infinite without one."""
+        if 1 not in self.samples:
+            return math.inf
+        one = self.table.candidate(0, self.layers, self._everything(), 1)
+        return RIVAL * one.pace(1) if one is not None and one.needed_nbytes(1) <= self.limit else math.inf
+
+    def _partition(self, limit: float, beneath: float) -> Partition | None:
+        """The stages that take least by their prices and need at most `limit` bytes of a device, if any are beneath.
+
+        Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
+        """
+        single = [name for name in self.schedules if not is_chunked(name)]
+        unsplit = [name for name in single if all(t.kind != "weight_gradient" for t in build(name, 1, 1).groups[0])]
+        try:
+            return inter_op.partition(
+                self.layers,
+                self._everything(),
+                inter_op.submeshes(self.cluster, every=False),
+                self.table,
+                schedules=unsplit or single or ("1f1b",),
+                microbatches=tuple(count for count in self.samples if count > 1) or (1,),
+                memory_limit=limit,
+                dispatch_seconds=DISPATCH_SECONDS,
+                n_stages=range(2, self.layers + 1),
+                idle=False,
+                beneath=beneath,
+                least=self.table.least,
+                expect=self.table.expect,
+                interruptible=self.interruptible,
+            )
+        except OverBudgetError:
+            return None
+
+    def _own(self, partition: Partition) -> Draft:
+        """A partition as a draft."""
+        return Draft(
+            shape=found(self.table, partition, partition.microbatches),
+            microbatches=partition.microbatches,
+            schedule=partition.schedule,
+            seconds=partition.seconds,
+            peak_nbytes=max(partition.timeline.peak_nbytes),
+            table=self.table,
+        )
+
+    def _drafts(self, partition: Partition | None, limit: float, beneath: float) -> list[Draft]:
+        """What is worth planning: the partition's stages and those by hand, in as many microbatches as it has, or so.
+
+        First what fits, the fastest first; then what may; then the leanest of the rest.
+        """
+        ours = [] if partition is None else [self._own(partition)]
+        best = min((draft.seconds for draft in ours), default=beneath)
+        for count in near(self.step.counts, partition.microbatches if partition else ANCHORS[1]):
+            if not self._has(count):
+                continue
+            shapes = [found(self.table, partition, count)] if partition else []
+            for shape in dict.fromkeys([*shapes, *by_hand(self.table, self.cluster.n_devices, count)]):
+                for draft in drafts(shape, self.table, count, self.schedules, CLOSE * best):
+                    best = min(best, draft.seconds) if draft.peak_nbytes <= limit else best
+                    ours.append(draft)
+        for draft in [draft for draft in ours if draft.peak_nbytes > limit]:
+            for lean in self._lean(draft, CLOSE * best):
+                best = min(best, lean.seconds) if lean.peak_nbytes <= limit else best
+                ours.append(lean)
+        ours = [draft for draft in ours if draft.seconds < CLOSE * best]
+        return _first_of_each(sorted(ours, key=lambda draft: _order(draft, limit)))
+
+    def _lean(self, draft: Draft, beneath: float) -> Iterator[Draft]:
+        """A draft with every submesh laid out as Megatron does, weights cut over all or some of its devices."""
+        if draft.table is not self.table or len(set(draft.shape.devices)) > 1:
+            return
+        size = draft.shape.devices[0]
+        for tensor in (n for n in range(1, size + 1) if size % n == 0):
+            mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor))
+            if (size, tensor) not in self._restricted:
+                pricer = Pricer(options=self.solver, restrict=restrictions.megatron)
+                self._restricted[size, tensor] = self._table(pricer, lambda _, mesh=mesh: [mesh])
+            table = self._restricted[size, tensor]
+            yield from drafts(draft.shape, table, draft.microbatches, (draft.schedule,), beneath)
+
+    def _has(self, count: int) -> bool:
+        """Whether the step can be had in so many microbatches, and cut as it is in others."""
+        if count not in self.samples and (sample := sampled(self.step, count)) is not None:
+            known = self.table.cuts(next(iter(self.samples)))
+            self.samples[count] = sample
+            try:
+                alike = len(self.table.cuts(count).blocks) == len(known.blocks)
+            except PlanningError:
+                alike = False
+            if not alike:
+                del self.samples[count]
+        return count in self.samples
+
+    def _best(self, drafted: Sequence[Draft], beneath: float, crew: Crew) -> PipelinePlan | None:
+        """The best plan of these drafts that fits and takes less than that, as far as they are planned."""
+        best: PipelinePlan | None = None
+        nodes, unfit = 0, 0
+        try:
+            for draft in drafted:
+                if best is not None and draft.seconds >= best.step_seconds:
+                    continue
+                graph = self._graph(draft.microbatches)
+                nodes += len(graph.nodes) + len(body_of(graph).nodes)
+                unfit += draft.peak_nbytes > self.limit
+                if unfit > MOST_UNFIT or (best is not None and nodes > MOST_NODES):
+                    break
+                try:
+                    plan = self._plan(draft, crew)
+                except PlanningError:
+                    continue  # blocks can be where a whole stage cannot
+                if self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes:
+                    self.leanest = plan
+                if plan.peak_nbytes <= self.limit and plan.step_seconds < (best.step_seconds if best else beneath):
+                    best = plan
+        except KeyboardInterrupt:
+            if not self.interruptible or best is None:
+                raise
+            return _marked(best)
+        return best
 
     def _everything(self) -> Submesh:
         group = self.cluster.group()
         return Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host)
 
-    def _rivals(self, whole: Submesh, seconds: float) -> bool:
-        """Whether the step without stages may take no longer than that, by its prices."""
-        found = self.table.candidate(0, self.layers, whole, 1, beneath=seconds)
-        if found is None or found.needed_nbytes(1) > self.limit:
-            return False
-        return found.pace(1) <= seconds
-
-    def _realised(self, partition: Partition, crew: Crew) -> Plan | PipelinePlan:
-        """The stages that were chosen, planned as they are, equal ones once."""
-        count, chosen, form = partition.microbatches, partition.stages, self.form
+    def _graph(self, microbatches: int) -> Graph:
         self.report(Progress(phase="write the step in microbatches", done=0, total=None))
-        graph = self.graph(count)
-        meshes = [self.table.near(stage.first, stage.last, stage.submesh, count) for stage in chosen]
-        self._tell_stage(0, len(chosen))
-        if len(chosen) == 1:
-            plan = self.pricer.plan("auto", replace(form, graph=graph), meshes[0], self.solver)
-            return replace(plan, microbatches=count)
-        firsts = self.table.firsts(graph, count)
-        begins = tuple(firsts[stage.first] for stage in chosen)
-        cut = stages.cut(graph, begins, form.tied)
-        ties = [stages.ties(part, graph, form.tied) for part in cut.parts]
-        keys = [
-            (part.graph.fingerprint, own, laid_out) for part, own, laid_out in zip(cut.parts, ties, meshes, strict=True)
+        return self.step.graph(microbatches)
+
+    def _plan(self, draft: Draft, crew: Crew) -> PipelinePlan:
+        """A draft with its stages planned as they are, under the schedule that is the best then."""
+        graph, shape = self._graph(draft.microbatches), draft.shape
+        begins = draft.table.firsts(graph, shape.begins, draft.microbatches)
+        cut = stages.cut(graph, begins, self.step.tied)
+        ties = [stages.ties(part, graph, self.step.tied) for part in cut.parts]
+        plans = self._stages(draft, cut, ties, crew)
+        made = joined("auto", graph, self.cluster, cut, begins, plans, draft.schedule, shape.chunks)
+        under = (replace(made, schedule_name=name) for name in self.schedules if is_chunked(name) == (made.chunks > 1))
+        return min(under, default=made, key=lambda one: (one.peak_nbytes > self.limit, one.step_seconds))
+
+    def _stages(self, draft: Draft, cut: Stages, ties: Sequence[Ties], crew: Crew) -> list[Plan]:
+        """The plan of every stage; equal ones are planned once, in this draft or another."""
+        count, shape, table = draft.microbatches, draft.shape, draft.table
+        ends = (*shape.begins[1:], len(table.cuts(count).blocks))
+        sizes = [shape.devices[stage % len(shape.devices)] for stage in range(len(ends))]
+        laid_out = [table.near(*run, count) for run in zip(shape.begins, ends, sizes, strict=True)]
+        self._tell_stage(0, len(ends))
+        keys: list[object] = [
+            (part.graph.fingerprint, own, tuple(meshes))
+            for part, own, meshes in zip(cut.parts, ties, laid_out, strict=True)
         ]
-        planned = {key: stage for stage, key in reversed(list(enumerate(keys)))}
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
+        left = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
         tasks = [
-            (f"stage {stage}", Form(graph=cut.parts[stage].graph, tied=ties[stage], donated=()), meshes[stage], options)
-            for stage in planned.values()
+            (f"stage {at}", Form(graph=cut.parts[at].graph, tied=ties[at], donated=()), laid_out[at], options)
+            for at in left.values()
         ]
-        found = dict(zip(planned.values(), crew.call("plan", tasks), strict=True))
+        is_shared = table is self.table
+        planned = crew.call("plan", tasks) if is_shared else [table.pricer.plan(*task) for task in tasks]
+        self._plans |= {key: (cut.parts[at], plan) for (key, at), plan in zip(left.items(), planned, strict=True)}
         plans: list[Plan] = []
         for stage, key in enumerate(keys):
-            plan, own = found[planned[key]], cut.parts[stage].graph
-            if planned[key] != stage:
-                plan = restated(plan, cut.parts[planned[key]].graph, own, ties[stage])
+            part, plan = self._plans[key]
+            if part is not cut.parts[stage]:
+                plan = restated(plan, part.graph, cut.parts[stage].graph, ties[stage])
                 plan = replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
             plans.append(plan)
-        return joined("auto", graph, self.cluster, cut, begins, plans, partition.schedule, chunks=1)
+        return plans
 
     def _tell_price(self, mesh: Mesh | None) -> None:
         phase = f"price a layer on {mesh}" if mesh else "partition the layers"
@@ -215,3 +315,17 @@ class StagedSearch:
 
     def _tell_stage(self, done: int, total: int) -> None:
         self.report(Progress(phase="plan the stages chosen", done=done, total=total))
+
+
+def _order(draft: Draft, limit: float) -> tuple[int, float]:
+    """Drafts that fit, by their seconds; those that may, by their seconds; the rest by what they need."""
+    far = (draft.peak_nbytes > limit) + (draft.peak_nbytes > SLACK * limit)
+    return far, draft.peak_nbytes if far == 2 else draft.seconds
+
+
+def _first_of_each(ordered: Sequence[Draft]) -> list[Draft]:
+    """The first draft of each shape in each number of microbatches: its other schedules are tried with its plan."""
+    firsts: dict[object, Draft] = {}
+    for draft in ordered:
+        firsts.setdefault((draft.shape, draft.microbatches, id(draft.table)), draft)
+    return list(firsts.values())

@@ -93,6 +93,8 @@ ORDER = (
     "crew",
     "pricing",
     "stage_table",
+    "drafts",
+    "samples",
     "staged",
     "shortage",
     "planner",
