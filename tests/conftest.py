@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import os
+import secrets
+from typing import Any
 
 import jax
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed", type=int, help="of what slow tests draw at random (default: a fresh one, which the header names)"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = getattr(config, "workerinput", {}).get("seed", secrets.randbelow(2**32))
     # Both settings count only before JAX starts its backend, hence here and not in a fixture.
     jax.config.update("jax_num_cpu_devices", 8)
     asks_for_gpu = "gpu" in str(config.getoption("markexpr")).replace("not gpu", "")
     if not asks_for_gpu:
         jax.config.update("jax_platforms", "cpu")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All workers of pytest-xdist draw from one seed."""
+    node.workerinput["seed"] = node.config.option.seed
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"what slow tests draw at random: --seed={config.option.seed}"
+
+
+@pytest.fixture(scope="session")
+def fresh_seed(pytestconfig: pytest.Config) -> int:
+    """Another one in every run, unless `--seed` replays one; a test that draws from it prints it."""
+    return pytestconfig.option.seed
 
 
 @pytest.fixture(autouse=True, scope="session")

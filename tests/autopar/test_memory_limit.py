@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import autopar
+import passes.plan
 from autopar import Plan
 from autopar.errors import ArgumentError, OverBudgetError
 from passes.errors import PlanningError
@@ -105,9 +106,10 @@ def test_a_limit_above_the_least_that_is_named_does():
     given = wide()
     with pytest.raises(OverBudgetError) as caught:
         autopar.parallelize(momentum_step, planner=BRIEF, memory_limit=10_000, donate_argnums=0).plan(*given)
-    least = caught.value.leanest
-    assert isinstance(least, Plan | object)
     needed = int(str(caught.value).split("memory_limit=")[1].split(" ")[0].replace(",", ""))
+    least = caught.value.leanest
+    assert isinstance(least, passes.plan.Plan)
+    assert least.peak_nbytes == needed > 10_000
     plan = autopar.parallelize(momentum_step, planner=BRIEF, memory_limit=needed, donate_argnums=0).plan(*given)
     assert plan.peak_nbytes <= needed
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from jax import lax
 
 import autopar
@@ -572,10 +572,10 @@ def compare(got: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * largest if a.dtype == FLOAT else 0)
 
 
-def derandomized(examples: int) -> settings:
-    """The same examples in every run. An example is mostly compilation, of no fixed length."""
+def examples(count: int) -> settings:
+    """The same `count` examples in every run, unless they are seeded. One is mostly compilation, of no fixed length."""
     return settings(
-        max_examples=examples,
+        max_examples=count,
         derandomize=True,
         database=None,
         deadline=None,
@@ -584,14 +584,13 @@ def derandomized(examples: int) -> settings:
     )
 
 
-@derandomized(100)
+@examples(100)
 @given(EXAMPLES)
 def test_random_programs_equal_jit(example: Example) -> None:
     check(example)
 
 
 @pytest.mark.slow
-@derandomized(2000)
-@given(EXAMPLES)
-def test_many_random_programs_equal_jit(example: Example) -> None:
-    check(example)
+def test_many_random_programs_equal_jit(fresh_seed: int) -> None:
+    print(f"to draw these programs again: --seed={fresh_seed}")
+    seed(fresh_seed)(examples(2000)(given(EXAMPLES)(check)))()
