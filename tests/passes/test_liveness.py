@@ -11,7 +11,7 @@ from passes.fusion import Kernel, fuse
 from passes.liveness import ALIGNMENT, NEAR, Buffer, Lifetimes, lifetimes, schedule
 from tests.passes.device_programs import ROWS, TABLE, drawn, operation, program
 
-SEEDS = range(150)
+SEEDS = range(100)
 NBYTES = 64 * 96 * 4
 
 
