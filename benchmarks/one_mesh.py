@@ -23,7 +23,7 @@ from passes.intra_op import SolverOptions, solve
 from passes.memory import memory
 from passes.mesh_search import best, named
 from passes.moves import moves
-from passes.problem import assemble, without_dominated
+from passes.problem import assemble
 from passes.resharding import Resharder
 
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -106,9 +106,8 @@ def plan(
         grouping = group(graph)
     with found.timed("tables"):
         assembly = assemble(graph, mesh, grouping, resharder, traced.tied, refetch=False)
-        problem = without_dominated(assembly, resharder)
     with found.timed("build and solve"):
-        answer = solve(problem, options)
+        answer = solve(assembly.problem, options)
     with found.timed("placements and moves"):
         layout = assembly.layout(answer.choice)
         schedule = moves(graph, layout, resharder, refetch=False)
@@ -126,9 +125,7 @@ def plan(
     found.sizes = {
         "operators": len(graph.nodes),
         "bundles": len(grouping.bundles),
-        "edges": len(problem.edges),
-        "variables": answer.variables,
-        "rows": answer.rows,
+        "edges": len(assembly.problem.edges),
         "integer programs asked": 1,
         "relaxations solved": answer.relaxations,
         "branched": int(answer.branched),

@@ -34,19 +34,6 @@ class Border:
     specs: Specs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Crossing:
-    """A value at the border of a node, `weight` times: its placement under each strategy, and which way it goes.
-
-    Equal ones are one object.
-    """
-
-    type: TensorType
-    specs: Specs
-    incoming: bool
-    weight: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
     """A loop or branch in the problem: a node for every slot, a region for every body."""
@@ -158,14 +145,13 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assembly:
-    """A sharding problem and what its nodes stand for; `crossings[n]` are the values on the edges of node n.
+    """A sharding problem and what its nodes stand for.
 
     `groups` are the edge groups by (number of the region, value, whether its readers fetch it for the backward pass).
     """
 
     mesh: Mesh
     root: Region
-    crossings: tuple[tuple[Crossing, ...], ...]
     problem: ShardingProblem
     tied: tuple[tuple[int, int], ...]
     groups: Mapping[tuple[int, int, bool], int]

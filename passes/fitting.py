@@ -18,9 +18,6 @@ _ROUNDS = 8
 _PROGRESS = 0.99
 """A peak this much below the lowest one so far is progress; two rounds without any are the last."""
 
-_SECONDS = 4.0
-"""Of one round: what is not found by then is found by another round or another form of the step."""
-
 LOOSE = 2e-2
 """The gap at which a round may end: what it finds is mostly forbidden by the next one."""
 
@@ -70,7 +67,7 @@ def within(
     Raises OverBudgetError where the program proves that there is none, or comes no nearer; HopelessError where that
     takes no solver to see; DearError where none takes less than `at_most` seconds.
     """
-    options = replace(options, time_limit=min(options.time_limit, _SECONDS), gap=max(options.gap, LOOSE))
+    options = replace(options, gap=max(options.gap, LOOSE))
     answer, lowest, stalled = first, float("inf"), 0
     seen = [] if seen is None else seen
     rows = {at: live(assembly, at, limit, offloaded) for at in seen}
@@ -112,7 +109,6 @@ def tightened(found: Fitted, limit: float, options: SolverOptions, peak: Peak) -
     """An answer that fits, brought nearer to the optimum, with the time that it took."""
     start, answer = time.perf_counter(), found.answer
     if answer.objective - answer.bound > options.gap * answer.objective:
-        options = replace(options, time_limit=min(options.time_limit, _SECONDS))
         try:
             closer = solve(found.problem, options)
         except PlanningError:  # out of time: the answer stays as it is

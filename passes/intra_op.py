@@ -1,10 +1,21 @@
-"""One strategy per node of a sharding problem, at the least total seconds.
+"""One strategy per node of a sharding problem, at the least total seconds, and how far from the least that may be.
 
-The relaxation of the integer program (passes/strategy_program.py) is solved first, and at first with the mean of a
-group's e in the place of w: the mean is below the maximum, so the bound is valid, and where readers agree it is exact.
-Groups whose readers disagree get their w and the relaxation is solved again. Every relaxation is rounded and polished
-to an answer; the search ends when answer and bound meet, branches if rows run out first, and always returns the best
-answer with its bound.
+    reduce     strategies that another replaces at no cost go                              (passes/dominance.py)
+    tie        equal nodes are made one: a smaller problem, whose answers are good ones    (passes/tying.py)
+    relax      the linear relaxation of the tied problem; its values are rounded, and
+               rounded answers polished                            (passes/strategy_program.py, passes/polish.py)
+    bound      its prices bound the answers of the whole problem, tied or not              (passes/lower_bound.py)
+    fix        strategies that are in no better answer go
+    eliminate  what is left is solved node by node, exactly where that is possible         (passes/elimination.py)
+
+Relaxations are tight for transformers, whose tables would be too large to eliminate; networks whose relaxation is
+loose, square layers in a row among them, are thin enough to be eliminated. The relaxation is solved first with the mean
+of a group's e in the place of w: the mean is below the maximum, so it is a relaxation still, and where readers agree it
+is exact; groups whose readers disagree get their w and it is solved again.
+
+With budgets, a tied program that is left with a gap is branched on in the place of elimination.
+
+Limits are work: an answer does not depend on the machine's load unless `SolverOptions.time_limit` says so.
 
 Reference: design/intra_op.md 3.3-3.5.
 """
@@ -19,15 +30,18 @@ from typing import Literal
 
 import numpy as np
 
+from passes.dominance import without_dominated
+from passes.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
-from passes.linear_program import ENOUGH, Solver
+from passes.linear_program import ENOUGH
+from passes.lower_bound import Bound, lifted, raised, unlike
 from passes.polish import polish
+from passes.pulp_solver import solver_named
 from passes.sharding_problem import ShardingProblem
 from passes.strategy_program import StrategyProgram
-from passes.tying import tie
+from passes.tying import Tied, tie
 
-_BRANCHING = 3.0
-"""Times that the last relaxation took: less than that left is too late to branch."""
+Status = Literal["optimal", "near optimal", "time limit"]
 
 _PARTS = 4
 """Parts of equal nodes that budgets may treat differently."""
@@ -39,78 +53,274 @@ _LUMPY = 1e-3
 _LEAN = 1e-2
 """Gaps at which a program with budgets, and one that seeks the least bytes, may end: they take long to close."""
 
+_RELAXATIONS = 12
+"""Relaxations of one program at most: each gives w to all groups whose readers disagree, and few rounds find them."""
+
+_NEAR = ((2, 8),)
+_FAR = ((4, 8), (8, 8))
+_EVERYWHERE = ((99, 4),)
+"""Where a bound is raised: so many edges around unlike nodes, by so many passes of messages. Of a problem of more than
+`_MANY` edges it is raised everywhere at once, with fewer passes: 4 of them leave GPT-39B on 64 devices 0.2 %."""
+
+_MANY = 4_000
+_GAIN = 0.1
+"""The share of the gap that raising a bound must close for more to be tried."""
+
+_OPEN = 400
+"""Nodes with a choice left, beyond which a problem is not eliminated: its order alone takes seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One strategy per node; `objective` and `bound` in seconds; `branched` if the relaxation left a gap.
+    """One strategy per node; `objective` and `bound` in seconds.
 
-    `relaxations` counts the linear programs that were solved on the way.
+    `bound` holds for all answers of the problem that was asked, whatever was tied on the way. The status is `optimal`
+    if they meet to the gap that was asked for, `time limit` if the user's limit ended the search, and else
+    `near optimal`: `bound` says how near. `relaxations` counts the linear programs that were solved.
     """
 
     choice: tuple[int, ...]
     objective: float
     bound: float
-    status: Literal["optimal", "time limit"]
-    branched: bool
+    status: Status
     build_seconds: float
     solve_seconds: float
-    variables: int
-    rows: int
     relaxations: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
-    """`time_limit` in seconds of one solve, which ends early at a relative `gap` between answer and bound.
+    """How to search: until answer and bound are within a relative `gap`, or limits of work are reached.
 
-    `tie_radius` is the rounds of colour refinement that tie equal nodes; None solves every node apart.
+    `time_limit` in seconds of one solve is another limit, under which plans depend on the machine; None for none.
+    `tie_radius` is the rounds of colour refinement that make equal nodes one; None takes every node apart.
+
+    `solver` names any solver that PuLP finds (`"cbc"`, `"highs"`, `"gurobi"`, ...), which is then given the whole
+    integer program in the place of our own search.
     """
 
-    solver: Solver = "highs"
-    time_limit: float = 12.0
+    solver: str | None = None
+    time_limit: float | None = None
     gap: float = 1e-4
     tie_radius: int | None = 2
 
 
 def solve(
-    problem: ShardingProblem, options: SolverOptions | None = None, at_most: float = math.inf, *, branch: bool = True
+    problem: ShardingProblem,
+    options: SolverOptions | None = None,
+    at_most: float = math.inf,
+    *,
+    close: bool = True,
+    known: Sequence[Sequence[int]] = (),
 ) -> Answer:
     """The best strategy of every node, or any once it is clear that none takes less than `at_most` seconds.
 
-    Without `branch` the relaxations alone are solved, and rounded. Raises PlanningError if no combination of strategies
-    is legal.
+    Without `close`, the relaxation is solved, rounded and bounded, and a gap is left as it is. No answer is worse than
+    those that are `known`. Raises PlanningError if no combination of strategies is legal.
     """
     options = options or SolverOptions()
     if problem.budgets:
         options = replace(options, gap=max(options.gap, _LUMPY))
-    if options.tie_radius is None:
-        return _solve(problem, options, at_most, branch)
-    tied, classes = tie(problem, options.tie_radius, _PARTS if problem.budgets else 1)
-    answer = _solve(tied, options, at_most, branch)
-    choice = tuple(answer.choice[cls] for cls in classes)
-    return replace(answer, choice=choice, objective=problem.evaluate(choice))
+    for node, own in enumerate(problem.seconds):
+        if not np.isfinite(own).any():
+            raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
+    search = _Search(problem, options, at_most)
+    for choice in known:
+        search.offer(choice)
+    if options.solver is not None:
+        search.ask(options.solver)
+    else:
+        search.relax()
+        if close:
+            search.close()
+    return search.answer()
+
+
+class _Search:
+    """The best answer to a problem so far, and the best bound."""
+
+    def __init__(self, problem: ShardingProblem, options: SolverOptions, at_most: float) -> None:
+        self.start = time.perf_counter()
+        self.whole, self.options, self.at_most = problem, options, at_most
+        self.problem = without_dominated(problem)
+        self.best: tuple[int, ...] = ()
+        self.objective, self.bound = math.inf, -math.inf
+        self.lower: Bound | None = None
+        self.relaxations, self.built = 0, self.start
+        self.tied: Tied | None = None
+
+    def offer(self, choice: Sequence[int], *, polished: bool = False) -> None:
+        """Takes an answer of the whole problem if it is better."""
+        found = tuple(choice) if polished else polish(self.whole, choice)
+        seconds = self.whole.evaluate(found)
+        if seconds < self.objective and self.whole.fits(found):
+            self.best, self.objective = found, seconds
+
+    def is_closed(self) -> bool:
+        """Whether answer and bound meet, or the answer need not be better."""
+        gap = (1 + 1e-9) * self.options.gap * abs(self.objective)
+        return math.isfinite(self.objective) and (self.objective - self.bound <= gap or self.bound >= self.at_most)
+
+    def is_late(self) -> bool:
+        """Whether the user's limit of seconds is over."""
+        limit = self.options.time_limit
+        return limit is not None and time.perf_counter() - self.start > limit
+
+    def left(self) -> float | None:
+        """Seconds until the user's limit, if there is one."""
+        limit = self.options.time_limit
+        return None if limit is None else max(0.1, limit - (time.perf_counter() - self.start))
+
+    def relax(self) -> None:
+        """The relaxation of the tied problem, with w where readers disagree; answers rounded from it, and a bound."""
+        radius, parts = self.options.tie_radius, _PARTS if self.problem.budgets else 1
+        self.tied = tied = tie(self.problem, radius, parts)
+        program = StrategyProgram(tied.problem, enough=self.at_most)
+        self.built = time.perf_counter()
+        if program.is_priced and (program.floor >= self.at_most or self.options.gap >= _GUESSED):
+            self._offer_tied(program.guess())
+            self._lift(program)
+        while not self.is_closed() and not self.is_late() and self.relaxations < _RELAXATIONS:
+            self.relaxations += 1
+            status = program.run(gap=self.options.gap, seconds=self.left())
+            if status == "infeasible":
+                raise _impossible(self.problem)
+            if status not in ("optimal", ENOUGH):
+                break
+            self._lift(program)
+            if status == ENOUGH:
+                program.enough = np.inf
+                self._offer_tied(program.guess())
+                continue
+            self._offer_tied(program.choice())
+            if not self.is_closed() and not program.share_where_readers_disagree():
+                break
+        self._raise(_NEAR)
+
+    def _raise(self, ways: Sequence[tuple[int, int]]) -> None:
+        """Makes the bound better where the tied problem's prices fit least, in ever more of it while that gains."""
+        for hops, passes in ways:
+            if self.lower is None or self.tied is None or self.is_closed():
+                return
+            before = self.bound
+            self.lower = raised(self.problem, self.lower, unlike(self.problem, self.tied, hops), passes)
+            self.bound = max(self.bound, self.lower.seconds)
+            if self.bound - before < _GAIN * (self.objective - before):
+                return
+
+    def _offer_tied(self, choice: Sequence[int]) -> None:
+        """Takes an answer of the tied problem, polished there; what the whole problem gains beyond that comes later."""
+        assert self.tied is not None
+        found = polish(self.tied.problem, choice)
+        self.offer([found[cls] for cls in self.tied.classes], polished=True)
+
+    def _lift(self, program: StrategyProgram) -> None:
+        """Takes the bound at the prices of a program of the tied problem if it is better."""
+        assert self.tied is not None
+        found = lifted(self.problem, self.tied, program.edge_prices(), program.budget_prices())
+        if self.lower is None or found.seconds > self.lower.seconds:
+            self.lower, self.bound = found, max(self.bound, found.seconds)
+
+    def close(self) -> None:
+        """Makes the gap between answer and bound smaller, whichever of them it is due to."""
+        self._raise(_EVERYWHERE if len(self.problem.edges) > _MANY else _FAR)
+        if self.is_closed():
+            return
+        if self.problem.budgets:
+            self.branch()
+        else:
+            self.eliminate()
+
+    def eliminate(self) -> None:
+        """Fixes what prices decide, and eliminates the rest node by node."""
+        if self.best:
+            self.offer(self.best)
+        upper = min(self.objective, self.at_most)
+        problem = self.problem if self.lower is None else self.lower.within(self.problem, upper)
+        if any(not np.isfinite(own).any() for own in problem.seconds):  # no answer is below `upper`
+            self.bound = max(self.bound, upper)
+            return
+        if sum(np.isfinite(own).sum() > 1 for own in problem.seconds) > _OPEN or self.is_late():
+            return
+        factors = Factors(problem, self.lower)
+        exact = factors.order.entries() <= EXACT_ENTRIES
+        found = eliminate(factors, upper) if exact else enclose(factors, upper, self.options.gap)
+        if found.choice is not None:
+            self.offer(found.choice, polished=exact)
+        self.bound = max(self.bound, min(found.bound, upper))
+
+    def branch(self) -> None:
+        """Branches on the tied program; its answers are answers of the whole, its bound is not one of the whole."""
+        if self.tied is None or self.is_late():
+            return
+        program = StrategyProgram(self.tied.problem, whole=True)
+        ended = program.run(gap=self.options.gap, seconds=self.left())
+        if program.has_values():
+            self._offer_tied(program.choice())
+        elif ended == "infeasible" and self.options.tie_radius is None:
+            raise _impossible(self.problem)
+        if ended == "optimal" and self.options.tie_radius is None:
+            self.bound = max(self.bound, program.objective * (1 - self.options.gap))
+        if self.best:
+            self.offer(self.best)
+
+    def ask(self, solver: str) -> None:
+        """Has a solver of PuLP solve the whole integer program."""
+        found = solver_named(solver, seconds=self.options.time_limit, gap=self.options.gap)
+        program = StrategyProgram(self.problem, whole=True)
+        self.built = time.perf_counter()
+        status = program.run_with(found)
+        if status == "infeasible":
+            raise _impossible(self.problem)
+        if program.has_values():
+            self.offer(program.choice(), polished=True)
+        if status == "optimal":
+            self.bound = max(self.bound, self.objective * (1 - self.options.gap))
+
+    def answer(self) -> Answer:
+        """The best answer. Raises PlanningError if there is none."""
+        if not self.best:
+            self.offer([int(np.argmin(own)) for own in self.whole.seconds])
+        if not self.best and not self.problem.budgets:
+            self.eliminate()
+        if not self.best:
+            if not self.is_late():
+                raise _impossible(self.problem)
+            raise PlanningError(
+                f"no legal plan was found within {self.options.time_limit:.0f} s; give the solver a longer time_limit"
+            )
+        near = self.objective - self.bound <= (1 + 1e-9) * self.options.gap * abs(self.objective)
+        return Answer(
+            choice=self.best,
+            objective=self.objective,
+            bound=min(max(self.bound, 0.0), self.objective),
+            status="optimal" if near else "time limit" if self.is_late() else "near optimal",
+            build_seconds=self.built - self.start,
+            solve_seconds=time.perf_counter() - self.built,
+            relaxations=self.relaxations,
+        )
 
 
 def leanest(problem: ShardingProblem, options: SolverOptions | None = None) -> tuple[int, ...]:
     """The strategies that come closest to the budgets, or stay furthest below them, whatever they cost.
 
-    The relaxation is rounded and polished; where that leaves more than a percent, branching gets a few times as long.
+    The relaxation is rounded and polished; where that leaves more than a percent, the program is branched on.
     """
     options = options or SolverOptions()
-    tied, classes = tie(problem, options.tie_radius or 2, _PARTS)
-    start = time.perf_counter()
-    program = StrategyProgram(tied, lean=True)
-    program.run(options.solver, options.time_limit, options.gap)
+    tied = tie(problem, 2 if options.tie_radius is None else options.tie_radius, _PARTS)
+    program = StrategyProgram(tied.problem, lean=True)
+    program.run(gap=options.gap, seconds=options.time_limit)
     if not program.has_values():
-        raise NoLegalPlanError(f"no legal plan was found within {options.time_limit:.0f} s; give the solver longer")
-    strict = replace(tied, budgets=tuple(replace(b, limit=b.limit * program.objective) for b in tied.budgets))
+        raise NoLegalPlanError("no legal plan was found on the way to the least memory")
+    rows = tuple(replace(b, limit=b.limit * program.objective) for b in tied.problem.budgets)
+    strict = replace(tied.problem, budgets=rows)
     best = polish(strict, program.choice())
     if _excess(strict, best) > 1 + _LEAN:
-        whole = StrategyProgram(tied, whole=True, lean=True)
-        whole.run(options.solver, 1.0 + _BRANCHING * (time.perf_counter() - start), _LEAN)
+        whole = StrategyProgram(tied.problem, whole=True, lean=True)
+        whole.run(gap=_LEAN, seconds=options.time_limit)
         found = [best, whole.choice()] if whole.has_values() else [best]
         best = min(found, key=lambda choice: _excess(strict, choice))
-    return tuple(best[cls] for cls in classes)
+    return tuple(best[cls] for cls in tied.classes)
 
 
 def _excess(problem: ShardingProblem, choice: Sequence[int]) -> float:
@@ -127,76 +337,4 @@ def _impossible(problem: ShardingProblem) -> PlanningError:
     return NoLegalPlanError(
         "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a mesh whose "
         "axes divide the arrays"
-    )
-
-
-def _solve(problem: ShardingProblem, options: SolverOptions, at_most: float, branch: bool) -> Answer:
-    start = time.perf_counter()
-    if any(not np.isfinite(own).any() for own in problem.seconds):
-        node = next(n for n, own in enumerate(problem.seconds) if not np.isfinite(own).any())
-        raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
-    program = StrategyProgram(problem, enough=at_most)
-    built = time.perf_counter()
-    best: tuple[int, ...] = ()
-    objective, bound, branched, relaxed, relaxations = float("inf"), program.floor, False, 0.0, 0
-
-    def closed() -> bool:
-        return bool(np.isfinite(objective)) and objective - bound <= options.gap * objective
-
-    def left() -> float:
-        return options.time_limit - (time.perf_counter() - built)
-
-    def wanted() -> bool:
-        return bound < at_most or not np.isfinite(objective)
-
-    def offer(choice: Sequence[int]) -> None:
-        nonlocal best, objective
-        found = polish(problem, choice)
-        if problem.fits(found) and problem.evaluate(found) < objective:
-            best, objective = found, problem.evaluate(found)
-
-    if program.is_priced and (bound >= at_most or options.gap >= _GUESSED):
-        offer(program.guess())
-    while not closed() and left() > 0 and not branched and wanted():
-        began, relaxations = time.perf_counter(), relaxations + 1
-        status = program.run(options.solver, max(1.0, left()), options.gap)
-        relaxed = time.perf_counter() - began
-        if status == "infeasible":
-            raise _impossible(problem)
-        if status == ENOUGH:
-            bound, program.enough = program.objective, np.inf
-            offer(program.guess())
-            continue
-        if status != "optimal":
-            break
-        bound = max(bound, program.objective)
-        offer(program.choice())
-        if not closed() and not program.share_where_readers_disagree():
-            branched = True
-    # Branching puts all pairs back; a solver that gets it late overruns its limit by more than it could gain.
-    if branched and branch and wanted() and left() > _BRANCHING * relaxed:
-        program = StrategyProgram(problem, whole=True)
-        ended = program.run(options.solver, left(), options.gap)
-        if ended == "infeasible" and problem.budgets:
-            raise _impossible(problem)
-        if program.has_values():
-            offer(program.choice())
-        bound = objective if ended == "optimal" else bound
-    if not best:
-        offer([int(np.argmin(own)) for own in problem.seconds])
-    if not np.isfinite(objective):
-        raise PlanningError(
-            f"no legal plan was found within {options.time_limit:.0f} s; give the solver a longer time_limit"
-        )
-    return Answer(
-        choice=best,
-        objective=objective,
-        bound=min(bound, objective),
-        status="optimal" if closed() else "time limit",
-        branched=branched,
-        build_seconds=built - start,
-        solve_seconds=time.perf_counter() - built,
-        variables=program.arrays.columns,
-        rows=program.arrays.rows,
-        relaxations=relaxations,
     )

@@ -1,26 +1,30 @@
-"""A linear or mixed-integer program as arrays, and the two solvers that take it.
+"""A linear or mixed-integer program as arrays, solved by HiGHS; passes/pulp_solver.py hands it to any other solver.
 
-HiGHS reads the arrays as they are; CBC reads the model that PuLP makes of them, term by term, which is slower to build
-and there to check the other. Programs grow by blocks: a group of readers that turn out to disagree adds rows to what is
-there.
+Programs grow by blocks: a group of readers that turn out to disagree adds rows to what is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import highspy
 import numpy as np
-import pulp
 from numpy.typing import NDArray
 
 from passes.errors import InternalError
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
-Solver = Literal["highs", "cbc"]
+
+_ITERATIONS = 200_000
+_NODES = 200
+"""Simplex iterations of a relaxation, nodes of a search: work, so that an answer does not depend on the machine's load.
+
+The largest relaxation that is planned with, of GPT-1T, takes 9,000 iterations; what is worth branching on closes within
+25 nodes (design/intra_op.md 3.5).
+"""
 
 ENOUGH = "enough"
 """How a relaxation ends that takes no less than was asked."""
@@ -28,18 +32,23 @@ ENOUGH = "enough"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a solve ended, `optimal` or the solver's own word; `values` [columns] are empty if it found none."""
+    """How a solve ended, `optimal` or the solver's own word; `values` [columns] are empty if it found none.
+
+    `duals` [rows] are the prices of the rows of a relaxation, empty if there are none.
+    """
 
     status: str
     objective: float
     values: Floats
+    duals: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(slots=True, kw_only=True)
 class LinearProgram:
     """Columns from 0 to `upper`, rows between `low` and `high`, and what minimises a cost over them.
 
-    Entries are (row, column, coefficient) triplets, none twice.
+    Entries are (row, column, coefficient) triplets; those of one place add up. Solvers get every place once: HiGHS
+    crashes while branching if it meets one twice.
     """
 
     columns: int = 0
@@ -71,30 +80,40 @@ class LinearProgram:
         self,
         cost: Floats,
         integral: Indices,
-        solver: Solver,
-        seconds: float,
+        *,
         gap: float,
+        seconds: float | None = None,
         prices: Floats | None = None,
         enough: float = float("inf"),
     ) -> Outcome:
-        """The least of `cost` [columns], found within `seconds` to a relative `gap`; by CBC if HiGHS fails.
+        """The least of `cost` [columns] to a relative `gap`, within limits of work and, if given, `seconds`.
 
         HiGHS begins at what the first rows are thought to be worth, `prices`: the better they are, the fewer steps. A
         relaxation that is `enough` at least ends as soon as that is seen. Costs of columns stay as they were; once it
         has been solved, a program grows by rows.
         """
-        if solver == "highs":
-            self._highs = self._highs or _Highs(np.zeros(0) if prices is None else prices)
-            outcome = self._highs.minimise(self, cost, integral, seconds, gap, enough)
-            if outcome.status in _HIGHS_STATUS.values():
-                return outcome
-        return _cbc(self, cost, integral, seconds, gap)
+        self._highs = self._highs or _Highs(np.zeros(0) if prices is None else prices)
+        return self._highs.minimise(self, cost, integral, gap, np.inf if seconds is None else seconds, enough)
+
+    def bounds(self) -> tuple[Floats, Floats, Floats]:
+        """The upper limits of columns, and the limits of rows."""
+        return _joined(self.upper), _joined(self.low), _joined(self.high)
 
     def triplets(self) -> tuple[Indices, Indices, Floats]:
-        """All entries, by column."""
+        """All entries, by column, none twice."""
         rows, columns, values = (_joined([entry[part] for entry in self.entries]) for part in range(3))
-        order = np.argsort(columns, kind="stable")
-        return rows[order].astype(np.intp), columns[order].astype(np.intp), values[order]
+        return _summed(rows.astype(np.intp), columns.astype(np.intp), values)
+
+
+def _summed(rows: Indices, columns: Indices, values: Floats) -> tuple[Indices, Indices, Floats]:
+    """Triplets by column and row, those of one place as their sum."""
+    if not rows.size:
+        return rows, columns, values
+    order = np.lexsort((rows, columns))
+    rows, columns, values = rows[order], columns[order], values[order]
+    first = np.ones(rows.size, dtype=np.bool_)
+    first[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
+    return rows[first], columns[first], np.add.reduceat(values, np.flatnonzero(first))
 
 
 def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -114,12 +133,13 @@ class _Highs:
         self.columns = self.rows = self.entries = 0
 
     def minimise(
-        self, program: LinearProgram, cost: Floats, integral: Indices, seconds: float, gap: float, enough: float
+        self, program: LinearProgram, cost: Floats, integral: Indices, gap: float, seconds: float, enough: float
     ) -> Outcome:
         """The least of `cost`; a relaxation ends where it is `enough` at least."""
         highs = self.highs
         limit = highs.getRunTime() + seconds
         options: dict[str, object] = {"output_flag": False, "threads": 1, "time_limit": limit, "mip_rel_gap": gap}
+        options |= {"simplex_iteration_limit": _ITERATIONS, "mip_max_nodes": _NODES}
         if not integral.size:
             # Its presolve runs on for ever on some relaxations (HiGHS 1.12 to 1.15, 835 columns, no time limit heeded).
             options |= {"presolve": "off", "objective_bound": enough}
@@ -132,12 +152,21 @@ class _Highs:
         self.columns, self.rows, self.entries = program.columns, program.rows, len(program.entries)
         highs.run()
         status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
+        duals = np.zeros(0) if integral.size else self._duals(program)
         if status == ENOUGH:
-            return Outcome(status=status, objective=enough, values=np.zeros(0))
+            return Outcome(status=status, objective=enough, values=np.zeros(0), duals=duals)
         kind = highs.getInfo().primal_solution_status
         feasible = kind == int(highspy.SolutionStatus.kSolutionStatusFeasible.value)
         found = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
-        return Outcome(status=status, objective=float(found @ cost) if feasible else float("inf"), values=found)
+        objective = float(found @ cost) if feasible else float("inf")
+        return Outcome(status=status, objective=objective, values=found, duals=duals)
+
+    def _duals(self, program: LinearProgram) -> Floats:
+        """The prices of the rows: what they were thought to be worth, and what the relaxation adds."""
+        solution = self.highs.getSolution()
+        found = np.array(solution.row_dual) if solution.dual_valid else np.zeros(0)
+        found = found if found.size == program.rows else np.zeros(program.rows)
+        return found + np.concatenate([self.worth, np.zeros(program.rows - self.worth.size)])
 
     def _state(self, program: LinearProgram, cost: Floats, integral: Indices) -> None:
         """The whole program."""
@@ -167,7 +196,7 @@ class _Highs:
     def _grow(self, program: LinearProgram, cost: Floats) -> None:
         """What is new: columns, and the rows that all new entries stand in."""
         new = program.entries[self.entries :]
-        rows, columns, values = (_joined([entry[part] for entry in new]) for part in range(3))
+        rows, columns, values = _summed(*(_joined([entry[part] for entry in new]) for part in range(3)))
         order = np.argsort(rows, kind="stable")
         if rows.size and rows[order[0]] < self.rows:
             raise InternalError(f"an entry of row {rows[order[0]]} after the program was solved with it")
@@ -192,33 +221,7 @@ _HIGHS_STATUS = {
     highspy.HighsModelStatus.kInfeasible: "infeasible",
     highspy.HighsModelStatus.kUnboundedOrInfeasible: "infeasible",
     highspy.HighsModelStatus.kTimeLimit: "time limit",
+    highspy.HighsModelStatus.kIterationLimit: "work limit",
+    highspy.HighsModelStatus.kSolutionLimit: "work limit",
     highspy.HighsModelStatus.kObjectiveBound: ENOUGH,
 }
-
-
-def _cbc(program: LinearProgram, cost: Floats, integral: Indices, seconds: float, gap: float) -> Outcome:
-    """CBC on the model that PuLP makes."""
-    model: Any = pulp.LpProblem("intra_op", pulp.LpMinimize)
-    upper: Floats = _joined(program.upper)
-    bounds = (None if np.isinf(most) else float(most) for most in upper)
-    variables: list[Any] = [model.add_variable(f"x{i}", 0.0, most) for i, most in enumerate(bounds)]
-    for column in integral.tolist():
-        variables[column].cat = pulp.LpInteger
-    terms: list[list[Any]] = [[] for _ in range(program.rows)]
-    rows, columns, values = program.triplets()
-    for row, column, value in zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True):
-        terms[row].append((variables[column], value))
-    model.setObjective(pulp.LpAffineExpression(list(zip(variables, cost.tolist(), strict=True))))
-    limits: tuple[Floats, Floats] = (_joined(program.low), _joined(program.high))
-    for row, low, high in zip(terms, *(limit.tolist() for limit in limits), strict=True):
-        total = pulp.LpAffineExpression(row)
-        model.addConstraint(total == low if low == high else total >= low if np.isinf(high) else total <= high)
-    model.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, threads=1, gapRel=gap))
-    status = str(pulp.LpStatus[model.status]).lower()
-    # PuLP calls a program that ran out of time optimal too; only the status of its solution tells them apart.
-    if model.status == pulp.LpStatusOptimal and model.sol_status != pulp.LpSolutionOptimal:
-        status = "time limit"
-    solved: list[float | None] = [variable.value() for variable in variables]
-    known = status in ("optimal", "time limit") and any(value is not None for value in solved)
-    found = np.array([value or 0.0 for value in solved]) if known else np.zeros(0)
-    return Outcome(status=status, objective=float(found @ cost) if known else float("inf"), values=found)

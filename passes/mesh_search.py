@@ -26,7 +26,7 @@ from passes.moves import Layout, moves
 from passes.phases import phase
 from passes.plan import Plan
 from passes.plan_parts import INTERRUPTED
-from passes.problem import Assembly, assemble, without_dominated
+from passes.problem import Assembly, assemble
 from passes.progress import Progress, Report, silent
 from passes.read_off import read_off
 from passes.resharding import Resharder
@@ -137,21 +137,20 @@ class MeshSearch:
         return self.cheapest
 
     def _close(self, solved: list[_Solved]) -> None:
-        """Branches where the relaxations left a gap, on meshes that may yet have the cheapest plan."""
+        """Closes the gaps that relaxations left, on meshes that may yet have the cheapest plan."""
         for place in sorted(range(len(solved)), key=lambda place: solved[place].answer.bound):
             one, least = solved[place], min(other.answer.objective for other in solved)
             if one.answer.status == "optimal" or one.answer.bound >= least or self.interrupted:
                 continue
             try:
                 self._tell(f"solve {one.assembly.mesh}", place, len(solved), (one, one.answer))
-                answer = self._answered(one.assembly, one.resharder, least, branch=True)
+                answer = self._answered(one.assembly, least, close=True)
             except KeyboardInterrupt:
                 if not self.interruptible:
                     raise
                 self.interrupted = True
                 break
-            if answer.objective <= one.answer.objective:
-                solved[place] = replace(one, answer=answer)
+            solved[place] = replace(one, answer=_better(answer, one.answer))
 
     @property
     def cheapest(self) -> Plan:
@@ -190,8 +189,7 @@ class MeshSearch:
                 self._tell(f"fit {one.assembly.mesh} within memory", number, len(meshes), best)
                 most = cheapest[1].answer.objective if cheapest else at_most
                 if one.answer.status != "optimal":  # it was left when it was dearer than another mesh's
-                    answer = self._answered(one.assembly, one.resharder, most, branch=False)
-                    one = replace(one, answer=min(answer, one.answer, key=lambda answer: answer.objective))
+                    one = replace(one, answer=_better(self._answered(one.assembly, most, close=False), one.answer))
                 cheapest = self._fitted(self._twins(one, number, len(meshes)), limit, most) or cheapest
             except DearError:
                 dear = dear or cheapest is None
@@ -283,18 +281,17 @@ class MeshSearch:
             if is_hopeless(replace(assembly.problem, budgets=rows), self.beneath):
                 raise HopelessError(f"no combination of strategies keeps the memory limit on {mesh}")
         self._tell(f"solve {mesh}", done, total, best)
-        answer = self._answered(assembly, resharder, best[1].objective if best else math.inf, branch=total == 1)
+        answer = self._answered(assembly, best[1].objective if best else math.inf, close=total == 1)
         one = _Solved(assembly=assembly, resharder=resharder, answer=answer, refetch=self.refetch)
         if self.beneath < math.inf and not self.seen:
             point = self._peak(one, answer.choice)
             self.seen.extend([point.at] if point.nbytes > self.beneath else [])
         return one
 
-    def _answered(self, assembly: Assembly, resharder: Resharder, at_most: float, *, branch: bool) -> Answer:
+    def _answered(self, assembly: Assembly, at_most: float, *, close: bool) -> Answer:
         """The answer to a mesh's problem; one that cannot take less than `at_most` need not be the best there."""
         gap = self.options.gap if self.beneath == math.inf else max(self.options.gap, LOOSE)
-        options = replace(self.options, gap=gap)
-        answer = solve(without_dominated(assembly, resharder), options, at_most, branch=branch)
+        answer = solve(assembly.problem, replace(self.options, gap=gap), at_most, close=close)
         self.phases["build"] += answer.build_seconds
         self.phases["solve"] += answer.solve_seconds
         return answer
@@ -307,6 +304,8 @@ class MeshSearch:
         return assembly
 
     def _read_off(self, one: _Solved, answer: Answer) -> Plan:
+        others = (other.answer.bound for other in self.solved if other.refetch == self.refetch and other is not one)
+        answer = replace(answer, bound=min(answer.bound, *others, answer.objective))
         plan = read_off(
             self.name, one.assembly, answer, one.resharder, self.tied, self.donated, self.phases, one.refetch
         )
@@ -335,6 +334,12 @@ class MeshSearch:
         if self.lowest is None or needed < self.lowest[0]:
             self.lowest = needed, one, tuple(choice)
         return Point(at=busiest(graph, grouping, mesh, layout, schedule), nbytes=needed)
+
+
+def _better(answer: Answer, known: Answer) -> Answer:
+    """The cheaper of two answers to one problem, with the better bound."""
+    best = min(answer, known, key=lambda one: one.objective)
+    return replace(best, bound=min(max(answer.bound, known.bound), best.objective))
 
 
 def stopped(plan: Plan) -> Plan:

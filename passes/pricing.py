@@ -27,7 +27,7 @@ from passes.moves import Schedule, moves
 from passes.phases import PHASES
 from passes.pipelines import microbatches_of, priced
 from passes.plan import Plan
-from passes.problem import Assembly, assemble, without_dominated
+from passes.problem import Assembly, assemble
 from passes.read_off import move_seconds
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
@@ -234,7 +234,7 @@ class Pricer:
         assembly = self.restrict(assembly) if self.restrict else assembly
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         most = at_most * microbatches_of(part)
-        answer = solve(without_dominated(assembly, resharder), options, most, branch=False)
+        answer = solve(assembly.problem, options, most)
         if answer.bound >= most:
             return None, answer.bound
         layout = assembly.layout(answer.choice)

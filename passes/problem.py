@@ -8,12 +8,11 @@ what a loop carries and what is brought in before it are decided together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from passes.assembly import Assembly, Border, Crossing, Joint, Region, Specs, full_placements, stacked
+from passes.assembly import Assembly, Border, Joint, Region, Specs, full_placements, stacked
 from passes.bundles import Bundle, Grouping
 from passes.collector import uncollected
 from passes.control import Slot
@@ -24,7 +23,7 @@ from passes.sharding import ShardingSpec, replicated
 from passes.sharding_problem import Edge, Floats, Indices, Memory, ShardingProblem
 from passes.strategies import Table, Tabulator, outline
 
-__all__ = ["Assembly", "Region", "assemble", "without_dominated"]
+__all__ = ["Assembly", "Region", "assemble"]
 
 
 def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
@@ -74,8 +73,6 @@ class _Common:
         self._full: dict[TensorType, Specs] = {}
         self._rims: dict[int, tuple[Table, _Rim]] = {}
         self._matrices: dict[tuple[TensorType, int, int], _Matrix] = {}
-        self._crossings: dict[tuple[TensorType, int, bool, float], Crossing] = {}
-        self._undominated: dict[tuple[object, ...], NDArray[np.bool_]] = {}
 
     def one(self, specs: Specs) -> Specs:
         """The one object for these placements."""
@@ -98,13 +95,6 @@ class _Common:
             self._rims[id(table)] = (table, rim)
         return self._rims[id(table)][1]
 
-    def crossing(self, type: TensorType, specs: Specs, incoming: bool, weight: float) -> Crossing:
-        """The one object for what crosses a border; `specs` are interned."""
-        key = (type, id(specs), incoming, weight)
-        if key not in self._crossings:
-            self._crossings[key] = Crossing(type=type, specs=specs, incoming=incoming, weight=weight)
-        return self._crossings[key]
-
     def matrix(self, type: TensorType, before: Specs, after: Specs) -> _Matrix:
         """The seconds between the placements of two nodes, both interned."""
         key = (type, id(before), id(after))
@@ -122,19 +112,6 @@ class _Common:
             )
         return self._matrices[key]
 
-    def undominated(self, seconds: Floats, crossings: tuple[Crossing, ...]) -> NDArray[np.bool_]:
-        """Which strategies stay."""
-        key = (seconds.tobytes(), crossings)  # crossings that are equal are one object
-        if key not in self._undominated:
-            replacing = np.broadcast_to(seconds, (seconds.size, seconds.size)).copy()
-            for crossing in crossings:
-                specs = self.one(crossing.specs)
-                between = self.matrix(crossing.type, specs, specs)
-                detour = crossing.weight * between.seconds[between.before[:, None], between.after]
-                replacing += detour if crossing.incoming else detour.T
-            self._undominated[key] = _undominated(seconds, replacing)
-        return self._undominated[key]
-
 
 @dataclass(slots=True, kw_only=True)
 class _Builder:
@@ -148,7 +125,6 @@ class _Builder:
     kinds: list[str] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: dict[tuple[int, int, bool], int] = field(default_factory=dict)
-    crossings: dict[int, dict[Crossing, None]] = field(default_factory=dict)
     reads: dict[int, list[int]] = field(default_factory=dict)
     ports: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
 
@@ -240,9 +216,6 @@ class _Builder:
         if border.node == target:
             self.seconds[target] += region.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
-            for node, specs, incoming in ((border.node, border.specs, False), (target, after, True)):
-                crossing = self.common.crossing(type, specs, incoming, region.weight)
-                self.crossings.setdefault(node, {})[crossing] = None
             # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
             share = (region.number, value, self.refetch and late and value in graph.inputs)
             self.edges.append(
@@ -277,7 +250,6 @@ class _Builder:
         return Assembly(
             mesh=self.mesh,
             root=root,
-            crossings=tuple(tuple(self.crossings.get(node, ())) for node in range(len(self.seconds))),
             problem=ShardingProblem(
                 seconds=tuple(self.seconds),
                 edges=tuple(self.edges),
@@ -327,30 +299,3 @@ def assemble(
     root = builder.lay_out(graph, grouping, {}, 1.0)
     builder.connect(root)
     return builder.finish(root, tied)
-
-
-def without_dominated(assembly: Assembly, resharder: Resharder) -> ShardingProblem:
-    """The problem without strategies that another one replaces at no extra cost, whatever the neighbours choose.
-
-    Strategy s is dominated by t if t, plus taking every value that s reads from where s wants it to where t does, and
-    every value that t makes to where s makes it, costs no more than s. Chains of reshardings are shortest paths, so the
-    optimum does not change.
-    """
-    common = resharder.kept(_Common)
-    masked = [
-        np.where(common.undominated(seconds, crossings), seconds, np.inf)
-        for seconds, crossings in zip(assembly.problem.seconds, assembly.crossings, strict=True)
-    ]
-    return replace(assembly.problem, seconds=tuple(masked))
-
-
-def _undominated(seconds: Floats, replacing: Floats) -> NDArray[np.bool_]:
-    """Which strategies stay, the cheapest first; `replacing[s, t]` is what t costs in the place of s."""
-    # Equal up to rounding counts as dominated: the relation is transitive, so one of a tie always stays.
-    replaces = (replacing <= seconds[:, None] * (1 + 1e-12)).T.copy()
-    kept, gone = np.zeros(seconds.size, dtype=bool), ~np.isfinite(seconds)
-    for s in np.argsort(seconds, kind="stable").tolist():
-        if not gone[s]:
-            kept[s] = True
-            gone |= replaces[s]
-    return kept

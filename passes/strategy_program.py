@@ -37,10 +37,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from passes import pulp_solver
+from passes.factors import Prices
 from passes.flows import Flow, flows
-from passes.linear_program import Floats, Indices, LinearProgram, Solver
+from passes.linear_program import Floats, Indices, LinearProgram, Outcome
 from passes.prices import Messages, Way
-from passes.sharding_problem import ShardingProblem
+from passes.sharding_problem import Edge, ShardingProblem
 
 _TOLERANCE = 1e-6
 _PASSES = 4
@@ -52,6 +54,9 @@ _RISES = 0.1
 
 _BEYOND = 1.05
 """Bounds that end a relaxation are found a little beyond what is enough, where they may be so for other problems."""
+
+UNUSED = 1e9
+"""The price of a placement that no allowed strategy reads; of one that none makes, less than nothing."""
 
 _MICROSECONDS = 1e6
 """The program is stated in microseconds: solver tolerances are absolute."""
@@ -124,9 +129,12 @@ class StrategyProgram:
         self.costs = [own[allowed] for own, allowed in zip(problem.seconds, self.allowed, strict=True)]
         if self.arrays.columns > _LARGE and not whole and not lean:
             self._price()
+        self.budget_rows: list[int] = []
+        self.copy_rows: list[tuple[int, Edge, object]] = []
         self._within()
         self.objective = np.inf
         self.values: Floats = np.zeros(0)
+        self.duals: Floats = np.zeros(0)
 
     def _one_strategy(self) -> list[Indices]:
         """The columns of every node's allowed strategies, of which one is chosen."""
@@ -188,6 +196,7 @@ class StrategyProgram:
         copies: dict[tuple[int, object], int | None] = {}
         for budget in self.problem.budgets:
             row = self.arrays.add_rows(1, -np.inf, 1.0 if self.most is None else 0.0)
+            self.budget_rows.append(int(row[0]))
             if self.most is not None:
                 self.arrays.enter(row, self.most, -1.0)
             for node, nbytes in budget.nbytes.items():
@@ -202,17 +211,18 @@ class StrategyProgram:
 
     def _copied(self, group: int, label: object) -> int | None:
         """Whether some reader of a group has the value copied to a placement; None where no reader may want it."""
-        wanted: list[tuple[Indices, Indices]] = []
+        wanted: list[tuple[Edge, Indices, Indices]] = []
         for edge in self.problem.groups.get(group, ()):
             asking = self._placed(edge.target, edge.after, edge.labels, label)
             if asking.size:
-                wanted.append((asking, self._placed(edge.source, edge.before, edge.origins, label)))
+                wanted.append((edge, asking, self._placed(edge.source, edge.before, edge.origins, label)))
         if not wanted:
             return None
         copied = self.arrays.add_columns(1)
-        for row, (asking, held) in zip(self.arrays.add_rows(len(wanted), 0.0, np.inf), wanted, strict=True):
+        for row, (edge, asking, held) in zip(self.arrays.add_rows(len(wanted), 0.0, np.inf), wanted, strict=True):
             for columns, value in ((copied, 1.0), (asking, -1.0), (held, 1.0)):
                 self.arrays.enter(np.full(columns.size, row), columns, value)
+            self.copy_rows.append((int(row), edge, label))
         return int(copied[0])
 
     def _placed(self, node: int, places: Indices, names: Sequence[object], name: object) -> Indices:
@@ -235,14 +245,50 @@ class StrategyProgram:
             cost[columns] = seconds
         return cost * _MICROSECONDS
 
-    def run(self, solver: Solver, seconds: float, gap: float) -> str:
+    def run(self, *, gap: float, seconds: float | None = None) -> str:
         """Solves and says how it ended, `optimal` or the solver's own word; `objective` is in seconds, or budgets."""
-        chosen = np.concatenate(self.strategies) if self.whole and self.strategies else np.zeros(0, dtype=np.intp)
         enough = _BEYOND * self.enough * _MICROSECONDS if self.most is None else np.inf
-        outcome = self.arrays.minimise(self._cost(), chosen, solver, seconds, gap, self.prices, enough)
-        self.values = outcome.values
+        prices = self.prices
+        outcome = self.arrays.minimise(
+            self._cost(), self._integral(), gap=gap, seconds=seconds, prices=prices, enough=enough
+        )
+        return self._ended(outcome)
+
+    def run_with(self, solver: object) -> str:
+        """As `run`, by a solver of PuLP."""
+        return self._ended(pulp_solver.minimise(self.arrays, self._cost(), self._integral(), solver))
+
+    def _integral(self) -> Indices:
+        return np.concatenate(self.strategies) if self.whole and self.strategies else np.zeros(0, dtype=np.intp)
+
+    def _ended(self, outcome: Outcome) -> str:
+        self.values, self.duals = outcome.values, outcome.duals
         self.objective = outcome.objective / (_MICROSECONDS if self.most is None else 1.0)
         return outcome.status
+
+    def edge_prices(self) -> list[Prices]:
+        """Seconds that each edge's rows and columns are worth by the last relaxation, in the order of the problem."""
+        duals = (self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)) / _MICROSECONDS
+        taken: dict[int, list[tuple[object, float]]] = {}
+        for row, edge, label in self.copy_rows:
+            taken.setdefault(id(edge), []).append((label, float(duals[row])))
+        found: dict[int, Prices] = {}
+        for flow in (flow for own in self.groups.values() for flow in own):
+            edge, shape = flow.edge, flow.shape
+            prices = np.full(edge.seconds.shape[0], -UNUSED), np.full(edge.seconds.shape[1], UNUSED)
+            at = (edge.before[self.allowed[edge.source]], edge.after[self.allowed[edge.target]])
+            for price, place, rows, known in zip(prices, at, flow.rows, (shape.made, shape.read), strict=True):
+                price[place] = np.where(rows < 0, 0.0, duals[rows])[known]
+            for price, names in zip(prices, (edge.origins, edge.labels), strict=True):
+                for label, dual in taken.get(id(edge), ()):
+                    price -= [dual if name == label else 0.0 for name in names] if names else 0.0
+            found[id(edge)] = prices
+        return [found[id(edge)] for edge in self.problem.edges]
+
+    def budget_prices(self) -> list[float]:
+        """Seconds that the whole of each budget is worth by the last relaxation."""
+        duals = self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)
+        return [max(0.0, -float(duals[row])) / _MICROSECONDS for row in self.budget_rows]
 
     def has_values(self) -> bool:
         return self.values.size > 0
@@ -259,6 +305,10 @@ class StrategyProgram:
     @property
     def is_priced(self) -> bool:
         return self.prices.size > 0
+
+
+def _padded(prices: Floats, rows: int) -> Floats:
+    return np.concatenate([prices, np.zeros(rows - prices.size)])
 
 
 def _way(flow: Flow, readers: int) -> Way:

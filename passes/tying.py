@@ -6,27 +6,43 @@ Reference: design/intra_op.md 3.3; Weisfeiler and Lehman's colour refinement.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from passes.sharding_problem import Budget, Edge, Floats, ShardingProblem
 
 
-def tie(problem: ShardingProblem, radius: int, parts: int = 1) -> tuple[ShardingProblem, tuple[int, ...]]:
-    """The problem with structurally equal nodes made one, and the class of every node.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tied:
+    """A smaller problem whose answers are answers of a whole one that give equal nodes equal strategies.
+
+    `classes` [nodes of the whole] and `edges` [edges of the whole] are its nodes and edges: one stands for many.
+    `alike` [edges of the smaller] numbers edges by what they are and what they are between, wherever that stands.
+    """
+
+    problem: ShardingProblem
+    classes: tuple[int, ...]
+    edges: tuple[int, ...]
+    alike: tuple[int, ...]
+
+
+def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
+    """The problem with structurally equal nodes made one; without a `radius` none are.
 
     Large classes are cut into `parts` of consecutive nodes, for budgets that one choice for all would meet badly.
 
     Nodes are equal if their kinds, their costs and their neighbourhoods up to `radius` edges are (Weisfeiler-Lehman
     colours). The kind matters: a matrix and its transpose cost the same and want opposite placements. The answer is a
-    feasible answer of the whole problem; that it is also optimal is measured (tests), not proven.
+    feasible answer of the whole problem and mostly a good one; its optimum bounds nothing, since equal layers may be
+    better off with different strategies. A bound of the whole is `lower_bound.lifted`.
 
     Reference: design/intra_op.md 3.3.
     """
     keys = _edge_keys(problem.edges)
-    colours = _parted(_colours(problem, keys, radius), parts)
+    apart = radius is None
+    colours = list(range(len(problem.seconds))) if apart else _parted(_colours(problem, keys, radius), parts)
     first: dict[int, int] = {}
     classes = tuple(first.setdefault(colour, len(first)) for colour in colours)
     seconds: list[Floats] = [np.zeros(0)] * len(first)
@@ -41,13 +57,27 @@ def tie(problem: ShardingProblem, radius: int, parts: int = 1) -> tuple[Sharding
     for group, edges in groups.items():
         weights[places[group]] += next(iter(edges.values())).weight
         kept.setdefault(places[group], edges)
+    keys_of = {(place, *content): number for number, (place, content) in enumerate(_contents(kept))}
+    ends = [(classes[e.source], classes[e.target], key) for e, key in zip(problem.edges, keys, strict=True)]
+    mapped = tuple(keys_of[places[e.group], *content] for e, content in zip(problem.edges, ends, strict=True))
+    own = _colours(problem, keys, 1)
+    member = {cls: node for node, cls in enumerate(classes)}
+    known: dict[tuple[int, int, int], int] = {}
+    contents = ((own[member[s]], own[member[t]], key) for _, (s, t, key) in _contents(kept))
+    alike = tuple(known.setdefault(content, len(known)) for content in contents)
     tied = tuple(
         replace(edge, source=source, target=target, group=place, weight=weights[place])
         for place, edges in kept.items()
         for (source, target, _), edge in edges.items()
     )
     budgets = tuple(_tied_budget(budget, classes, places) for budget in problem.budgets)
-    return ShardingProblem(seconds=tuple(seconds), edges=tied, budgets=budgets, memory=problem.memory), classes
+    smaller = ShardingProblem(seconds=tuple(seconds), edges=tied, budgets=budgets, memory=problem.memory)
+    return Tied(problem=smaller, classes=classes, edges=mapped, alike=alike)
+
+
+def _contents(kept: Mapping[int, Mapping[tuple[int, int, int], Edge]]) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """The edges of a tied problem in order: their groups, and what they are between."""
+    return ((place, content) for place, edges in kept.items() for content in edges)
 
 
 def _tied_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, int]) -> Budget:

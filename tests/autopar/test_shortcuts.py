@@ -23,15 +23,16 @@ from passes.mesh import Mesh
 from passes.mesh_search import best, layouts
 from passes.pipelines import body_of, restated, stage_cost
 from passes.pricing import ROUGH, Block, Pricer
-from passes.problem import assemble, without_dominated
+from passes.problem import assemble
 from passes.repeats import in_blocks
 from passes.resharding import Resharder
 from passes.stage_table import Sample, StageCosts
+from passes.tying import tie
 from passes.variants import Form
 from tests.autopar.traced_steps import traced_step
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 4), cluster=parse_cluster("2x4:a100-80g"))
-EXACT = SolverOptions(gap=1e-10, time_limit=120.0)
+EXACT = SolverOptions(gap=1e-10)
 
 
 def mlp():
@@ -67,33 +68,25 @@ def assembly(request):
     return assembled(request.param())
 
 
-def test_dominated_strategies_are_not_missed(assembly):
-    whole, resharder = assembly
-    options = replace(EXACT, tie_radius=None)
-    few, all_of_them = solve(without_dominated(whole, resharder), options), solve(whole.problem, options)
-    assert few.objective == pytest.approx(all_of_them.objective, rel=1e-9)
+def test_tying_and_reducing_cost_nothing(assembly):
+    whole, _ = assembly
+    apart = solve(whole.problem, replace(EXACT, tie_radius=None))
+    assert solve(whole.problem, EXACT).objective == pytest.approx(apart.objective, rel=1e-9)
+    assert len(tie(whole.problem, 2).problem.seconds) <= len(whole.problem.seconds)
 
 
-def test_tying_costs_nothing(assembly):
-    problem = without_dominated(*assembly)
-    tied, apart = solve(problem, EXACT), solve(problem, replace(EXACT, tie_radius=None))
-    assert tied.objective == pytest.approx(apart.objective, rel=1e-9)
-    assert tied.variables <= apart.variables
-
-
-def test_a_model_in_pulp_and_arrays_agree(assembly):
-    problem = without_dominated(*assembly)
-    arrays, model = solve(problem, EXACT), solve(problem, replace(EXACT, solver="cbc"))
-    assert arrays.objective == pytest.approx(model.objective, rel=1e-9)
+def test_a_model_in_pulp_and_our_search_agree(assembly):
+    whole, _ = assembly
+    ours, theirs = solve(whole.problem, EXACT), solve(whole.problem, replace(EXACT, solver="cbc"))
+    assert ours.objective == pytest.approx(theirs.objective, rel=1e-9)
 
 
 def test_equal_layers_share_their_tables_and_placements():
     whole, _ = assembled(small_gpt(layers=3))
     tables = {id(table) for table in whole.root.tables}
     assert len(tables) < len(whole.root.tables) / 2
-    crossings = [c for crossings in whole.crossings for c in crossings]
-    contents = {(c.type, c.specs, c.incoming, c.weight) for c in crossings}
-    assert len(set(map(id, crossings))) == len(contents)
+    matrices = {id(edge.seconds) for edge in whole.problem.edges}
+    assert len(matrices) < len(whole.problem.edges) / 2
 
 
 def test_classes_are_kept_as_their_representatives():

@@ -4,9 +4,10 @@ import pytest
 
 from passes.bundles import group
 from passes.devices import parse_cluster
+from passes.dominance import without_dominated
 from passes.ir import Graph, Node, TensorType
 from passes.mesh import Mesh
-from passes.problem import assemble, without_dominated
+from passes.problem import assemble
 from passes.resharding import Resharder
 from passes.strategies import Operator, Tabulator
 
@@ -102,6 +103,6 @@ def test_one_of_equals_always_stays():
     mesh, graph = mesh_of((2, 4)), product()
     resharder = Resharder(mesh)
     assembly = assemble(graph, mesh, group(graph), resharder, ())
-    thin = without_dominated(assembly, resharder)
+    thin = without_dominated(assembly.problem)
     for before, after in zip(assembly.problem.seconds, thin.seconds, strict=True):
         assert after.min() == before.min()
