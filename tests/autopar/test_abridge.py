@@ -20,9 +20,10 @@ from passes.pipelines import body_of
 from passes.planner import Auto
 from passes.repeats import blocks, in_blocks
 from passes.stage_table import Sample
-from passes.staged import StagedSearch, finest
+from passes.samples import finest
+from passes.schedules import SCHEDULES
+from passes.staged import StagedSearch
 from passes.stages import cut
-from passes.variants import Form
 from tests.autopar.traced_steps import traced_step
 
 CLUSTER = parse_cluster("1x4:a100-80g")
@@ -61,19 +62,19 @@ def structs_of(traced):
     return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
 
 
-def family_of(traced, layers=4):
-    return Family(traced=traced, structs=structs_of(traced), coupling="exact", layers=layers)
+def family_of(traced, layers=4, count=None):
+    return Family(traced=traced, structs=structs_of(traced), coupling="exact", layers=layers, count=count)
 
 
 def searching(traced, samples, layers, limit=1e15):
-    auto, family = Auto(pipeline=True), family_of(traced)
+    """The search in as many microbatches as there are samples of, and no others."""
+    (count,) = samples
     return StagedSearch(
-        form=Form(graph=traced.graph, tied=traced.tied, donated=traced.donated),
+        step=family_of(traced, count=count),
         cluster=CLUSTER,
-        samples=samples,
-        graph=family.graph,
+        samples=dict(samples),
         layers=layers,
-        schedules=auto.schedules,
+        schedules=tuple(SCHEDULES),
         limit=limit,
         solver=SolverOptions(),
         meshes=lambda n: layouts(CLUSTER, n, 2),
@@ -88,7 +89,7 @@ def test_a_sample_has_the_blocks_of_the_step(module):
     whole = Sample(graph=family.graph(4), tied=traced.tied)
     assert sample.left_out == LAYERS - KEPT
     assert len(sample.graph.nodes) < 0.8 * len(whole.graph.nodes)
-    kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.blocks(0, 4, 4)] for one in (sample, whole)]
+    kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.blocks(4)] for one in (sample, whole)]
     assert len(kinds[0]) == len(kinds[1]) == LAYERS + 2
     differs = [at for at, (one, other) in enumerate(zip(*kinds, strict=True)) if one != other]
     assert differs in ([], [1])  # the first block also adds up what all of them have
@@ -141,19 +142,30 @@ def test_a_value_that_all_blocks_read_stays():
 
 
 def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
-    """Ctrl-C once there are stages: while others are looked for, and while the step without stages is."""
+    """Ctrl-C once there are stages: while others are looked for, and while others are planned."""
+    drafts, plan = StagedSearch._drafts, StagedSearch._plan
+    planned = []
 
-    def pressed(*_):
-        raise KeyboardInterrupt
+    def twice(self, *args):
+        first = drafts(self, *args)[0]
+        return [first, replace(first, seconds=0.0)]
+
+    def pressed(self, *args):
+        if planned:
+            raise KeyboardInterrupt
+        planned.append(plan(self, *args))
+        return planned[-1]
 
     traced = language_model(gpt)
     search = searching(traced, {4: family_of(traced).sample(4)}, 4)
     uninterrupted = search.run()
     assert not uninterrupted.is_interrupted
     with monkeypatch.context() as patch:
-        patch.setattr(StagedSearch, "_or_whole", pressed)
+        patch.setattr(StagedSearch, "_drafts", twice)
+        patch.setattr(StagedSearch, "_plan", pressed)
         with pytest.raises(KeyboardInterrupt):
             search.run()
+        planned.clear()
         search.interruptible = True
         found = search.run()
         assert found.is_interrupted
@@ -207,8 +219,8 @@ def test_a_mask_is_made_where_it_is_read():
 def test_deep_models_have_more_layers():
     graph = mlp([jax.nn.relu] * 2).graph
     deep, shallow = (Sample(graph=graph, tied=(), left_out=n) for n in (44, 0))
-    assert finest([deep], 8) == 24
-    assert finest([shallow], 8) == 8
+    assert finest(deep, 8) == 24
+    assert finest(shallow, 8) == 8
 
 
 def test_stages_that_do_not_fit_are_chosen_again():

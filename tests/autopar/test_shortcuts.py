@@ -152,7 +152,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
 def many_blocks():
     """What a step of six layers is cut into."""
     traced, graphs = in_microbatches(6, 4)
-    return table_of(traced, graphs, MESH.cluster, 3, Pricer(options=SolverOptions())).blocks(0, 3, 4)
+    return table_of(traced, graphs, MESH.cluster, 3, Pricer(options=SolverOptions())).blocks(4)
 
 
 def test_blocks_that_are_alike_have_the_same_price(many_blocks):
@@ -224,7 +224,7 @@ def test_more_microbatches_take_no_less():
     """Prices in few microbatches are bounds of those in more, which is what `fewer` kinds are for."""
     traced, graphs = in_microbatches(6, 4, 8)
     table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))
-    few, many = table.blocks(0, 3, 4), table.blocks(0, 3, 8)
+    few, many = table.blocks(4), table.blocks(8)
     assert [block.fewer for block in many] == [(block.kind,) for block in few]
     for mesh in layouts(MESH.cluster, 4, 2):
         for one, other in zip(few, many, strict=True):
@@ -249,7 +249,7 @@ def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
 def test_a_chain_of_blocks_costs_what_its_blocks_do():
     traced, graphs = in_microbatches(6, 4)
     table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))
-    blocks = table.blocks(0, 3, 4)
+    blocks = table.blocks(4)
     kinds = [block.kind for block in blocks]
     middle = max(kinds, key=kinds.count)
     first, count = kinds.index(middle), kinds.count(middle)
@@ -269,7 +269,7 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     traced, graphs = in_microbatches(4, 2)
     graph = graphs[2]
     table = table_of(traced, graphs, MESH.cluster, 4, Pricer(options=SolverOptions()))
-    cut = stages.cut(graph, table.firsts(graph, 2), traced.tied)
+    cut = stages.cut(graph, table.firsts(graph, table.cuts(2).layers, 2), traced.tied)
     by_print = {}
     for part in cut.parts:
         by_print.setdefault(part.graph.fingerprint, []).append(part)
