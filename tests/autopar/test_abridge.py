@@ -19,9 +19,9 @@ from passes.mesh_search import layouts
 from passes.pipelines import body_of
 from passes.planner import Auto
 from passes.repeats import blocks, in_blocks
-from passes.stage_table import Sample
 from passes.samples import finest
 from passes.schedules import SCHEDULES
+from passes.stage_table import Sample
 from passes.staged import StagedSearch
 from passes.stages import cut
 from tests.autopar.traced_steps import traced_step
