@@ -51,7 +51,7 @@ MOST_NODES = 12_000
 """Drafts are planned, after the first that fits, while they have no more operators than this in all."""
 
 MOST_UNFIT = 4
-"""So many drafts are planned that need more memory than there is by their prices."""
+"""So many of the drafts that need least are planned where no other plan fits."""
 
 
 def interrupted(plan: Plan | PipelinePlan) -> Plan | PipelinePlan:
@@ -130,16 +130,21 @@ class StagedSearch:
     def _run(self, crew: Crew, beneath: float) -> PipelinePlan | None:
         self._tell_price(None)
         self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
-        limit = self.limit
+        limit, best = self.limit, None
         for _ in range(1 + RETRIES):
-            partition = self._partition(limit, min(beneath, self._whole_seconds()))
-            if partition is not None and partition.interrupted:
+            most = best.step_seconds if best else beneath
+            partition = self._partition(limit, min(most, self._whole_seconds()))
+            if partition is not None and partition.interrupted and best is None:
                 return _marked(self._plan(self._own(partition), crew))
-            best = self._best(self._drafts(partition, limit, beneath), beneath, crew)
-            if best is not None or partition is None or self.leanest is None:
-                return best
-            limit *= LESS * min(1.0, self.limit / self.leanest.peak_nbytes)
-        return None
+            drafted = [one for one in self._drafts(partition, limit, most) if one.peak_nbytes <= SLACK * limit]
+            better, over = self._best(drafted, most, crew)
+            best = better or best
+            if over is None or (best is not None and best.is_interrupted):
+                break
+            limit *= LESS * min(1.0, self.limit / over)
+        if best is None:
+            best, _ = self._best(self._drafts(None, 0.0, beneath)[:MOST_UNFIT], beneath, crew)
+        return best
 
     def _whole_seconds(self) -> float:
         """Seconds that stages must stay beneath to be better than none, by its price; infinite without one."""
@@ -234,18 +239,21 @@ class StagedSearch:
                 del self.samples[count]
         return count in self.samples
 
-    def _best(self, drafted: Sequence[Draft], beneath: float, crew: Crew) -> PipelinePlan | None:
-        """The best plan of these drafts that fits and takes less than that, as far as they are planned."""
+    def _best(self, drafted: Sequence[Draft], beneath: float, crew: Crew) -> tuple[PipelinePlan | None, int | None]:
+        """The best plan of these drafts that fits and takes less than that, as far as they are planned.
+
+        With the least that was needed by one that does not fit, None if all that were planned do.
+        """
         best: PipelinePlan | None = None
-        nodes, unfit = 0, 0
+        over: int | None = None
+        nodes = 0
         try:
             for draft in drafted:
-                if best is not None and draft.seconds >= best.step_seconds:
+                if draft.seconds >= (best.step_seconds if best else beneath):
                     continue
                 graph = self._graph(draft.microbatches)
                 nodes += len(graph.nodes) + len(body_of(graph).nodes)
-                unfit += draft.peak_nbytes > self.limit
-                if unfit > MOST_UNFIT or (best is not None and nodes > MOST_NODES):
+                if best is not None and nodes > MOST_NODES:
                     break
                 try:
                     plan = self._plan(draft, crew)
@@ -253,13 +261,15 @@ class StagedSearch:
                     continue  # blocks can be where a whole stage cannot
                 if self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes:
                     self.leanest = plan
-                if plan.peak_nbytes <= self.limit and plan.step_seconds < (best.step_seconds if best else beneath):
+                if plan.peak_nbytes > self.limit:
+                    over = min(plan.peak_nbytes, over or plan.peak_nbytes)
+                elif plan.step_seconds < (best.step_seconds if best else beneath):
                     best = plan
         except KeyboardInterrupt:
             if not self.interruptible or best is None:
                 raise
-            return _marked(best)
-        return best
+            return _marked(best), over
+        return best, over
 
     def _everything(self) -> Submesh:
         group = self.cluster.group()
