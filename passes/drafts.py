@@ -54,6 +54,11 @@ class Draft:
     peak_nbytes: int
     table: StageCosts
 
+    @property
+    def key(self) -> object:
+        """What its stages are planned by: all but the schedule."""
+        return self.shape, self.microbatches, id(self.table)
+
 
 def evenly(n_devices: int, chunks: Sequence[int] = CHUNKS) -> list[tuple[int, int]]:
     """Every (groups, chunks) in which so many devices have equal submeshes."""

@@ -38,7 +38,7 @@ NEAR = 1e-3
 RIVAL = 1.1
 """A step without stages is planned where its price is above that of the stages by no more than this factor."""
 
-CLOSE = 1.05
+CLOSE = 1.1
 """Drafts are planned whose price is above the best by less than this factor, as long as plans are no better than it."""
 
 RETRIES, LESS = 3, 0.95
@@ -47,7 +47,7 @@ RETRIES, LESS = 3, 0.95
 SLACK = 1.1
 """Drafts may fit that need more than there is by less than this factor: prices are not plans."""
 
-MOST_NODES = 12_000
+MOST_NODES = 6_000
 """Drafts are planned, after the first that fits, while they have no more operators than this in all."""
 
 MOST_UNFIT = 4
@@ -87,6 +87,7 @@ class StagedSearch:
     pricer: Pricer = field(init=False)
     table: StageCosts = field(init=False)
     _restricted: dict[tuple[int, int], StageCosts] = field(default_factory=dict[tuple[int, int], StageCosts])
+    _seen: set[object] = field(default_factory=set[object])
     _plans: dict[object, tuple[Part, Plan]] = field(default_factory=dict[object, "tuple[Part, Plan]"])
 
     def __post_init__(self) -> None:
@@ -130,6 +131,7 @@ class StagedSearch:
     def _run(self, crew: Crew, beneath: float) -> PipelinePlan | None:
         self._tell_price(None)
         self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
+        self._seen.clear()
         limit, best = self.limit, None
         for _ in range(1 + RETRIES):
             most = best.step_seconds if best else beneath
@@ -251,10 +253,13 @@ class StagedSearch:
             for draft in drafted:
                 if draft.seconds >= (best.step_seconds if best else beneath):
                     continue
+                if draft.key in self._seen:
+                    continue
                 graph = self._graph(draft.microbatches)
                 nodes += len(graph.nodes) + len(body_of(graph).nodes)
                 if best is not None and nodes > MOST_NODES:
                     break
+                self._seen.add(draft.key)
                 try:
                     plan = self._plan(draft, crew)
                 except PlanningError:
@@ -337,5 +342,5 @@ def _first_of_each(ordered: Sequence[Draft]) -> list[Draft]:
     """The first draft of each shape in each number of microbatches: its other schedules are tried with its plan."""
     firsts: dict[object, Draft] = {}
     for draft in ordered:
-        firsts.setdefault((draft.shape, draft.microbatches, id(draft.table)), draft)
+        firsts.setdefault(draft.key, draft)
     return list(firsts.values())

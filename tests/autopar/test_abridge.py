@@ -148,7 +148,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
 
     def twice(self, *args):
         first = drafts(self, *args)[0]
-        return [first, replace(first, seconds=0.0)]
+        return [first, replace(first, microbatches=2, seconds=0.0)]
 
     def pressed(self, *args):
         if planned:
