@@ -394,15 +394,6 @@ def test_pipelines_are_compared(tmp_path: Any, capsys: Any):
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_a_search_over_stages_keeps_the_memory_limit():
-    params, batch = mlp()
-    optimizer = OPTIMIZERS["sgd"]
-    step, given = step_of(squared, optimizer), ((params, optimizer.init(params)), batch)
-    planner = autopar.Auto(pipeline=True, layers=2, memory_limit=1000)
-    with pytest.raises(PlanningError, match="memory_limit=1000"):
-        autopar.parallelize(step, planner=planner, cluster="1x2:a100-80g").plan(*given)
-
-
 def slow_network(cluster: str, bytes_per_second: float) -> autopar.Cluster:
     """A cluster whose hosts are far apart."""
     found = parse_cluster(cluster)
