@@ -81,16 +81,21 @@ def step(seed: int) -> Graph:
         hidden.append(made)
     error = body.add("sub", hidden[-1], target, scope="jvp(net)/loss")
     gradient = body.add("mul", error, error, scope="transpose(jvp(net))/loss")
-    summands: dict[int, list[int]] = {}
+    gradients, summands = [gradient], dict[int, list[int]]()
     for k in reversed(range(n_layers)):
-        scope = f"transpose(jvp(net))/layer_{k}"
+        own = f"transpose(jvp(net))/layer_{k}"
+        scope = own if r.random() < 0.7 else "transpose(jvp(net))/elsewhere"
+        if r.random() < 0.4:
+            gradient = body.add("add", gradient, r.choice(gradients), scope=scope)
         gradient = body.add("mul", gradient, hidden[k + 1], scope=scope)
-        summands.setdefault(shared.get(k, k), []).append(body.add("dot_general", hidden[k], gradient, scope=scope))
+        summands.setdefault(shared.get(k, k), []).append(body.add("dot_general", hidden[k], gradient, scope=own))
         if k:
             gradient = body.add("dot_general", gradient, weights[shared.get(k, k)], scope=scope)
+            gradients.append(gradient)
+    norm = body.add("neg", gradients[r.randrange(len(gradients))], scope="norm")
     leaving = []
     for k, total in enumerate(sums):
-        parts = summands.get(k, [error])
+        parts = summands.get(k, [norm])
         while len(parts) > 1:
             parts = [body.add("add_any", *parts[:2], scope=f"transpose(jvp(net))/layer_{k}"), *parts[2:]]
         leaving.append(body.add("add", total, parts[0], scope=f"{LOOP}/accumulate"))
@@ -246,6 +251,7 @@ def test_forward_operators_are_cut_where_stages_begin_and_all_run_once(seed: int
     for k, part in enumerate(stages.parts):
         here = {index for _, index in part.inside} & set(places)
         assert here == {i for i in places if sum(first <= i for first in firsts) == k + 1}
+        assert {part.inside[i][1] for i in part.forward} - split == here
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -274,6 +280,41 @@ def test_an_input_is_at_home_where_it_is_read(seed: int) -> None:
     batch = [v for v in graph.inputs if graph.types[v] == STACK]
     assert last[batch[0]] == 0
     assert last[batch[1]] == len(stages.parts) - 1
+
+
+def test_a_gradient_of_no_layer_is_computed_where_what_it_needs_was_kept() -> None:
+    """Of a backward operator whose forward operator is not found, the largest that was saved decides."""
+    body = Writer()
+    weight, total, x, y = (body.value() for _ in range(4))
+    early = body.add("tanh", body.add("dot_general", x, weight, scope="jvp(f)/a"), scope="jvp(f)/a")
+    late = body.add("mul", early, y, scope="jvp(f)/b")
+    last = body.add("mul", late, y, scope="jvp(f)/c")
+    gradient = body.add("neg", last, scope="transpose(jvp(f))/c")
+    gradient = body.add("mul", gradient, early, scope="transpose(jvp(f))/unknown")
+    leaving = body.add("add", total, gradient, scope=f"{LOOP}/accumulate")
+    graph = _around(body.graph([weight, total, x, y], [leaving]))
+    stages = cut(graph, (0, 2, 3))
+    places = {index: k for k, part in enumerate(stages.parts) for _, index in part.inside}
+    assert [places[i] for i in range(6)] == [0, 0, 1, 2, 2, 1]  # stage 1 read `early` last
+
+
+def _around(inner: Graph) -> Graph:
+    """A step whose loop has the body: one constant, one sum, and two stacks."""
+    outer = Writer()
+    weight, zero = outer.value(), outer.value()
+    batch, result = [outer.value(STACK), outer.value(STACK)], outer.value()
+    params = {"length": MICROBATCHES, "num_carry": 1, "num_consts": 1, "reverse": False, "unroll": 1}
+    outer.nodes.append(
+        Node(
+            primitive="scan",
+            inputs=(weight, zero, *batch),
+            outputs=(result,),
+            params=params,
+            subgraphs=(inner,),
+            scope=LOOP,
+        )
+    )
+    return outer.graph([weight, zero, *batch], [result])
 
 
 def test_ties_are_those_of_the_parts_own_positions() -> None:
