@@ -44,7 +44,8 @@ PLANNERS: dict[str, Callable[[], Any]] = {
 COUNTS = (1, 2, 4, 8)
 ZERO = Path(__file__).resolve().parents[2] / "shared" / "data" / "published" / "zero.csv"
 V100_NBYTES = 32e9
-STAGES = {"baseline DP": 0, "Pos (ZeRO-1)": 1, "Pos+g (ZeRO-2)": 2, "Pos+g+p (ZeRO-3)": 3}
+STAGES = {"baseline DP": 0, "Pos+g (ZeRO-2)": 2, "Pos+g+p (ZeRO-3)": 3}
+"""The paper's schemes that are planned; its Pos is not, for `Zero(1)` scatters gradients as soon as they are summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +169,7 @@ def mixed_precision_step(state: Any, batch: Any) -> Any:
 
 
 def state_nbytes(stage: int, devices: int, billions: float) -> float:
-    """Bytes of model state on one device: of `billions` of parameters in all, exact for a multiple of 2,097,152.
-
-    In stage 1 gradients stay whole beside whole parameters, as in the paper; `Zero(1)` has them scattered already.
-    """
+    """Bytes of model state on one device: of `billions` of parameters in all, exact for a multiple of 2,097,152."""
     width, depth = 1024, 1024 * max(1, round(billions * 1e9 / 2**21))
     shapes = ((width, depth), (depth, width))
     halves, floats = (tuple(jax.ShapeDtypeStruct(s, t) for s in shapes) for t in (jnp.float16, jnp.float32))
@@ -181,15 +179,14 @@ def state_nbytes(stage: int, devices: int, billions: float) -> float:
     given = (halves, floats, floats, floats), jax.ShapeDtypeStruct((1024, width), jnp.float16)
     plan, graph = parallel.plan(*given), parallel.trace(*given).graph
     held = plan.nbytes["parameters"] + plan.nbytes["optimizer state"]
-    gradients = plan.nbytes["parameters"] if stage == 1 else gradient_nbytes(graph, plan.mesh, plan.layout)
-    return (held + gradients) / (2 * width * depth) * billions * 1e9
+    return (held + gradient_nbytes(graph, plan.mesh, plan.layout)) / (2 * width * depth) * billions * 1e9
 
 
 def published(path: Path = ZERO) -> Iterator[Published]:
     """Tables 1 and 2 of the ZeRO paper: bytes of model state a device, and the largest model that fits 32 GB.
 
-    Model parallelism of degree m cuts all of it by m. A value may be off by one in the last digit that is printed; for
-    m > 1 table 2 prints m times the rounded value, or one digit.
+    Of its schemes, those of `STAGES`. Model parallelism of degree m cuts all of it by m. A value may be off by one in
+    the last digit that is printed; for m > 1 table 2 prints m times the rounded value, or one digit.
 
     Reference: Rajbhandari et al., "ZeRO" (SC 2020), tables 1 and 2.
     """

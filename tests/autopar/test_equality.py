@@ -20,6 +20,8 @@ from autopar.hlo import UNCOMBINED
 from autopar.verify import verify
 from models import gpt
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 BATCH = 16
 STEPS = 5
 PLANNERS: dict[str, Any] = {

@@ -217,7 +217,7 @@ def test_a_parallel_step_keeps_its_options():
     step = fit.traced_step(replace(example(), step=parallel))
     plan = fit.row("data parallel", step, room(AMPLE)).plan
     assert step.traced.donated == (True, True, False)
-    assert "outputs" not in plan.nbytes or plan.nbytes["outputs"] < 64
+    assert 0 < plan.nbytes["outputs"] < 64  # the loss: the state is in the place of the old one
 
 
 # What a plan says of memory

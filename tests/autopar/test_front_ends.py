@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,14 +23,6 @@ STEPS = 3
 BATCH = 16
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Relative to an array's largest entry."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unoptimized() -> Iterator[None]:
-    """Machine code is left as it is first written: most of these tests' time is LLVM's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @dataclass(frozen=True)

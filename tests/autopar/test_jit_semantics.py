@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,15 +26,6 @@ import autopar
 from autopar.hlo import UNCOMBINED
 from autopar.verify import verify
 from tests.autopar.test_stress import Dice
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unoptimized() -> Iterator[None]:
-    """Machine code is left as it is first written: most of these tests' time is LLVM's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
 
 TOLERANCE = {"float64": 1e-10, "complex128": 1e-10, "float32": 2e-5, "complex64": 2e-5, "float16": 4e-3}
 """Relative to an array's largest entry; bfloat16's is the one that is left."""

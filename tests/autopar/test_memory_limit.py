@@ -46,6 +46,7 @@ def nbytes(compiled: Any) -> int:
     )
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_activations_are_recomputed_to_fit():
     with jax.enable_x64(True):
         given = arguments("float64")
@@ -60,6 +61,7 @@ def test_activations_are_recomputed_to_fit():
         assert_close(compiled(*given), jax.jit(train_step)(*given))
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_state_is_cut_to_fit():
     with jax.enable_x64(True):
         given = wide("float64")

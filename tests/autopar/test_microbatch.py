@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_gradients_are_reduced_once_a_step():
     plan = step.plan(params, batch)
     assert [(c.kind, c.count) for c in plan.collectives if c.kind != "all_gather"] == [("all_reduce", 1)] * 3
     assert plan.microbatches == 4
-    assert "4 microbatches" in plan.format() or "microbatches" in plan.format()
+    assert re.search(r"microbatches +4\b", plan.format())
 
 
 def test_what_the_batch_does_not_change_is_computed_once():
@@ -214,15 +215,13 @@ def test_independent_microbatches_take_their_own_statistics():
     ("count", "step", "words"),
     [
         (3, mlp_step(LOSSES["sum"]), "must divide the batch, which is 16"),
-        (2, lambda x: x * 2, "needs its whole batch"),
-        (2, lambda: jnp.zeros(3), "this function has none"),
+        (2, lambda x, y: x * 2, "this function has none"),
+        (2, lambda x, y: jnp.zeros(3), "this function has none"),
     ],
-    ids=["divisor", "shape", "no batch"],
+    ids=["divisor", "scalars", "nothing read"],
 )
 def test_what_cannot_be_cut_is_said(count: int, step: Callable[..., Any], words: str):
-    arguments: tuple[Any, ...] = mlp() if words.startswith("must") else (jnp.ones(()),) if "whole" in words else ()
-    if "whole" in words:
-        words = "this function has none"
+    arguments = mlp() if words.startswith("must") else (jnp.ones(()), jnp.ones(()))
     with pytest.raises(PlanningError, match=words):
         autopar.parallelize(step, cluster="2:a100-80g", microbatches=count).plan(*arguments)
 

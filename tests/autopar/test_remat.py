@@ -98,6 +98,7 @@ def test_recomputation_works_in_microbatches_and_in_a_saved_plan(tmp_path: Any):
         assert_close(again(*given), jax.jit(train_step)(*given))
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_what_is_recomputed_is_there():
     """The compiled program multiplies as often as the graph says, so barriers have kept XLA from merging."""
     given = arguments(depth=2 * DEPTH)

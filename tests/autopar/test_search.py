@@ -94,7 +94,9 @@ def test_data_parallelism_reduces_every_gradient_once_and_the_loss(dropout):
 def test_zero_cuts_state_and_leaves_the_batch_cut():
     one, three = plan(SMALL, 64, autopar.Zero(1)), plan(SMALL, 64, autopar.Zero(3))
     for found in (one, three):
-        assert all(any(s.dims) for n, s in specs(found, "state[1]").items() if "mu" in n or "nu" in n)
+        moments = [s for n, s in specs(found, "state[1]").items() if ".mu" in n or ".nu" in n]
+        assert len(moments) == 2 * parameters(SMALL)
+        assert all(any(s.dims) for s in moments)
         assert all(s.dims[0] == ("data",) for s in specs(found, "batch").values())
     assert not any(any(s.dims) for s in specs(one, "state[0]").values())
     assert all(any(s.dims) for s in specs(three, "state[0]").values())

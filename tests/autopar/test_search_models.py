@@ -103,8 +103,10 @@ def test_dlrm_cuts_tables_and_copies_its_mlps():
     """
     found = plan(dlrm, dlrm.Config.preset("1B"), 8192)
     specs = inputs(found)
-    assert all("x" in spec for name, spec in specs.items() if "Table" in name)
-    assert all(spec == "[-, -]" for name, spec in specs.items() if "kernel" in name)
+    tables = [spec for name, spec in specs.items() if "Table" in name]
+    assert tables
+    assert all("x" in spec for spec in tables)
+    assert {spec for name, spec in specs.items() if "kernel" in name} == {"[-, -]"}
     assert counts(found)["all_to_all"] >= 1
 
 

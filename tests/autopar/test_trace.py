@@ -160,6 +160,7 @@ def test_phases_of_a_plain_function_with_nested_calls():
 
 def test_sources_are_lines_of_the_user(step: Traced):
     products = [node.source for node in step.graph.nodes if node.primitive == "dot_general"]
+    assert products
     assert all(source.startswith(f"{__file__}:") and source.endswith("(Layer.__call__)") for source in products)
     assert all("site-packages" not in node.source for node in step.graph.nodes)
     assert all(node.source for node in step.graph.nodes)

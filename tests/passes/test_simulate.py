@@ -5,6 +5,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from passes.schedules import SCHEDULES, build, gpipe, interleaved, one_f_one_b, 
 from passes.simulate import StageCost, Timeline, Transfer, simulate
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "published" / "zero_bubble.csv"
+COLUMNS = ("model", "num_microbatches", "schedule")
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zero-bubble-h1"}
 EVEN = StageCost.split(1, 1, 1)
 
@@ -21,10 +23,12 @@ def hop(seconds: float) -> Transfer:
     return Transfer(forward_seconds=seconds, backward_seconds=seconds)
 
 
-def published() -> list[tuple[dict[str, str], dict[str, str]]]:
-    """(row of Table 5, its times in Table 6) of every schedule that we have."""
+def published() -> list[Any]:
+    """(row of Table 5, its times in Table 6) of every schedule that we have; without the figures, one to skip."""
     if not PUBLISHED.exists():
-        return []
+        return [
+            pytest.param({}, {}, marks=pytest.mark.skip(reason="the published figures are not beside the checkout"))
+        ]
     rows = list(csv.DictReader(PUBLISHED.read_text().splitlines()))
     times = {(r["model"], r["num_microbatches"]): r for r in rows if r["table"].startswith("Table 6")}
     rates = [r for r in rows if r["table"].startswith("Table 5") and r["schedule"] in NAMES]
@@ -53,7 +57,7 @@ def test_there_is_something_to_compare_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "times"), published(), ids=lambda r: f"{r['model']}-{r['num_microbatches']}-{r['schedule']}"
+    ("row", "times"), published(), ids=lambda r: "-".join(r[key] for key in COLUMNS) if r else "none"
 )
 def test_published_bubble_rates(row: dict[str, str], times: dict[str, str]) -> None:
     """1F1B and ZB-H1 to the last digit printed; interleaved up to 0.35 points above.
