@@ -12,7 +12,7 @@ train: $(READY) ## plan and train the GPT benchmark; ARGS= passes options on
 	$(BIN)/python -m benchmarks.gpt $(ARGS)
 
 test: $(READY) ## run the tests; ARGS= passes options on, as in ARGS="-m slow"
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY) ## check style and formatting
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Deep steps are searched on abridged ones, and nothing but time is lost by it."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -30,12 +31,13 @@ CLUSTER = parse_cluster("1x4:a100-80g")
 LAYERS = 8
 
 
-def language_model(module, layers=LAYERS, optimizer=None):
+@functools.cache
+def language_model(module, layers=LAYERS):
     config = replace(module.Config.tiny(), layers=layers)
     params = jax.eval_shape(lambda: module.init(config, jax.random.key(0)))
     batch = jax.eval_shape(lambda: module.example_batch(config, 16, jax.random.key(0)))
     loss = lambda params, batch: module.loss(config, params, batch)  # noqa: E731
-    return traced_step(loss, params, batch, optimizer or optax.adamw(1e-3))
+    return traced_step(loss, params, batch, optax.adamw(1e-3))
 
 
 def mlp(activations, *, skip=False, shared=False):

@@ -20,10 +20,11 @@ from benchmarks.trainings import MODELS, QUICK
 from passes import microbatch
 from passes.errors import PlanningError
 from passes.ir import Graph, Node
+from tests.sample import slow
 
 KEY = jax.random.key(0)
 COUPLED = {"wide-resnet"}
-SAMPLE = {"gpt-scan", "bert", "moe"}
+SAMPLE = {("gpt-scan", 2), ("bert", 2), ("moe", 8)}
 
 
 def assert_close(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
@@ -41,9 +42,14 @@ def loop_of(graph: Graph) -> Node:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in MODELS if n not in COUPLED]
+    ("name", "count"),
+    [
+        (name, count) if (name, count) in SAMPLE else slow(name, count)
+        for name in MODELS
+        for count in (2, 8)
+        if name not in COUPLED
+    ],
 )
-@pytest.mark.parametrize("count", [2, 8])
 def test_models_take_the_step_of_the_whole_batch(name: str, count: int):
     with jax.enable_x64(True):
         training = MODELS[name].training("float64", least=True)
@@ -54,7 +60,7 @@ def test_models_take_the_step_of_the_whole_batch(name: str, count: int):
         assert_close(compiled(training.state, training.batch), wanted)
 
 
-@pytest.mark.parametrize("planner", [autopar.Auto(), autopar.DataParallel(), autopar.Zero(3)])
+@pytest.mark.parametrize("planner", [autopar.Auto(), autopar.Zero(3), slow(autopar.DataParallel())])
 def test_microbatches_are_planned_like_any_loop(planner: Any):
     with jax.enable_x64(True):
         training = MODELS["gpt"].training("float64", least=True)

@@ -20,6 +20,7 @@ from benchmarks.trainings import MODELS, QUICK, training
 from passes import stages
 from passes.ir import Graph, Node
 from passes.microbatch import loop_of
+from tests.sample import some
 
 KEY = jax.random.key(0)
 WIDTH = 8
@@ -159,11 +160,6 @@ def check(
 
 
 TWO = Pipeline(stages=2, microbatches=2, submeshes=(1, 1))
-
-
-def some(cases: list[Any], quick: int) -> list[Any]:
-    """The first cases for every run, the others for the slow one."""
-    return [case if i < quick else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
 
 
 LOSSES = [with_auxiliary, twice, shrinking, score, reversed_order, unrolled, checkpointed, held, recomputed, dropped]

@@ -4,6 +4,7 @@ Tying, leaving out what is dominated, arrays in place of a model; and in the sea
 blocks that are alike, meshes and stages given up early, plans of equal stages shared.
 """
 
+import functools
 import math
 import pickle
 from dataclasses import replace
@@ -50,6 +51,7 @@ def mlp():
     return traced_step(loss, params, shapes, optax.adamw(1e-3))
 
 
+@functools.cache
 def small_gpt(layers=1):
     config = replace(gpt.Config.tiny(), layers=layers)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
@@ -95,6 +97,7 @@ def test_classes_are_kept_as_their_representatives():
             assert [bundle.find(cls) for cls in classes] == classes
 
 
+@functools.cache
 def in_microbatches(layers, *counts):
     """A small GPT, its ties, and its graph in each number of microbatches."""
     traced = small_gpt(layers)

@@ -95,9 +95,17 @@ def product_flops(equation) -> int:
     return 2 * inner * equation.outvars[0].aval.size
 
 
-@pytest.mark.parametrize(
-    ("model", "preset"), [(case.model, preset) for case in CASES.values() for preset in case.model.PRESETS]
-)
+def presets() -> list[Any]:
+    """Every model with every preset: the first and the last for every run, those between for the slow one."""
+    return [
+        pytest.param(case.model, name, marks=() if name in (every[0], every[-1]) else pytest.mark.slow)
+        for case in CASES.values()
+        for every in [list(case.model.PRESETS)]
+        for name in every
+    ]
+
+
+@pytest.mark.parametrize(("model", "preset"), presets())
 def test_parameters_counts_the_leaves_of_every_preset(model, preset):
     config = model.Config.preset(preset)
     if hasattr(config, "scan_layers"):
