@@ -1,8 +1,10 @@
 """Timelines take the published time, account for every second and byte, and can be looked at."""
 
 import csv
+import itertools
 import json
 import math
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from passes.errors import InternalError
-from passes.schedules import SCHEDULES, build, gpipe, interleaved, one_f_one_b, order, zero_bubble_h1
+from passes.schedules import SCHEDULES, Task, build, gpipe, interleaved, one_f_one_b, order, zero_bubble_h1
 from passes.simulate import StageCost, Timeline, Transfer, simulate
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "published" / "zero_bubble.csv"
@@ -253,3 +255,68 @@ def test_large_schedules_are_simulated_fast(name: str) -> None:
     start = time.perf_counter()
     simulate(schedule, [EVEN] * 64, [hop(0.1)] * 63)
     assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("seed", range(5))
+def test_tasks_start_as_soon_as_they_can(seed: int, name: str, blocking: bool) -> None:
+    """Against times found by going over all tasks until none changes, with costs that are all different."""
+    r = random.Random(seed)
+    n_stages = 4
+    schedule = build(name, n_stages, r.choice((4, 8)))
+    stages = [
+        StageCost(
+            forward_seconds=r.random(),
+            backward_seconds=r.random(),
+            input_gradient_seconds=r.random(),
+            weight_gradient_seconds=r.random(),
+            finish_seconds=r.random(),
+            in_flight_nbytes=r.randint(1, 99),
+            persistent_nbytes=r.randint(1, 999),
+        )
+        for _ in range(n_stages)
+    ]
+    hops = [Transfer(forward_seconds=r.random(), backward_seconds=r.random()) for _ in range(n_stages - 1)]
+    found = simulate(schedule, stages, hops, dispatch_seconds=0.1, blocking=blocking)
+    seconds = {task: 0.1 + stages[task.stage].seconds(task.kind) for tasks in schedule.groups for task in tasks}
+
+    def sent(task: Task) -> float:
+        """Seconds to the neighbour that waits for a task."""
+        if task.kind == "forward":
+            return hops[task.stage].forward_seconds if task.stage + 1 < n_stages else 0.0
+        return hops[task.stage - 1].backward_seconds if task.kind != "weight_gradient" and task.stage else 0.0
+
+    def waits_for(task: Task, other: Task) -> float | None:
+        """When a task may begin after the end of another, None where it need not wait for it."""
+        if other.microbatch != task.microbatch:
+            return None
+        gradient = other.kind in ("backward", "input_gradient")
+        if task.kind == "forward":
+            return sent(other) if other.kind == "forward" and other.stage == task.stage - 1 else None
+        if task.kind == "weight_gradient":
+            return 0.0 if gradient and other.stage == task.stage else None
+        if other.kind == "forward" and other.stage == task.stage:
+            return 0.0
+        return sent(other) if gradient and other.stage == task.stage + 1 else None
+
+    before = {task: [(o, w) for o in seconds if (w := waits_for(task, o)) is not None] for task in seconds}
+    for tasks in schedule.groups:
+        for one, other in itertools.pairwise(tasks):
+            before[other].append((one, sent(one) if blocking else 0.0))
+    starts = dict.fromkeys(seconds, 0.0)
+    changed = True
+    while changed:
+        after = {t: max((starts[o] + seconds[o] + wait for o, wait in before[t]), default=0.0) for t in seconds}
+        changed, starts = after != starts, after
+    assert {span.task: span.start_seconds for span in found.spans} == pytest.approx(starts)
+    for group, tasks in enumerate(schedule.groups):
+        own = range(group, n_stages, len(schedule.groups))
+        ends = max(starts[t] + seconds[t] for t in tasks)
+        assert found.end_seconds[group] == pytest.approx(ends + sum(stages[s].finish_seconds for s in own))
+        live = peak = sum(stages[s].persistent_nbytes for s in own)
+        for task in tasks:
+            kept = stages[task.stage].in_flight_nbytes
+            live += kept if task.kind == "forward" else 0 if task.kind == "input_gradient" else -kept
+            peak = max(peak, live)
+        assert found.peak_nbytes[group] == peak
