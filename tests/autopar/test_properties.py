@@ -584,7 +584,7 @@ def examples(count: int) -> settings:
     )
 
 
-@examples(100)
+@examples(60)
 @given(EXAMPLES)
 def test_random_programs_equal_jit(example: Example) -> None:
     check(example)

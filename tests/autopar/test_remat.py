@@ -24,6 +24,7 @@ from passes.phases import phase
 from passes.remat import KEPT, layers, recompute
 from passes.rules import rule_of
 from tests.autopar.test_microbatch import assert_close
+from tests.sample import slow
 
 WIDTH, ROWS, DEPTH = 64, 512, 4
 
@@ -62,21 +63,30 @@ def test_the_step_is_the_same(kept: Any):
         assert_close(step(*given), jax.jit(train_step)(*given))
 
 
+MODEL_CASES = [
+    ("gpt", "inputs", autopar.Zero(3)),
+    ("llama-scan", "matmuls", autopar.DataParallel()),
+    slow("gpt", "inputs", autopar.DataParallel()),
+    slow("llama-scan", "matmuls", autopar.Zero(3)),
+    *(
+        slow(name, kept, planner)
+        for name, kept in (
+            ("gpt", "matmuls"),
+            ("gpt-scan", "inputs"),
+            ("moe", "inputs"),
+            ("bert", "matmuls"),
+            ("transformer", "inputs"),
+            ("wide-resnet", "matmuls"),
+            ("llama", "inputs"),
+        )
+        for planner in (autopar.DataParallel(), autopar.Zero(3))
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "kept"),
-    [
-        ("gpt", "inputs"),
-        ("llama-scan", "matmuls"),
-        pytest.param("gpt", "matmuls", marks=pytest.mark.slow),
-        pytest.param("gpt-scan", "inputs", marks=pytest.mark.slow),
-        pytest.param("moe", "inputs", marks=pytest.mark.slow),
-        pytest.param("bert", "matmuls", marks=pytest.mark.slow),
-        pytest.param("transformer", "inputs", marks=pytest.mark.slow),
-        pytest.param("wide-resnet", "matmuls", marks=pytest.mark.slow),
-        pytest.param("llama", "inputs", marks=pytest.mark.slow),
-    ],
+    ("name", "kept", "planner"), MODEL_CASES, ids=lambda x: x if isinstance(x, str) else type(x).__name__
 )
-@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(3)], ids=str)
 def test_models_take_the_same_step(name: str, kept: Any, planner: Any):
     with jax.enable_x64(True):
         training = MODELS[name].training("float64", least=True)
