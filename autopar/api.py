@@ -31,9 +31,10 @@ from autopar.errors import (
 )
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
 from autopar.family import Family
+from autopar.footprint import Limit, limit_of, pipeline_nbytes
 from autopar.forms import TracedForms
 from autopar.instructions import build
-from autopar.jax_compat import Device
+from autopar.jax_compat import Device, is_traced
 from autopar.joined import Joined
 from autopar.microbatch import microbatched
 from autopar.pieces import MOST, Pieces, in_pieces
@@ -41,7 +42,7 @@ from autopar.plan import Plan
 from autopar.remat import recomputed
 from autopar.runtime import Pipeline, load
 from autopar.trace import Traced, trace
-from passes import stages
+from passes import shortage, stages
 from passes.by_hand import Manual
 from passes.cluster import Cluster
 from passes.devices import local_cluster, parse_cluster
@@ -119,10 +120,14 @@ def parallelize(
 
 @dataclass(slots=True)
 class _Program:
-    """A function at given types: its trace; then its plan, its jitted form and what runs it, once they are wanted."""
+    """A function at given types: its trace; then its plan, its jitted form and what runs it, once they are wanted.
+
+    `traced` is the form of the step that is planned, once there is a plan; `written` is what it was before.
+    """
 
     structs: tuple[jax.ShapeDtypeStruct, ...]
     traced: Traced
+    written: Traced
     plan: Plan | PipelinePlan | None = None
     prepared: Prepared | None = None
     executable: Executable | Pipeline | Joined | None = None
@@ -178,7 +183,10 @@ class ParallelFunction:
             with _uncollected():
                 program = self._program(args, kwargs)
                 self._planned(program)
-            program.executable = self._executable(program)
+            executable = self._executable(program, again=True, nested=any(map(is_traced, leaves)))
+            if executable is None:
+                return self._prepared(program).executable()(leaves)
+            program.executable = executable
         return program.executable(leaves)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -229,8 +237,44 @@ class ParallelFunction:
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """`fun(*args, **kwargs)` lowered for the plan's devices, which must be here; `.compile()` comes next."""
-        program = self._program(args, kwargs)
-        return lower(self._prepared(program), program.structs)
+        return self._lowered(self._program(args, kwargs), again=True)
+
+    def _lowered(self, program: _Program, *, again: bool) -> Lowered:
+        """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
+        lowered = lower(self._prepared(program), program.structs)
+        limit = self._limit(program)
+        if limit is None:
+            return lowered
+
+        def tightened(needed: int) -> Lowered:
+            self._tighten(program, limit, needed)
+            return self._lowered(program, again=False)
+
+        return replace(lowered, _limit=limit, _again=tightened if again and limit.searched else None)
+
+    def _limit(self, program: _Program) -> Limit | None:
+        """What the compiled program may need on a device, None for all that there is."""
+        plan, planner = self._planned(program), self._planner
+        asked = self._memory_limit or (planner.memory_limit if isinstance(planner, Auto) else None)
+        source, searched = self._signature.source, isinstance(planner, Auto)
+        return limit_of(plan, self._present(plan), asked, source, searched=searched)
+
+    def _tighten(self, program: _Program, limit: Limit, needed: int) -> None:
+        """Plans again, for as much less than the limit as the compiled program needed more than was planned.
+
+        Raises OverBudgetError, with what was compiled, where there is no such plan.
+        """
+        plan = self._planned(program)
+        tighter = self.replan(memory_limit=max(1, int(limit.nbytes * plan.peak_nbytes / needed)))
+        found = _Program(
+            program.structs, program.written, program.written, out_tree=program.out_tree, kept=program.kept
+        )
+        try:
+            tighter._planned(found)
+        except OverBudgetError as short:
+            raise limit.error(plan, needed) from short
+        program.traced, program.plan, program.pieces = found.traced, found.plan, found.pieces
+        program.prepared = None
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
         dynamic, statics = self._signature.split(args, kwargs)
@@ -245,7 +289,7 @@ class ParallelFunction:
                 self._count() > 1 or getattr(self._planner, "pipelined", False)
             ):
                 traced, pieces = self._in_microbatches(traced, leaves)
-            self._programs[key] = _Program(tuple(leaves), traced, pieces=pieces, out_tree=out_tree, kept=kept)
+            self._programs[key] = _Program(tuple(leaves), traced, traced, pieces=pieces, out_tree=out_tree, kept=kept)
         return self._programs[key]
 
     def _kept(self, traced: Traced) -> tuple[Kept, ...]:
@@ -285,16 +329,34 @@ class ParallelFunction:
             )
         return self._microbatches or planned or 1
 
-    def _executable(self, program: _Program) -> Executable | Pipeline | Joined:
-        plan = self._planned(program)
+    def _executable(
+        self, program: _Program, *, again: bool, nested: bool = False
+    ) -> Executable | Pipeline | Joined | None:
+        """What runs the program, checked to need no more memory than it may.
+
+        None for a call that is `nested` in another transformation: what is compiled then is not this program.
+        """
+        plan, limit = self._planned(program), self._limit(program)
         if not isinstance(plan, PipelinePlan):
+            if limit is not None:
+                if nested:
+                    return None
+                return self._lowered(program, again=again).compile().executable()
             return self._prepared(program).executable()
         traced = program.traced
         cut = stages.cut(traced.graph, plan.firsts, traced.tied)
         written = build(traced, plan, cut, self._present(plan))
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
         pipeline = load(written, rows, traced.out_tree, traced.weak)
-        return Joined(pipeline, program.pieces, program.out_tree) if program.pieces else pipeline
+        needed = pipeline_nbytes(written, pipeline.executables) if limit else 0
+        if limit and needed > limit.nbytes:
+            if not again or not limit.searched:
+                raise limit.error(plan, needed)
+            self._tighten(program, limit, needed)
+            return self._executable(program, again=False)
+        if (pieces := program.pieces) is None:
+            return pipeline
+        return Joined(pipeline, pieces, program.out_tree, pieces.donation(written.donation))
 
     def _planned(self, program: _Program) -> Plan | PipelinePlan:
         if program.plan is not None:
@@ -317,7 +379,7 @@ class ParallelFunction:
             return self._chosen(program, self._planner, cluster)
         traced = program.traced
         plan = self._planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
-        self._check_limit(plan.peak_nbytes)
+        shortage.check(plan, cluster, self._memory_limit, _at(self._signature.source))
         if isinstance(plan, PipelinePlan):
             program.plan = plan
             return plan
@@ -381,19 +443,6 @@ class ParallelFunction:
             fixed=bool(program.kept),
         )
 
-    def _check_limit(self, nbytes: int) -> None:
-        """Raises OverBudgetError for a plan that needs more than the limit that was asked for."""
-        if self._memory_limit is None or nbytes <= self._memory_limit:
-            return
-        raise OverBudgetError(
-            explain(
-                f"memory_limit={self._memory_limit:,} bytes",
-                f"the plan of planner={self._planner!r:.60} needs {nbytes:,} bytes on a device",
-                self._signature.source,
-                "use planner=autopar.Auto(), which finds a plan that fits, or raise the limit",
-            )
-        )
-
     def _cluster_here(self) -> Cluster:
         return self._cluster or local_cluster(self._present_devices())
 
@@ -454,6 +503,10 @@ class ParallelFunction:
                 )
             )
         return devices[:size]
+
+
+def _at(source: str) -> str:
+    return f"at {source}" if source else ""
 
 
 def _extent(plan: Plan | PipelinePlan) -> tuple[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 from autopar import hlo, jax_compat
 from autopar.arguments import Signature, Type, types_of
 from autopar.errors import ArgumentError, explain
+from autopar.footprint import Limit, compiled_nbytes
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.lower import build
 from autopar.plan import Plan
@@ -137,6 +138,8 @@ class Lowered:
     _prepared: Prepared
     _types: tuple[Type | None, ...]
     _lowered: Any
+    _limit: Limit | None = None
+    _again: Callable[[int], Lowered] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -147,9 +150,19 @@ class Lowered:
         return self._lowered.as_text()
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
-        """The executable; `compiler_options` are XLA's."""
-        options = hlo.compiler_options(self._prepared.platform, asked=compiler_options)
-        compiled = self._lowered.compile(compiler_options=options)
+        """The executable; `compiler_options` are XLA's.
+
+        Raises OverBudgetError where it needs more memory than a device may. A search is given one more try, with as
+        much less to plan for as XLA needed more than was planned: `plan` of the executable is the new plan then.
+        """
+        options = compiler_options and hlo.compiler_options(self._prepared.platform, asked=compiler_options)
+        compiled = self._lowered.compile(compiler_options=options)  # without any, those of the jitted function
+        if self._limit is not None:
+            needed = compiled_nbytes(compiled.memory_analysis())
+            if needed > self._limit.nbytes:
+                if self._again is None:
+                    raise self._limit.error(self.plan, needed)
+                return self._again(needed).compile(compiler_options)
         return Compiled(self._prepared, self._types, compiled, self._prepared.executable(compiled), self)
 
     def verify(self) -> Verification:
@@ -213,6 +226,10 @@ class Compiled:
         """The plan's bytes of one device beside those that XLA counts, as text: what is predicted, XLA's, the ratio."""
         return memory_table(self.plan, self.memory_analysis()).format()
 
+    def executable(self) -> Executable:
+        """The program on flat arguments; inside another transformation it is traced anew."""
+        return replace(self._executable, nested=self._prepared.nested)
+
     def cost_analysis(self) -> Any:
         """XLA's estimate of flops and bytes on one device; it counts the body of a loop once."""
         return self._compiled.cost_analysis()
@@ -243,7 +260,7 @@ def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct]) -> Lowere
 def memory_table(plan: Plan, analysis: Any) -> Table:
     """Predicted bytes of one device beside XLA's `memory_analysis()`; outputs that alias arguments count once."""
     outputs = plan.nbytes.get("outputs", 0)
-    arguments = sum(plan.nbytes.get(cause, 0) for cause in (*PERSISTENT, "offloaded"))
+    arguments = sum(plan.nbytes.get(cause, 0) for cause in PERSISTENT)
     pairs = {
         "arguments": (arguments, analysis.argument_size_in_bytes),
         "outputs": (outputs, analysis.output_size_in_bytes - analysis.alias_size_in_bytes),

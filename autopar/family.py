@@ -56,6 +56,10 @@ class Family:
         return self.traced.tied
 
     @property
+    def donated(self) -> tuple[bool, ...]:
+        return self.traced.donated
+
+    @property
     def counts(self) -> Sequence[int]:
         """How many microbatches there may be, fewest first; none where the step has no batch that can be cut."""
         return (self.count,) if self.count is not None else self._divisors

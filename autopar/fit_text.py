@@ -13,7 +13,7 @@ from passes.plan_parts import POINTS
 from passes.tables import Column, Table
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
-    "state": ("parameters", "optimizer state", "offloaded"),
+    "state": ("parameters", "optimizer state"),
     "gradients": ("gradients",),
     "saved": ("saved for backward",),
 }

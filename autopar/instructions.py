@@ -18,18 +18,20 @@ import numpy as np
 from jax.sharding import Sharding
 
 from autopar import jax_compat
+from autopar.donation import donating, reused, shared
 from autopar.flatten import Body, Equation
 from autopar.jax_compat import Device
 from autopar.lower import device_mesh
-from autopar.program import Feed, Held, Instruction, Program, Run, Segment, Send, Slot, freed
-from autopar.segments import Stage, counts, crossing_shape, inner_constants, segment_of, task_nodes
+from autopar.program import Donation, Feed, Held, Instruction, Program, Run, Segment, Send, Slot, freed
+from autopar.segments import Stage, counts, inner_constants, segment_of, struct_of, task_nodes
 from autopar.trace import Traced
 from passes.errors import InternalError
-from passes.ir import TensorType
+from passes.ir import Graph, TensorType
 from passes.microbatch import loop_of
 from passes.moves import Layout, is_free
 from passes.pipeline import PipelinePlan
 from passes.schedules import Task
+from passes.segments import homes
 from passes.sharding import ShardingSpec
 from passes.stages import Part, Stages
 
@@ -91,23 +93,59 @@ class _Builder:
         for task in self.plan.order():
             self._task(self.stage_list[task.stage], tasks[task.stage], task)
         self._after()
-        results = tuple(self._result(o) for o in range(len(self.graph.outputs)))
+        results, gone = self._results(), reused(self.traced)
+        inputs, outputs = self.graph.inputs, self.graph.outputs
+        successors = {inputs[position]: outputs[output] for output, position in self.traced.tied}
+        instructions, segments = donating(self.instructions, self.segments, self.feeds, gone, successors)
         program = Program(
-            segments=tuple(self.segments),
+            segments=tuple(segments),
             feeds=tuple(self.feeds),
             constants=tuple(self.constants),
-            instructions=tuple(freed(self.instructions, self.segments, results, self.constants)),
+            instructions=tuple(freed(instructions, segments, results, self.constants)),
             results=results,
             n_slots=self.n_slots,
+            donation=Donation(positions=tuple(sorted(gone)), names=self.graph.input_names),
         )
         program.verify()
         return program
 
-    def _result(self, position: int) -> Slot:
-        value = self.graph.outputs[position]
-        stage = self.stage_list[self.stages.owners[position]]
-        spec = dict(zip(stage.part.graph.outputs, stage.layout.outputs, strict=True))[value]
-        return self.slots[stage.number, value, spec]
+    def _results(self) -> tuple[Slot, ...]:
+        """The slots of outputs, each an array of its own: what the caller may donate is no argument and no constant."""
+        one = shared(self.instructions)
+        taken = {
+            one.get(slot, slot) for slot in (*(f.slot for f in self.feeds), *(slot for slot, _, _ in self.constants))
+        }
+        found: list[Slot] = []
+        for position, value in enumerate(self.graph.outputs):
+            stage = self.stage_list[self.stages.owners[position]]
+            spec = dict(zip(stage.part.graph.outputs, stage.layout.outputs, strict=True))[value]
+            slot = self.slots[stage.number, value, spec]
+            if one.get(slot, slot) in taken:
+                slot = self._copied(stage, (value, spec), slot)
+            taken.add(one.get(slot, slot))
+            found.append(slot)
+        return tuple(found)
+
+    def _copied(self, stage: Stage, held: Held, slot: Slot) -> Slot:
+        """The slot of a copy."""
+        value, spec = held
+        sharding, struct = stage.sharding(spec), struct_of(stage.part.graph.types[value], spec, stage)
+        segment = Segment(
+            name=f"copy {stage.number}",
+            stage=stage.number,
+            function=lambda x: (x,),
+            inputs=(held,),
+            outputs=(held,),
+            in_shardings=(sharding,),
+            out_shardings=(sharding,),
+            in_structs=(struct,),
+            out_structs=(struct,),
+            platform=stage.device.platform,
+        )
+        self.segments.append(segment)
+        run = Run(segment=len(self.segments) - 1, inputs=(slot,), outputs=(self.fresh(),))
+        self.instructions.append(run)
+        return run.outputs[0]
 
     # Arguments
 
@@ -152,7 +190,7 @@ class _Builder:
         node, placement = graph.nodes[loop], stage.loop_placement
         n_held = sum(counts(node.params))
         late = {v for n in graph.nodes[loop + 1 :] for v in n.inputs} | set(graph.outputs)
-        home = self._home(stage)
+        home = homes(stage.part.graph, stage.layout)
         wanted: list[Held] = list(zip(node.inputs[:n_held], placement.operands[:n_held], strict=True))
         made = {v for n in graph.nodes[:loop] for v in n.outputs}
         free = {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}
@@ -160,14 +198,6 @@ class _Builder:
         wanted = [held for held in dict.fromkeys(wanted) if (stage.number, *held) not in self.slots]
         nodes = list(range(loop))
         self._run(stage, f"before {stage.number}", stage.body, nodes, stage.layout, home, wanted)
-
-    def _home(self, stage: Stage) -> dict[int, ShardingSpec]:
-        """Where every value of a part outside its loop is at home."""
-        graph, layout = stage.part.graph, stage.layout
-        home = dict(zip(graph.inputs, layout.inputs, strict=True))
-        for node, placement in zip(graph.nodes, layout.placements, strict=True):
-            home |= zip(node.outputs, placement.results, strict=True)
-        return home
 
     def _run(
         self,
@@ -196,9 +226,7 @@ class _Builder:
         part, inner = stage.part, stage.loop_placement.bodies[0]
         body, node = part.body, part.graph.nodes[part.loop]
         constants, carries = counts(node.params)
-        home = dict(zip(body.inputs, inner.inputs, strict=True))
-        for n, placement in zip(body.nodes, inner.placements, strict=True):
-            home |= zip(n.outputs, placement.results, strict=True)
+        home = homes(body, inner)
         ends = dict(zip(body.outputs, inner.outputs, strict=True))
         start = body.inputs[constants : constants + carries]
         totals = dict(zip(start, body.outputs[:carries], strict=True))
@@ -288,17 +316,17 @@ class _Builder:
         """The sum before the first microbatch, an array of its own for each: it is donated."""
         key = (stage.number, "zero", value)
         if key not in self.slots:
-            type = stage.part.body.types[value]
-            shape, dtype = crossing_shape(type, spec, stage), jnp.dtype(type.dtype)
+            struct = struct_of(stage.part.body.types[value], spec, stage)
             segment = Segment(
                 name=f"zero {stage.number}",
                 stage=stage.number,
-                function=lambda: (jnp.zeros(shape, dtype),),
+                function=lambda: (jnp.zeros(struct.shape, struct.dtype),),
                 inputs=(),
                 outputs=((value, spec),),
                 in_shardings=(),
                 out_shardings=(stage.sharding(spec),),
                 in_structs=(),
+                out_structs=(struct,),
             )
             self.segments.append(segment)
             self.slots[key] = self.fresh()
@@ -368,7 +396,7 @@ class _Builder:
         count = self.stages.microbatches
         rows = tuple(self.slots[stage.number, "slice", row, spec, m] for m in range(count))
         type = stage.part.body.types[row]
-        struct = jax.ShapeDtypeStruct(type.shape, jnp.dtype(type.dtype))
+        struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype))
         segment = Segment(
             name=f"rows {stage.number}",
             stage=stage.number,
@@ -378,14 +406,19 @@ class _Builder:
             in_shardings=(stage.sharding(spec),) * count,
             out_shardings=(stage.sharding(joined),),
             in_structs=(struct,) * count,
+            out_structs=(struct_of(stage.part.graph.types[value], joined, stage),),
         )
         slot = self.slots[stage.number, value, joined] = self.fresh()
         self.segments.append(segment)
         self.instructions.append(Run(segment=len(self.segments) - 1, inputs=rows, outputs=(slot,)))
 
     def _round(self, stage: Stage, ran: set[int]) -> bool:
-        """Runs what can run; says whether anything did."""
-        graph, home = stage.part.graph, self._home(stage)
+        """Runs what can run; says whether anything did.
+
+        While a stage waits for others it runs what they wait for and no more, so that state is updated in one segment,
+        which has a use for its buffers.
+        """
+        graph, home = stage.part.graph, homes(stage.part.graph, stage.layout)
         free = {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}
         here = {v for v in home if (stage.number, v, home[v]) in self.slots}
         here |= free | set(graph.literals) | set(graph.constants)
@@ -396,10 +429,14 @@ class _Builder:
             if all(v in here or v in made for v in graph.nodes[index].inputs):
                 can.append(index)
                 made.update(graph.nodes[index].outputs)
+        outputs = [(v, s) for v, s in self._outputs(stage) if v in made or v in here]
+        if len(can) < len(nodes):
+            outputs = [(v, s) for v, s in outputs if self._is_read_elsewhere(stage, v)]
+            can = _leading_to(graph, can, [v for v, _ in outputs])
+            made = {v for i in can for v in graph.nodes[i].outputs}
         left = [i for i in nodes if i not in can]
         read_later = {v for i in left for v in graph.nodes[i].inputs}
-        wanted: list[Held] = [(v, home[v]) for v in sorted(made & read_later - free)]
-        wanted += [(v, s) for v, s in self._outputs(stage) if v in made or v in here]
+        wanted: list[Held] = [*((v, home[v]) for v in sorted(made & read_later - free)), *outputs]
         wanted = [held for held in dict.fromkeys(wanted) if (stage.number, *held) not in self.slots]
         ran.update(can)
         if not wanted:
@@ -407,6 +444,19 @@ class _Builder:
         loose = [i for i in range(len(graph.nodes)) if is_free(graph, i)]
         self._run(stage, f"after {stage.number}", stage.body, sorted({*loose, *can}), stage.layout, home, wanted)
         return True
+
+    def _is_read_elsewhere(self, stage: Stage, value: int) -> bool:
+        return any(value in other.part.graph.inputs for other in self.stage_list if other is not stage)
+
+
+def _leading_to(graph: Graph, nodes: Sequence[int], values: Iterable[int]) -> list[int]:
+    """Those of the nodes that the values are made of."""
+    live, found = set(values), list[int]()
+    for index in reversed(nodes):
+        if not live.isdisjoint(graph.nodes[index].outputs):
+            found.append(index)
+            live.update(graph.nodes[index].inputs)
+    return found[::-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from autopar import jax_compat
 from autopar.pieces import Pieces
+from autopar.program import Donation
 
 STAGE = "stage"
 """The mesh axis over which the pieces of an array lie."""
@@ -30,23 +31,26 @@ class Joined:
     """A pipeline whose inputs and outputs are in pieces, called on whole arrays; no array is copied if it need not be.
 
     An output is one array over all stages that hold pieces of it, cut along dimension 0. As an input of the next step
-    it is taken apart where it lies. `origins` are the placements of the pieces of such arrays; `fresh` holds, by `id`,
-    the pieces of those that share their buffers, for as long as they live.
+    it is taken apart where it lies. `donation` is of the caller's arrays. `origins` are the placements of the pieces of
+    such arrays; `fresh` holds, by `id`, the pieces of those that share their buffers, for as long as they live.
     """
 
     pipeline: Callable[[list[Any]], Sequence[Any]]
     pieces: Pieces
     out_tree: jax_compat.PyTreeDef
+    donation: Donation = field(default_factory=Donation)
     origins: dict[Sharding, tuple[Sharding, ...]] = field(default_factory=dict)
     targets: dict[tuple[Sharding, ...], _Target | None] = field(default_factory=dict)
     fresh: dict[int, tuple[weakref.ref[Any], list[jax.Array]]] = field(default_factory=dict)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         with jax_compat.no_mesh() if jax_compat.has_ambient_mesh() else nullcontext():
+            self.donation.check(leaves)
             given = [
                 piece for leaf, n in zip(leaves, self.pieces.inputs, strict=True) for piece in self._apart(leaf, n)
             ]
             results = iter(self.pipeline(given))
+            self.donation.delete(leaves)
             joined = [self._join(list(islice(results, n))) for n in self.pieces.outputs]
         return jax.tree.unflatten(self.out_tree, joined)
 

@@ -11,6 +11,7 @@ Reference: design/compiler.md section 7 (`scan` over layers).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,7 @@ from jax import lax
 
 from autopar import jax_compat
 from autopar.flatten import Equation, plain_params
+from autopar.program import Donation
 from autopar.trace import Traced
 from passes.ir import Graph, Node, TensorType
 from passes.phases import phase
@@ -59,6 +61,18 @@ class Pieces:
     def structs(self, structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """The types of the program's inputs, from those of the caller's."""
         return [piece for struct, n in zip(structs, self.inputs, strict=True) for piece in [_struct(struct, n)] * n]
+
+    def donation(self, of: Donation) -> Donation:
+        """What is gone of the caller's inputs, from what is `of` the program's."""
+        ends = list(itertools.accumulate(self.inputs, initial=0))
+        spans = [range(first, last) for first, last in itertools.pairwise(ends)]
+        gone = set(of.positions)
+        return Donation(
+            positions=tuple(i for i, span in enumerate(spans) if not gone.isdisjoint(span)),
+            names=tuple(
+                of.names[span[0]] if len(span) == 1 else of.names[span[0]].rpartition("[")[0] for span in spans
+            ),
+        )
 
 
 def _struct(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:

@@ -88,9 +88,7 @@ def _curve(plan: Plan, scale: float) -> tuple[list[float], list[float]]:
 def _stack(axes: Any, plan: Plan, scale: float) -> None:
     """What stays for the whole step, cause by cause, and the rest over it."""
     begins, held = _curve(plan, scale)
-    away = plan.nbytes.get("offloaded", 0)
     stays = {cause: plan.nbytes.get(cause, 0) for cause in (*PERSISTENT, "outputs")}
-    stays["optimizer state"] += away
     layers = {cause: nbytes / scale for cause, nbytes in stays.items() if nbytes > 0}
     rest = [max(0.0, total - sum(layers.values())) for total in held]
     series = [[nbytes] * len(begins) for nbytes in layers.values()]

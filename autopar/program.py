@@ -6,6 +6,7 @@ written down, and checked here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 from jax.sharding import Sharding
 
 from autopar import hlo, jax_compat
+from autopar.errors import ArgumentError, explain
 from passes.errors import InternalError
 from passes.schedules import Task
 from passes.sharding import ShardingSpec
@@ -35,6 +37,7 @@ class Segment:
     in_shardings: tuple[Sharding, ...]
     out_shardings: tuple[Sharding, ...]
     in_structs: tuple[jax.ShapeDtypeStruct, ...]
+    out_structs: tuple[jax.ShapeDtypeStruct, ...]
     donated: tuple[int, ...] = ()
     platform: str = "cpu"
 
@@ -92,6 +95,32 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Donation:
+    """The positions of the arguments that are gone after a step, as they would be after `jax.jit`; all `names`."""
+
+    positions: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Raises ArgumentError for an array that is donated and passed again."""
+        times = Counter(map(id, leaves)) if self.positions else Counter[int]()
+        for position in self.positions:
+            leaf = leaves[position]
+            if times[id(leaf)] > 1 and isinstance(leaf, jax.Array):
+                same = [self.names[i] for i, other in enumerate(leaves) if other is leaf]
+                what = f"arguments {' and '.join(same)} are one array"
+                rule = f"{self.names[position]} is donated, and what is donated can be passed once"
+                raise ArgumentError(explain(what, rule, "", "pass a copy, or donate none of them"))
+
+    def delete(self, leaves: Sequence[Any]) -> None:
+        """Deletes what is not deleted yet: it had to move first, or no segment has a use for it."""
+        for position in self.positions:
+            leaf = leaves[position]
+            if jax_compat.is_concrete(leaf) and not leaf.is_deleted():
+                leaf.delete()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """All that the runtime does in one step, in order. `results[o]` is the slot of output o."""
 
@@ -101,18 +130,24 @@ class Program:
     instructions: tuple[Instruction, ...]
     results: tuple[Slot, ...]
     n_slots: int
+    donation: Donation = Donation()
 
     def verify(self) -> None:
         """Raises InternalError unless slots are written before they are read, and read before they are gone."""
         live = {feed.slot for feed in self.feeds} | {slot for slot, _, _ in self.constants}
         kept = {slot for slot, _, _ in self.constants}
+        kept |= {
+            feed.slot for feed in self.feeds if feed.slice is None and feed.argument not in self.donation.positions
+        }
+        if len(set(self.results)) < len(self.results) or kept & set(self.results):
+            raise InternalError("a result is another's array, or not the step's own")
         for instruction in self.instructions:
             match instruction:
                 case Run():
                     self._known(instruction.inputs, live)
                     gone = {instruction.inputs[i] for i in self.segments[instruction.segment].donated}
                     if any(instruction.inputs.count(slot) > 1 for slot in gone) or gone & kept:
-                        raise InternalError(f"{instruction} donates what it reads twice, or a constant")
+                        raise InternalError(f"{instruction} donates what it reads twice, or what is not the step's own")
                     live -= gone
                     live.update(instruction.outputs)
                 case Send():

@@ -47,7 +47,8 @@ class Times:
 class Pipeline:
     """A program with its executables, ready to run step after step.
 
-    `steps` are the program's instructions as functions; `weak` are the outputs of weak type.
+    `steps` are the program's instructions as functions, `executables` its segments'; `weak` are the outputs of weak
+    type.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Pipeline:
     constants: tuple[tuple[int, jax.Array], ...]
     rows: dict[int, int]
     out_tree: PyTreeDef
+    executables: tuple[Any, ...] = ()
     slices: tuple[Slices, ...] = ()
     weak: tuple[int, ...] = ()
 
@@ -65,14 +67,17 @@ class Pipeline:
             return self._call(leaves)
 
     def _call(self, leaves: Sequence[Any]) -> Any:
+        self.program.donation.check(leaves)
         slots = self._fed(leaves)
         for step in self.steps:
             step(slots)
+        self.program.donation.delete(leaves)
         return self._results(slots)
 
     def timed(self, leaves: Sequence[Any], *, wait: bool = False) -> tuple[Any, Times]:
         """The results of a step and its times; with `wait`, each instruction waits for its results."""
         with jax_compat.no_mesh():
+            self.program.donation.check(leaves)
             start = time.perf_counter()
             slots = self._fed(leaves)
             feed = time.perf_counter() - start
@@ -87,6 +92,7 @@ class Pipeline:
                 if wait:
                     jax.block_until_ready([slots[slot] for slot in _written(instruction)])
                 done.append(time.perf_counter() - start)
+        self.program.donation.delete(leaves)
         return self._results(slots), Times(feed=feed, host=tuple(host), done=tuple(done))
 
     def _results(self, slots: Slots) -> Any:
@@ -172,9 +178,11 @@ def load(program: Program, rows: dict[int, int], out_tree: PyTreeDef, weak: Sequ
     `weak` says of each output whether it is of weak type.
     """
     constants = tuple((slot, jax.device_put(value, sharding)) for slot, value, sharding in program.constants)
+    executables = tuple(segment.compile() for segment in program.segments)
     return Pipeline(
         program=program,
-        steps=_steps(program),
+        executables=executables,
+        steps=_steps(program, executables),
         constants=constants,
         rows=rows,
         out_tree=out_tree,
@@ -183,9 +191,8 @@ def load(program: Program, rows: dict[int, int], out_tree: PyTreeDef, weak: Sequ
     )
 
 
-def _steps(program: Program) -> tuple[Step, ...]:
-    """The instructions as functions, segments and transfers compiled once each."""
-    executables = [segment.compile() for segment in program.segments]
+def _steps(program: Program, executables: Sequence[Any]) -> tuple[Step, ...]:
+    """The instructions as functions, transfers compiled once each."""
     transfers: dict[TransferPlan, Transfer] = {}
 
     def step(instruction: Instruction) -> Step:

@@ -19,9 +19,10 @@ from autopar.jax_compat import Device
 from autopar.lower import OnPieces, walk
 from autopar.program import Held, Segment
 from passes.ir import Graph, TensorType
-from passes.moves import Layout, Placement, is_free, moves
+from passes.moves import Layout, Placement, moves
 from passes.plan import Plan
 from passes.resharding import Resharder
+from passes.segments import piece_of
 from passes.sharding import ShardingSpec
 from passes.stages import Part
 
@@ -100,39 +101,25 @@ def segment_of(
     donated: Iterable[int] = (),
 ) -> Segment:
     """The part of a body that makes `wanted`, of those of its `nodes` that matter."""
-    graph = body.graph
-    live = {v for v, _ in wanted}
-    chosen: set[int] = set()
-    for index in reversed(range(len(graph.nodes))):
-        node = graph.nodes[index]
-        if (index in nodes or is_free(graph, index)) and not live.isdisjoint(node.outputs):
-            chosen.add(index)
-            live.update(node.inputs)
-    picked = sorted(chosen)
-    made = {v for i in picked for v in graph.nodes[i].outputs}
-    entering = sorted(v for v in live - made if v not in graph.literals and v not in graph.constants)
+    found, types = piece_of(body.graph, nodes, layout, home, wanted), body.graph.types
     piece = Body(
-        graph=graph.part(picked, entering, [v for v, _ in wanted]),
-        equations=tuple(body.equations[i] for i in picked),
-        constants=_used_constants(body, picked, wanted),
+        graph=found.graph,
+        equations=tuple(body.equations[i] for i in found.nodes),
+        constants=_used_constants(body, found.nodes, wanted),
     )
-    inside = Layout(
-        inputs=tuple(home[v] for v in entering),
-        placements=tuple(layout.placements[i] for i in picked),
-        outputs=tuple(spec for _, spec in wanted),
-    )
-    inputs = tuple((v, home[v]) for v in entering)
+    inputs = tuple(zip(found.graph.inputs, found.layout.inputs, strict=True))
     donated = set(donated)
     return Segment(
         name=name,
         stage=stage.number,
-        function=_function(stage, piece, inside),
+        function=_function(stage, piece, found.layout),
         inputs=inputs,
         outputs=tuple(wanted),
         in_shardings=tuple(stage.sharding(spec) for _, spec in inputs),
         out_shardings=tuple(stage.sharding(spec) for _, spec in wanted),
-        in_structs=tuple(_struct(graph.types[v], spec, stage) for v, spec in inputs),
-        donated=tuple(i for i, v in enumerate(entering) if v in donated),
+        in_structs=tuple(struct_of(types[v], spec, stage) for v, spec in inputs),
+        out_structs=tuple(struct_of(types[v], spec, stage) for v, spec in wanted),
+        donated=tuple(i for i, (v, _) in enumerate(inputs) if v in donated),
         platform=stage.device.platform,
     )
 
@@ -173,5 +160,6 @@ def crossing_shape(type: TensorType, spec: ShardingSpec, stage: Stage) -> tuple[
     return (parts, *type.shape)
 
 
-def _struct(type: TensorType, spec: ShardingSpec, stage: Stage) -> jax.ShapeDtypeStruct:
+def struct_of(type: TensorType, spec: ShardingSpec, stage: Stage) -> jax.ShapeDtypeStruct:
+    """An array that crosses segments."""
     return jax.ShapeDtypeStruct(crossing_shape(type, spec, stage), jax_compat.dtype_of(type.dtype))

@@ -94,10 +94,10 @@ class Megatron:
         schedule = "interleaved" if self.interleave > 1 else self.schedule
 
         def plan_stage(part: Part, stage: int) -> Plan:
-            ties = stages.ties(part, graph, tied)
-            return best(f"stage {stage}", part.graph, [mesh], ties, (), self.solver, restrictions.megatron)
+            ties, given = stages.ties(part, graph, tied), stages.donations(part, graph, donated)
+            return best(f"stage {stage}", part.graph, [mesh], ties, given, self.solver, restrictions.megatron)
 
-        return pipelined(name, graph, cluster, tied, firsts, schedule, plan_stage, self.interleave)
+        return pipelined(name, graph, cluster, tied, donated, firsts, schedule, plan_stage, self.interleave)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +127,12 @@ class Pipeline:
 
         def plan_stage(part: Part, stage: int) -> Plan:
             meshes = layouts(cluster, sizes[stage % self.stages], self.max_axes)
-            return best(f"stage {stage}", part.graph, meshes, stages.ties(part, graph, tied), (), self.solver)
+            ties, given = stages.ties(part, graph, tied), stages.donations(part, graph, donated)
+            return best(f"stage {stage}", part.graph, meshes, ties, given, self.solver)
 
         schedule = "interleaved" if self.interleave > 1 else self.schedule
         name = f"pipeline of {self.stages}"
-        return pipelined(name, graph, cluster, tied, firsts, schedule, plan_stage, self.interleave)
+        return pipelined(name, graph, cluster, tied, donated, firsts, schedule, plan_stage, self.interleave)
 
 
 def GPipe(stages: int, microbatches: int) -> Pipeline:

@@ -41,6 +41,9 @@ An axis of the mesh that rides on one dimension of the torus has a half (2D) or 
 
 ICI_ALPHA_SECONDS = 1e-6
 
+CPU = "cpu"
+"""The name of virtual CPU devices, which share the memory of their machine."""
+
 CPU_CORE_FLOPS_PER_SECOND = 85e9
 CPU_MEMORY_BYTES_PER_SECOND = 24e9
 """Of a machine, which its virtual devices share; measured like the rest of `cpu`."""
@@ -175,7 +178,7 @@ def local_cluster(devices: Sequence[LocalDevice]) -> Cluster:
         seen = f"devices of each process: {', '.join(map(str, counts))}"
         raise ClusterError(explain("the devices here", "are not spread evenly", seen, "use as many of each process"))
     spec = _spec_of_kind(kinds[0], remedy)
-    if spec.device.name == "cpu":
+    if spec.device.name == CPU:
         spec = replace(spec, device=_virtual_cpu(os.cpu_count() or 1, _machine_nbytes(), counts[0]))
     elif len(counts) == 1:
         reported = [nbytes for device in devices if (nbytes := _reported_nbytes(device))]
@@ -206,7 +209,7 @@ def _machine_nbytes() -> int:
 def _virtual_cpu(cores: int, memory_nbytes: int, devices: int) -> DeviceSpec:
     """One of `devices` virtual CPU devices that share a machine."""
     return DeviceSpec(
-        name="cpu",
+        name=CPU,
         flops_per_second={"float32": cores * CPU_CORE_FLOPS_PER_SECOND / devices},
         matmul_efficiency=1.0,
         memory_nbytes=memory_nbytes // devices,

@@ -314,11 +314,13 @@ class MeshSearch:
             return plan
         held = _held(self.graph, plan.layout, self.offloaded, plan.mesh)
         rate = plan.cluster.group().device.host_bytes_per_second
+        # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
+        state = plan.nbytes["optimizer state"] - _away(held)
         return replace(
             plan,
             offloaded=self.offloaded,
             seconds={**plan.seconds, "offload": 2 * sum(held) / rate},
-            nbytes={**plan.nbytes, "offloaded": -_away(held)},
+            nbytes={**plan.nbytes, "optimizer state": state},
             memory=plan.memory and plan.memory.less(_away(held)),
         )
 

@@ -18,7 +18,7 @@ from passes.plan import SCHEMA, Plan
 from passes.plan_json import Fields
 from passes.schedules import Schedule, Task
 from passes.schedules import build as build_schedule
-from passes.simulate import StageCost, Timeline, Transfer, simulate
+from passes.simulate import StageCost, Timeline, Transfer, peaks, simulate
 from passes.stages import cut
 from passes.tables import Column, Table
 
@@ -102,6 +102,11 @@ class PipelinePlan:
     def peak_nbytes(self) -> int:
         """Predicted peak bytes on the fullest device."""
         return max(self.timeline.peak_nbytes)
+
+    @property
+    def nbytes(self) -> Mapping[str, int]:
+        """Predicted peak bytes on the fullest device by cause."""
+        return max(peaks(self.schedule, self.costs), key=lambda causes: sum(causes.values()))
 
     @property
     def gap(self) -> float:
@@ -278,6 +283,8 @@ def _cost(fields: Fields) -> StageCost:
         finish_seconds=fields.float("finish_seconds"),
         in_flight_nbytes=fields.int("in_flight_nbytes"),
         persistent_nbytes=fields.int("persistent_nbytes"),
+        working_nbytes=fields.int("working_nbytes"),
+        finish_nbytes=fields.int("finish_nbytes"),
     )
 
 

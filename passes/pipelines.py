@@ -21,6 +21,7 @@ from passes.plan import Plan
 from passes.plan_parts import MemoryReport, operators
 from passes.quantities import count
 from passes.resharding import Resharder
+from passes.segments import Needs, needs
 from passes.simulate import StageCost, Transfer
 from passes.stages import Part, Stages
 
@@ -57,6 +58,7 @@ def pipelined(
     graph: Graph,
     cluster: Cluster,
     tied: tuple[tuple[int, int], ...],
+    donated: Sequence[bool],
     firsts: Sequence[int],
     schedule: str,
     plan_stage: Callable[[Part, int], Plan],
@@ -65,10 +67,12 @@ def pipelined(
     """The pipeline whose stages begin at body nodes `firsts`, each planned by itself."""
     parts = stages.cut(graph, firsts, tied)
     plans = [plan_stage(part, k) for k, part in enumerate(parts.parts)]
-    return joined(name, graph, cluster, parts, firsts, plans, schedule, chunks)
+    return joined(name, graph, cluster, tied, donated, parts, firsts, plans, schedule, chunks)
 
 
-def restated(plan: Plan, planned: Graph, graph: Graph, tied: tuple[tuple[int, int], ...]) -> Plan:
+def restated(
+    plan: Plan, planned: Graph, graph: Graph, tied: tuple[tuple[int, int], ...], donated: Sequence[bool]
+) -> Plan:
     """The plan of a stage, `planned`, for another of the same fingerprint, whose operators and arrays it names."""
     named = replace(
         plan,
@@ -81,9 +85,9 @@ def restated(plan: Plan, planned: Graph, graph: Graph, tied: tuple[tuple[int, in
             zip((*plan.output_names, *plan.input_names), (*graph.output_names, *graph.input_names), strict=True)
         )
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
-    layout, mesh, kept = plan.layout, plan.mesh, (False,) * len(graph.inputs)
+    layout, mesh = plan.layout, plan.mesh
     schedule = moves(graph, layout, Resharder(mesh), refetch=plan.refetch)
-    held = memory(graph, group(graph), mesh, layout, schedule, tied, kept)
+    held = memory(graph, group(graph), mesh, layout, schedule, tied, donated)
     return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(held))
 
 
@@ -96,6 +100,8 @@ def joined(
     planner: str,
     graph: Graph,
     cluster: Cluster,
+    tied: tuple[tuple[int, int], ...],
+    donated: Sequence[bool],
     cut: Stages,
     firsts: Sequence[int],
     plans: Sequence[Plan],
@@ -103,6 +109,15 @@ def joined(
     chunks: int,
 ) -> PipelinePlan:
     """The pipeline of these stages."""
+    found: dict[object, Needs] = {}
+
+    def cost(part: Part, plan: Plan) -> StageCost:
+        own, given = stages.ties(part, graph, tied), stages.donations(part, graph, donated)
+        key = part.graph.fingerprint, plan.layout, plan.mesh, own, given
+        if key not in found:  # most stages of a deep model are alike
+            found[key] = needs(part, plan.layout, plan.mesh, own, given)
+        return stage_cost(part, plan, found[key])
+
     sent = [_sent_nbytes(cut, k) for k in range(len(plans))]
     plan = PipelinePlan(
         fingerprint=graph.fingerprint,
@@ -113,7 +128,7 @@ def joined(
         microbatches=cut.microbatches,
         firsts=tuple(firsts),
         stages=tuple(plans),
-        costs=tuple(stage_cost(part, plan) for part, plan in zip(cut.parts, plans, strict=True)),
+        costs=tuple(cost(part, plan) for part, plan in zip(cut.parts, plans, strict=True)),
         transfers=tuple(_transfer(cluster, plans, chunks, sent, k) for k in range(len(plans) - 1)),
         sent_nbytes=tuple(forward + backward for forward, backward in sent),
         input_names=graph.input_names,
@@ -123,9 +138,15 @@ def joined(
     return plan
 
 
-def stage_cost(part: Part, plan: Plan) -> StageCost:
-    """What a stage costs by its plan."""
-    return priced(part, plan.layout, plan.mesh, plan.phases)
+def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
+    """What a stage costs by its plan, with what it needs besides what lies there."""
+    found = priced(part, plan.layout, plan.mesh, plan.phases)
+    return replace(
+        found,
+        persistent_nbytes=found.persistent_nbytes + needed.entering,
+        working_nbytes=needed.working,
+        finish_nbytes=needed.finish,
+    )
 
 
 def microbatches_of(part: Part) -> int:

@@ -79,6 +79,12 @@ class Plan:
         return sum(self.nbytes.values())
 
     @property
+    def offloaded_nbytes(self) -> int:
+        """Bytes of one device's share of the inputs that are in the host's memory."""
+        held = ((self.inputs[i], self.input_types[i]) for i in self.offloaded)
+        return sum(spec.local_nbytes(type, self.mesh) for spec, type in held)
+
+    @property
     def gap(self) -> float:
         """How far the answer may be from the best of its kind; 0 is proven optimal."""
         return self.solution.gap

@@ -25,7 +25,10 @@ REACH, MOST_COUNTS = 4, 10
 
 
 class Step(Protocol):
-    """A step that can be had in microbatches; `tied` pairs (output, input) positions that are one state."""
+    """A step that can be had in microbatches; `tied` pairs (output, input) positions that are one state.
+
+    `donated` says of each input whether its room may be taken.
+    """
 
     @property
     def counts(self) -> Sequence[int]:
@@ -34,6 +37,9 @@ class Step(Protocol):
 
     @property
     def tied(self) -> Ties: ...
+
+    @property
+    def donated(self) -> tuple[bool, ...]: ...
 
     def sample(self, count: int) -> Sample:
         """What the step in so many microbatches is priced on. Raises PlanningError where it has no such form."""

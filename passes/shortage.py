@@ -1,4 +1,4 @@
-"""Why no plan fits in memory, and the smallest changes with which one does, each of them planned."""
+"""Why a plan does not fit in memory or why none does, and the smallest changes with which one does, each planned."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from passes.cluster import Cluster
+from passes.devices import CPU
 from passes.errors import OverBudgetError, PlanningError, explain
 from passes.pipeline import PipelinePlan
 from passes.plan import Plan
@@ -27,10 +28,9 @@ def shortage(
     what = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
     if not isinstance(lean, Plan):
         return OverBudgetError(explain(what, str(error), "", "give each device more memory, or plan for more devices"))
-    held = sorted(((size, cause) for cause, size in lean.nbytes.items() if size > 0), reverse=True)
-    words = ", ".join(f"{nbytes(size)} of {cause}" for size, cause in held)
-    if away := -lean.nbytes.get("offloaded", 0):
-        words += f"; less {nbytes(away)} of state that is with the host"
+    words = held(lean)
+    if lean.offloaded:
+        words += f"; {nbytes(lean.offloaded_nbytes)} of state are with the host between steps"
     ways = [f"{nbytes(_up(lean.peak_nbytes - limit))} more on each device (memory_limit={lean.peak_nbytes:,} bytes)"]
     if plan is not None:
         ways.extend(_more_devices(cluster, plan))
@@ -42,6 +42,49 @@ def shortage(
             f"what would do, as planned: {', or '.join(ways)}; a smaller batch or model needs less as well",
         ),
         leanest=lean,
+    )
+
+
+def held(plan: Plan | PipelinePlan) -> str:
+    """What holds a device's memory at the peak, largest first, in words; a hundredth of it or less is left out."""
+    least = plan.peak_nbytes / 100
+    causes = sorted(((size, cause) for cause, size in plan.nbytes.items() if size > least), reverse=True)
+    return ", ".join(f"{nbytes(size)} of {cause}" for size, cause in causes)
+
+
+def own_nbytes(cluster: Cluster) -> float:
+    """Bytes of a device's own memory; virtual CPU devices share their machine's, and have no bound of their own."""
+    device = cluster.group().device
+    return math.inf if device.name == CPU else float(device.memory_nbytes)
+
+
+def allowed(cluster: Cluster, asked: float | None) -> tuple[float, str]:
+    """(bytes that a device may need, in words): as asked for, else the device's own."""
+    if asked is not None:
+        return asked, f"memory_limit={asked:,} bytes"
+    own = own_nbytes(cluster)
+    return own, f"cluster {cluster.name!r}, whose devices have {nbytes(own)} each" if own < math.inf else ""
+
+
+def check(plan: Plan | PipelinePlan, cluster: Cluster, asked: float | None, where: str) -> None:
+    """Raises OverBudgetError for a plan that needs more than was asked for, or than a device has.
+
+    `where` is the function in the user's source.
+    """
+    limit, words = allowed(cluster, asked)
+    if plan.peak_nbytes <= limit:
+        return
+    name = plan.planner if isinstance(plan, PipelinePlan) else plan.solution.planner
+    needed = f"{plan.peak_nbytes:,} bytes ({nbytes(plan.peak_nbytes)})"
+    raise OverBudgetError(
+        explain(
+            words,
+            f"the plan {name!r} needs {needed} on a device ({held(plan)})",
+            where,
+            "use planner=autopar.Auto(), which looks for a plan that fits, give it more devices or a smaller batch, or "
+            f"plan for what is not there with memory_limit={plan.peak_nbytes:,} (bytes)",
+        ),
+        leanest=plan,
     )
 
 

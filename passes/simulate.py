@@ -21,6 +21,7 @@ class StageCost:
 
     `finish_seconds` are spent once a step when all is done: reduced gradients, applied updates. `in_flight_nbytes` are
     kept of every microbatch from its forward to its backward or weight gradient, `persistent_nbytes` all the time.
+    `working_nbytes` are needed while a task runs, `finish_nbytes` at the end of a step, when nothing is in flight.
     """
 
     forward_seconds: float
@@ -30,6 +31,8 @@ class StageCost:
     finish_seconds: float = 0.0
     in_flight_nbytes: int = 0
     persistent_nbytes: int = 0
+    working_nbytes: int = 0
+    finish_nbytes: int = 0
 
     @classmethod
     def split(cls, forward_seconds: float, input_gradient_seconds: float, weight_gradient_seconds: float) -> Self:
@@ -200,8 +203,7 @@ def simulate(
         ends[group] = span.end_seconds
         busy[group] += durations[span.task.kind][span.task.stage]
     finish = [sum(stage.finish_seconds for stage in stages[group :: len(groups)]) for group in groups]
-    persistent = [sum(stage.persistent_nbytes for stage in stages[group :: len(groups)]) for group in groups]
-    saved = in_flight(schedule, [stage.in_flight_nbytes for stage in stages])
+    nbytes = peaks(schedule, stages)
     return Timeline(
         schedule=schedule,
         spans=spans,
@@ -209,8 +211,23 @@ def simulate(
         end_seconds=tuple(ends[group] + finish[group] for group in groups),
         finish_seconds=tuple(finish),
         busy_seconds=tuple(busy[group] + finish[group] for group in groups),
-        peak_nbytes=tuple(persistent[group] + saved[group] for group in groups),
+        peak_nbytes=tuple(sum(causes.values()) for causes in nbytes),
     )
+
+
+def peaks(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[dict[str, int], ...]:
+    """Peak bytes of a device of each group [groups] by cause: while tasks run or, if more, at the end of the step."""
+    saved = in_flight(schedule, [stage.in_flight_nbytes for stage in stages])
+    found: list[dict[str, int]] = []
+    for group, kept in enumerate(saved):
+        own = stages[group :: len(saved)]
+        working, finish = max(stage.working_nbytes for stage in own), sum(stage.finish_nbytes for stage in own)
+        held = {"state, arguments and sums": sum(stage.persistent_nbytes for stage in own)}
+        if finish > kept + working:
+            found.append({**held, "new state and its update": finish})
+        else:
+            found.append({**held, "microbatches in flight": kept, "working memory": working})
+    return tuple(found)
 
 
 def _kinds(schedule: Schedule) -> list[Kind]:

@@ -57,7 +57,7 @@ class Candidate:
         return self.forward_seconds + self.backward_seconds + self.finish_seconds / microbatches
 
     def cost(self) -> StageCost:
-        """The candidate as the simulator takes it; transient bytes count as persistent."""
+        """The candidate as the simulator takes it."""
         return StageCost(
             forward_seconds=self.forward_seconds,
             backward_seconds=self.backward_seconds,
@@ -65,7 +65,8 @@ class Candidate:
             weight_gradient_seconds=self.weight_gradient_seconds,
             finish_seconds=self.finish_seconds,
             in_flight_nbytes=self.in_flight_nbytes,
-            persistent_nbytes=self.persistent_nbytes + self.transient_nbytes,
+            persistent_nbytes=self.persistent_nbytes,
+            working_nbytes=self.transient_nbytes,
         )
 
 

@@ -290,12 +290,26 @@ class StagedSearch:
         begins = draft.table.firsts(graph, shape.begins, draft.microbatches)
         cut = stages.cut(graph, begins, self.step.tied)
         ties = [stages.ties(part, graph, self.step.tied) for part in cut.parts]
-        plans = self._stages(draft, cut, ties, crew)
-        made = joined("auto", graph, self.cluster, cut, begins, plans, draft.schedule, shape.chunks)
+        given = [stages.donations(part, graph, self.step.donated) for part in cut.parts]
+        plans = self._stages(draft, cut, ties, given, crew)
+        made = joined(
+            "auto",
+            graph,
+            self.cluster,
+            self.step.tied,
+            self.step.donated,
+            cut,
+            begins,
+            plans,
+            draft.schedule,
+            shape.chunks,
+        )
         under = (replace(made, schedule_name=name) for name in self.schedules if is_chunked(name) == (made.chunks > 1))
         return min(under, default=made, key=lambda one: (one.peak_nbytes > self.limit, one.step_seconds))
 
-    def _stages(self, draft: Draft, cut: Stages, ties: Sequence[Ties], crew: Crew) -> list[Plan]:
+    def _stages(
+        self, draft: Draft, cut: Stages, ties: Sequence[Ties], given: Sequence[tuple[bool, ...]], crew: Crew
+    ) -> list[Plan]:
         """The plan of every stage; equal ones are planned once, in this draft or another."""
         count, shape, table = draft.microbatches, draft.shape, draft.table
         ends = (*shape.begins[1:], len(table.cuts(count).blocks))
@@ -303,13 +317,13 @@ class StagedSearch:
         laid_out = [table.near(*run, count) for run in zip(shape.begins, ends, sizes, strict=True)]
         self._tell_stage(0, len(ends))
         keys: list[object] = [
-            (part.graph.fingerprint, own, tuple(meshes))
-            for part, own, meshes in zip(cut.parts, ties, laid_out, strict=True)
+            (part.graph.fingerprint, own, gone, tuple(meshes))
+            for part, own, gone, meshes in zip(cut.parts, ties, given, laid_out, strict=True)
         ]
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
         left = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
         tasks = [
-            (f"stage {at}", Form(graph=cut.parts[at].graph, tied=ties[at], donated=()), laid_out[at], options)
+            (f"stage {at}", Form(graph=cut.parts[at].graph, tied=ties[at], donated=given[at]), laid_out[at], options)
             for at in left.values()
         ]
         is_shared = table is self.table
@@ -319,7 +333,7 @@ class StagedSearch:
         for stage, key in enumerate(keys):
             part, plan = self._plans[key]
             if part is not cut.parts[stage]:
-                plan = restated(plan, part.graph, cut.parts[stage].graph, ties[stage])
+                plan = restated(plan, part.graph, cut.parts[stage].graph, ties[stage], given[stage])
                 plan = replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
             plans.append(plan)
         return plans

@@ -73,6 +73,12 @@ def ties(part: Part, graph: Graph, tied: Sequence[tuple[int, int]]) -> tuple[tup
     return tuple((outputs[o], inputs[i]) for o, i in pairs if o in outputs and i in inputs)
 
 
+def donations(part: Part, graph: Graph, donated: Sequence[bool]) -> tuple[bool, ...]:
+    """Which of a part's inputs are donated, from those of the step's."""
+    given = {value for value, gone in zip(graph.inputs, donated, strict=False) if gone}
+    return tuple(value in given for value in part.graph.inputs)
+
+
 def forward_scope(scope: str) -> str:
     """The scope of the operator that a transposed one belongs to."""
     return _TRANSPOSED.sub(r"\1", scope)

@@ -84,6 +84,7 @@ ORDER = (
     "read_off",
     "mesh_search",
     "stages",
+    "segments",
     "likeness",
     "layers",
     "repeats",
