@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from autopar import hlo, jax_compat
 from autopar.arguments import Signature, Type, types_of
 from autopar.errors import ArgumentError, explain
-from autopar.footprint import Limit, compiled_nbytes
+from autopar.footprint import Limit, needed_nbytes
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.lower import build
 from autopar.plan import Plan
@@ -158,7 +158,7 @@ class Lowered:
         options = compiler_options and hlo.compiler_options(self._prepared.platform, asked=compiler_options)
         compiled = self._lowered.compile(compiler_options=options)  # without any, those of the jitted function
         if self._limit is not None:
-            needed = compiled_nbytes(compiled.memory_analysis())
+            needed = needed_nbytes(self.plan, compiled.memory_analysis())
             if needed > self._limit.nbytes:
                 if self._again is None:
                     raise self._limit.error(self.plan, needed)

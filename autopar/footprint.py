@@ -15,6 +15,7 @@ from autopar.jax_compat import Device
 from autopar.plan import Plan
 from autopar.program import Feed, Free, Program, Run, Send, Slot
 from passes import quantities
+from passes.mesh_search import away
 from passes.pipeline import PipelinePlan
 from passes.shortage import allowed, held
 
@@ -25,6 +26,15 @@ def compiled_nbytes(analysis: Any) -> int:
     """The peak of one device by XLA's `memory_analysis()`: arguments, results that alias none of them, and the rest."""
     kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return kept + analysis.temp_size_in_bytes
+
+
+def needed_nbytes(plan: Plan, analysis: Any) -> int:
+    """What a device needs for the compiled form of a plan.
+
+    XLA's CPU compiler counts what lies in the host's memory as a device's; that much is taken off, as in the plan.
+    """
+    apart = analysis.host_argument_size_in_bytes > 0
+    return compiled_nbytes(analysis) - (0 if apart else away(plan.offloaded_nbytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

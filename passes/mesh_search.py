@@ -315,13 +315,13 @@ class MeshSearch:
         held = _held(self.graph, plan.layout, self.offloaded, plan.mesh)
         rate = plan.cluster.group().device.host_bytes_per_second
         # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
-        state = plan.nbytes["optimizer state"] - _away(held)
+        state = plan.nbytes["optimizer state"] - away(held)
         return replace(
             plan,
             offloaded=self.offloaded,
             seconds={**plan.seconds, "offload": 2 * sum(held) / rate},
             nbytes={**plan.nbytes, "optimizer state": state},
-            memory=plan.memory and plan.memory.less(_away(held)),
+            memory=plan.memory and plan.memory.less(away(held)),
         )
 
     def _peak(self, one: _Solved, choice: Sequence[int]) -> Point:
@@ -331,8 +331,8 @@ class MeshSearch:
         schedule = moves(graph, layout, one.resharder, refetch=one.refetch)
         donated = self.donated or (False,) * len(graph.inputs)
         found = memory(graph, grouping, mesh, layout, schedule, self.tied, donated)
-        away = _away(_held(graph, layout, self.offloaded, mesh))
-        needed = found.peak_nbytes - away
+        elsewhere = away(_held(graph, layout, self.offloaded, mesh))
+        needed = found.peak_nbytes - elsewhere
         if self.lowest is None or needed < self.lowest[0]:
             self.lowest = needed, one, tuple(choice)
         return Point(at=busiest(graph, grouping, mesh, layout, schedule), nbytes=needed)
@@ -365,7 +365,7 @@ def _held(graph: Graph, layout: Layout, inputs: Sequence[int], mesh: Mesh) -> li
     return [layout.inputs[i].local_nbytes(graph.types[graph.inputs[i]], mesh) for i in inputs]
 
 
-def _away(held: Sequence[int]) -> int:
+def away(held: Sequence[int]) -> int:
     """Bytes that a device does not need at once: two of the arrays are there, one being updated, one on its way."""
     return max(sum(held) - 2 * max(held, default=0), 0)
 

@@ -79,10 +79,10 @@ class Plan:
         return sum(self.nbytes.values())
 
     @property
-    def offloaded_nbytes(self) -> int:
-        """Bytes of one device's share of the inputs that are in the host's memory."""
+    def offloaded_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one device's share of each input that is in the host's memory between steps."""
         held = ((self.inputs[i], self.input_types[i]) for i in self.offloaded)
-        return sum(spec.local_nbytes(type, self.mesh) for spec, type in held)
+        return tuple(spec.local_nbytes(type, self.mesh) for spec, type in held)
 
     @property
     def gap(self) -> float:

@@ -30,7 +30,7 @@ def shortage(
         return OverBudgetError(explain(what, str(error), "", "give each device more memory, or plan for more devices"))
     words = held(lean)
     if lean.offloaded:
-        words += f"; {nbytes(lean.offloaded_nbytes)} of state are with the host between steps"
+        words += f"; {nbytes(sum(lean.offloaded_nbytes))} of state are with the host between steps"
     ways = [f"{nbytes(_up(lean.peak_nbytes - limit))} more on each device (memory_limit={lean.peak_nbytes:,} bytes)"]
     if plan is not None:
         ways.extend(_more_devices(cluster, plan))
