@@ -13,11 +13,13 @@ from jax.sharding import Sharding
 
 from autopar import hlo, jax_compat
 from autopar.arguments import Signature, Type, types_of
+from autopar.donation import reused
 from autopar.errors import ArgumentError, explain
 from autopar.footprint import Limit, needed_nbytes
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.lower import build
 from autopar.plan import Plan
+from autopar.program import Donation
 from autopar.trace import Traced
 from autopar.verify import Verification, verify
 from passes import plan_text, quantities
@@ -53,7 +55,7 @@ class Prepared:
             run=run or self.jitted,
             nested=run or self.nested,
             in_shardings=self.in_shardings,
-            donated=self.traced.donated,
+            donation=Donation(positions=tuple(sorted(reused(self.traced))), names=graph.input_names),
             out_tree=self.traced.out_tree,
             stacked={i: graph.types[graph.inputs[i]].shape for i in self.traced.stacked},
         )
@@ -96,14 +98,14 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
 class Executable:
     """A program on flat arguments: each goes where the plan wants it, unless it is there already.
 
-    A donated argument is gone after the call even where it had to move first, as with `jax.jit`. Those at `stacked`
-    take these shapes first: the same rows, as microbatches.
+    A donated argument is gone after the call even where it had to move first, and is refused where it is passed again,
+    as with `jax.jit`. Those at `stacked` take these shapes first: the same rows, as microbatches.
     """
 
     run: Callable[..., Sequence[jax.Array]]
     nested: Callable[..., Sequence[jax.Array]]
     in_shardings: tuple[Sharding, ...]
-    donated: tuple[bool, ...]
+    donation: Donation
     out_tree: PyTreeDef
     stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
@@ -119,15 +121,14 @@ class Executable:
             leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
         if _shardings_of(leaves) == self.in_shardings:
             return jax.tree.unflatten(self.out_tree, (self.run if leaves else self.nested)(*leaves))
+        self.donation.check(given)
         moving = [i for i, wanted in enumerate(self.in_shardings) if getattr(leaves[i], "sharding", None) != wanted]
         placed = list(leaves)
         moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
         for i, array in zip(moving, moved, strict=True):
             placed[i] = array
         results = (self.nested if any(map(jax_compat.is_traced, placed)) else self.run)(*placed)
-        for i in moving:
-            if self.donated[i] and jax_compat.is_concrete(given[i]) and not given[i].is_deleted():
-                given[i].delete()
+        self.donation.delete(given)
         return jax.tree.unflatten(self.out_tree, results)
 
 

@@ -107,9 +107,10 @@ def joined(
     plans: Sequence[Plan],
     schedule: str,
     chunks: int,
+    known: dict[object, Needs] | None = None,
 ) -> PipelinePlan:
-    """The pipeline of these stages."""
-    found: dict[object, Needs] = {}
+    """The pipeline of these stages; what each needs is added to what is `known`."""
+    found = {} if known is None else known
 
     def cost(part: Part, plan: Plan) -> StageCost:
         own, given = stages.ties(part, graph, tied), stages.donations(part, graph, donated)

@@ -28,6 +28,7 @@ from passes.pricing import Pricer, Ties
 from passes.progress import Progress, Report, silent
 from passes.samples import ANCHORS, Step, near, sampled
 from passes.schedules import build, is_chunked
+from passes.segments import Needs
 from passes.stage_table import Sample, StageCosts
 from passes.stages import Part, Stages
 from passes.variants import Form
@@ -88,6 +89,7 @@ class StagedSearch:
     table: StageCosts = field(init=False)
     _restricted: dict[tuple[int, int], StageCosts] = field(default_factory=dict[tuple[int, int], StageCosts])
     _seen: set[object] = field(default_factory=set[object])
+    _needs: dict[object, Needs] = field(default_factory=dict[object, Needs])
     _plans: dict[object, tuple[Part, Plan]] = field(default_factory=dict[object, "tuple[Part, Plan]"])
 
     def __post_init__(self) -> None:
@@ -303,6 +305,7 @@ class StagedSearch:
             plans,
             draft.schedule,
             shape.chunks,
+            self._needs,
         )
         under = (replace(made, schedule_name=name) for name in self.schedules if is_chunked(name) == (made.chunks > 1))
         return min(under, default=made, key=lambda one: (one.peak_nbytes > self.limit, one.step_seconds))

@@ -222,3 +222,28 @@ def test_an_array_that_is_donated_and_passed_again_is_refused_and_stays():
         parallel(given, given, batch)
     assert not any(gone(given))
     assert_close(on(step)(given, given, batch), jax.jit(step)(given, given, batch), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_without_stages_it_is_the_same():
+    """The step of a plan on one mesh: as with jit where arguments must move first, too."""
+
+    def step(params: Any, scale: jax.Array, batch: Any) -> Any:
+        grads = jax.grad(squared)(params, batch)
+        return jax.tree.map(lambda p, g: p - scale.mean() * g, params, grads)
+
+    params, batch = mlp()
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel(), donate_argnums=(0, 1))
+    given, same = ((fresh(params), jnp.ones(7), batch) for _ in range(2))
+    assert_close(parallel(*given), jax.jit(step, donate_argnums=(0, 1))(*same), 1e-5)
+    assert gone(given) == gone(same)
+
+    def both(params: Any, old: Any) -> Any:
+        return jax.tree.map(jnp.add, params, old)
+
+    given = fresh(params)
+    with pytest.raises(Exception, match="donate"):
+        jax.jit(both, donate_argnums=0)(given, given)
+    with pytest.raises(ArgumentError, match=r"params\[0\] and old\[0\] are one array"):
+        autopar.parallelize(both, planner=autopar.DataParallel(), donate_argnums=0)(given, given)
+    assert not any(gone(given))
