@@ -85,7 +85,7 @@ def donating(
         segment = segments[each.segment]
         pairs = _paired(segment, free, successors)
         if pairs:
-            inputs, outputs = orders(segment, pairs)
+            inputs, outputs = _orders(segment, pairs)
             changed[each.segment] = _reordered(segment, inputs, outputs, len(pairs))
             found[at] = replace(
                 each,
@@ -127,7 +127,7 @@ def _paired(segment: Segment, free: Sequence[int], successors: Mapping[int, int]
     return found
 
 
-def orders(segment: Segment, pairs: Sequence[Pair]) -> tuple[list[int], list[int]]:
+def _orders(segment: Segment, pairs: Sequence[Pair]) -> tuple[list[int], list[int]]:
     """Inputs and outputs in an order in which `jax.jit` pairs them so: it has no other way to be told.
 
     It gives each output in order the first donated input that is left of its type.
