@@ -31,7 +31,7 @@ from autopar.errors import (
 )
 from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
 from autopar.family import Family
-from autopar.footprint import Limit, limit_of, pipeline_nbytes
+from autopar.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
 from autopar.forms import TracedForms
 from autopar.instructions import build
 from autopar.jax_compat import Device, is_traced
@@ -247,7 +247,10 @@ class ParallelFunction:
             return lowered
 
         def tightened(needed: int) -> Lowered:
+            before = self._planned(program)
             self._tighten(program, limit, needed)
+            if isinstance(program.plan, PipelinePlan):  # which has no lowered form
+                raise limit.error(before, needed)
             return self._lowered(program, again=False)
 
         return replace(lowered, _limit=limit, _again=tightened if again and limit.searched else None)
@@ -337,26 +340,33 @@ class ParallelFunction:
         None for a call that is `nested` in another transformation: what is compiled then is not this program.
         """
         plan, limit = self._planned(program), self._limit(program)
-        if not isinstance(plan, PipelinePlan):
-            if limit is not None:
-                if nested:
-                    return None
-                return self._lowered(program, again=again).compile().executable()
+        if isinstance(plan, PipelinePlan):
+            pipeline = self._pipeline(program, plan)
+            needed = pipeline_nbytes(pipeline.program, pipeline.executables) if limit else 0
+            found = pipeline
+            if (pieces := program.pieces) is not None:
+                found = Joined(pipeline, pieces, program.out_tree, pieces.donation(pipeline.program.donation))
+        elif limit is None:
             return self._prepared(program).executable()
+        elif nested:
+            return None
+        else:
+            compiled = lower(self._prepared(program), program.structs).compile()
+            needed, found = needed_nbytes(plan, compiled.memory_analysis()), compiled.executable()
+        if limit is None or needed <= limit.nbytes:
+            return found
+        if not again or not limit.searched:
+            raise limit.error(plan, needed)
+        self._tighten(program, limit, needed)
+        return self._executable(program, again=False)
+
+    def _pipeline(self, program: _Program, plan: PipelinePlan) -> Pipeline:
+        """A pipeline's program, compiled."""
         traced = program.traced
         cut = stages.cut(traced.graph, plan.firsts, traced.tied)
         written = build(traced, plan, cut, self._present(plan))
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
-        pipeline = load(written, rows, traced.out_tree, traced.weak)
-        needed = pipeline_nbytes(written, pipeline.executables) if limit else 0
-        if limit and needed > limit.nbytes:
-            if not again or not limit.searched:
-                raise limit.error(plan, needed)
-            self._tighten(program, limit, needed)
-            return self._executable(program, again=False)
-        if (pieces := program.pieces) is None:
-            return pipeline
-        return Joined(pipeline, pieces, program.out_tree, pieces.donation(written.donation))
+        return load(written, rows, traced.out_tree, traced.weak)
 
     def _planned(self, program: _Program) -> Plan | PipelinePlan:
         if program.plan is not None:
