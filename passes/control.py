@@ -20,11 +20,13 @@ from passes.ir import Graph, Node, TensorType
 class Slot:
     """A value at the border of bodies.
 
-    A `carry` may stay a sum over devices from one iteration to the next; `whole` ones are never cut.
+    A `carry` may stay a sum over devices from one iteration to the next, and so may what is `stacked` as it is made;
+    `whole` ones are never cut.
     """
 
     type: TensorType
     carry: bool = False
+    stacked: bool = False
     whole: bool = False
 
 
@@ -69,7 +71,7 @@ def _scan(node: Node, graph: Graph) -> Control:
     constants, carries = cast("int", node.params["num_consts"]), cast("int", node.params["num_carry"])
     entering, fixed = len(body.inputs), constants + carries
     slots = [Slot(type=body.types[v], carry=constants <= i < fixed) for i, v in enumerate(body.inputs)]
-    slots += [Slot(type=body.types[v]) for v in body.outputs[carries:]]
+    slots += [Slot(type=body.types[v], stacked=True) for v in body.outputs[carries:]]
     leaving = (*range(constants, fixed), *range(entering, len(slots)))
     return Control(
         slots=tuple(slots),

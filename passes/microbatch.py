@@ -318,6 +318,7 @@ class _Walk:
         self.refusals: list[_Refusal] = []
         self.loops: dict[int, _Loop] = {}
         self.outputs: tuple[ShardingSpec, ...] = ()
+        self.wanted: dict[int, set[ShardingSpec]] = {}  # where values that microbatches do not change are read
 
     def start(self, inputs: Sequence[ShardingSpec], varying: set[int]) -> None:
         self.home = dict(zip(self.graph.inputs, inputs, strict=True))
@@ -497,7 +498,7 @@ class _Walk:
 
     def sink(self) -> None:
         """Computes in pieces what is wanted in pieces only: random bits are drawn a microbatch at a time."""
-        wanted: dict[int, set[ShardingSpec]] = {}
+        wanted = self.wanted
 
         def want(values: Sequence[int], specs: Sequence[ShardingSpec]) -> None:
             for value, spec in zip(values, specs, strict=True):
@@ -531,12 +532,12 @@ class _Walk:
             if not spec.partial and not (wire.stacked and spec.dims[0]):
                 loop.slots[wire.slot] = ShardingSpec(dims=spec.dims[1:]) if wire.stacked else spec
                 self.home[value] = spec
-        layouts: list[Layout] = []
         for body, walk in zip(loop.control.bodies, loop.walks, strict=True):
             walk.outputs = tuple(loop.slots[s] for s in body.outputs)
             walk.sink()
-            layouts.append(walk.layout([loop.slots[s] for s in body.inputs]))
-        return loop.placement(tuple(layouts))
+        loop.narrow()
+        bodies = zip(loop.control.bodies, loop.walks, strict=True)
+        return loop.placement(tuple(walk.layout([loop.slots[s] for s in body.inputs]) for body, walk in bodies))
 
     def _in_pieces(self, index: int, wanted: Mapping[int, set[ShardingSpec]]) -> Placement | None:
         """A node that no microbatch changes, cut as everyone wants its result."""
@@ -569,6 +570,21 @@ class _Loop:
     slots: dict[int, ShardingSpec]
     varying: frozenset[int]
     walks: tuple[_Walk, ...]
+
+    def narrow(self) -> None:
+        """Takes in pieces what no microbatch changes and every body reads in pieces: a mask broadcast over the batch.
+
+        Whole, it would be as large as that of all microbatches, and each iteration would take its piece of it.
+        """
+        made = {slot for body in self.control.bodies for slot in body.outputs}
+        wanted: dict[int, set[ShardingSpec]] = {}
+        for body, walk in zip(self.control.bodies, self.walks, strict=True):
+            for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
+                wanted.setdefault(slot, set()).update(walk.wanted.get(value, ()))
+        for slot, specs in wanted.items():
+            fixed = slot not in self.varying and slot not in made and not self.control.slots[slot].whole
+            if fixed and len(specs) == 1 and not any(spec.partial for spec in specs):
+                (self.slots[slot],) = specs
 
     def placement(self, bodies: tuple[Layout, ...] = ()) -> Placement:
         operands, results = (

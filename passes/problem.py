@@ -15,7 +15,7 @@ import numpy as np
 from passes.assembly import Assembly, Border, Joint, Region, Specs, full_placements, stacked
 from passes.bundles import Bundle, Grouping
 from passes.collector import uncollected
-from passes.control import Slot
+from passes.control import Control, Slot
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.resharding import Resharder
@@ -27,11 +27,11 @@ __all__ = ["Assembly", "Region", "assemble"]
 
 
 def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
-    """Every placement of a slot; a carry that can be summed may stay partial, and is reduced once after the loop."""
+    """Every placement of a slot; what can be summed may stay partial, and is reduced once after the loop."""
     full = full_placements(slot.type, resharder)
     if slot.whole:
         return full[:1]
-    if not slot.carry or not slot.type.dtype.startswith(("float", "bfloat")):
+    if not (slot.carry or slot.stacked) or not slot.type.dtype.startswith(("float", "bfloat")):
         return full
     seconds = resharder.seconds(slot.type)
     every = resharder.placements(slot.type.rank)
@@ -158,12 +158,8 @@ class _Builder:
                 borders[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
         joints: dict[int, Joint] = {}
         for index, control in grouping.controls.items():
-            slots = tuple(self._chosen(slot.type, slot_placements(slot, self.resharder)) for slot in control.slots)
-            bodies: list[Region] = []
-            for body, inner in zip(control.bodies, grouping.bodies[index], strict=True):
-                entering = dict(zip(body.graph.inputs, (slots[s] for s in body.inputs), strict=True))
-                bodies.append(self.lay_out(body.graph, inner, entering, weight * max(body.trips, 1) * body.share))
-            joints[index] = Joint(control=control, slots=slots, bodies=tuple(bodies))
+            joints[index] = self._joint(control, grouping.bodies[index], weight)
+            slots = joints[index].slots
             for value, wire in zip(graph.nodes[index].outputs, control.results, strict=True):
                 slot = slots[wire.slot]
                 specs = self.common.one(tuple(stacked(spec, wire) for spec in slot.specs))
@@ -178,6 +174,23 @@ class _Builder:
             borders=borders,
             joints=joints,
         )
+
+    def _joint(self, control: Control, groupings: Sequence[Grouping], weight: float) -> Joint:
+        """The nodes of a loop's or branch's slots and of its bodies; what no body makes as a sum is stacked as none."""
+        slots = {s: slot_placements(slot, self.resharder) for s, slot in enumerate(control.slots)}
+        borders = {s: self._chosen(slot.type, slots[s]) for s, slot in enumerate(control.slots) if not slot.stacked}
+        bodies: list[Region] = []
+        for body, inner in zip(control.bodies, groupings, strict=True):
+            entering = dict(zip(body.graph.inputs, (borders[s] for s in body.inputs), strict=True))
+            region = self.lay_out(body.graph, inner, entering, weight * max(body.trips, 1) * body.share)
+            bodies.append(region)
+            for value, s in zip(body.graph.outputs, body.outputs, strict=True):
+                if s not in borders:
+                    made = region.borders.get(inner.roots.get(value, value))
+                    sums = made is not None and any(spec.partial for spec in made.specs)
+                    specs = [spec for spec in slots[s] if sums or not spec.partial]
+                    borders[s] = self._chosen(control.slots[s].type, specs)
+        return Joint(control=control, slots=tuple(borders[s] for s in range(len(slots))), bodies=tuple(bodies))
 
     def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> Border:
         """A node that stands for the placement of one value."""

@@ -193,6 +193,7 @@ def _restrict(
     allows: Callable[[Region, int, Strategy], bool],
     allows_input: Callable[[int, ShardingSpec], bool],
     allows_slot: Callable[[Value, ShardingSpec], bool] = lambda value, spec: True,
+    allows_stacked: Callable[[ShardingSpec], bool] = lambda spec: True,
 ) -> Assembly:
     """The assembly without the strategies that the predicates refuse; a node that would lose all keeps all."""
     root, seconds = assembly.root, list(assembly.problem.seconds)
@@ -209,6 +210,10 @@ def _restrict(
                 for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
                     border = joint.slots[slot]
                     kept = [allows_slot((inner.number, value), spec) for spec in border.specs]
+                    seconds[border.node] = _keep(seconds[border.node], np.array(kept))
+            for slot, border in zip(joint.control.slots, joint.slots, strict=True):
+                if slot.stacked:
+                    kept = [allows_stacked(spec) for spec in border.specs]
                     seconds[border.node] = _keep(seconds[border.node], np.array(kept))
     for value in root.grouping.loose:
         border = root.borders[value]
@@ -277,7 +282,8 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
         def allows_slot(value: Value, spec: ShardingSpec) -> bool:
             return stage < 3 or value not in found.weights or _cut(spec, axis)
 
-        return _restrict(assembly, allows, allows_input, allows_slot)
+        # Gradients of a loop's layers are scattered one by one: all of them whole would be what ZeRO is there to avoid.
+        return _restrict(assembly, allows, allows_input, allows_slot, lambda spec: not spec.partial)
 
     return restrict
 

@@ -114,7 +114,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     pairs = zip(operands[0].shape, results[0].shape, strict=True)
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
     starts = [(t, ()) for t in operands[1:]]
-    return build([(operands[0], labels), *starts], [(results[0], labels)], flops=0.0)
+    return build([(operands[0], labels), *starts], [(results[0], labels)], flops=0.0, sparse=(0,))
 
 
 @rule("dynamic_update_slice")

@@ -380,10 +380,11 @@ class _Columns:
     def gathered(self, ways: list[_Way]) -> Ways:
         pattern = self.pattern
         sparse = [operand in pattern.forms[position].rule.sparse for position, operand in self.reads]
-        whole = ShardingSpec(dims=())  # of sparse operands nothing is divided
         pieces, border = list[list[int]](), list[list[int]]()
         for way in ways:
-            read = [whole if rare else spec for rare, spec in zip(sparse, way.reads, strict=True)]
+            # Of a sparse operand as many elements are read as the result has.
+            made = [way.home[pattern.makes[position][0]] for position, _ in self.reads]
+            read = [result if rare else spec for rare, result, spec in zip(sparse, made, way.reads, strict=True)]
             leaving, absorbed = ([way.at(v) for v in values] for values in (pattern.visible, pattern.absorbed))
             pieces.append(self._numbered([*read, *leaving]))
             border.append(self._numbered([*way.ports, *leaving, *absorbed]))

@@ -26,7 +26,7 @@ RECOMPUTING = ("plain", "jax.checkpoint", "remat=inputs", "remat=matmuls")
 
 
 def planned(model: Model, planner: Any, *, recomputing: str = "plain", dtype: str = "float32", **options: Any) -> Any:
-    """(the plan of a model's least training for 8 GPUs, the shapes of its parameters)."""
+    """(the plan of a model's `least` training for 8 GPUs, the shapes of its parameters)."""
     config = replace(model.least, dtype=dtype, **({"remat": True} if recomputing == "jax.checkpoint" else {}))
     optimizer = optax.adam(1e-3)
     state = jax.eval_shape(partial(make_state, model.module, config, optimizer), jax.random.key(0))
@@ -75,7 +75,7 @@ def test_data_parallelism_reduces_each_gradient_once_and_sends_nothing_else(name
     assert sum(c.count for c in plan.collectives if c.nbytes > 4) <= len(jax.tree.leaves(params)) * repeats
 
 
-@pytest.mark.parametrize("name", ["gpt"])
+@pytest.mark.parametrize("name", ["gpt", "llama-scan"])
 def test_data_parallelism_reduces_after_the_last_microbatch(name: str):
     model = replace(MODELS[name], least_batch=16)
     plan, params = planned(model, autopar.DataParallel(), recomputing="jax.checkpoint", microbatches=2)
@@ -145,3 +145,34 @@ def test_a_batch_norm_reduces_no_more_than_jit_with_the_same_placements():
         jax.tree.leaves(compiled(variables, batch)), jax.tree.leaves(normalised_step(variables, batch)), strict=True
     ):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+LARGE = {"sequence_length": 1024, "hidden": 2048, "heads": 16, "layers": 4}
+"""So large that operators take long beside what it takes to launch them, of which a loop has more or fewer."""
+
+
+@pytest.mark.parametrize("recomputing", ["plain", "jax.checkpoint"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_loop_over_layers_costs_what_they_cost_written_out(recomputing: str, microbatches: int):
+    options = {"microbatches": microbatches} if microbatches > 1 else {}
+
+    def plan(scan_layers: bool) -> Any:
+        config = replace(MODELS["gpt"].least, **LARGE, scan_layers=scan_layers)
+        model = replace(MODELS["gpt"], least=config, least_batch=128)
+        return planned(model, autopar.DataParallel(), recomputing=recomputing, dtype="bfloat16", **options)[0]
+
+    loop, written_out = plan(True), plan(False)
+    assert loop.step_seconds == pytest.approx(written_out.step_seconds, rel=0.05)
+    assert loop.peak_nbytes == pytest.approx(written_out.peak_nbytes, rel=0.15)
+
+
+def test_a_loop_over_layers_in_microbatches_equals_jit():
+    with jax.enable_x64(True):
+        training = MODELS["gpt-scan"].training("float64", least=True)
+        lowered = autopar.parallelize(training.step, planner=autopar.DataParallel(), microbatches=2)
+        batch = jax.tree.map(lambda x: jnp.concatenate([x, x[::-1]]), training.batch)
+        compiled = lowered.lower(training.state, batch).compile({**UNCOMBINED, **QUICK})
+        verify(compiled.plan, compiled.as_text()).check()
+        theirs = jax.jit(training.step, compiler_options=QUICK)(training.state, batch)
+        for x, y in zip(jax.tree.leaves(compiled(training.state, batch)), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
