@@ -6,6 +6,8 @@ solved for.
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +17,13 @@ from passes import pipelines, restrictions, stages
 from passes.cluster import Cluster
 from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.intra_op import SolverOptions
-from passes.ir import Graph
+from passes.ir import Graph, TensorType
 from passes.mesh_search import Tied, best, layouts, named
+from passes.microbatch import microbatch_stacks
 from passes.pipeline import PipelinePlan, load_plan
 from passes.pipelines import pipelined
 from passes.plan import Plan
+from passes.quantities import nbytes
 from passes.remat import Kept, kept_of
 from passes.repeats import stage_cuts
 from passes.stages import Part
@@ -40,6 +44,9 @@ class DataParallel:
 class Zero:
     """Data parallelism with optimizer state cut over the devices (`stage` 1 or 2) and parameters too (3).
 
+    Where the devices do not divide what they should cut, as 1,120 do not divide 20,480, the mesh has two axes, of which
+    each cuts what it divides; `UserWarning` names what stays whole even so.
+
     Reference: Rajbhandari et al., "ZeRO" (SC 2020). Stages 1 and 2 differ only in how long gradients live; here they
     are scattered as soon as they are summed, which is stage 2.
     """
@@ -49,9 +56,78 @@ class Zero:
 
     def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
         restrict = restrictions.zero(self.stage)
-        mesh = named(cluster, ("data", cluster.n_devices))
-        name = f"zero-{self.stage}"
-        return best(name, graph, [mesh], tied, donated, self.solver, restrict, refetch=self.stage == 3)
+        state = _sharded(graph, tied, self.stage)
+        sizes = zero_sizes([graph.types[v] for v in state], cluster.n_devices)
+        mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
+        plan = best(f"zero-{self.stage}", graph, [mesh], tied, donated, self.solver, restrict, refetch=self.stage == 3)
+        _warn_of_wholes(plan, graph, state)
+        return plan
+
+
+WORTHWHILE = 0.01
+"""The share of the state's bytes on a device that a second axis must save, if there is to be one."""
+
+
+LARGE = 0.1
+"""The share of the state that may stay whole without a word."""
+
+
+def _sharded(graph: Graph, tied: Tied, stage: int) -> list[int]:
+    """The inputs that ZeRO cuts: optimizer state, and parameters in stage 3."""
+    returned = sorted({graph.inputs[i] for _, i in tied} - microbatch_stacks(graph))
+    return [v for v in returned if stage == 3 or not restrictions.in_forward(graph, v)]
+
+
+def zero_sizes(state: Sequence[TensorType], n_devices: int) -> tuple[int, ...]:
+    """The devices along each axis of ZeRO's mesh: one axis where all devices together divide the `state`.
+
+    Otherwise two, each of which may cut a dimension of its own: (the rest, those that cut most). What neither divides
+    stays whole, and so a value is cut over some of the devices where it cannot be over all.
+
+    Reference: hybrid sharding in Zhao et al., "PyTorch FSDP" (VLDB 2023), section 3.2.2.
+    """
+    types = Counter(state)
+
+    def held(*sizes: int) -> float:
+        """Bytes of the state on one device."""
+        return sum(count * type.nbytes / most_parts(type.shape, sizes) for type, count in types.items())
+
+    pairs = [(n_devices // inner, inner) for inner in range(2, n_devices) if n_devices % inner == 0]
+    best = min(pairs, key=lambda pair: (held(*pair), held(pair[1])), default=(1, n_devices))
+    return best if held(n_devices) > (1 + WORTHWHILE) * held(*best) else (n_devices,)
+
+
+def most_parts(shape: Sequence[int], sizes: Sequence[int]) -> int:
+    """The most pieces that axes of these sizes can cut an array into, each axis one dimension or none."""
+    if not sizes:
+        return 1
+    first, rest = sizes[0], sizes[1:]
+    best = most_parts(shape, rest)
+    for dim, size in enumerate(shape):
+        if size and size % first == 0:
+            left = (*shape[:dim], size // first, *shape[dim + 1 :])
+            best = max(best, first * most_parts(left, rest))
+    return best
+
+
+def _warn_of_wholes(plan: Plan, graph: Graph, state: Sequence[int]) -> None:
+    """Warns where a good part of what ZeRO should cut is whole on every device, as no axis divides it."""
+    at = dict(zip(graph.inputs, plan.inputs, strict=True))
+    whole = [v for v in state if at[v].is_replicated and plan.mesh.axes]
+    held, total = (sum(graph.types[v].nbytes for v in values) for values in (whole, state))
+    if held > LARGE * total:
+        largest = max(whole, key=lambda v: graph.types[v].nbytes)
+        name = dict(zip(graph.inputs, graph.input_names, strict=False)).get(largest, f"input {largest}")
+        warnings.warn(
+            explain(
+                f"{plan.solution.planner} on {plan.mesh.size} devices",
+                f"{nbytes(held)} of {nbytes(total)} of state stay whole on every device: no axis of the mesh "
+                f"{plan.mesh} divides a dimension of {name} {graph.types[largest]}",
+                "",
+                "use a number of devices that divides it, pad it, or planner=Auto()",
+            ),
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -21,7 +21,6 @@ from passes.microbatch import loop_of, microbatch_stacks
 from passes.phases import phase
 from passes.problem import Assembly, Region
 from passes.sharding import ShardingSpec
-from passes.sharding_problem import Floats
 from passes.strategies import PARTIAL, Strategy
 
 
@@ -61,7 +60,7 @@ def roles(assembly: Assembly) -> Roles:
     stacks = microbatch_stacks(graph)
     returned = {graph.inputs[i] for _, i in assembly.tied} - stacks
     shared = _shared(graph, returned, stacks)
-    parameters = {value for value in returned if _in_forward(graph, value)} | shared
+    parameters = {value for value in returned if in_forward(graph, value)} | shared
     batch = {
         v: int(v in stacks)
         for v in graph.inputs
@@ -82,7 +81,7 @@ def roles(assembly: Assembly) -> Roles:
     )
 
 
-def _in_forward(graph: Graph, value: int) -> bool:
+def in_forward(graph: Graph, value: int) -> bool:
     """Whether the forward pass reads a value, in the loop over microbatches if there is one."""
     loop = loop_of(graph)
     for reader in graph.consumers.get(value, ()):
@@ -92,7 +91,7 @@ def _in_forward(graph: Graph, value: int) -> bool:
         if reader == loop:
             (body,) = node.subgraphs
             entering = zip(node.inputs, body.inputs, strict=True)
-            if any(outer == value and _in_forward(body, inner) for outer, inner in entering):
+            if any(outer == value and in_forward(body, inner) for outer, inner in entering):
                 return True
     return False
 
@@ -104,7 +103,7 @@ def _shared(graph: Graph, returned: Collection[int], stacks: Collection[int]) ->
         return frozenset()
     ours = set(graph.inputs) - set(returned) - set(stacks)
     gradients = {graph.types[v] for v in graph.outputs if v in graph.nodes[loop].outputs}
-    return frozenset(v for v in ours if graph.types[v] in gradients and _in_forward(graph, v))
+    return frozenset(v for v in ours if graph.types[v] in gradients and in_forward(graph, v))
 
 
 def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
@@ -173,17 +172,18 @@ def _through_slots(region: Region, index: int, dims: set[tuple[int, int, int]]) 
         dims |= {(here, value, d + wire.stacked) for s, d in slots if s == wire.slot}
 
 
-def _check_batch(assembly: Assembly, batch: Mapping[int, int], axis: str) -> None:
-    """Raises PlanningError unless the axis divides the batch dimension of every batch input."""
-    graph, parts = assembly.root.graph, assembly.mesh.axis_size(axis)
+def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[str]) -> None:
+    """Raises PlanningError unless the axes divide the batch dimension of every batch input."""
+    graph, parts = assembly.root.graph, math.prod(map(assembly.mesh.axis_size, axes))
     for position, value in enumerate(graph.inputs):
         size = graph.types[value].shape[batch[value]] if value in batch else 0
         if size % parts:
             name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
             larger = -(-size // parts) * parts
             what = "leading dimension" if batch[value] == 0 else "microbatches, which have a dimension"
+            along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
             raise PlanningError(
-                f"{name} has type {graph.types[value]}: {parts} devices on axis {axis!r} do not divide its {what} "
+                f"{name} has type {graph.types[value]}: {parts} devices on {along} do not divide its {what} "
                 f"of {size}. Use a batch of {larger}, fewer devices, or planner=Auto()"
             )
 
@@ -194,36 +194,44 @@ def _restrict(
     allows_input: Callable[[int, ShardingSpec], bool],
     allows_slot: Callable[[Value, ShardingSpec], bool] = lambda value, spec: True,
     allows_stacked: Callable[[ShardingSpec], bool] = lambda spec: True,
+    held: Callable[[Value, ShardingSpec], float] = lambda value, spec: 0.0,
 ) -> Assembly:
-    """The assembly without the strategies that the predicates refuse; a node that would lose all keeps all."""
+    """The assembly without the strategies that the predicates refuse; a node that would lose all keeps all.
+
+    Of those that a node keeps, only the ones under which its values take the fewest bytes, as `held` counts them.
+    """
     root, seconds = assembly.root, list(assembly.problem.seconds)
+
+    def keep(node: int, kept: Sequence[bool], nbytes: Sequence[float]) -> None:
+        if any(kept):
+            least = min(n for one, n in zip(kept, nbytes, strict=True) if one)
+            few = np.array(kept) & (np.array(nbytes) <= least * (1 + 1e-9))
+            seconds[node] = np.where(few, seconds[node], np.inf)
+
     for region in root.all():
         for b, table in enumerate(region.tables):
-            absorbed = region.grouping.bundles[b].inputs
+            absorbed = {v: region.borders[v].specs for v in region.grouping.bundles[b].inputs}
             kept = [
-                allows(region, b, strategy) and all(allows_input(v, region.borders[v].specs[s]) for v in absorbed)
+                allows(region, b, strategy) and all(allows_input(v, specs[s]) for v, specs in absorbed.items())
                 for s, strategy in enumerate(table.strategies)
             ]
-            seconds[region.first + b] = _keep(seconds[region.first + b], np.array(kept))
+            nbytes = [
+                sum(held((region.number, v), specs[s]) for v, specs in absorbed.items()) for s in range(len(kept))
+            ]
+            keep(region.first + b, kept, nbytes)
         for joint in region.joints.values():
             for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
                 for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-                    border = joint.slots[slot]
-                    kept = [allows_slot((inner.number, value), spec) for spec in border.specs]
-                    seconds[border.node] = _keep(seconds[border.node], np.array(kept))
+                    border, where = joint.slots[slot], (inner.number, value)
+                    kept = [allows_slot(where, spec) for spec in border.specs]
+                    keep(border.node, kept, [held(where, spec) for spec in border.specs])
             for slot, border in zip(joint.control.slots, joint.slots, strict=True):
                 if slot.stacked:
-                    kept = [allows_stacked(spec) for spec in border.specs]
-                    seconds[border.node] = _keep(seconds[border.node], np.array(kept))
+                    keep(border.node, [allows_stacked(spec) for spec in border.specs], [0.0] * len(border.specs))
     for value in root.grouping.loose:
-        border = root.borders[value]
-        kept = [allows_input(value, spec) for spec in border.specs]
-        seconds[border.node] = _keep(seconds[border.node], np.array(kept))
+        border, where = root.borders[value], (root.number, value)
+        keep(border.node, [allows_input(value, spec) for spec in border.specs], [held(where, s) for s in border.specs])
     return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
-
-
-def _keep(seconds: Floats, kept: np.ndarray) -> Floats:
-    return np.where(kept, seconds, np.inf) if kept.any() else seconds
 
 
 def _cut(spec: ShardingSpec, axis: str) -> bool:
@@ -246,7 +254,7 @@ def data_parallel(assembly: Assembly) -> Assembly:
     if not assembly.mesh.axes:
         return assembly
     found, axis = roles(assembly), assembly.mesh.axes[0]
-    _check_batch(assembly, found.batch, axis)
+    _check_batch(assembly, found.batch, (axis,))
     return _restrict(
         assembly,
         lambda region, bundle, strategy: _on_batch(found, region.first + bundle, strategy, axis),
@@ -255,35 +263,40 @@ def data_parallel(assembly: Assembly) -> Assembly:
 
 
 def zero(stage: int) -> Callable[[Assembly], Assembly]:
-    """The restriction of ZeRO's stage 1, 2 or 3. Raises PlanningError for another stage."""
+    """The restriction of ZeRO's stage 1, 2 or 3 on a mesh of one or more axes: the batch is cut over all of them.
+
+    State is cut over as many devices as its dimensions allow. Raises PlanningError for another stage.
+    """
     if stage not in (1, 2, 3):
         raise PlanningError(
             f"Zero(stage={stage!r}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
         )
 
     def restrict(assembly: Assembly) -> Assembly:
-        if not assembly.mesh.axes:
+        mesh, axes = assembly.mesh, assembly.mesh.axes
+        if not axes:
             return assembly
-        found, axis = roles(assembly), assembly.mesh.axes[0]
-        _check_batch(assembly, found.batch, axis)
-        borders = assembly.root.borders
-        sharded = found.state | (found.parameters if stage == 3 else frozenset[int]())
-        shardable = {v for v in sharded if any(_cut(spec, axis) for spec in borders[v].specs if v in borders)}
+        found, root = roles(assembly), assembly.root
+        graphs = {region.number: region.graph for region in root.all()}
+        _check_batch(assembly, found.batch, axes)
+        sharded = {(root.number, v) for v in found.state | (found.parameters if stage == 3 else frozenset[int]())}
+        if stage == 3:
+            sharded |= found.weights.keys()
 
         def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
             node = region.first + bundle
-            return node not in found.batch_classes or _on_batch(found, node, strategy, axis)
+            return node not in found.batch_classes or all(_on_batch(found, node, strategy, axis) for axis in axes)
 
         def allows_input(value: int, spec: ShardingSpec) -> bool:
             if value in found.batch:
-                return axis in spec.dims[found.batch[value]]
-            return _cut(spec, axis) == (value in shardable)
+                return spec.dims[found.batch[value]] == axes
+            return (root.number, value) in sharded or spec.is_replicated
 
-        def allows_slot(value: Value, spec: ShardingSpec) -> bool:
-            return stage < 3 or value not in found.weights or _cut(spec, axis)
+        def held(value: Value, spec: ShardingSpec) -> float:
+            return spec.local_nbytes(graphs[value[0]].types[value[1]], mesh) if value in sharded else 0.0
 
         # Gradients of a loop's layers are scattered one by one: all of them whole would be what ZeRO is there to avoid.
-        return _restrict(assembly, allows, allows_input, allows_slot, lambda spec: not spec.partial)
+        return _restrict(assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, held=held)
 
     return restrict
 
@@ -295,7 +308,7 @@ def megatron(assembly: Assembly) -> Assembly:
         return data_parallel(assembly)
     found = roles(assembly)
     if "data" in axes:
-        _check_batch(assembly, found.batch, "data")
+        _check_batch(assembly, found.batch, ("data",))
     weighty = {region.first + b: own for region in assembly.root.all() for b, own in _weight_classes(region, found)}
     matrices = {v for v in found.parameters if found.weights[assembly.root.number, v] > 1}
 

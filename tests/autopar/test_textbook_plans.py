@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,12 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar.hlo import UNCOMBINED, collectives
 from autopar.verify import verify
 from benchmarks.trainings import MODELS, QUICK, Model, make_state, make_step
+from passes.by_hand import most_parts, zero_sizes
+from passes.ir import TensorType
 
 METRICS_NBYTES = 64
 """What a loss, its parts and a count of tokens take."""
@@ -176,3 +182,86 @@ def test_a_loop_over_layers_in_microbatches_equals_jit():
         theirs = jax.jit(training.step, compiler_options=QUICK)(training.state, batch)
         for x, y in zip(jax.tree.leaves(compiled(training.state, batch)), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+def dense_step(state: Any, batch: jax.Array) -> Any:
+    """A step of Adam on two dense layers."""
+
+    def loss(params: Any) -> jax.Array:
+        up, bias, down = params
+        return jnp.mean((jnp.tanh(batch @ up + bias) @ down) ** 2)
+
+    params, moments = state
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, moments = optax.adam(1e-2).update(gradients, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
+def dense_state(inner: int, outer: int) -> Any:
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = (jax.random.normal(keys[0], (inner, outer)), jnp.zeros(outer), jax.random.normal(keys[1], (outer, inner)))
+    return params, optax.adam(1e-2).init(params)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("cluster", "shape", "parts"),
+    [("3x8:a100-80g", (64, 128), 8), ("5x7:h100", (28, 56), 7), ("6:a100-80g", (64, 30), 6)],
+)
+def test_zero_cuts_over_some_of_the_devices_where_all_divide_nothing(
+    cluster: str, shape: tuple[int, int], parts: int, stage: int
+):
+    """24 devices divide no dimension and 8 of them do, 35 none and 7 do; 64 by 30 is cut in 2 by 3."""
+    state = dense_state(*shape)
+    step = autopar.parallelize(dense_step, cluster=cluster, planner=autopar.Zero(stage))
+    plan = step.plan(state, jnp.zeros((840, shape[0])))
+    params, moments = nbytes(state[0]), nbytes(state[1])
+    held = sum(
+        spec.local_nbytes(type, plan.mesh)
+        for name, spec, type in zip(plan.input_names, plan.inputs, plan.input_types, strict=True)
+        if name.startswith("state")
+    )
+    cut, whole = (moments + params, 0) if stage == 3 else (moments, params)
+    biases = 3 * 4 * shape[1]  # a bias of 30 is cut in 3, not in 6
+    assert held <= cut / parts + whole + biases
+    assert any(c.kind == "all_gather" for c in plan.collectives)
+
+
+def test_zero_on_two_axes_equals_jit():
+    state, batch = dense_state(16, 8), jax.random.normal(jax.random.key(2), (12, 16))
+    step = autopar.parallelize(dense_step, planner=autopar.Zero(3), devices=jax.devices()[:6])
+    compiled = step.lower(state, batch).compile({**UNCOMBINED, **QUICK})
+    assert compiled.plan.mesh.sizes == (3, 2)
+    verify(compiled.plan, compiled.as_text()).check()
+    for x, y in zip(jax.tree.leaves(compiled(state, batch)), jax.tree.leaves(dense_step(state, batch)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_zero_says_what_it_cannot_cut():
+    step = autopar.parallelize(dense_step, cluster="8:a100-80g", planner=autopar.Zero(3))
+    with pytest.warns(UserWarning, match=r"stay whole on every device.*float32\[7,9\]"):
+        step.plan(dense_state(7, 9), jnp.zeros((16, 7)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 24), min_size=0, max_size=3),
+    st.lists(st.sampled_from([2, 3, 4, 5, 6, 8]), min_size=0, max_size=2),
+)
+def test_the_most_parts_are_those_of_the_best_placement(shape: list[int], sizes: list[int]):
+    def parts(seats: tuple[int | None, ...]) -> int:
+        cut = [math.prod(s for s, seat in zip(sizes, seats, strict=True) if seat == d) for d in range(len(shape))]
+        divides = all(size % by == 0 for size, by in zip(shape, cut, strict=True))
+        return math.prod(cut) if divides else 1
+
+    assert most_parts(shape, sizes) == max(map(parts, itertools.product((None, *range(len(shape))), repeat=len(sizes))))
+
+
+def test_a_second_axis_is_there_for_what_one_does_not_divide():
+    matrix = TensorType(shape=(20480, 61440), dtype="float32")
+    assert zero_sizes([matrix], 1024) == (1024,)
+    assert zero_sizes([matrix, TensorType(shape=(7,), dtype="float32")], 1024) == (1024,)
+    assert math.prod(zero_sizes([matrix], 1120)) == 1120
+    assert most_parts(matrix.shape, zero_sizes([matrix], 1120)) == 160
+    assert zero_sizes([TensorType(shape=(7, 9), dtype="float32")], 8) == (8,)
+    assert zero_sizes([], 12) == (12,)
