@@ -16,6 +16,7 @@ from passes.ir import Graph, Node, TensorType
 from passes.mesh import Mesh
 from passes.phases import Phase, phase
 from passes.resharding import Step
+from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
 
 FREE = frozenset({"broadcast_in_dim", "iota"})
@@ -84,6 +85,22 @@ def is_free(graph: Graph, node: int) -> bool:
     return made.primitive in FREE and all(value in graph.literals for value in made.inputs)
 
 
+def weights(graph: Graph) -> frozenset[int]:
+    """The inputs, and what the forward pass makes of one of them alone in its size: a weight that is cast, say.
+
+    The backward pass may bring them anew.
+    """
+    found = set(graph.inputs)
+    for node in graph.nodes:
+        arrays = [v for v in node.inputs if v not in graph.literals]
+        if len(arrays) != 1 or len(node.outputs) != 1 or arrays[0] not in found or phase(node) == "backward":
+            continue
+        made = node.outputs[0]
+        if graph.types[made].size == graph.types[arrays[0]].size and rule_of(node, graph).light:
+            found.add(made)
+    return frozenset(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The moves `before` each node, [nodes + 1], the last to bring the outputs where they belong; `bodies` by node."""
@@ -112,7 +129,7 @@ class _Moving:
 
     def __init__(self, graph: Graph, layout: Layout, resharder: Steps, refetch: bool) -> None:
         self.graph, self.layout, self.resharder, self.refetch = graph, layout, resharder, refetch
-        self.weights = frozenset(graph.inputs)
+        self.weights = weights(graph) if refetch else frozenset[int]()
         self.home: dict[int, ShardingSpec] = dict(zip(graph.inputs, layout.inputs, strict=True))
         self.home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
         self.free: set[int] = set()

@@ -18,6 +18,7 @@ from passes.collector import uncollected
 from passes.control import Control, Slot
 from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
+from passes.moves import weights
 from passes.resharding import Resharder
 from passes.sharding import ShardingSpec, replicated
 from passes.sharding_problem import Edge, Floats, Indices, Memory, ShardingProblem
@@ -127,10 +128,17 @@ class _Builder:
     groups: dict[tuple[int, int, bool], int] = field(default_factory=dict)
     reads: dict[int, list[int]] = field(default_factory=dict)
     ports: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
+    weights: dict[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def common(self) -> _Common:
         return self.resharder.kept(_Common)
+
+    def _weights(self, graph: Graph) -> frozenset[int]:
+        """The values that the backward pass fetches again."""
+        if id(graph) not in self.weights:
+            self.weights[id(graph)] = weights(graph) if self.refetch else frozenset()
+        return self.weights[id(graph)]
 
     def _node(self, seconds: Floats, kind: str) -> int:
         self.seconds.append(seconds)
@@ -230,7 +238,7 @@ class _Builder:
             self.seconds[target] += region.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
             # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
-            share = (region.number, value, self.refetch and late and value in graph.inputs)
+            share = (region.number, value, late and value in self._weights(graph))
             self.edges.append(
                 Edge(
                     source=border.node,

@@ -18,6 +18,7 @@ from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
 from passes.ir import Graph
 from passes.microbatch import loop_of, microbatch_stacks
+from passes.moves import weights
 from passes.phases import phase
 from passes.problem import Assembly, Region
 from passes.sharding import ShardingSpec
@@ -107,17 +108,27 @@ def _shared(graph: Graph, returned: Collection[int], stacks: Collection[int]) ->
 
 
 def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
-    """The weights of a region and of those inside it: a parameter's slice in a loop has a dimension less."""
-    found = {(region.number, value): rank for value, rank in entering.items()}
+    """The weights of a region and of those inside it: a parameter's slice in a loop has a dimension less.
+
+    What a loop stacks of its weights, casts that it keeps for the backward pass, is a weight again.
+    """
+    found, known = {(region.number, value): rank for value, rank in entering.items()}, dict(entering)
     for index, joint in region.joints.items():
+        node, control = region.graph.nodes[index], joint.control
         slots: dict[int, int] = {}
-        for value, wire in zip(region.graph.nodes[index].inputs, joint.control.operands, strict=True):
-            if (source := origin(region, value, entering)) is not None and not joint.control.slots[wire.slot].carry:
-                slots[wire.slot] = entering[source] - wire.stacked
+        for value, wire in zip(node.inputs, control.operands, strict=True):
+            if (source := origin(region, value, known)) is not None and not control.slots[wire.slot].carry:
+                slots[wire.slot] = known[source] - wire.stacked
                 found[region.number, source] = slots[wire.slot]
-        for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
-            inputs = zip(body.graph.inputs, body.inputs, strict=True)
-            found |= _weights(inner, {v: slots[slot] for v, slot in inputs if slot in slots})
+        for body, inner in zip(control.bodies, joint.bodies, strict=True):
+            inside = {v: slots[slot] for v, slot in zip(body.graph.inputs, body.inputs, strict=True) if slot in slots}
+            found |= _weights(inner, inside)
+            for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
+                if control.slots[slot].stacked and (source := origin(inner, value, inside)) is not None:
+                    slots[slot] = inside[source]
+        for value, wire in zip(node.outputs, control.results, strict=True):
+            if wire.stacked and wire.slot in slots:
+                known[value], found[region.number, value] = slots[wire.slot] + 1, slots[wire.slot]
     return found
 
 
@@ -209,15 +220,17 @@ def _restrict(
             seconds[node] = np.where(few, seconds[node], np.inf)
 
     for region in root.all():
+        made: dict[int, list[tuple[Value, Sequence[ShardingSpec]]]] = defaultdict(list)
+        for value, border in region.borders.items():
+            made[border.node].append(((region.number, value), border.specs))
         for b, table in enumerate(region.tables):
             absorbed = {v: region.borders[v].specs for v in region.grouping.bundles[b].inputs}
             kept = [
                 allows(region, b, strategy) and all(allows_input(v, specs[s]) for v, specs in absorbed.items())
                 for s, strategy in enumerate(table.strategies)
             ]
-            nbytes = [
-                sum(held((region.number, v), specs[s]) for v, specs in absorbed.items()) for s in range(len(kept))
-            ]
+            ours = made[region.first + b]
+            nbytes = [sum(held(value, specs[s]) for value, specs in ours) for s in range(len(kept))]
             keep(region.first + b, kept, nbytes)
         for joint in region.joints.values():
             for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
@@ -225,9 +238,11 @@ def _restrict(
                     border, where = joint.slots[slot], (inner.number, value)
                     kept = [allows_slot(where, spec) for spec in border.specs]
                     keep(border.node, kept, [held(where, spec) for spec in border.specs])
-            for slot, border in zip(joint.control.slots, joint.slots, strict=True):
-                if slot.stacked:
-                    keep(border.node, [allows_stacked(spec) for spec in border.specs], [0.0] * len(border.specs))
+                for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
+                    border, where = joint.slots[slot], (inner.number, inner.grouping.roots.get(value, value))
+                    if joint.control.slots[slot].stacked:
+                        kept = [allows_stacked(spec) for spec in border.specs]
+                        keep(border.node, kept, [held(where, spec) for spec in border.specs])
     for value in root.grouping.loose:
         border, where = root.borders[value], (root.number, value)
         keep(border.node, [allows_input(value, spec) for spec in border.specs], [held(where, s) for s in border.specs])
@@ -282,6 +297,7 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
         sharded = {(root.number, v) for v in found.state | (found.parameters if stage == 3 else frozenset[int]())}
         if stage == 3:
             sharded |= found.weights.keys()
+            sharded |= {(region.number, v) for region in root.all() for v in _made_of_weights(region, found)}
 
         def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
             node = region.first + bundle
@@ -299,6 +315,14 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
         return _restrict(assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, held=held)
 
     return restrict
+
+
+def _made_of_weights(region: Region, found: Roles) -> Iterator[int]:
+    """What a region makes of one weight, a cast for one: it is a weight as well, cut as that is and fetched for use."""
+    own = {value: rank for (where, value), rank in found.weights.items() if where == region.number}
+    for value in sorted(weights(region.graph) & region.borders.keys()):
+        if origin(region, value, own) is not None:
+            yield value
 
 
 def megatron(assembly: Assembly) -> Assembly:

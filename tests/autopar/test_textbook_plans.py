@@ -94,8 +94,20 @@ def test_data_parallelism_reduces_after_the_last_microbatch(name: str):
 def test_zero_fetches_weights_and_no_activation(name: str, recomputing: str):
     plan, params = planned(MODELS[name], autopar.Zero(3), recomputing=recomputing)
     assert kinds(plan) <= {"all_gather", "all_reduce", "reduce_scatter"}
-    assert sent(plan, "all_gather") <= 2 * nbytes(params)
+    embedding = max(nbytes(leaf) for leaf in jax.tree.leaves(params) if leaf.ndim == 2)  # looked up, and multiplied by
+    assert sent(plan, "all_gather") <= 2 * nbytes(params) + embedding
     assert sent(plan, "all_reduce") + 8 * sent(plan, "reduce_scatter") <= nbytes(params) + METRICS_NBYTES
+
+
+@pytest.mark.parametrize("recomputing", ["plain", "jax.checkpoint"])
+@pytest.mark.parametrize("name", ["gpt", "llama-scan"])
+def test_zero_fetches_half_precision_weights_once_forward_and_once_backward(name: str, recomputing: str):
+    """Casts are cut as what they are made of: gathered in 2 bytes of 4, and not kept whole for the backward pass."""
+    plan, params = planned(MODELS[name], autopar.Zero(3), recomputing=recomputing, dtype="bfloat16")
+    embeddings = nbytes([leaf for leaf in jax.tree.leaves(params) if leaf.shape == (16, 16)])
+    matrices = nbytes([leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1])
+    gathered = sum(c.nbytes * c.count for c in plan.collectives if (c.kind, c.dtype) == ("all_gather", "bfloat16"))
+    assert 0.9 * (matrices - embeddings) <= gathered <= matrices + embeddings
 
 
 @pytest.mark.parametrize("recomputing", RECOMPUTING)
