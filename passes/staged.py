@@ -146,7 +146,7 @@ class StagedSearch:
             if over is None or (best is not None and best.is_interrupted):
                 break
             limit *= LESS * min(1.0, self.limit / over)
-        if best is None:
+        if best is None and math.isinf(beneath):
             best, _ = self._best(self._drafts(None, 0.0, beneath)[:MOST_UNFIT], beneath, crew)
         return best
 
