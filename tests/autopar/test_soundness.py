@@ -25,9 +25,10 @@ from passes.moves import Placement
 from passes.rules import known_primitives, rule_of
 from passes.sharding import ShardingSpec
 from tests.autopar.rule_cases import ABSENT, Case, cases
+from tests.sample import slow
 
-SAMPLE = 12
-"""At most so many ways to cut a node along both axes at once."""
+SAMPLE, MANY = 5, 24
+"""At most so many ways to cut a node along both axes at once, in every run and in a slow one."""
 
 MOVEMENT = frozenset(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather neg pad reshape rev select_n slice "
@@ -49,14 +50,15 @@ with jax.enable_x64(True):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pieces_make_the_whole(case: Case) -> None:
+@pytest.mark.parametrize("most", [SAMPLE, slow(MANY)])
+def test_pieces_make_the_whole(case: Case, most: int) -> None:
     with jax.enable_x64(True):
         traced = trace(case.function, case.args, {})
         values = evaluate(traced, case.args)
         indices = [i for i, node in enumerate(traced.graph.nodes) if node.primitive == case.primitive]
         assert indices, f"the case does not use {case.primitive}:\n{traced.graph}"
         for index in indices:
-            check(list(cuts(traced, index)), traced, values)
+            check(list(cuts(traced, index, most)), traced, values)
 
 
 def test_every_rule_has_a_case() -> None:
@@ -131,14 +133,14 @@ def evaluate(traced: Traced, args: tuple[object, ...]) -> dict[int, jax.Array]:
     return values
 
 
-def cuts(traced: Traced, index: int) -> Iterator[Cut]:
+def cuts(traced: Traced, index: int, most: int = SAMPLE) -> Iterator[Cut]:
     """The legal ways to cut a node: all along one axis, which are those of a mesh of two, and a sample along both."""
     node = traced.graph.nodes[index]
     rule = rule_of(node, traced.graph)
     found = rule.assignments(MESH)
     along_x = [a for a in found if all(axis == "x" for axis, _ in a)]
     along_both = [a for a in found if len(a) == 2]
-    count = min(SAMPLE, len(along_both))
+    count = min(most, len(along_both))
     picked = np.random.default_rng(0).choice(len(along_both), count, replace=False) if count else []
     for assignment in (*along_x, *(along_both[i] for i in picked)):
         placement = Placement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -108,6 +109,31 @@ def test_what_is_kept_computes_what_was_asked_for(seed: int) -> None:
     found = kept(operations, given)
     for made, value in wanted.items():
         np.testing.assert_allclose(found[made], value, rtol=1e-9, err_msg=str(operations[made]))
+
+
+def test_two_transposes_are_one() -> None:
+    whole = np.arange(24.0).reshape(2, 3, 4)
+    for first, second in itertools.product(itertools.permutations(range(3)), repeat=2):
+        operations = Operations()
+        given = {operations.add("input", (), whole.shape, "float32", 0): whole}
+        made = operations.transpose(operations.transpose(0, first), second)
+        np.testing.assert_array_equal(kept(operations, given)[made], whole.transpose(first).transpose(second))
+
+
+def test_two_broadcasts_are_one() -> None:
+    row = np.arange(4.0)
+    for inner, outer in itertools.product(((0,), (1,)), itertools.combinations(range(3), 2)):
+        operations = Operations()
+        given = {operations.add("input", (), row.shape, "float32", 0): row}
+        sizes = {inner[0]: 4, 1 - inner[0]: 3}
+        square = operations.broadcast(0, (sizes[0], sizes[1]), inner)
+        shape = [2, 2, 2]
+        shape[outer[0]], shape[outer[1]] = sizes[0], sizes[1]
+        made = operations.broadcast(square, tuple(shape), outer)
+        place = [1, 1, 1]
+        place[outer[inner[0]]] = 4
+        np.testing.assert_array_equal(kept(operations, given)[made], np.broadcast_to(row.reshape(place), shape))
+        assert operations[made].operands == (0,)
 
 
 def test_equal_operations_are_one() -> None:
