@@ -20,8 +20,6 @@ from autopar.hlo import UNCOMBINED
 from autopar.verify import verify
 from models import gpt
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
-
 BATCH = 16
 STEPS = 5
 PLANNERS: dict[str, Any] = {
@@ -177,6 +175,7 @@ def test_gpt_equals_jit(planner: str, dtype: str, dropout: float, optimizer: str
 
 
 @pytest.mark.parametrize("planner", [pytest.param("data_parallel", marks=pytest.mark.slow), "zero"])
+@pytest.mark.usefixtures("as_users_compile")
 def test_remat_equals_jit(planner: str):
     with jax.enable_x64(True):
         training = gpt_training("float64", 0.0, "sgd", remat=True)
