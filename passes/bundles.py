@@ -24,13 +24,15 @@ class Bundle:
 
     Classes are kept as their representatives: classes that become one are renamed wherever they stand.
     `value_classes` covers values that members read from elsewhere too: two readers of one value agree on its
-    dimensions, on whichever side of a barrier they stand. A `rooted` bundle transforms graph inputs only. Built up by
-    `group` and not changed afterwards.
+    dimensions, on whichever side of a barrier they stand. A `rooted` bundle transforms graph inputs only. One that
+    `adds` only adds up what heavy operators make, and what reads the sum is another: so summands may be added first and
+    reduced once, before the rest cuts the sum. Built up by `group` and not changed afterwards.
     """
 
     phase: Phase
     light: bool
     rooted: bool = True
+    adds: bool = False
     members: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -135,7 +137,7 @@ class _Grouper:
         self.home: dict[int, int] = {}
         self.roots: dict[int, int] = {}
         self.free: set[int] = set()
-        self.followers: dict[tuple[int, Phase], int] = {}
+        self.followers: dict[tuple[int, Phase, bool], int] = {}
         self.outputs = frozenset(graph.outputs)
         once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in self.outputs)
         self.single = {v for v in once if not inside and graph.consumers[v][0] not in controls}
@@ -197,20 +199,28 @@ class _Grouper:
         scalar = self._is_scalar(index)
         if len(made) > 1:
             made = sorted(made, key=self._rank, reverse=True) if scalar else [max(made, key=self._rank)]
+        adds = not scalar and self._adds(index, operands, when)
         for value in made:
             made_by = self.home.get(value)
             bundle = self.bundles[made_by] if made_by is not None else None
-            if bundle and bundle.light and bundle.phase == when:
+            if bundle and bundle.light and bundle.phase == when and bundle.adds == adds:
                 if scalar and any(bundle.value_classes.values()):
                     continue
                 return made_by
             if not scalar:
-                key = (value, when)
+                key = (value, when, adds)
                 if key not in self.followers:
-                    self.bundles.append(Bundle(phase=when, light=True))
+                    self.bundles.append(Bundle(phase=when, light=True, adds=adds))
                     self.followers[key] = len(self.bundles) - 1
                 return self.followers[key]
         return None
+
+    def _adds(self, index: int, operands: Sequence[int], when: Phase) -> bool:
+        """Whether a node adds up what heavy operators of its own phase make, or sums of that."""
+        if not self.rules[index].adds:
+            return False
+        homes = [self.bundles[home] if (home := self.home.get(value)) is not None else None for value in operands]
+        return all(home and home.phase == when and (home.adds or not home.light) for home in homes)
 
     def _rank(self, value: int) -> tuple[int, bool, int]:
         home = self.home.get(value)

@@ -326,7 +326,7 @@ def _made_of_weights(region: Region, found: Roles) -> Iterator[int]:
 
 
 def megatron(assembly: Assembly) -> Assembly:
-    """Only strategies that cut the batch over `data` and every weight matrix over `tensor`."""
+    """Only strategies that cut the batch over `data` and every matrix that is multiplied or looked up over `tensor`."""
     axes = assembly.mesh.axes
     if "tensor" not in axes:
         return data_parallel(assembly)
@@ -334,7 +334,8 @@ def megatron(assembly: Assembly) -> Assembly:
     if "data" in axes:
         _check_batch(assembly, found.batch, ("data",))
     weighty = {region.first + b: own for region in assembly.root.all() for b, own in _weight_classes(region, found)}
-    matrices = {v for v in found.parameters if found.weights[assembly.root.number, v] > 1}
+    multiplied = _multiplied(assembly.root, found)
+    matrices = {value for value in multiplied if found.weights[value] > 1}
 
     def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
         node = region.first + bundle
@@ -350,12 +351,29 @@ def megatron(assembly: Assembly) -> Assembly:
             return ("data" not in axes or "data" in spec.dims[found.batch[value]]) and not _cut(spec, "tensor")
         if "data" in axes and _cut(spec, "data"):
             return False
-        return value not in matrices or _cut(spec, "tensor")
+        return (assembly.root.number, value) not in matrices or _cut(spec, "tensor")
 
     def allows_slot(value: Value, spec: ShardingSpec) -> bool:
-        return found.weights.get(value, 0) < 2 or _cut(spec, "tensor")
+        return value not in matrices or _cut(spec, "tensor")
 
     return _restrict(assembly, allows, allows_input, allows_slot)
+
+
+def _multiplied(region: Region, found: Roles) -> set[Value]:
+    """The weights that heavy operators read; a table of positions, which is merely added, is none of them."""
+    graph, grouping, here = region.graph, region.grouping, region.number
+    weights = {value for where, value in found.weights if where == here}
+    read = [v for b in grouping.bundles if not b.light for member in b.members for v in graph.nodes[member].inputs]
+    for index, joint in region.joints.items():
+        inside = set[Value]().union(*(_multiplied(inner, found) for inner in joint.bodies))
+        bodies = zip(joint.control.bodies, joint.bodies, strict=True)
+        entering = [(n.number, v, slot) for b, n in bodies for v, slot in zip(b.graph.inputs, b.inputs, strict=True)]
+        slots = {slot for number, value, slot in entering if (number, value) in inside}
+        operands = zip(graph.nodes[index].inputs, joint.control.operands, strict=True)
+        read += [value for value, wire in operands if wire.slot in slots]
+    return {(here, source) for v in read if (source := origin(region, v, weights)) is not None}.union(
+        *(_multiplied(inner, found) for joint in region.joints.values() for inner in joint.bodies)
+    )
 
 
 def _weight_classes(region: Region, found: Roles) -> Iterator[tuple[int, frozenset[int]]]:

@@ -54,6 +54,11 @@ class ShardingRule:
     pieces: tuple[int | None, ...] = ()
     pinned: tuple[tuple[ShardingSpec, ...], ...] = ()
 
+    @property
+    def adds(self) -> bool:
+        """Whether the result is a sum of all operands, which may then be partial together."""
+        return any(not f.size and len(f.partial) == len(self.operands) > 1 for f in self.factors)
+
     def operand_spec(self, operand: int, assignment: Assignment) -> ShardingSpec:
         """The placement in which `operand` must arrive when each axis of `assignment` cuts its factor."""
         if self.pinned:

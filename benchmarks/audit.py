@@ -1,0 +1,357 @@
+"""Every collective of every plan beside what the textbook sends: `python -m benchmarks.audit --help`.
+
+Models are planned from shapes alone, so no device is needed. `benchmarks.causes` says what each collective is for,
+`benchmarks.textbook` derives what data parallelism, ZeRO and Megatron send for the same program; what a plan sends
+beyond that, in more time and in more bytes, is unexplained, and named with its tensor, line and share of the step.
+
+`Auto` mixes those parallelisms and trades sending for computing, so no textbook lists its collectives. It must keep
+what holds of all of them (a parameter is brought once in each phase, a gradient and a sum over the batch are reduced
+once, nothing is reduced that is only added to what is reduced too), and its step must take no longer than that of the
+best textbook plan: the plan by hand less whatever is unexplained in it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.trace import Traced
+from benchmarks.causes import Program, Sent
+from benchmarks.textbook import Allowed, Style, Verdict, best_of, by_cause, by_phase, judge, judge_any, payload
+from benchmarks.trainings import MODELS, make_state, make_step
+from benchmarks.zoo import models
+from passes import quantities
+from passes.devices import parse_cluster
+from passes.errors import PlanningError
+from passes.plan import Plan
+
+CLUSTERS = ("8:a100-80g", "2x8:a100-80g", "8x8:h100", "8:tpu-v5e")
+PLANNERS = ("dp", "zero1", "zero2", "zero3", "megatron", "auto")
+DTYPES = ("float32", "bfloat16")
+
+TOKENS: dict[str, Any] = {"vocab_size": 32768, "sequence_length": 512, "hidden": 1024, "heads": 64, "layers": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt": TOKENS,
+    "llama": TOKENS | {"kv_heads": 64, "mlp": 2816},
+    "bert": TOKENS,
+    "transformer": TOKENS | {"layers": 1},
+    "moe": TOKENS | {"experts": 64, "group_size": 512, "mlp_factor": 2},
+    "wide-resnet": {"base_channels": 64, "classes": 64, "width_factor": 4},
+    "alexnet": {"image_size": 224, "channels": (64, 192, 384, 256, 256), "hidden": 4096, "classes": 1024},
+    "dlrm": {"rows": (65536, 32768), "dense_features": 64, "bottom": (512, 64), "top": (1024, 512, 64)},
+}
+"""What is changed of a model of the zoo: sizes of real layers, which 64 devices divide, few of them."""
+
+BATCH = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A program, a cluster and a planner by name."""
+
+    model: str
+    remat: bool
+    dtype: str
+    cluster: str
+    planner: str
+
+    def __str__(self) -> str:
+        remat = " remat" if self.remat else ""
+        return f"{self.model}{remat} {self.dtype} on {self.cluster} by {self.planner}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One cause of a plan's collectives: what is planned and what the textbook sends."""
+
+    role: str
+    phase: str
+    axes: str
+    kinds: str
+    count: int
+    nbytes: int
+    seconds: float
+    textbook_count: int
+    textbook_nbytes: int
+    textbook_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unexplained:
+    """A collective that the textbook does not need."""
+
+    role: str
+    tensor: str
+    layer: str
+    phase: str
+    kind: str
+    axes: str
+    count: int
+    nbytes: int
+    where: str
+    surplus_seconds: float
+    share: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited:
+    """A case's plan by cause, and what of it is unexplained."""
+
+    case: Case
+    mesh: str
+    step_seconds: float
+    lines: tuple[Line, ...]
+    unexplained: tuple[Unexplained, ...]
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.audit",
+        description="Plan every model for every cluster under every planner and print its collectives by cause beside "
+        "what the textbook sends. Exits with 1 if the textbook does not need some of them.",
+        epilog="example: python -m benchmarks.audit --model gpt --cluster 8:a100-80g --planner dp,zero3 --causes",
+    )
+    parser.add_argument("--model", default=tuple(MODELS), type=models, metavar="A,B", help="(default: all)")
+    parser.add_argument(
+        "--cluster", default=CLUSTERS, type=listed, metavar="A,B", help=f"(default: {','.join(CLUSTERS)})"
+    )
+    parser.add_argument(
+        "--planner",
+        default=PLANNERS,
+        type=planners,
+        metavar="A,B",
+        help=f"of {', '.join(PLANNERS)}, megatron:DATAxTENSOR (default: all; megatron as wide as a host)",
+    )
+    parser.add_argument(
+        "--dtype", default=DTYPES, type=listed, metavar="A,B", help="of the computation; parameters are float32"
+    )
+    parser.add_argument("--remat", choices=("off", "on", "both"), default="both", help="(default: %(default)s)")
+    parser.add_argument("--limit", type=int, metavar="N", help="so many cases at most")
+    parser.add_argument(
+        "--causes", action="store_true", help="print all collectives by cause, not only the unexplained"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser.parse_args(argv)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The words of a list."""
+    return tuple(text.split(","))
+
+
+def planners(text: str) -> tuple[str, ...]:
+    """The planners that `text` lists. Raises ArgumentTypeError for one that is not there."""
+    names = listed(text)
+    if unknown := [name for name in names if name.partition(":")[0] not in PLANNERS]:
+        raise argparse.ArgumentTypeError(f"no planner is called {unknown[0]!r}; there are {', '.join(PLANNERS)}")
+    return names
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """The grid that the command line asks for; recomputation only where a model has it."""
+    for model, remat, dtype, cluster, planner in product(
+        args.model, (False, True), args.dtype, args.cluster, args.planner
+    ):
+        wanted = args.remat == "both" or remat == (args.remat == "on")
+        if wanted and (not remat or hasattr(MODELS[model].config, "remat")):
+            yield Case(model=model, remat=remat, dtype=dtype, cluster=cluster, planner=planner)
+
+
+def planner_of(name: str, cluster: str) -> Any:
+    """The planner of that name; Megatron cuts weights over the devices of a host, or over half of a lone host's."""
+    kind, _, sizes = name.partition(":")
+    group = parse_cluster(cluster).group()
+    if kind == "megatron":
+        tensor = group.devices_per_host if group.hosts > 1 else group.devices_per_host // 2
+        data, tensor = map(int, sizes.split("x")) if sizes else (group.hosts * group.devices_per_host // tensor, tensor)
+        return autopar.Megatron(data=data, tensor=tensor)
+    if kind == "auto":
+        return autopar.Auto()
+    return autopar.Zero(int(kind[-1])) if kind.startswith("zero") else autopar.DataParallel()
+
+
+class Planned:
+    """A model's train step with its plans, each made once."""
+
+    def __init__(self, model: str, remat: bool, dtype: str, batch: int = BATCH) -> None:
+        entry, optimizer = MODELS[model], optax.adamw(1e-3)
+        sizes = SIZES[model.removesuffix("-scan")]
+        config = replace(entry.config, **sizes, dtype=dtype, **({"remat": True} if remat else {}))
+        self.step = make_step(entry.module, config, optimizer)
+        state = jax.eval_shape(partial(make_state, entry.module, config, optimizer), jax.random.key(0))
+        self.given = state, jax.eval_shape(partial(entry.module.example_batch, config, batch), jax.random.key(1))
+        self.plans: dict[tuple[str, str], tuple[Traced, Plan]] = {}
+
+    def program(self, cluster: str, planner: str) -> Program:
+        """The step as planned. Raises PlanningError where the planner cannot."""
+        if (cluster, planner) not in self.plans:
+            chosen = planner_of(planner, cluster)
+            parallel = autopar.parallelize(self.step, cluster=cluster, planner=chosen, donate_argnums=(0,))
+            self.plans[cluster, planner] = parallel.trace(*self.given), parallel.plan(*self.given)
+        traced, plan = self.plans[cluster, planner]
+        return Program(graph=traced.graph, plan=plan, tied=traced.tied)
+
+    def verdict(self, cluster: str, planner: str) -> tuple[Program, Verdict]:
+        """What is unexplained in a plan."""
+        program = self.program(cluster, planner)
+        if planner != "auto":
+            return program, judge(program, style_of(planner, program))
+        hands = {name: self.verdict(cluster, name) for name in PLANNERS if name != "auto"}
+        verdict = judge_any(program)
+        best_of(program, {name: p.plan.step_seconds - v.surplus_seconds for name, (p, v) in hands.items()}, verdict)
+        return program, verdict
+
+
+def style_of(planner: str, program: Program) -> Style:
+    """The textbook that a planner by hand follows."""
+    axes = program.mesh.axes
+    return Style(
+        stage=int(planner[-1]) if planner.startswith("zero") else 0,
+        data=tuple(axis for axis in axes if axis != "tensor"),
+        tensor=tuple(axis for axis in axes if axis == "tensor"),
+    )
+
+
+def audited(case: Case, planned: Planned) -> Audited:
+    """One case. Raises PlanningError where its planner cannot plan it."""
+    program, verdict = planned.verdict(case.cluster, case.planner)
+    plan = program.plan
+    return Audited(
+        case=case,
+        mesh=str(plan.mesh),
+        step_seconds=plan.step_seconds,
+        lines=tuple(lines(program, verdict.allowed)),
+        unexplained=tuple(
+            Unexplained(
+                role=f.sent.role,
+                tensor=f.sent.tensor,
+                layer=f.sent.layer,
+                phase=f.sent.phase,
+                kind=f.sent.kind,
+                axes="+".join(f.sent.axes),
+                count=f.sent.count,
+                nbytes=f.sent.nbytes,
+                where=f.sent.where,
+                surplus_seconds=f.surplus_seconds,
+                share=f.surplus_seconds / plan.step_seconds,
+                why=f.why,
+            )
+            for f in sorted(verdict.findings, key=lambda f: -f.surplus_seconds)
+        ),
+    )
+
+
+def lines(program: Program, allowed: Sequence[Allowed]) -> Iterator[Line]:
+    """What is planned by role, phase and axes, beside the textbook."""
+    planned: Mapping[Any, list[Sent]] = by_cause(program.sent())
+    textbook = by_phase(allowed)
+    for key in sorted({*planned, *textbook}):
+        role, phase, axes = key
+        sends, wanted = planned.get(key, []), textbook.get(key)
+        yield Line(
+            role=role,
+            phase=phase,
+            axes="+".join(axes),
+            kinds=", ".join(sorted({s.kind for s in sends})),
+            count=sum(s.count for s in sends),
+            nbytes=sum(payload(s, program.mesh.group(s.axes).ranks) for s in sends),
+            seconds=sum(s.seconds for s in sends),
+            textbook_count=wanted.count if wanted else 0,
+            textbook_nbytes=wanted.nbytes if wanted else 0,
+            textbook_seconds=wanted.seconds if wanted else 0.0,
+        )
+
+
+def causes_table(found: Audited) -> Table:
+    """A plan's collectives by cause."""
+    title = f"{found.case}: {found.mesh}, {quantities.seconds(found.step_seconds)}"
+    table = Table("cause", "phase", "axes", "kinds", title=title, title_justify="left", padding=(0, 0))
+    for name in ("tensors", "bytes", "time", "textbook", "bytes", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found.lines:
+        amounts = (str(one.count), quantities.nbytes(one.nbytes), quantities.seconds(one.seconds))
+        wanted = (
+            str(one.textbook_count),
+            quantities.nbytes(one.textbook_nbytes),
+            quantities.seconds(one.textbook_seconds),
+        )
+        table.add_row(one.role, one.phase, one.axes, one.kinds, *amounts, *wanted)
+    return table
+
+
+def findings(found: Audited) -> Iterator[str]:
+    """What the textbook does not need, a line each, equal ones together."""
+    yield f"unexplained: {found.case}, {found.mesh}, {quantities.seconds(found.step_seconds)}"
+    alike: dict[tuple[str, ...], list[Unexplained]] = defaultdict(list)
+    for one in found.unexplained:
+        alike[one.kind, one.axes, one.role, one.phase, one.where, one.why].append(one)
+    for (kind, axes, role, phase, where, why), same in alike.items():
+        tensors = " ".join(dict.fromkeys(one.tensor for one in same[:3])) + (" ..." if len(same) > 3 else "")
+        nbytes = sum(one.count * one.nbytes for one in same)
+        count, surplus = sum(one.count for one in same), sum(one.surplus_seconds for one in same)
+        yield (
+            f"  {count} x {kind}@{axes}, {role}, {phase}: {tensors} at {where}: {quantities.nbytes(nbytes)}, "
+            f"{quantities.seconds(surplus)} too many, {surplus / found.step_seconds:.1%} of the step; {why}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what the command line asks for; 1 if anything is unexplained."""
+    args = arguments(argv)
+    console, told = Console(highlight=False), Console(stderr=True, highlight=False)
+    grid = list(cases(args))[: args.limit]
+    found: list[Audited] = []
+    refused: dict[str, list[Case]] = defaultdict(list)
+    known: tuple[Any, Planned] | None = None
+    began = time.perf_counter()
+    with told.status("") as status:
+        for done, case in enumerate(grid):
+            bad = sum(bool(one.unexplained) for one in found)
+            status.update(f"{done} of {len(grid)}, {time.perf_counter() - began:.0f} s, {bad} unexplained: {case}")
+            key = case.model, case.remat, case.dtype
+            if known is None or known[0] != key:
+                known = key, Planned(*key)
+            try:
+                found.append(audited(case, known[1]))
+            except PlanningError as error:
+                refused[str(error).splitlines()[0]].append(case)
+                continue
+            if not args.json and (found[-1].unexplained or args.causes):
+                console.print(*([causes_table(found[-1])] if args.causes else []))
+                for text in findings(found[-1]) if found[-1].unexplained else ():
+                    console.print(text, soft_wrap=True, markup=False)
+    bad = [one for one in found if one.unexplained]
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "audited": [asdict(one) for one in found],
+                    "refused": {w: [str(c) for c in cs] for w, cs in refused.items()},
+                },
+                indent=1,
+            )
+        )
+        return bool(bad)
+    for words, those in refused.items():
+        console.print(f"not planned: {', '.join(map(str, those))}: {words}", soft_wrap=True)
+    tensors = sum(len(one.unexplained) for one in bad)
+    console.print(f"{len(found)} plans, {len(bad)} with something unexplained, {tensors} tensors in all")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
