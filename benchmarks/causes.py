@@ -60,7 +60,8 @@ class Sent:
 
     `nbytes` is the result of one on one device. `role` is parameter, gradient, updated parameter, optimizer state,
     activation, activation gradient, statistic (what is reduced over the batch: a loss, a mean) or constant;
-    `parameter` is the input that a parameter, its gradient or its update belongs to, `reader` the node that waits.
+    `parameter` is the input that a parameter, its gradient or its update belongs to. The step is from `before` to
+    `after`.
     """
 
     role: str
@@ -75,8 +76,10 @@ class Sent:
     phase: str
     where: str
     value: Value
-    reader: int | None
     parameter: int | None
+    type: TensorType
+    before: ShardingSpec
+    after: ShardingSpec
 
     @property
     def total_nbytes(self) -> int:
@@ -240,9 +243,9 @@ class Program:
             for index, before in enumerate(region.schedule.before):
                 node = region.graph.nodes[index] if index < len(region.graph.nodes) else None
                 for move in before:
-                    yield from self._steps(region, index, node, move)
+                    yield from self._steps(region, node, move)
 
-    def _steps(self, region: Region, index: int, node: Node | None, move: Move) -> Iterator[Sent]:
+    def _steps(self, region: Region, node: Node | None, move: Move) -> Iterator[Sent]:
         graph, value = region.graph, (region.number, move.value)
         type, spec = graph.types[move.value], move.before
         role, parameter = self.role(value)
@@ -268,8 +271,10 @@ class Program:
                 phase="forward" if at == "apply" and role in ("activation", "statistic", "constant") else at,
                 where=node.source if node else region.end,
                 value=value,
-                reader=index if node else None,
                 parameter=parameter,
+                type=type,
+                before=source,
+                after=spec,
             )
 
     def origins(self, value: Value, axis: str) -> frozenset[Spot]:

@@ -1,0 +1,193 @@
+"""The audit of collectives: it counts as the textbook does, finds nothing in sound plans, and names what is planted."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from benchmarks import audit
+from benchmarks.audit import Planned, style_of
+from benchmarks.causes import Program
+from benchmarks.textbook import EARLY, Style, judge, megatron
+from benchmarks.trainings import MODELS, make_state, make_step
+from passes.sharding import ShardingSpec
+
+CLUSTER = "8:a100-80g"
+
+
+def planned(model, *, remat=False, **sizes):
+    """A model of the zoo in its least sizes, two layers of it, as the audit plans it."""
+    entry, optimizer = MODELS[model], optax.adam(1e-3)
+    config = replace(entry.least, **sizes, **({"remat": True} if remat else {}))
+    state = jax.eval_shape(lambda key: make_state(entry.module, config, optimizer, key), jax.random.key(0))
+    batch = jax.eval_shape(lambda key: entry.module.example_batch(config, 16, key), jax.random.key(1))
+    return Planned(make_step(entry.module, config, optimizer), (state, batch))
+
+
+def dense():
+    """Two dense layers with a mean over the batch between them, by momentum."""
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["up"])
+        return jnp.mean(((hidden - hidden.mean(axis=0)) @ params["down"] - x) ** 2)
+
+    def step(state, x):
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
+        return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), value
+
+    struct = jax.ShapeDtypeStruct
+    params = {"up": struct((256, 1024), jnp.float32), "down": struct((1024, 256), jnp.float32)}
+    return Planned(step, ((params, params), struct((512, 256), jnp.float32)))
+
+
+def edited(program, operator, **placement):
+    """The program under its plan with one operator placed otherwise."""
+    operators = list(program.plan.operators)
+    old = operators[operator]
+    operators[operator] = replace(old, placement=replace(old.placement, **placement))
+    return Program(graph=program.graph, plan=replace(program.plan, operators=tuple(operators)), tied=program.tied)
+
+
+def operator(program, primitive, phase):
+    """The first operator of that primitive in the forward or backward pass."""
+    backward = phase == "backward"
+    nodes = enumerate(program.graph.nodes)
+    return next(i for i, n in nodes if n.primitive == primitive and ("transpose(" in n.scope) == backward)
+
+
+@pytest.mark.parametrize(("model", "remat"), [("gpt", False), ("gpt", True), ("gpt-scan", True)])
+def test_megatron_reduces_twice_a_block_each_way(model, remat):
+    program = planned(model, remat=remat, layers=2).program(CLUSTER, "megatron")
+    found = Counter()
+    for one in megatron(program, Style(data=("data",), tensor=("tensor",))):
+        assert one.axes == ("tensor",)
+        if one.layer.startswith("Block"):
+            assert one.nbytes == one.count * 16 * 8 * 16 * 4 // 2  # [batch/data, sequence, hidden]
+            found[one.phase] += one.count
+    # The table of positions is merely added: it stays whole, and is not gathered.
+    assert not [s for s in program.sent() if s.role == "parameter" and "positions" in s.tensor]
+    # Nothing reads a block's last product again, so JAX recomputes only the first.
+    assert found == {"forward": 4, "backward": 4} | ({"recomputed": 2} if remat else {})
+
+
+def test_every_gradient_is_reduced_once():
+    program, verdict = planned("gpt").verdict(CLUSTER, "dp")
+    sent = [s for s in program.sent() if s.role == "gradient"]
+    assert len(sent) == len(program.parameters)
+    assert {s.parameter for s in sent} == program.parameters
+    assert {(s.role, s.kind) for s in program.sent()} == {("gradient", "all_reduce"), ("statistic", "all_reduce")}
+    assert not verdict.findings
+
+
+@pytest.mark.parametrize(
+    ("planner", "role", "phases"),
+    [
+        ("zero1", "updated parameter", {"apply"}),
+        ("zero3", "parameter", {"forward", "backward"}),
+    ],
+)
+def test_zero_gathers_and_scatters(planner, role, phases):
+    program, verdict = dense().verdict(CLUSTER, planner)
+    gathered = {(s.parameter, s.phase) for s in program.sent() if s.role == role}
+    assert {phase for _, phase in gathered} <= phases
+    assert {parameter for parameter, _ in gathered} == program.parameters
+    wanted = {a.phase: a.count for a in audit.by_phase(verdict.allowed).values() if a.role == role}
+    assert wanted == dict.fromkeys(phases, len(program.parameters))
+    assert not verdict.findings
+
+
+@pytest.mark.parametrize(
+    ("model", "planners"),
+    [
+        ("gpt-scan", ["dp", "zero3", "megatron"]),
+        ("llama", ["zero2", "megatron"]),
+        pytest.param("llama", audit.PLANNERS, marks=pytest.mark.slow),
+    ],
+)
+def test_plans_are_explained(model, planners):
+    plans = planned(model, remat=True, layers=2)
+    for planner in planners:
+        _, verdict = plans.verdict(CLUSTER, planner)
+        assert not verdict.findings, planner
+
+
+def test_a_superfluous_gather_of_an_activation_is_named():
+    program = dense().program(CLUSTER, "dp")
+    at = operator(program, "tanh", "forward")
+    whole = ShardingSpec(dims=((), ()))
+    found = judge(edited(program, at, operands=(whole,), results=(whole,)), style_of("dp", program)).findings
+    (one,) = found
+    assert (one.sent.role, one.sent.kind, one.sent.axes) == ("activation", "all_gather", ("data",))
+    assert one.sent.nbytes == 512 * 1024 * 4
+    assert one.sent.tensor == "dot_general float32[512,1024]"
+    assert "in loss" in one.sent.where or "(dense.<locals>.loss)" in one.sent.where
+    assert one.surplus_seconds == one.sent.seconds > 0
+
+
+def test_a_gathered_parameter_is_named():
+    program = dense().program(CLUSTER, "dp")
+    inputs = list(program.plan.inputs)
+    position = program.graph.input_names.index("state[0]['up']")
+    inputs[position] = ShardingSpec(dims=((), ("data",)))
+    other = Program(graph=program.graph, plan=replace(program.plan, inputs=tuple(inputs)), tied=program.tied)
+    found = judge(other, style_of("dp", program)).findings
+    assert [(f.sent.role, f.sent.tensor, f.sent.kind) for f in found] == [
+        ("parameter", "state[0]['up']", "all_gather"),
+    ]
+
+
+def test_summands_that_are_reduced_each_are_named():
+    program = planned("llama", layers=1).program(CLUSTER, "megatron")
+    style = style_of("megatron", program)
+    assert not judge(program, style).findings
+    nodes = program.graph.nodes
+    heavy = [
+        i
+        for i, n in enumerate(nodes)
+        if n.primitive == "add_any" and program.plan.operators[i].placement.operands[0].partial == ("tensor",)
+    ]
+    old = program.plan.operators[heavy[0]].placement
+    whole = replace(old.results[0], partial=())
+    other = edited(program, heavy[0], operands=(whole, whole), results=(whole,))
+    assert EARLY in {f.why for f in judge(other, style).findings}
+
+
+def test_a_sum_over_the_batch_is_reduced_once():
+    program, verdict = dense().verdict(CLUSTER, "dp")
+    sent = Counter(s.nbytes for s in program.sent() if s.role == "statistic")
+    assert sent == {4: 1, 1024 * 4: 2}  # the loss; the mean, and what its gradient sums
+    assert Counter(a.nbytes for a in verdict.allowed if a.role == "statistic") == sent
+    assert not verdict.findings
+
+
+def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand(monkeypatch, capsys):
+    planned = dense()
+    program = planned.program(CLUSTER, "dp")
+    at = operator(program, "tanh", "forward")
+    whole = ShardingSpec(dims=((), ()))
+    slow = edited(program, at, operands=(whole,), results=(whole,))
+    seconds = dict(slow.plan.seconds) | {"all_gather": sum(s.seconds for s in slow.sent() if s.kind == "all_gather")}
+    planned.plans[CLUSTER, "auto"] = (program, replace(slow.plan, seconds=seconds))
+    monkeypatch.setattr(Planned, "of", classmethod(lambda cls, *key: planned))
+    arguments = ["--model", "gpt", "--cluster", CLUSTER, "--dtype", "float32", "--remat", "off", "--planner"]
+    assert audit.main([*arguments, "auto", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["audited"]
+    worst = found["unexplained"][0]
+    assert (worst["kind"], worst["tensor"]) == ("all_gather", "dot_general float32[512,1024]")
+    assert worst["surplus_seconds"] / found["step_seconds"] == worst["share"]
+    assert audit.main([*arguments, "dp"]) == 0
+    assert "1 plans, 0 with something unexplained" in capsys.readouterr().out
+    assert audit.main([*arguments, "auto", "--causes"]) == 1
+    assert "all_gather@data, activation, forward: dot_general float32[512,1024]" in capsys.readouterr().out
+
+
+def test_an_unknown_planner_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        audit.arguments(["--planner", "dp,zero4"])
+    assert "zero4" in capsys.readouterr().err
