@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "moe": TOKENS | {"experts": 64, "group_size": 512, "mlp_factor": 2},
     "wide-resnet": {"base_channels": 64, "classes": 64, "width_factor": 4},
     "alexnet": {"image_size": 224, "channels": (64, 192, 384, 256, 256), "hidden": 4096, "classes": 1024},
-    "dlrm": {"rows": (65536, 32768), "dense_features": 64, "bottom": (512, 64), "top": (1024, 512, 64)},
+    "dlrm": {"rows": (65536, 32768), "dense_features": 64, "bottom": (512, 64), "top": (1024, 512, 1)},
 }
 """What is changed of a model of the zoo: sizes of real layers, which 64 devices divide, few of them."""
 

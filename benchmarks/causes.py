@@ -253,7 +253,7 @@ class Program:
         maker = graph.nodes[producer] if producer is not None else None
         for step in move.steps:
             source, spec = spec, step.apply(spec)
-            if step.is_local:
+            if step.kind == "slice" or step.kind == "keep":
                 continue
             reduces = step.kind in ("all_reduce", "reduce_scatter")
             placed = maker if reduces and maker is not None else node or maker

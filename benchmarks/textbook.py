@@ -179,7 +179,9 @@ def _parameter(program: Program, style: Style, position: int, role: str, own: Se
         wanted = ("apply",) if style.stage in (1, 2) and scattered else ()
     slots: dict[str, list[Sent]] = {slot: [] for slot in wanted}
     for sent in own:
-        slots.setdefault("backward" if sent.phase == "recomputed" else sent.phase, []).append(sent)
+        # A gradient that is scattered in the loop over layers and gathered after it is reduced all the same.
+        late = role == "gradient" or sent.phase == "recomputed"
+        slots.setdefault("backward" if late else sent.phase, []).append(sent)
     for slot, sends in slots.items():
         trips = max((s.count for s in sends), default=1)
         width = item_nbytes(sends[0].dtype) if len(sends) == 1 else type.item_nbytes

@@ -225,10 +225,12 @@ def _restrict(
             made[border.node].append(((region.number, value), border.specs))
         for b, table in enumerate(region.tables):
             absorbed = {v: region.borders[v].specs for v in region.grouping.bundles[b].inputs}
-            kept = [
-                allows(region, b, strategy) and all(allows_input(v, specs[s]) for v, specs in absorbed.items())
-                for s, strategy in enumerate(table.strategies)
-            ]
+            legal = [allows(region, b, strategy) for strategy in table.strategies]
+            fits = [all(allows_input(v, specs[s]) for v, specs in absorbed.items()) for s in range(len(legal))]
+            # Where an input cannot lie as it should beside what reads it, as running statistics of a batch that is cut,
+            # it gives way.
+            both = [one and other for one, other in zip(legal, fits, strict=True)]
+            kept = both if any(both) else legal
             ours = made[region.first + b]
             nbytes = [sum(held(value, specs[s]) for value, specs in ours) for s in range(len(kept))]
             keep(region.first + b, kept, nbytes)
