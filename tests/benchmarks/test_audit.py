@@ -191,3 +191,23 @@ def test_an_unknown_planner_is_refused(capsys):
     with pytest.raises(SystemExit):
         audit.arguments(["--planner", "dp,zero4"])
     assert "zero4" in capsys.readouterr().err
+
+
+def test_running_statistics_keep_no_layer_from_cutting_the_batch():
+    """Under ZeRO-3, where they would be cut as parameters are: small layers were then computed whole on every device."""
+
+    def loss(params, mean, x):
+        hidden = x @ params
+        now = hidden.mean(axis=0)
+        return jnp.mean((hidden - now) ** 4), 0.9 * mean + 0.1 * now
+
+    def step(state, x):
+        params, mean = state
+        (value, mean), gradient = jax.value_and_grad(loss, has_aux=True)(params, mean, x)
+        return (params - 0.1 * gradient, mean), value
+
+    struct = jax.ShapeDtypeStruct
+    state = struct((64, 512), jnp.float32), struct((512,), jnp.float32)
+    program, verdict = Planned(step, (state, struct((128, 64), jnp.float32))).verdict("2x8:a100-80g", "zero3")
+    assert {s.role for s in program.sent()} <= {"parameter", "updated parameter", "gradient", "statistic"}
+    assert not [f for f in verdict.findings if f.sent.role.startswith("activation")]
