@@ -194,7 +194,7 @@ def test_an_unknown_planner_is_refused(capsys):
 
 
 def test_running_statistics_keep_no_layer_from_cutting_the_batch():
-    """Under ZeRO-3, where they would be cut as parameters are: small layers were then computed whole on every device."""
+    """ZeRO-3 would cut them like parameters; small layers were then computed whole on every device."""
 
     def loss(params, mean, x):
         hidden = x @ params
