@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Self, cast
 
 from passes.errors import ClusterError, explain
@@ -38,6 +38,7 @@ class DeviceSpec:
     dimension than the leading one rearranges its larger side at `strided_bytes_per_second` (0: at no cost).
     Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
     no accelerator of the table has a slower link. 0 says that there is no way.
+    `widened` maps dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
     """
 
     name: str
@@ -50,6 +51,7 @@ class DeviceSpec:
     half_extent: float = 0.0
     strided_bytes_per_second: float = 0.0
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
+    widened: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     def matmul_flops_per_second(self, dtype: str) -> float:
         """The rate that large matrix products of `dtype` reach; an unlisted dtype runs at the slowest listed peak."""
@@ -211,7 +213,8 @@ def _group_json(group: HostGroup) -> dict[str, object]:
 
 def _usual(name: str) -> object:
     """The value of a device's field where nothing is said."""
-    return next(field.default for field in fields(DeviceSpec) if field.name == name)
+    found = next(field for field in fields(DeviceSpec) if field.name == name)
+    return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 def _host_group(read: _Fields) -> HostGroup:
@@ -234,7 +237,7 @@ def _measured(read: _Fields) -> Measured:
     )
 
 
-_SEEN = ("half_extent", "strided_bytes_per_second", "host_bytes_per_second")
+_SEEN = ("half_extent", "strided_bytes_per_second", "host_bytes_per_second", "widened")
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 
 
@@ -257,7 +260,17 @@ def _device(read: _Fields) -> DeviceSpec:
             if "host_bytes_per_second" in read.data
             else {}
         ),
+        widened=_texts(read, "widened"),
     )
+
+
+def _texts(parent: _Fields, name: str) -> dict[str, str]:
+    """A field that maps names to names; nothing where it is not there."""
+    if not isinstance(named := parent.data.get(name, {}), dict):
+        raise parent.wrong(name, "should be an object", 'write {"bfloat16": "float32"}')
+    keys = tuple(cast(Mapping[str, object], named))
+    read = parent.object(name, keys) if keys else None
+    return {key: read.text(key) for key in keys} if read else {}
 
 
 def _link(parent: _Fields, name: str) -> Link:

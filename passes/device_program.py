@@ -15,7 +15,7 @@ from passes.phases import Phase, phase
 from passes.resharding import Step
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, replicated
-from passes.spelling import spell
+from passes.widening import round_to, spell_widened, widen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,11 @@ class DeviceProgram:
     hoisted: tuple[int, ...] = ()
 
 
-UNCHANGING = frozenset({"collective", "transpose", "bitcast", "rearrange"})
-"""Kinds whose chains from the inputs of a loop are followed to see which collectives it need not repeat."""
+IN_PLACE = frozenset({"literal", "bitcast", "broadcast", "iota", "transpose"})
+"""Kinds that XLA leaves inside a loop though they do not change there, as it does with slices."""
+
+FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "update"})
+"""Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
 Inside = Callable[[int, Placement, Mapping[int, object]], None]
 """Sees to the bodies of a control node, by its index, its placement and the numbers that slots hold."""
@@ -54,7 +57,8 @@ class Border:
     """How a body's inputs and outputs hang on what is around it, by position.
 
     Inputs `sliced` are slices of a stack, outputs `stacked` are written into one, `numbers` are what inputs hold in
-    every element, inputs `fixed` are the same in every iteration, output o takes the place of input `carried[o]`.
+    every element, output o takes the place of input `carried[o]`. In a body that is `repeated`, inputs `fixed` are the
+    same in every iteration.
     """
 
     sliced: frozenset[int] = frozenset()
@@ -62,6 +66,7 @@ class Border:
     numbers: Mapping[int, object] = field(default_factory=dict[int, object])
     fixed: tuple[int, ...] = ()
     carried: Mapping[int, int] = field(default_factory=dict[int, int])
+    repeated: bool = False
 
 
 WHOLE = Border()
@@ -73,13 +78,14 @@ def border_of(body: Body, control: Control, known: Mapping[int, object]) -> Bord
     sliced = {wire.slot for wire in control.operands if wire.stacked}
     stacked = {wire.slot for wire in control.results if wire.stacked}
     entering = {slot: position for position, slot in enumerate(body.inputs)}
-    fixed = entering.keys() - sliced - known.keys() - set(body.outputs) if body.share == 1 else set[int]()
+    fixed = entering.keys() - sliced - known.keys() - set(body.outputs)
     return Border(
         sliced=frozenset(entering[slot] for slot in sliced if slot in entering),
         stacked=tuple(position for position, slot in enumerate(body.outputs) if slot in stacked),
         numbers={entering[slot]: number for slot, number in known.items() if slot in entering},
         fixed=tuple(sorted(entering[slot] for slot in fixed)),
         carried={position: entering[slot] for position, slot in enumerate(body.outputs) if slot in entering},
+        repeated=body.share == 1,
     )
 
 
@@ -103,7 +109,9 @@ def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, bo
     outputs = [lowering.written(o) for o in outputs]
     for position in border.stacked:
         outputs[position] = lowering.operations.add("update", (outputs[position],), (0,), "bool", ("stack", position))
-    operations, moved = _hoisted(lowering.operations.every, {lowering.entered[position] for position in border.fixed})
+    operations, moved = lowering.operations.every, list[int]()
+    if border.repeated:
+        operations, moved = _hoisted(operations, {lowering.entered[position] for position in border.fixed})
     operations, place = combined(operations)
     entered = [place[o] for o in lowering.entered]
     return DeviceProgram(
@@ -115,17 +123,24 @@ def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, bo
     )
 
 
-def _hoisted(operations: Sequence[Operation], same: set[int]) -> tuple[Sequence[Operation], list[int]]:
-    """The operations with collectives of what is the `same` in every iteration as inputs, and which those are."""
-    found: list[int] = []
+def _hoisted(operations: list[Operation], same: set[int]) -> tuple[list[Operation], list[int]]:
+    """The operations of a loop with what is the `same` in every iteration as inputs, and which of them it computes.
+
+    Reference: XLA's WhileLoopInvariantCodeMotion, which the CPU compiler runs without a limit on sizes.
+    """
+    moved: set[int] = set()
     replaced = list(operations)
+    found: list[int] = []
     for index, operation in enumerate(operations):
-        if operation.operands and operation.kind in UNCHANGING and same.issuperset(operation.operands):
+        if operation.kind not in FIXTURES and same.issuperset(operation.operands):
             same.add(index)
-            if operation.kind == "collective":
-                found.append(index)
-                replaced[index] = operation._replace(kind="input", operands=())
-    return replaced, found
+            if operation.kind not in IN_PLACE and operation.name not in ("slice", "rev"):
+                moved.add(index)
+        else:
+            found.extend(o for o in operation.operands if o in moved)
+    for index in (kept := dict.fromkeys(found)):
+        replaced[index] = operations[index]._replace(kind="input", operands=())
+    return replaced, list(kept)
 
 
 class _Lowering:
@@ -141,6 +156,7 @@ class _Lowering:
         self.literals: dict[int, int] = {}
         self.entered: list[int] = []
         self.needed = _needed(graph)
+        self.widened = context.mesh.cluster.group().device.widened
         self.types: dict[tuple[int, int], tuple[TensorType, TensorType, ShardingSpec]] = {}
         self.local: dict[tuple[int, int], tuple[TensorType, ...]] = {}
 
@@ -162,7 +178,9 @@ class _Lowering:
         if number is not None:
             made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
         elif sliced:
-            made = self.operations.add("rearrange", (made,), type.shape, type.dtype, "slice")
+            wide = widen(self.operations, made, self.widened)
+            made = self.operations.add("rearrange", (wide,), type.shape, self.operations[wide].dtype, "slice")
+            made = round_to(self.operations, made, type.dtype)
         self.home[value], self.made[value] = spec, made
 
     def bring(self, index: int, due: Sequence[Move]) -> None:
@@ -185,25 +203,26 @@ class _Lowering:
             number = self.operations.number(made)
             if number is not None and (step.kind == "slice" or number == 0):
                 made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
-            elif step.kind == "slice":
-                made = self.operations.add("rearrange", (made,), type.shape, type.dtype, str(step))
-            elif step.kind == "keep":
-                made = self.operations.add("elementwise", (made,), type.shape, type.dtype, str(step))
             else:
-                made = self._sent(made, step, type, move.before.reduction)
+                stepped = self._stepped(widen(self.operations, made, self.widened), step, type.shape, move)
+                made = round_to(self.operations, stepped, type.dtype)
         return made
 
-    def _sent(self, made: int, step: Step, type: TensorType, reduction: str) -> int:
-        """A collective; the dimension that it joins or cuts comes first in memory."""
-        tag = (step.kind, step.axes, reduction, step.dim, step.to_dim)
+    def _stepped(self, made: int, step: Step, shape: tuple[int, ...], move: Move) -> int:
+        """A step of a move; the dimension that a collective joins or cuts comes first in memory."""
+        dtype = self.operations[made].dtype
+        if step.kind in ("slice", "keep"):
+            return self.operations.add(
+                "rearrange" if step.kind == "slice" else "elementwise", (made,), shape, dtype, str(step)
+            )
+        tag = (step.kind, step.axes, move.before.reduction, step.dim, step.to_dim)
         along = {"all_gather": step.dim, "reduce_scatter": step.to_dim}.get(step.kind, -1)
         if along < 0:
-            return self.operations.add("collective", (made,), type.shape, type.dtype, tag)
-        order = (along, *(d for d in range(type.rank) if d != along))
-        made = self.operations.transpose(made, order)
-        shape = tuple(type.shape[d] for d in order)
-        made = self.operations.add("collective", (made,), shape, type.dtype, tag)
-        return self.operations.transpose(made, sorted(range(type.rank), key=order.__getitem__))
+            return self.operations.add("collective", (made,), shape, dtype, tag)
+        order = (along, *(d for d in range(len(shape)) if d != along))
+        moved = tuple(shape[d] for d in order)
+        made = self.operations.add("collective", (self.operations.transpose(made, order),), moved, dtype, tag)
+        return self.operations.transpose(made, sorted(range(len(shape)), key=order.__getitem__))
 
     def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
         """A value in the placement that its reader wants; literals and free values are made for each placement."""
@@ -246,7 +265,7 @@ class _Lowering:
             if placement.bodies and index in self.context.controls:
                 made = self._control(index, placement, operands, results)
             else:
-                made = spell(self.operations, node, operands, results)
+                made = spell_widened(self.operations, node, operands, results, self.widened)
         self.made.update(zip(node.outputs, made, strict=True))
         self.home.update(zip(node.outputs, placement.results, strict=True))
 
@@ -291,7 +310,11 @@ class _Lowering:
         known = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
         self.context.inside(index, placement, known)
         fixed -= known.keys()
-        read = [o for wire, o in zip(control.operands, operands, strict=True) if wire.slot in fixed]
+        read = [
+            widen(self.operations, o, self.widened) if wire.stacked else o  # a whole stack is widened before the loop
+            for wire, o in zip(control.operands, operands, strict=True)
+            if wire.slot in fixed
+        ]
         loop = self.operations.add("loop", (*read, *room), (0,), "bool", index)
         return [
             self.operations.add("part", (one, loop), type.shape, type.dtype, (index, position))

@@ -216,7 +216,9 @@ def _virtual_cpu(cores: int, memory_nbytes: int, devices: int) -> DeviceSpec:
         memory_bytes_per_second=CPU_MEMORY_BYTES_PER_SECOND / devices,
         launch_seconds=6e-6,
         source="measured on 2 cores (Xeon, 2.5 GHz, AVX-512) with 8 virtual devices at once: "
-        "python -m benchmarks.collectives --local; between processes assumed: loopback",
+        "python -m benchmarks.collectives --local; between processes assumed: loopback; "
+        "widened: float-normalization-bf16 in the CPU compiler's pipeline, xla_dump_hlo_pass_re, jaxlib 0.10",
+        widened={"bfloat16": "float32"},
     )
 
 

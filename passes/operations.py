@@ -99,6 +99,7 @@ class Operations:
         self.known: dict[tuple[object, ...], int] = {}
         self.wide: dict[tuple[int, Shape, tuple[int, ...] | None], int] = {}
         self.numbers: dict[int, object] = {}
+        self.before_rounding: dict[int, int] = {}
         self.at = -1
         self.value = -1
 
@@ -140,6 +141,17 @@ class Operations:
     def number(self, operation: int) -> object:
         """The literal that an operation holds everywhere, None for anything else."""
         return self.numbers.get(operation)
+
+    def converted(self, operation: int, dtype: str) -> int:
+        """The operation in another dtype; rounding to bfloat16 takes checks for NaN, which XLA does not do twice."""
+        held = self.every[operation]
+        if held.dtype == dtype:
+            return operation
+        if held.kind == "literal":
+            return self.literal(self.numbers[operation], dtype)
+        type = TensorType(shape=held.shape, dtype=dtype)
+        narrow = dtype == "bfloat16" and held.dtype == "float32"
+        return self.elementwise(f"convert {held.dtype}", (operation,), type, expensive=narrow)
 
     def reshape(self, operation: int, shape: Shape) -> int:
         """The same bytes under another shape."""

@@ -51,12 +51,7 @@ def _same(operations: Operations, node: Node, operands: Sequence[int], results: 
 
 
 def _converted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """To bfloat16 from float32 takes checks for NaN, which XLA does not do twice."""
-    before, after = operations[operands[0]].dtype, results[0].dtype
-    if before == after:
-        return list(operands)
-    narrow = after == "bfloat16" and before == "float32"
-    return [operations.elementwise(f"convert {before}", operands, results[0], expensive=narrow)]
+    return [operations.converted(operands[0], results[0].dtype)]
 
 
 def _divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:

@@ -63,6 +63,7 @@ ORDER = (
     "restrictions",
     "operations",
     "spelling",
+    "widening",
     "combining",
     "device_program",
     "fusion",
