@@ -1,8 +1,9 @@
 """Predicted peak memory against XLA's own analysis, over the model zoo: `python -m benchmarks.memory --help`.
 
-Every model is planned and compiled for 8 virtual CPU devices under each planner, with its blocks recomputed or not and
-in 1 to 8 microbatches. What the plan predicts for one device is held against what XLA's CPU compiler reports:
-arguments, plus outputs, less what they share, plus temporaries. `--zero` holds model states against the ZeRO paper's.
+Every model is planned and compiled for 8 virtual CPU devices under each planner, in float32 and in bfloat16, with its
+blocks recomputed or not and in 1 to 8 microbatches; then twenty functions that are no models. What the plan predicts
+for one device is held against what XLA's CPU compiler reports: arguments, plus outputs, less what they share, plus
+temporaries. `--zero` holds model states against the ZeRO paper's.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.functions import FUNCTIONS, Function
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.zoo import models
 from passes import quantities
@@ -31,7 +33,6 @@ from passes.errors import PlanningError
 from passes.memory import gradient_nbytes
 
 DEVICES = 8
-MEDIAN_TARGET = 0.05
 WORST_TARGET = 0.15
 UNDER_TARGET = 0.05
 
@@ -42,6 +43,8 @@ PLANNERS: dict[str, Callable[[], Any]] = {
     "auto": autopar.Auto,
 }
 COUNTS = (1, 2, 4, 8)
+DTYPES = ("float32", "bfloat16")
+FUNCTION_PLANNERS = frozenset({"dp", "auto"})
 ZERO = Path(__file__).resolve().parents[2] / "shared" / "data" / "published" / "zero.csv"
 V100_NBYTES = 32e9
 STAGES = {"baseline DP": 0, "Pos+g (ZeRO-2)": 2, "Pos+g+p (ZeRO-3)": 3}
@@ -50,12 +53,13 @@ STAGES = {"baseline DP": 0, "Pos+g (ZeRO-2)": 2, "Pos+g+p (ZeRO-3)": 3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A program and how it is planned."""
+    """A program and how it is planned: a model of the zoo that computes in `dtype`, or a function outside it."""
 
     model: str
     planner: str
-    remat: bool
-    microbatches: int
+    remat: bool = False
+    microbatches: int = 1
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,11 @@ class Row:
     def error(self) -> float:
         """How far the prediction is off, of what was measured; negative where it is too low."""
         return sum(self.predicted.values()) / self.measured_nbytes - 1
+
+    @property
+    def misses(self) -> bool:
+        """Whether the prediction is out of bounds."""
+        return not -UNDER_TARGET <= self.error <= WORST_TARGET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +102,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.memory",
         description=f"Plan and compile every model for {DEVICES} virtual CPU devices, and print the planned peak bytes "
-        "of one device beside XLA's own. Targets: median error 5 %, worst 15 %, never 5 % too low.",
+        "of one device beside XLA's own. Targets: at most 15 % too high, never 5 % too low; what misses fails.",
         epilog="example: python -m benchmarks.memory --models gpt,moe --planners dp,zero3 --microbatches 1,4",
     )
     parser.add_argument("--models", default=tuple(MODELS), type=models, metavar="A,B", help="(default: all)")
@@ -103,6 +112,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--microbatches", default=COUNTS, type=counts, metavar="N,M", help="(default: 1,2,4,8; whole models only: 1)"
     )
+    parser.add_argument(
+        "--functions", default=tuple(FUNCTIONS), type=functions, metavar="A,B", help="(default: all), or none"
+    )
+    parser.add_argument("--dtypes", default=DTYPES, type=dtypes, metavar="A,B", help=f"of {', '.join(DTYPES)}")
     parser.add_argument("--remat", choices=("off", "on", "both"), default="both", help="(default: %(default)s)")
     parser.add_argument("--zero", action="store_true", help="instead, the model states of the ZeRO paper, tables 1, 2")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
@@ -111,9 +124,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def planners(text: str) -> tuple[str, ...]:
     """The planners that `text` lists. Raises ArgumentTypeError for one that is not there."""
+    return _listed(text, "planner", PLANNERS)
+
+
+def functions(text: str) -> tuple[str, ...]:
+    """The functions that `text` lists, or none. Raises ArgumentTypeError for one that is not there."""
+    return () if text == "none" else _listed(text, "function", FUNCTIONS)
+
+
+def dtypes(text: str) -> tuple[str, ...]:
+    """The dtypes that `text` lists. Raises ArgumentTypeError for one that is not there."""
+    return _listed(text, "dtype", DTYPES)
+
+
+def _listed(text: str, what: str, known: Collection[str]) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in PLANNERS]:
-        raise argparse.ArgumentTypeError(f"no planner is called {unknown[0]!r}; there are {', '.join(PLANNERS)}")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"no {what} is called {unknown[0]!r}; there are {', '.join(known)}")
     return names
 
 
@@ -124,23 +151,39 @@ def counts(text: str) -> tuple[int, ...]:
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     """The grid that the command line asks for; `remat` is on only where a model has it."""
-    for model, planner, remat, count in product(args.models, args.planners, (False, True), args.microbatches):
+    for model, dtype, planner, remat, count in product(
+        args.models, args.dtypes, args.planners, (False, True), args.microbatches
+    ):
         wanted = args.remat == "both" or remat == (args.remat == "on")
         if wanted and (not remat or hasattr(MODELS[model].config, "remat")):
-            yield Case(model=model, planner=planner, remat=remat, microbatches=count)
+            yield Case(model=model, planner=planner, remat=remat, microbatches=count, dtype=dtype)
+    for name, planner in product(args.functions, args.planners):
+        if planner in FUNCTION_PLANNERS:
+            yield Case(model=name, planner=planner)
+
+
+def program(case: Case) -> Function:
+    """What a case plans: a function outside the zoo, or the training step of a model, from shapes alone."""
+    if case.model in FUNCTIONS:
+        return FUNCTIONS[case.model]
+    model, optimizer = MODELS[case.model], optax.sgd(0.05, momentum=0.9)
+    config = replace(model.config, dtype=case.dtype, **({"remat": True} if case.remat else {}))
+    batch_size = max(model.batch, DEVICES * case.microbatches)
+    state = jax.eval_shape(partial(make_state, model.module, config, optimizer), jax.random.key(0))
+    batch = jax.eval_shape(partial(model.module.example_batch, config, batch_size), jax.random.key(1))
+    return Function(call=make_step(model.module, config, optimizer), arguments=(state, batch), is_step=True)
 
 
 def measure(case: Case) -> Row:
     """One case, planned and compiled from shapes alone. Raises PlanningError where microbatches are not to be had."""
-    model, optimizer = MODELS[case.model], optax.sgd(0.05, momentum=0.9)
-    config = replace(model.config, remat=True) if case.remat else model.config
-    batch_size = max(model.batch, DEVICES * case.microbatches)
-    state = jax.eval_shape(partial(make_state, model.module, config, optimizer), jax.random.key(0))
-    batch = jax.eval_shape(partial(model.module.example_batch, config, batch_size), jax.random.key(1))
-    step = make_step(model.module, config, optimizer)
-    count = case.microbatches if case.microbatches > 1 else None
-    parallel = autopar.parallelize(step, planner=PLANNERS[case.planner](), donate_argnums=(0,), microbatches=count)
-    compiled = parallel.lower(state, batch).compile()
+    planned = program(case)
+    parallel = autopar.parallelize(
+        planned.call,
+        planner=PLANNERS[case.planner](),
+        donate_argnums=planned.donated,
+        microbatches=case.microbatches if case.microbatches > 1 else None,
+    )
+    compiled = parallel.lower(*planned.arguments).compile()
     found = compiled.memory_analysis()
     return Row(
         case=case,
@@ -226,40 +269,44 @@ def _unit(printed: str) -> float:
 def table(rows: Sequence[Row]) -> Table:
     """One case a row."""
     shown = Table(title="peak memory of one device", title_justify="left", padding=(0, 0))
-    for name in ("model", "planner", "remat"):
+    for name in ("program", "dtype", "planner", "remat"):
         shown.add_column(name, no_wrap=True)
     for name in ("microbatches", "predicted", "XLA", "error"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         shown.add_row(
             row.case.model,
+            row.case.dtype,
             row.case.planner,
             "on" if row.case.remat else "off",
             str(row.case.microbatches),
             quantities.nbytes(sum(row.predicted.values())),
             quantities.nbytes(row.measured_nbytes),
             f"{row.error:+.1%}",
-            style="red" if row.error < -UNDER_TARGET or abs(row.error) > WORST_TARGET else None,
+            style="red" if row.misses else None,
         )
     return shown
 
 
 def summary(rows: Sequence[Row]) -> Table:
-    """Errors by model and by planner, and of all: median, worst, and worst that is too low."""
+    """Errors by program, dtype and planner: how many are out of bounds, median, worst, and worst that is too low."""
     shown = Table(title="errors", title_justify="left", padding=(0, 0))
     shown.add_column("", no_wrap=True)
-    for name in ("cases", "median", "worst", "worst under"):
+    for name in ("cases", "out of bounds", "median", "worst", "worst under"):
         shown.add_column(name, justify="right", no_wrap=True)
-    groups = {name: [r.error for r in rows if name in (r.case.model, r.case.planner)] for name in (*MODELS, *PLANNERS)}
-    for name, errors in {**groups, "all": [r.error for r in rows]}.items():
-        if errors:
-            worst, under = max(errors, key=abs), min(0.0, *errors)
+    names = dict.fromkeys((*MODELS, *(r.case.model for r in rows), *DTYPES, *PLANNERS))
+    groups = {name: [r for r in rows if name in (r.case.model, r.case.dtype, r.case.planner)] for name in names}
+    groups["outside the zoo"] = [r for r in rows if r.case.model in FUNCTIONS]
+    for name, members in {**groups, "all": list(rows)}.items():
+        if members:
+            errors = [row.error for row in members]
             shown.add_row(
                 name,
                 str(len(errors)),
+                str(sum(row.misses for row in members)),
                 f"{statistics.median(map(abs, errors)):.1%}",
-                f"{worst:+.1%}",
-                f"{under:+.1%}",
+                f"{max(errors, key=abs):+.1%}",
+                f"{min(0.0, *errors):+.1%}",
             )
     return shown
 
@@ -291,7 +338,7 @@ def _zero(console: Console, as_json: bool) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints what the command line asks for; 1 if a printed value of the ZeRO paper is missed, else 0."""
+    """Prints what the command line asks for; 1 if a prediction is out of bounds or a printed value missed, else 0."""
     args = arguments(argv)
     console = Console(highlight=False)
     jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -306,17 +353,18 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append(measure(case))
             except PlanningError as error:
                 without.setdefault(f"{case.model}: {str(error).splitlines()[0]}", case)
+    missed = sum(row.misses for row in rows)
     if args.json:
-        print(json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1))
-        return 0
+        print(json.dumps([asdict(row) | {"error": row.error, "misses": row.misses} for row in rows], indent=1))
+        return bool(missed)
     console.print(table(rows), summary(rows))
     console.print(
-        f"targets: median {MEDIAN_TARGET:.0%}, worst {WORST_TARGET:.0%}, never {UNDER_TARGET:.0%} too low; XLA: "
-        "arguments + outputs - aliased + temporaries of one device"
+        f"{missed} of {len(rows)} out of bounds: more than {UNDER_TARGET:.0%} too low or {WORST_TARGET:.0%} too high; "
+        "XLA: arguments + outputs - aliased + temporaries of one device"
     )
     for words in without:
         console.print(f"left out: {words}", soft_wrap=True)
-    return 0
+    return bool(missed)
 
 
 if __name__ == "__main__":

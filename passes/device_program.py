@@ -15,6 +15,7 @@ from passes.phases import Phase, phase
 from passes.resharding import Step
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, replicated
+from passes.spelling import joined_by_copies
 from passes.widening import round_to, spell_widened, widen
 
 
@@ -216,6 +217,8 @@ class _Lowering:
                 "rearrange" if step.kind == "slice" else "elementwise", (made,), shape, dtype, str(step)
             )
         tag = (step.kind, step.axes, move.before.reduction, step.dim, step.to_dim)
+        if step.kind == "all_to_all":
+            return self._exchanged(made, step, shape, tag)
         along = {"all_gather": step.dim, "reduce_scatter": step.to_dim}.get(step.kind, -1)
         if along < 0:
             return self.operations.add("collective", (made,), shape, dtype, tag)
@@ -223,6 +226,30 @@ class _Lowering:
         moved = tuple(shape[d] for d in order)
         made = self.operations.add("collective", (self.operations.transpose(made, order),), moved, dtype, tag)
         return self.operations.transpose(made, sorted(range(len(shape)), key=order.__getitem__))
+
+    def _exchanged(self, made: int, step: Step, shape: tuple[int, ...], tag: tuple[object, ...]) -> int:
+        """An all-to-all: pieces are cut out one by one, sent, joined where they were cut, and then brought to place.
+
+        Reference: XLA's AllToAllDecomposer, and what XlaBuilder makes of an all-to-all of arrays.
+        """
+        operations, cut = self.operations, step.to_dim
+        whole, dtype = operations[made].shape, operations[made].dtype
+        count = whole[cut] // shape[cut]
+        parts = [
+            (*whole[:cut], n, *whole[cut + 1 :]) for n in (shape[cut], whole[cut] - shape[cut])
+        ]  # one, and the rest
+        pieces = [operations.add("rearrange", (made,), p, dtype, ("slice", tag, i)) for i, p in enumerate(parts)]
+        sent = operations.add("collective", pieces, (0,), dtype, (*tag, pieces[0]))
+        received = [operations.add("result", (sent,), p, dtype, i) for i, p in enumerate(parts)]
+        joined = joined_by_copies(operations, received, whole, dtype, cut, count)
+        grid = operations.reshape(joined, (*whole[:cut], count, shape[cut], *whole[cut + 1 :]))
+        order = [d for d in range(len(whole) + 1) if d != cut]
+        order.insert(step.dim, cut)
+        moved = [d for d in order if operations[grid].shape[d] > 1]
+        if moved != sorted(moved):  # a change of layout, which the library of kernels does not take in
+            between = tuple(operations[grid].shape[d] for d in order)
+            grid = operations.add("rearrange", (grid,), between, dtype, ("transpose", tuple(order)))
+        return operations.reshape(grid, shape)
 
     def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
         """A value in the placement that its reader wants; literals and free values are made for each placement."""

@@ -7,6 +7,7 @@ The plan is followed to what XLA's CPU compiler makes of it, and that is where t
     fuse       which results are ever written to memory                                passes/fusion.py
     run        kernels breadth first; each result lives until its last reader          passes/liveness.py
     count      the busiest moment, the bodies of loops at theirs                       here
+    pack       the gaps that are left where buffers come and go                        passes/packing.py
 
 Arguments and outputs stay for the whole step; outputs that replace donated arguments take no room. An accelerator's
 compiler schedules and fuses otherwise: what persists is exact there too, the rest is an estimate.
@@ -26,6 +27,7 @@ from passes.ir import Graph, Node
 from passes.liveness import Buffer, Lifetimes, lifetimes
 from passes.mesh import Mesh
 from passes.moves import Layout, Placement, Schedule
+from passes.packing import Span, gaps_nbytes
 from passes.phases import Phase, phase
 
 CAUSES = (
@@ -92,8 +94,9 @@ def memory(
             name = graph.output_names[position] if graph.output_names else f"output {position}"
             held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause="outputs"))
     peak = _Region(graph, grouping, mesh, layout, schedule).peak()
-    everything = (*held, *peak.holders)
-    resident = sum(holder.nbytes for holder in held)
+    gaps = Holder(name="gaps between buffers", nbytes=gaps_nbytes(peak.spans), cause="transients")
+    everything = (*held, *peak.holders, *((gaps,) if gaps.nbytes else ()))
+    resident = sum(holder.nbytes for holder in (*held, gaps))
     nbytes = {cause: sum(h.nbytes for h in everything if h.cause == cause) for cause in CAUSES}
     return Memory(
         nbytes=MappingProxyType(nbytes),
@@ -119,11 +122,16 @@ def gradient_nbytes(graph: Graph, mesh: Mesh, layout: Layout) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The busiest moment of a region: everything that is live then, and live bytes over time."""
+    """The busiest moment of a region: everything that is live then, and live bytes over time, [kernels].
+
+    `spans` are all its buffers, those of loops inside included, over so many `moments`.
+    """
 
     where: str
     holders: tuple[Holder, ...]
     over_time: tuple[int, ...]
+    spans: tuple[Span, ...] = ()
+    moments: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -168,11 +176,28 @@ class _Region:
         ]
         live = [self._holder(program, found, b) for b in found.buffers if b.first <= at <= b.last]
         where = self.graph.nodes[running.node].source if 0 <= running.node < len(self.graph.nodes) else ""
+        spans, moments = self._spans(program, found)
+        whole = (Span(holder.nbytes, 0, moments - 1) for holder in once)
         return Peak(
             where=within.where if within and within.where else where,
             holders=(*once, *live, *(within.holders if within else ())),
             over_time=tuple(total + sum(holder.nbytes for holder in once) for total in over_time),
+            spans=(*whole, *spans),
+            moments=moments,
         )
+
+    def _spans(self, program: DeviceProgram, found: Lifetimes) -> tuple[list[Span], int]:
+        """Every buffer, while a loop runs those of its busiest body too, and how many moments that takes in all."""
+        begins, inner, moment = list[int](), list[Span](), 0
+        for o in found.order:
+            begins.append(moment)
+            running = program.operations[o]
+            within = self.inside[running.node] if running.kind == "loop" else None
+            inner.extend(Span(s.nbytes, s.first + moment, s.last + moment) for s in (within.spans if within else ()))
+            moment += within.moments if within else 1
+        begins.append(moment)
+        own = [Span(b.nbytes, begins[b.first], begins[b.last + 1] - 1) for b in found.buffers]
+        return [*own, *inner], moment
 
     def _holder(self, program: DeviceProgram, found: Lifetimes, buffer: Buffer) -> Holder:
         """A buffer by name and cause."""

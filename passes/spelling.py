@@ -15,7 +15,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, cast
 
-from passes.ir import Node, TensorType
+from passes.ir import Node, TensorType, item_nbytes
 from passes.operations import Kind, Operations, Shape, is_number
 
 CHEAP = frozenset(
@@ -31,6 +31,9 @@ EXPENSIVE = frozenset(
     "sinh sqrt tan tanh threefry2x32 zeta".split()
 )
 """Elementwise primitives that XLA computes once, however many readers they have."""
+
+SLICES = frozenset({"slice", "dynamic_slice", "split"})
+"""Primitives that take a part of an array."""
 
 Spelling = Callable[[Operations, Node, Sequence[int], Sequence[TensorType]], list[int]]
 
@@ -104,7 +107,11 @@ def _broadcast(operations: Operations, node: Node, operands: Sequence[int], resu
 def _transposed(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
-    return [operations.transpose(operands[0], cast("tuple[int, ...]", node.params["permutation"]))]
+    """A product is transposed by swapping its sides."""
+    order, held = cast("tuple[int, ...]", node.params["permutation"]), operations[operands[0]]
+    if held.kind == "dot" and order == (1, 0):
+        return [operations.add("bitcast", operands, results[0].shape, held.dtype, "transposed")]
+    return [operations.transpose(operands[0], order)]
 
 
 def _iota(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -114,6 +121,9 @@ def _iota(operations: Operations, node: Node, operands: Sequence[int], results: 
 def _rearranged(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
+    """A slice of everything is what was there."""
+    if node.primitive in SLICES and results[0].shape == operations[operands[0]].shape:
+        return list(operands[:1])
     tag = (node.primitive, repr(node.params))
     return [operations.add("rearrange", operands, t.shape, t.dtype, (*tag, i)) for i, t in enumerate(results)]
 
@@ -121,11 +131,58 @@ def _rearranged(
 def _concatenated(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
-    """XLA fuses a concatenation unless it joins many arrays, or long rows."""
     (type,), dimension = results, cast("int", node.params["dimension"])
-    minor = dimension == type.rank - 1 and type.rank > 1 and type.shape[-1] * type.item_nbytes >= 64
-    kind: Kind = "opaque" if len(operands) > 8 or (minor and type.nbytes >= 2048) else "rearrange"
-    return [operations.add(kind, operands, type.shape, type.dtype, ("concatenate", dimension))]
+    return [joined_by_copies(operations, operands, type.shape, type.dtype, dimension, len(operands))]
+
+
+def joined_by_copies(
+    operations: Operations, operands: Sequence[int], shape: Shape, dtype: str, dimension: int, count: int
+) -> int:
+    """`count` arrays one after another: XLA fuses a concatenation unless it joins many arrays, or long rows."""
+    nbytes = math.prod(shape) * item_nbytes(dtype)
+    minor = dimension == len(shape) - 1 and len(shape) > 1 and shape[-1] * item_nbytes(dtype) >= 64
+    kind: Kind = "opaque" if count > 8 or (minor and nbytes >= 2048) else "rearrange"
+    return operations.add(kind, operands, shape, dtype, ("concatenate", dimension))
+
+
+def _sorted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Every operand is sorted in place, or in a copy; all of them are there until the last is done."""
+    rooms = [
+        operations.add("update", (operand,), type.shape, type.dtype, ("sort", operations.at, i))
+        for i, (operand, type) in enumerate(zip(operands, results, strict=True))
+    ]
+    if len(rooms) == 1:
+        return rooms
+    return [
+        operations.add("part", (room, *rooms), type.shape, type.dtype, ("sort", operations.at, i))
+        for i, (room, type) in enumerate(zip(rooms, results, strict=True))
+    ]
+
+
+def _factored(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Reflectors in a copy by columns, factored in place; R is cut out of it, Q is made in another copy."""
+    (operand,), held = operands, operations[operands[0]]
+    by_columns = operations.add("opaque", (operand,), held.shape, held.dtype, ("by columns", operations.at))
+    packed = operations.add("update", (by_columns,), held.shape, held.dtype, ("geqrf", operations.at))
+    orthogonal, triangle = results
+    room = operations.add("opaque", (packed,), orthogonal.shape, held.dtype, ("reflectors", operations.at))
+    made = operations.add("update", (room,), orthogonal.shape, held.dtype, ("orgqr", operations.at))
+    cut = operations.add("rearrange", (packed,), triangle.shape, held.dtype, ("triangle", operations.at))
+    return [operations.add("rearrange", (made,), orthogonal.shape, held.dtype, ("by rows", operations.at)), cut]
+
+
+def _random(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Two words of a counter for each word of the result go round a loop, copied once, and then become one.
+
+    Reference: jax.random, threefry2x32 with partitionable counters.
+    """
+    (type,) = results
+    words = TensorType(shape=type.shape, dtype="uint64" if type.item_nbytes == 8 else "uint32")
+    both = [operations.add("fresh", (), words.shape, words.dtype, ("counter", operations.at, i)) for i in range(2)]
+    copies = [operations.add("opaque", (o,), words.shape, words.dtype, ("copy", operations.at)) for o in both]
+    loop = operations.add("opaque", (*both, *copies), (0,), "bool", ("threefry2x32", operations.at))
+    made = [operations.add("part", (o, loop), words.shape, words.dtype, ("words", operations.at)) for o in both]
+    return [operations.elementwise("xor", made, type)]
 
 
 def _gathered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -142,14 +199,48 @@ def _scattered(operations: Operations, node: Node, operands: Sequence[int], resu
 
 
 def _reduced(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Nothing to do along dimensions of size 1; a sum of negatives is a negative sum."""
-    (type,), axes, held = results, cast("tuple[int, ...]", node.params["axes"]), operations[operands[0]]
+    """Nothing to do along dimensions of size 1; a sum of negatives is a negative sum.
+
+    What is reduced is read as it was before dimensions were joined to a reduced one, or brought into another order.
+    """
+    (type,), held = results, operations[operands[0]]
+    axes = sorted(cast("tuple[int, ...]", node.params["axes"]))
     if all(held.shape[d] == 1 for d in axes):
         return [operations.reshape(operands[0], type.shape)]
     if node.primitive == "reduce_sum" and held.tag == "neg":
         made = _reduced(operations, node, held.operands, results)
         return [operations.elementwise("neg", made, type)]
-    return [operations.add("reduce", operands, type.shape, type.dtype, (node.primitive, tuple(axes)))]
+    (operand,) = operands
+    if held.kind == "bitcast" and held.tag is None:
+        before = _axes_before(operations[held.operands[0]].shape, held.shape, axes)
+        if before is not None:
+            operand, axes = held.operands[0], before
+    held = operations[operand]
+    if held.name == "transpose" or held.kind == "transpose":
+        tag = cast("tuple[object, ...]", held.tag)
+        order = cast("Shape", tag[1] if held.kind == "rearrange" else tag)
+        kept = [d for position, d in enumerate(order) if position not in axes]
+        if kept == sorted(kept):
+            operand, axes = held.operands[0], sorted(order[d] for d in axes)
+    return [operations.add("reduce", (operand,), type.shape, type.dtype, (node.primitive, tuple(axes)))]
+
+
+def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] | None:
+    """The dimensions that were joined to `axes`, and only to those; None where a reshape did anything else."""
+    found: list[int] = []
+    position = 0
+    for dimension, size in enumerate(after):
+        joined = [position]
+        while position < len(before) and math.prod(before[d] for d in joined) < size and joined[-1] + 1 < len(before):
+            joined.append(joined[-1] + 1)
+        if position >= len(before) or math.prod(before[d] for d in joined) != size:
+            return None
+        if dimension in axes:
+            found.extend(joined)
+        elif len(joined) > 1:
+            return None
+        position = joined[-1] + 1
+    return found if position == len(before) else None
 
 
 def _as_sent(operations: Operations, operand: int) -> int:
@@ -166,6 +257,7 @@ def _dot(operations: Operations, node: Node, operands: Sequence[int], results: S
     type = results[0]
     if numbers[1][0]:
         operands = [_as_sent(operations, o) for o in operands]
+    operands, numbers = _folded(operations, operands, numbers)
     product = _product(operations[operands[0]].shape, operations[operands[1]].shape, numbers)
     if product is None:
         return [operations.add("dot", operands, type.shape, type.dtype, numbers)]
@@ -179,6 +271,29 @@ def _dot(operations: Operations, node: Node, operands: Sequence[int], results: S
         reads.append(operations.reshape(arranged, matrix))
     made = operations.add("dot", reads, product.made, type.dtype, ("merged", numbers))
     return [operations.reshape(made, type.shape)]
+
+
+def _folded(
+    operations: Operations, operands: Sequence[int], numbers: tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
+) -> tuple[Sequence[int], tuple[tuple[Shape, Shape], tuple[Shape, Shape]]]:
+    """The operands of a product with those that are transposed matrices as they were before: either way is read."""
+    read, contracted = list(operands), list(numbers[0])
+    for side, operand in enumerate(operands):
+        held, batch = operations[operand], numbers[1][side]
+        order = cast("Shape", held.tag) if held.kind == "transpose" else ()
+        leads = len(order) - 2
+        if not order or _is_laid_out(operations, held.operands[0]):
+            continue
+        if leads >= 0 and order == (*range(leads), leads + 1, leads) and tuple(batch) == tuple(range(leads)):
+            read[side] = held.operands[0]
+            contracted[side] = tuple(order[d] for d in contracted[side])
+    return read, ((contracted[0], contracted[1]), numbers[1])
+
+
+def _is_laid_out(operations: Operations, operation: int) -> bool:
+    """Whether it is a collective along another dimension than the first, which has brought that to the front."""
+    held = operations[operation]
+    return held.kind == "collective" and max(cast("tuple[int, ...]", held.tag)[3:5]) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +410,10 @@ SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
         "integer_pow": _power,
         "iota": _iota,
         "logistic": _logistic,
+        "qr": _factored,
+        "random_bits": _random,
         "select_and_scatter_add": _selected,
+        "sort": _sorted,
         "transpose": _transposed,
     }
 )

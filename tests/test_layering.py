@@ -68,6 +68,7 @@ ORDER = (
     "device_program",
     "fusion",
     "liveness",
+    "packing",
     "memory",
     "schedules",
     "simulate",
