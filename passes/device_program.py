@@ -39,6 +39,9 @@ IN_PLACE = frozenset({"literal", "bitcast", "broadcast", "iota", "transpose"})
 FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "update"})
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
+PIECES = 8
+"""Into how many pieces an all-to-all is cut at most, for what that does to memory: more change little."""
+
 Inside = Callable[[int, Placement, Mapping[int, object]], None]
 """Sees to the bodies of a control node, by its index, its placement and the numbers that slots hold."""
 
@@ -235,9 +238,9 @@ class _Lowering:
         operations, cut = self.operations, step.to_dim
         whole, dtype = operations[made].shape, operations[made].dtype
         count = whole[cut] // shape[cut]
-        parts = [
-            (*whole[:cut], n, *whole[cut + 1 :]) for n in (shape[cut], whole[cut] - shape[cut])
-        ]  # one, and the rest
+        few = min(count, PIECES)
+        sizes = [whole[cut] * (i + 1) // few - whole[cut] * i // few for i in range(few)]
+        parts = [(*whole[:cut], size, *whole[cut + 1 :]) for size in sizes]
         pieces = [operations.add("rearrange", (made,), p, dtype, ("slice", tag, i)) for i, p in enumerate(parts)]
         sent = operations.add("collective", pieces, (0,), dtype, (*tag, pieces[0]))
         received = [operations.add("result", (sent,), p, dtype, i) for i, p in enumerate(parts)]

@@ -205,6 +205,13 @@ class Operations:
     def elementwise(self, name: str, operands: Sequence[int], type: TensorType, *, expensive: bool = False) -> int:
         """One operation on every element; what is the same along a dimension is computed once and broadcast."""
         every, shape = self.every, type.shape
+        laid = every[operands[0]] if len(operands) == 1 else None
+        if (
+            laid and laid.kind == "transpose" and every[laid.operands[0]].kind == "collective"
+        ):  # computed as it is laid out
+            before = TensorType(shape=every[laid.operands[0]].shape, dtype=type.dtype)
+            made = self.elementwise(name, laid.operands, before, expensive=expensive)
+            return self.transpose(made, cast("tuple[int, ...]", laid.tag))
         spread = [o if every[o].shape == shape else self.broadcast(o, shape) for o in operands]
         uniform = [o for o in spread if every[o].kind in UNIFORM]
         found = None

@@ -1,14 +1,14 @@
 """How large a heap is in which every buffer has one place for as long as it lives: never less than what lives at once.
 
-XLA places buffers one after another, each in the smallest gap that it fits between those that live when it does, once
-the largest first and once those that live longest, and keeps the smaller heap.
+XLA places buffers one after another, the largest first, each in the smallest gap that it fits between those that live
+when it does.
 
-Reference: XLA's GlobalDecreasingSizeBestFitHeap under ChooseBestHeapAlgorithm, as of jaxlib 0.10.
+Reference: XLA's GlobalDecreasingSizeBestFitHeap, ordered by size, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +28,8 @@ class Span(NamedTuple):
 
 def gaps_nbytes(spans: Sequence[Span]) -> int:
     """Bytes of the heap of the largest `spans` above those that ever live at once."""
-    large = sorted((span for span in spans if span.nbytes), key=lambda span: -span.nbytes)[:PLACED]
-    if len(large) < 3:
-        return 0
-    orders: tuple[Callable[[Span], tuple[int, ...]], ...] = (_largest_first, _longest_first)
-    return min(_heap_nbytes(sorted(large, key=order)) for order in orders) - live_nbytes(large)
+    large = sorted((span for span in spans if span.nbytes), key=_largest_first)[:PLACED]
+    return heap_nbytes(large) - live_nbytes(large)
 
 
 def live_nbytes(spans: Sequence[Span]) -> int:
@@ -45,15 +42,11 @@ def live_nbytes(spans: Sequence[Span]) -> int:
     return most
 
 
-def _largest_first(span: Span) -> tuple[int, ...]:
-    return (-span.nbytes, span.first - span.last, span.first)
+def _largest_first(span: Span) -> tuple[int, int]:
+    return (-span.nbytes, span.first)
 
 
-def _longest_first(span: Span) -> tuple[int, ...]:
-    return (span.first - span.last, -span.nbytes, span.first)
-
-
-def _heap_nbytes(spans: Sequence[Span]) -> int:
+def heap_nbytes(spans: Sequence[Span]) -> int:
     """The heap with every span in the smallest gap that it fits, in this order."""
     firsts, lasts, starts, ends = (np.zeros(len(spans), dtype=np.int64) for _ in range(4))
     for count, span in enumerate(spans):

@@ -159,16 +159,44 @@ def _sorted(operations: Operations, node: Node, operands: Sequence[int], results
     ]
 
 
+def _by_columns(operations: Operations, operand: int) -> int:
+    """Matrices as LAPACK takes them, column after column."""
+    rank = len(operations[operand].shape)
+    return operations.transpose(operand, (*range(rank - 2), rank - 1, rank - 2))
+
+
+def _in_place(operations: Operations, room: int, name: str, *others: int) -> int:
+    """What a kernel writes over `room`, or over a copy of what is an argument under another name."""
+    held = operations[room]
+    source = held.operands[0] if held.kind == "bitcast" else room
+    if operations[source].kind == "input":
+        room = operations.add("opaque", (room,), held.shape, held.dtype, ("copy", operations.at))
+    return operations.add("update", (room, *others), held.shape, held.dtype, (name, operations.at))
+
+
 def _factored(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Reflectors in a copy by columns, factored in place; R is cut out of it, Q is made in another copy."""
-    (operand,), held = operands, operations[operands[0]]
-    by_columns = operations.add("opaque", (operand,), held.shape, held.dtype, ("by columns", operations.at))
-    packed = operations.add("update", (by_columns,), held.shape, held.dtype, ("geqrf", operations.at))
+    """Reflectors take the place of a copy; R is cut out of it, Q is made in another copy."""
     orthogonal, triangle = results
-    room = operations.add("opaque", (packed,), orthogonal.shape, held.dtype, ("reflectors", operations.at))
-    made = operations.add("update", (room,), orthogonal.shape, held.dtype, ("orgqr", operations.at))
-    cut = operations.add("rearrange", (packed,), triangle.shape, held.dtype, ("triangle", operations.at))
-    return [operations.add("rearrange", (made,), orthogonal.shape, held.dtype, ("by rows", operations.at)), cut]
+    packed = _in_place(operations, _by_columns(operations, operands[0]), "geqrf")
+    by_columns = (*orthogonal.shape[:-2], orthogonal.shape[-1], orthogonal.shape[-2])
+    room = operations.add("opaque", (packed,), by_columns, orthogonal.dtype, ("reflectors", operations.at))
+    made = _by_columns(operations, _in_place(operations, room, "orgqr"))
+    return [made, operations.add("rearrange", (packed,), triangle.shape, triangle.dtype, ("triangle", operations.at))]
+
+
+def _cholesky(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """In the place of a copy, and not a number where there is none."""
+    made = _in_place(operations, _by_columns(operations, operands[0]), "potrf")
+    masked = operations.elementwise(
+        "checked", (made,), TensorType(shape=operations[made].shape, dtype=results[0].dtype)
+    )
+    return [_by_columns(operations, masked)]
+
+
+def _solved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """In the place of the right-hand side."""
+    matrix, right = (_by_columns(operations, operand) for operand in operands)
+    return [_by_columns(operations, _in_place(operations, right, "trsm", matrix))]
 
 
 def _random(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -400,6 +428,7 @@ SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
             ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scattered
         ),
         "broadcast_in_dim": _broadcast,
+        "cholesky": _cholesky,
         "concatenate": _concatenated,
         "conv_general_dilated": _convolved,
         "convert_element_type": _converted,
@@ -415,6 +444,7 @@ SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
         "select_and_scatter_add": _selected,
         "sort": _sorted,
         "transpose": _transposed,
+        "triangular_solve": _solved,
     }
 )
 """What the primitives that are more or less than one operation turn into."""
