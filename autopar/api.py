@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from autopar.family import Family
 from autopar.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
 from autopar.forms import TracedForms
 from autopar.instructions import build
-from autopar.jax_compat import Device, is_traced
+from autopar.jax_compat import Device, configuration, is_traced
 from autopar.joined import Joined
 from autopar.microbatch import microbatched
 from autopar.pieces import MOST, Pieces, in_pieces
@@ -52,11 +52,12 @@ from passes.planner import Auto, Planner
 from passes.progress import Report, silent
 from passes.quantities import parse_nbytes
 from passes.remat import Kept, kept_of, layers
+from passes.rules import has_effect
 from passes.variants import Variant, variant_of
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
-_Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...]]
+_Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...], Hashable]
 
 
 def parallelize(
@@ -134,12 +135,14 @@ class _Program:
     pieces: Pieces | None = None
     out_tree: Any = None
     kept: tuple[Kept, ...] = ()
+    statics: tuple[Any, ...] = ()
 
 
 class ParallelFunction:
     """A function that plans itself for a cluster; made by `parallelize`.
 
-    It keeps one program for each pytree, set of types and static values that it meets, as `jax.jit` does.
+    It keeps one program for each pytree, set of types, static values and configuration of JAX that it meets, as
+    `jax.jit` does.
     """
 
     def __init__(
@@ -176,9 +179,11 @@ class ParallelFunction:
         jax.jit(fun, **options)  # an option that jit refuses is refused here and now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._fun(*args, **kwargs)
         dynamic, statics = self._signature.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        program = self._programs.get((tree, statics, types_of(leaves)))
+        program = self._programs.get((tree, statics, types_of(leaves), configuration()))
         if program is None or program.executable is None:
             with _uncollected():
                 program = self._program(args, kwargs)
@@ -187,6 +192,15 @@ class ParallelFunction:
             if executable is None:
                 return self._prepared(program).executable()(leaves)
             program.executable = executable
+        if not isinstance(program.executable, Executable) and any(map(is_traced, leaves)):
+            raise UnsupportedError(
+                explain(
+                    f"{self._signature.function} inside another transformation of JAX's",
+                    "a pipeline is many programs on several submeshes, and no operation of another one",
+                    self._signature.source,
+                    "take jit, derivatives and batches inside the function, or use a planner without stages",
+                )
+            )
         return program.executable(leaves)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -241,7 +255,7 @@ class ParallelFunction:
 
     def _lowered(self, program: _Program, *, again: bool) -> Lowered:
         """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
-        lowered = lower(self._prepared(program), program.structs)
+        lowered = lower(self._prepared(program), program.structs, program.statics)
         limit = self._limit(program)
         if limit is None:
             return lowered
@@ -282,7 +296,7 @@ class ParallelFunction:
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
         dynamic, statics = self._signature.split(args, kwargs)
         leaves, tree = jax.tree.flatten(abstract(dynamic, self._signature, len(args)))
-        key = (tree, statics, types_of(leaves))
+        key = (tree, statics, types_of(leaves), configuration())
         if key not in self._programs:
             traced, pieces = trace(self._fun, args, kwargs, **self._options), None
             out_tree = traced.out_tree
@@ -292,7 +306,9 @@ class ParallelFunction:
                 self._count() > 1 or getattr(self._planner, "pipelined", False)
             ):
                 traced, pieces = self._in_microbatches(traced, leaves)
-            self._programs[key] = _Program(tuple(leaves), traced, traced, pieces=pieces, out_tree=out_tree, kept=kept)
+            self._programs[key] = _Program(
+                tuple(leaves), traced, traced, pieces=pieces, out_tree=out_tree, kept=kept, statics=statics
+            )
         return self._programs[key]
 
     def _kept(self, traced: Traced) -> tuple[Kept, ...]:
@@ -383,7 +399,7 @@ class ParallelFunction:
 
     def _made(self, program: _Program, cluster: Cluster) -> Plan | PipelinePlan:
         """The planner's plan."""
-        if self._searches():
+        if self._searches(program):
             return self._searched(program, cluster)
         if isinstance(self._planner, Auto):
             return self._chosen(program, self._planner, cluster)
@@ -456,9 +472,11 @@ class ParallelFunction:
     def _cluster_here(self) -> Cluster:
         return self._cluster or local_cluster(self._present_devices())
 
-    def _searches(self) -> bool:
-        """Whether the planner looks for stages, and so for a number of microbatches too."""
-        return isinstance(self._planner, Auto) and self._planner.searches(self._cluster_here())
+    def _searches(self, program: _Program) -> bool:
+        """Whether the planner looks for stages, and so for a number of microbatches too; stages have no callbacks."""
+        if not isinstance(self._planner, Auto) or any(map(has_effect, program.traced.graph.nodes)):
+            return False
+        return self._planner.searches(self._cluster_here())
 
     def _searched(self, program: _Program, cluster: Cluster) -> Plan | PipelinePlan:
         """The plan of a search over stages and microbatches; the program becomes the one that it is of.

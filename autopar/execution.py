@@ -17,15 +17,17 @@ from autopar.donation import reused
 from autopar.errors import ArgumentError, explain
 from autopar.footprint import Limit, needed_nbytes
 from autopar.jax_compat import Device, PyTreeDef
-from autopar.lower import build
+from autopar.lower import build, shardings
 from autopar.plan import Plan
 from autopar.program import Donation
 from autopar.trace import Traced
+from autopar.transforms import own_function, transformable
 from autopar.verify import Verification, verify
 from passes import plan_text, quantities
 from passes.bundles import group
 from passes.flops import product_flops
 from passes.memory import PERSISTENT
+from passes.sharding import ShardingSpec
 from passes.tables import Column, Table
 
 _SHARDING = attrgetter("sharding")
@@ -36,7 +38,7 @@ class Prepared:
     """A traced and planned program as a jitted function of flat arguments, nothing lowered yet.
 
     `signature` reads the calls of the user's function; `platform` is the devices' (`cpu`, `gpu`). `nested` is the
-    function inside another transformation, where JAX takes no compiler options.
+    function inside another transformation, of the caller's flat arguments wherever they lie.
     """
 
     signature: Signature
@@ -50,14 +52,13 @@ class Prepared:
 
     def executable(self, run: Callable[..., Sequence[jax.Array]] | None = None) -> Executable:
         """The program as calls run it, by `run` in place of the jitted function if it is compiled."""
-        graph = self.traced.graph
         return Executable(
             run=run or self.jitted,
             nested=run or self.nested,
             in_shardings=self.in_shardings,
             donation=Donation(positions=tuple(sorted(reused(self.traced))), names=graph.input_names),
             out_tree=self.traced.out_tree,
-            stacked={i: graph.types[graph.inputs[i]].shape for i in self.traced.stacked},
+            stacked=_stacked(self.traced),
         )
 
 
@@ -75,7 +76,7 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
         return tuple(map(jax_compat.with_weakness, results, traced.weak))
 
     flat.__name__ = flat.__qualname__ = signature.function
-    nested = partial(
+    jitted = partial(
         jax.jit,
         flat,
         in_shardings=in_shardings,
@@ -87,11 +88,37 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
         traced=traced,
         plan=plan,
         platform=devices[0].platform,
-        jitted=nested(compiler_options=hlo.compiler_options(devices[0].platform)),
-        nested=nested(),
+        jitted=jitted(compiler_options=hlo.compiler_options(devices[0].platform)),
+        nested=_nested(jitted(), in_shardings, signature, traced, plan, devices),
         in_shardings=in_shardings,
         out_shardings=out_shardings,
     )
+
+
+def _nested(
+    jitted: Any,
+    in_shardings: Sequence[Sharding],
+    signature: Signature,
+    traced: Traced,
+    plan: Plan,
+    devices: Sequence[Device],
+) -> Callable[..., Sequence[jax.Array]]:
+    """The program inside other transformations, where JAX takes no compiler options."""
+    stacked = _stacked(traced)
+
+    def planned(*leaves: Any) -> tuple[jax.Array, ...]:
+        shaped = [leaf.reshape(stacked[i]) if i in stacked else leaf for i, leaf in enumerate(leaves)]
+        return jitted(*jax.device_put(shaped, list(in_shardings)))
+
+    rows = (ShardingSpec(dims=spec.dims[1:]) if i in stacked else spec for i, spec in enumerate(plan.inputs))
+    sides = shardings(tuple(rows), plan.mesh, devices), shardings(plan.outputs, plan.mesh, devices)
+    return transformable(planned, own_function(traced.jaxpr, *sides, signature.function, signature.source))
+
+
+def _stacked(traced: Traced) -> Mapping[int, tuple[int, ...]]:
+    """The inputs that come as microbatches, with the shapes that they have then."""
+    graph = traced.graph
+    return {i: graph.types[graph.inputs[i]].shape for i in traced.stacked}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +143,20 @@ class Executable:
             return self._call(leaves)
 
     def _call(self, leaves: list[Any]) -> Any:
+        if not leaves or jax_compat.is_staging() or any(map(jax_compat.is_traced, leaves)):
+            return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
         given = leaves
         if self.stacked:
             leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
         if _shardings_of(leaves) == self.in_shardings:
-            return jax.tree.unflatten(self.out_tree, (self.run if leaves else self.nested)(*leaves))
+            return jax.tree.unflatten(self.out_tree, self.run(*leaves))
         self.donation.check(given)
         moving = [i for i, wanted in enumerate(self.in_shardings) if getattr(leaves[i], "sharding", None) != wanted]
         placed = list(leaves)
         moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
         for i, array in zip(moving, moved, strict=True):
             placed[i] = array
-        results = (self.nested if any(map(jax_compat.is_traced, placed)) else self.run)(*placed)
+        results = self.run(*placed)
         self.donation.delete(given)
         return jax.tree.unflatten(self.out_tree, results)
 
@@ -138,6 +167,7 @@ class Lowered:
 
     _prepared: Prepared
     _types: tuple[Type | None, ...]
+    _statics: tuple[Any, ...]
     _lowered: Any
     _limit: Limit | None = None
     _again: Callable[[int], Lowered] | None = None
@@ -164,7 +194,8 @@ class Lowered:
                 if self._again is None:
                     raise self._limit.error(self.plan, needed)
                 return self._again(needed).compile(compiler_options)
-        return Compiled(self._prepared, self._types, compiled, self._prepared.executable(compiled), self)
+        executable = self._prepared.executable(compiled)
+        return Compiled(self._prepared, self._types, self._statics, compiled, executable, self)
 
     def verify(self) -> Verification:
         """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
@@ -180,18 +211,23 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A program compiled for its plan's devices, callable with arguments of the types that it was lowered for."""
+    """A program compiled for its plan's devices, callable with arguments of the types that it was lowered for.
+
+    Static arguments may be left out, as with `jax.jit`; given, they are those that it was lowered for.
+    """
 
     _prepared: Prepared
     _types: tuple[Type | None, ...]
+    _statics: tuple[Any, ...]
     _compiled: Any
     _executable: Executable
     _lowered: Lowered
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamic, _ = self._prepared.signature.split(args, kwargs)
+        dynamic, statics = self._prepared.signature.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         self._check(tree, types_of(leaves))
+        self._check_statics(statics)
         return self._executable(leaves)
 
     @property
@@ -246,16 +282,27 @@ class Compiled:
                 rule = f"the program was compiled for {_words(wanted)}"
                 raise ArgumentError(explain(f"argument {name} is {_words(found)}", rule, source, again))
 
+    def _check_statics(self, statics: tuple[Any, ...]) -> None:
+        """Raises ArgumentError for a static value that the program was not compiled for."""
+        held = {name: (kind, value) for name, kind, value in self._statics}
+        for name, kind, value in statics:
+            if name not in held or held[name] != (kind, value):
+                known = f"{name} = {held[name][1]!r:.60}" if name in held else f"no {name}"
+                source = self._prepared.signature.source
+                remedy = "lower and compile again for this value, or call the function itself, which does"
+                rule = f"the program was compiled for {known}"
+                raise ArgumentError(explain(f"static argument {name} = {value!r:.60}", rule, source, remedy))
 
-def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
-    """The program lowered for flat arguments of these types."""
+
+def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct], statics: tuple[Any, ...] = ()) -> Lowered:
+    """The program lowered for flat arguments of these types; `statics` are the (name, type, value)s it is traced of."""
     graph = prepared.traced.graph
     inner = [
         jax.ShapeDtypeStruct(graph.types[v].shape, struct.dtype, weak_type=struct.weak_type)
         for v, struct in zip(graph.inputs, structs, strict=True)
     ]
     with jax_compat.no_mesh():
-        return Lowered(prepared, types_of(structs), prepared.jitted.lower(*inner))
+        return Lowered(prepared, types_of(structs), statics, prepared.jitted.lower(*inner))
 
 
 def memory_table(plan: Plan, analysis: Any) -> Table:

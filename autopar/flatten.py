@@ -33,6 +33,7 @@ _CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
 }
 
 # Primitives that stay nodes, and the parameters that hold their bodies in the order of `Node.subgraphs`.

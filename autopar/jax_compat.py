@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 from typing import Literal as OneOf
 
 import jax
-from jax._src import config as _config  # no public way to track what varies inside an untracked shard_map
+from jax._src import config as _config  # no public way to all configuration that a trace reads, nor to `check_vma`
+from jax._src import core as _core  # no public way to ask whether a trace is under way
 from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend.random import threefry2x32_p
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.lax import convert_element_type_p, optimization_barrier_p
+
+from passes.rules import CALLBACKS
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
@@ -36,11 +40,15 @@ __all__ = [
     "PyTreeDef",
     "bind_params",
     "call_local",
+    "configuration",
     "dtype_of",
     "has_ambient_mesh",
     "is_array_type",
     "is_concrete",
     "is_jaxpr",
+    "is_ordered",
+    "is_staged",
+    "is_staging",
     "is_traced",
     "key_data",
     "no_mesh",
@@ -56,6 +64,7 @@ __all__ = [
 
 _OURS = os.path.dirname(__file__) + os.sep
 _FRAMEWORK = re.compile(r"[\\/](?:site|dist)-packages[\\/](?:flax|optax|chex|haiku|equinox)[\\/]")
+_IN_ORDER = CALLBACKS | {"scan", "while", "cond"}
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
@@ -157,9 +166,15 @@ def unkept_effect(equation: Any) -> str:
     for effect in equation.effects:
         if isinstance(effect, _effects.JaxprInputEffect):
             return "uses a mutable reference"
-        if _effects.ordered_effects.contains(effect):
+        if _effects.ordered_effects.contains(effect) and equation.primitive.name not in _IN_ORDER:
             return "has a side effect that must happen in program order"
     return ""
+
+
+def is_ordered(params: Mapping[str, Any]) -> bool:
+    """Whether a callback with these parameters must run in program order."""
+    effect = params.get("effect")
+    return bool(params.get("ordered")) or (effect is not None and _effects.ordered_effects.contains(effect))
 
 
 def bind_params(equation: HasPrimitive, params: dict[str, Any]) -> dict[str, Any]:
@@ -181,6 +196,17 @@ def has_ambient_mesh() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
+def configuration() -> Hashable:
+    """All of JAX's configuration that a trace may depend on (x64, promotion, precision, generator) as a key.
+
+    It is what `jax.jit` keys its own traces by, but for an ambient mesh, which is no part of ours.
+    """
+    if not has_ambient_mesh():
+        return _config.trace_context()
+    with no_mesh():
+        return _config.trace_context()
+
+
 def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
     """`x` typed weakly if `weak`, as results of Python scalars are; `jax.lax.convert_element_type` cannot say so."""
     if not weak or x.weak_type:
@@ -191,6 +217,16 @@ def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
 def is_traced(x: object) -> bool:
     """Whether `x` stands for an array in a transformation of JAX's."""
     return isinstance(x, Tracer)
+
+
+def is_staged(x: object) -> bool:
+    """Whether `x` stands for an array in a program that is being written, of `jit` or a loop, not in a derivative."""
+    return isinstance(x, DynamicJaxprTracer)
+
+
+def is_staging() -> bool:
+    """Whether a program is being written, in which even a call with nothing but arrays becomes an operation."""
+    return not _core.trace_state_clean()
 
 
 def is_concrete(x: object) -> bool:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 from jax.lax import GatherScatterMode
 
 from autopar import jax_compat
@@ -24,6 +25,7 @@ from passes.errors import InternalError
 from passes.ir import Graph, Node, TensorType
 from passes.mesh import Axes
 from passes.moves import Placement
+from passes.rules import CALLBACKS
 
 Coordinate = Callable[[str], jax.Array]
 
@@ -95,7 +97,7 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
     Raises InternalError for a primitive that does not give the promised shapes, and UnsupportedError for random bits
     that cannot be drawn in pieces.
     """
-    always = cut.node.primitive == "shard_map"
+    always = cut.node.primitive == "shard_map" or cut.node.primitive in CALLBACKS
     localizer = None if cut.is_whole and not always else _LOCALIZERS.get(cut.node.primitive)
     try:
         results = localizer(cut, operands) if localizer else rebind(cut, operands)
@@ -106,6 +108,32 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
     if found != wanted:
         raise InternalError(f"{_words(cut)} gives pieces {found}, the plan wants {wanted}")
     return results
+
+
+@localizes(*CALLBACKS)
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """The first device calls; the others add nothing to what comes of it."""
+    if not cut.mesh.axes:
+        return rebind(cut, operands)
+
+    def idle(*_: jax.Array) -> list[jax.Array]:
+        return [jnp.zeros(t.shape, t.dtype) for t in cut.results]
+
+    is_first = piece_index(cut.mesh.axes, cut.mesh, cut.coordinate) == 0
+    return lax.cond(is_first, lambda *held: list(_called(cut, held)), idle, *operands)
+
+
+def _called(cut: Cut, operands: Arrays) -> Arrays:
+    """A callback's results; JAX keeps order on several devices for `io_callback` alone."""
+    if cut.node.primitive == "io_callback" or not jax_compat.is_ordered(cut.params):
+        return rebind(cut, operands)
+
+    def report(*held: Any) -> tuple[()]:
+        cut.equation.primitive.impl(*held, **cut.params)
+        return ()
+
+    io_callback(report, (), *operands, ordered=True)
+    return ()
 
 
 def piece_index(axes: tuple[str, ...], mesh: Axes, coordinate: Coordinate = lax.axis_index) -> jax.Array:

@@ -54,25 +54,26 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
     """
     schedule = scheduled(traced, plan)
     run = partial(walk, body_of(traced), plan.layout, schedule, OnPieces(plan.mesh))
-    if not plan.mesh.axes:
-        whole = SingleDeviceSharding(devices[0])
-        sides = (whole,) * len(plan.inputs), (whole,) * len(plan.outputs)
-        program = Program(
-            function=lambda *inputs: run(inputs), in_shardings=sides[0], out_shardings=sides[1], schedule=schedule
-        )
-        return _offloading(program, traced, plan)
-    mesh = device_mesh(plan.mesh, devices)
-    in_specs, out_specs = partition_specs(plan.inputs), partition_specs(plan.outputs)
-    function = jax.shard_map(
-        lambda *inputs: run(inputs), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    function: Callable[..., tuple[Any, ...]] = lambda *inputs: run(inputs)  # noqa: E731
+    if plan.mesh.axes:
+        mesh = device_mesh(plan.mesh, devices)
+        in_specs, out_specs = partition_specs(plan.inputs), partition_specs(plan.outputs)
+        function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     program = Program(
         function=function,
-        in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
-        out_shardings=tuple(NamedSharding(mesh, spec) for spec in out_specs),
+        in_shardings=shardings(plan.inputs, plan.mesh, devices),
+        out_shardings=shardings(plan.outputs, plan.mesh, devices),
         schedule=schedule,
     )
     return _offloading(program, traced, plan)
+
+
+def shardings(specs: Sequence[ShardingSpec], mesh: Mesh, devices: Sequence[Device]) -> tuple[Sharding, ...]:
+    """Where arrays in these placements lie on the first devices."""
+    if not mesh.axes:
+        return (SingleDeviceSharding(devices[0]),) * len(specs)
+    here = device_mesh(mesh, devices)
+    return tuple(NamedSharding(here, spec) for spec in partition_specs(specs))
 
 
 def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
@@ -293,6 +294,8 @@ def _all_reduce(array: jax.Array, step: Step, reduction: str, mesh: Mesh) -> jax
 
 
 def _reduce_scatter(array: jax.Array, step: Step, reduction: str, mesh: Mesh) -> jax.Array:
+    if array.dtype == np.bool_:
+        return _reduce_scatter(array.astype(np.int32), step, reduction, mesh).astype(np.bool_)
     return lax.psum_scatter(array, step.axes[0], scatter_dimension=step.to_dim, tiled=True)
 
 

@@ -26,6 +26,7 @@ from passes.ir import Graph, Node
 from passes.microbatch import AXIS, LOOP, Coupling, Split, Time, split, whole_layout
 from passes.moves import Layout, Move, Placement, is_free, moves
 from passes.resharding import Step
+from passes.rules import CALLBACKS
 from passes.sharding import ShardingSpec, replicated
 
 _MARK = re.compile(r".*@(\d+)", re.DOTALL)
@@ -54,6 +55,7 @@ def microbatched(
         equations=tuple(map(_matching, written.equations, restored.nodes)),
         constants=written.constants,
         stacked=chosen.batch,
+        jaxpr=traced.jaxpr if coupling == "exact" else None,
     )
 
 
@@ -141,6 +143,8 @@ class OnTime:
     coupling: Coupling
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
+        if cut.node.primitive in CALLBACKS:
+            return localize.rebind(cut, operands)  # to be run once a step, wherever the plan has it
         return localize.bind(replace(cut, coordinate=lambda axis: self.index), operands)
 
     def move(self, array: jax.Array, move: Move) -> jax.Array:

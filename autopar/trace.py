@@ -24,7 +24,8 @@ class Traced:
     `in_tree` is the tree of (args, kwargs) without static arguments. `donated` has one flag a flat input, `weak` one a
     flat output: whether `jax.jit` would return it weakly typed. `tied` pairs flat outputs with the flat inputs that the
     next call takes them for. The inputs at `stacked` come as microbatches: [count, rows, ...] for the caller's
-    [count * rows, ...].
+    [count * rows, ...]. `jaxpr` is what `jax.jit` would run of flat arguments, None where the graph is no longer that
+    function.
     """
 
     graph: Graph
@@ -36,6 +37,7 @@ class Traced:
     weak: tuple[bool, ...]
     tied: tuple[tuple[int, int], ...]
     stacked: tuple[int, ...] = ()
+    jaxpr: Any = None
 
 
 @uncollected()
@@ -84,6 +86,7 @@ def trace(
         donated=donated,
         weak=tuple(bool(aval.weak_type) for aval in found.jaxpr.out_avals),
         tied=_tied(body.graph, in_tree, out_tree, donated),
+        jaxpr=found.jaxpr,
     )
 
 

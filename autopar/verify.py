@@ -159,7 +159,7 @@ def _sent(kind: str, dtype: str, platform: str) -> str:
     """The dtype in which an array crosses devices; lowering reduces truth values as integers, and keys are words."""
     if dtype.startswith("key<"):
         return "uint32"
-    if dtype == "bool" and kind == "all_reduce":
+    if dtype == "bool" and kind in ("all_reduce", "reduce_scatter"):
         return "int32"
     widened = [name for name in _WIDENED if dtype.startswith(name)]
     return _WIDENED[max(widened, key=len)] if widened and platform == "cpu" else dtype

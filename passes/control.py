@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from passes.ir import Graph, Node, TensorType
+from passes.rules import is_ordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,8 @@ def _while(node: Node, graph: Graph) -> Control:
     test, body = node.subgraphs
     for_test, for_body = cast("int", node.params["cond_nconsts"]), cast("int", node.params["body_nconsts"])
     fixed, count = for_test + for_body, len(node.inputs)
+    # JAX runs a test with ordered effects once before the loop and then at the end of its body.
+    tests = 2 if any(map(is_ordered, test.nodes)) else 1
     going = test.types[test.outputs[0]]
     whole = going.rank > 0
     slots = [
@@ -104,7 +107,7 @@ def _while(node: Node, graph: Graph) -> Control:
         operands=tuple(Wire(slot=s) for s in range(count)),
         results=tuple(Wire(slot=s) for s in carries),
         bodies=(
-            Body(graph=test, inputs=(*range(for_test), *carries), outputs=(count,)),
+            Body(graph=test, inputs=(*range(for_test), *carries), outputs=(count,), trips=tests),
             Body(graph=body, inputs=(*range(for_test, fixed), *carries), outputs=carries),
         ),
     )

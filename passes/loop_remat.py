@@ -15,6 +15,7 @@ from passes.ir import Graph, Node, TensorType
 from passes.moves import is_free
 from passes.phases import phase
 from passes.remat_parts import Kept, is_kept, transposed
+from passes.rules import CALLBACKS, has_effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,13 +239,18 @@ def _copied(body: Graph, wanted: set[int], kept: Kept) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
+def _stays(node: Node) -> bool:
+    """Whether a node is there for more than its results."""
+    return not node.outputs or node.primitive in CALLBACKS or has_effect(node)
+
+
 def _needed(body: Graph, outputs: Sequence[int]) -> Iterator[int]:
     """The nodes that outputs depend on, and those that have an effect."""
     needed = set(outputs)
     found: list[int] = []
     for index in reversed(range(len(body.nodes))):
         node = body.nodes[index]
-        if not needed.isdisjoint(node.outputs) or "callback" in node.primitive or not node.outputs:
+        if not needed.isdisjoint(node.outputs) or _stays(node):
             needed.update(node.inputs)
             found.append(index)
     yield from reversed(found)

@@ -26,7 +26,7 @@ from passes.ir import Graph, Node
 from passes.moves import Layout, Placement, is_free
 from passes.phases import phase
 from passes.resharding import Step
-from passes.rules import ShardingRule, rule_of
+from passes.rules import ShardingRule, has_effect, is_ordered, rule_of
 from passes.sharding import ShardingSpec, replicated
 
 AXIS = "microbatch"
@@ -187,9 +187,11 @@ def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling
 def _regions(walk: _Walk, batch: tuple[int, ...]) -> Split:
     """What to compute where. Raises PlanningError if an operator couples microbatches, or nothing is cut."""
     graph, count = walk.graph, walk.time.count
-    late = [i for i in walk.later if phase(graph.nodes[i]) == "backward"]
+    late = [i for i in walk.later if phase(graph.nodes[i]) == "backward" and not _only_reports(graph.nodes[i])]
     if late:
         raise PlanningError(_coupled(walk, count))
+    effects = [i for i, node in enumerate(graph.nodes) if has_effect(node)]
+    _check_repeated(walk, effects, count)
     after: set[int] = set()
     carried: dict[int, ShardingSpec] = {}
     up_front: set[int] = set()
@@ -218,6 +220,10 @@ def _regions(walk: _Walk, batch: tuple[int, ...]) -> Split:
                 pending.extend(graph.nodes[node].inputs)
 
     need_after(graph.outputs)
+    for index in effects:
+        if index not in walk.up_front:
+            after.add(index)
+            need_after(graph.nodes[index].inputs)
     loop: set[int] = set()
     live = set(carried)
     for index in reversed(range(len(graph.nodes))):
@@ -246,6 +252,7 @@ def _regions(walk: _Walk, batch: tuple[int, ...]) -> Split:
         )
     # What was computed for the loop is not computed again for what comes after it.
     again = {i for i in after if i in up_front and i not in walk.later}
+    _check_order(graph, [i for i in effects if i in up_front], [i for i in effects if i in after - again], count)
     return Split(
         count=count,
         batch=batch,
@@ -256,6 +263,41 @@ def _regions(walk: _Walk, batch: tuple[int, ...]) -> Split:
         carried=tuple(sorted(carried.items())),
         flops=inside / total,
     )
+
+
+def _only_reports(node: Node) -> bool:
+    """Whether a node makes nothing that others wait for, and can run when all microbatches are done."""
+    return not node.outputs
+
+
+def _check_repeated(walk: _Walk, effects: Sequence[int], count: int) -> None:
+    """Raises PlanningError for an effect that every microbatch would have."""
+    for index in effects:
+        if index in walk.placements and index not in walk.later:
+            node = walk.graph.nodes[index]
+            raise PlanningError(
+                explain(
+                    f"microbatches={count} of a step with {_Refusal(node=node, words='')}",
+                    "a callback runs once a step, on whole operands; this one is in what every microbatch computes",
+                    "",
+                    "move it out of the loop that it is in, or leave out microbatches=",
+                )
+            )
+
+
+def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], count: int) -> None:
+    """Raises PlanningError for ordered effects that microbatches would bring out of order."""
+    early, late = ([i for i in side if is_ordered(graph.nodes[i])] for side in (before, after))
+    if early and late and max(early) > min(late):
+        first, second = (_Refusal(node=graph.nodes[i], words="") for i in (min(late), max(early)))
+        raise PlanningError(
+            explain(
+                f"microbatches={count} of a step with ordered callbacks, {first} and then {second}",
+                "microbatches need the results of the second, and the first reports what they make",
+                "",
+                "drop ordered=True, change their order, or leave out microbatches=",
+            )
+        )
 
 
 def _coupled(walk: _Walk, count: int) -> str:
@@ -355,7 +397,7 @@ class _Walk:
             self.varying.update(self._varying_results(index))
             self.beside.update(v for v in node.outputs if v not in self.varying)
             return
-        repaired = not self.inside and self._ask_up_front(node)
+        repaired = not self.inside and (_only_reports(node) or self._ask_up_front(node))
         self._postpone(index, None if repaired else found)
 
     def _varying_results(self, index: int) -> Iterable[int]:
@@ -391,6 +433,8 @@ class _Walk:
     def _place(self, index: int) -> Placement | _Refusal:
         """Where a node that meets the batch stands on the axis, or why it cannot."""
         node, rule = self.graph.nodes[index], self.rules[index]
+        if rule.once:
+            return _Refusal(node=node, words=rule.reason)
         if not self.inside and phase(node) == "apply" and any(self._is_sum(v) for v in node.inputs):
             return _Refusal(node=node, words="a sum over microbatches is used after the gradient")
         control = control_of(node, self.graph)

@@ -68,7 +68,7 @@ def read_off(
 def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
     """The operators that no rule cuts, those of loops and branches included."""
     for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
-        if rule.reason:
+        if rule.reason and not rule.once:
             yield f"{node.primitive} at {node.source}"
         if index in grouping.controls:
             for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):

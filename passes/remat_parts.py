@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from passes.ir import Graph
 from passes.moves import is_free
-from passes.rules import ShardingRule, rule_of
+from passes.rules import CALLBACKS, ShardingRule, has_effect, rule_of
 
 Kept = Literal["everything", "matmuls", "inputs"]
 """What a layer keeps for its backward pass."""
@@ -20,7 +20,7 @@ _DIFFERENTIATED = re.compile(r"jvp\([^()]*\)")
 def is_kept(graph: Graph, index: int, kept: Kept) -> bool:
     """Whether a node is never run again: what has an effect or costs nothing; with `matmuls`, loops and products."""
     node = graph.nodes[index]
-    if "callback" in node.primitive or is_free(graph, index) or kept == "everything":
+    if node.primitive in CALLBACKS or has_effect(node) or is_free(graph, index) or kept == "everything":
         return True
     return kept == "matmuls" and (bool(node.subgraphs) or _is_product(rule_of(node, graph)))
 

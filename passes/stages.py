@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from passes.errors import InternalError
+from passes.errors import InternalError, PlanningError, explain
 from passes.ir import Graph, Node, TensorType
 from passes.microbatch import LOOP, loop_of
 from passes.moves import FREE, is_free
 from passes.phases import phase
+from passes.rules import has_effect
 
 Origin = tuple[Literal["step", "loop"], int]
 """The node that a stage's node comes from: of the step itself or of its loop's body."""
@@ -106,7 +107,16 @@ def _adds_up(node: Node) -> bool:
 
 
 def cut(graph: Graph, firsts: Sequence[int], tied: Sequence[tuple[int, int]] = ()) -> Stages:
-    """The step with stages that begin at the body's nodes `firsts`, of which the first is 0."""
+    """The step with stages that begin at the body's nodes `firsts`, of which the first is 0.
+
+    Raises PlanningError for a step with callbacks: a stage is there for what it hands on.
+    """
+    if effect := next((node for node in graph.nodes if has_effect(node)), None):
+        where = f" at {effect.source}" if effect.source else ""
+        rule = "a callback runs once a step, on whole operands, which no stage of a pipeline has"
+        raise PlanningError(
+            explain(f"{effect.primitive}{where} in a pipeline", rule, "", "drop the callback, or plan without stages")
+        )
     return _Cutter(graph, tuple(firsts), tied).run()
 
 

@@ -241,8 +241,8 @@ class _Pricing:
         return spent + device.launch_seconds
 
     def _dtype(self) -> str:
-        """The dtype that the first member computes in: its first operand's, or its result's if it reads nothing."""
-        return (*self.members[0].reads, *self.members[0].writes)[0].dtype
+        """The dtype that the first member computes in: its first operand's, or its result's, if it has any."""
+        return next((type.dtype for type in (*self.members[0].reads, *self.members[0].writes)), "float32")
 
     def _flops(self) -> Floats:
         mesh = self.tabulator.mesh

@@ -1,6 +1,7 @@
 """One sharding rule per primitive; the only place in planning that mentions primitives."""
 
-from passes.rules import convolution, elementwise, indexing, linalg, pinned, random, reduction, shape, window
+from passes.rules import convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window
+from passes.rules.effects import CALLBACKS, has_effect, is_ordered
 from passes.rules.pinned import pinned_mesh
 from passes.rules.registry import (
     Assignment,
@@ -16,6 +17,7 @@ from passes.rules.registry import (
 from passes.rules.unruled import WITHOUT_RULE
 
 __all__ = [
+    "CALLBACKS",
     "WITHOUT_RULE",
     "Assignment",
     "Factor",
@@ -23,8 +25,11 @@ __all__ = [
     "canonical",
     "convolution",
     "define",
+    "effects",
     "elementwise",
+    "has_effect",
     "indexing",
+    "is_ordered",
     "known_primitives",
     "linalg",
     "pinned",

@@ -38,7 +38,8 @@ class ShardingRule:
     `flops` counts the whole operation; of `sparse` operands as many elements as the result has are read. `light`
     operators are fused with their neighbours and follow their sharding. An `alias` passes operand i through as result
     i in any placement. `reason` says why nothing can be cut. Users ask for a number of `pieces` of each dimension of
-    the result (None: any), or have `pinned` the specs of (operands, results).
+    the result (None: any), or have `pinned` the specs of (operands, results). What runs `once` does so on one device of
+    all: every axis takes its first factor, which has no dimension, and the others add nothing to its results.
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """
@@ -53,6 +54,7 @@ class ShardingRule:
     reason: str = ""
     pieces: tuple[int | None, ...] = ()
     pinned: tuple[tuple[ShardingSpec, ...], ...] = ()
+    once: bool = False
 
     @property
     def adds(self) -> bool:
@@ -87,7 +89,9 @@ class ShardingRule:
         return len({self.factors[factor].reduction for factor in cut} - {""}) <= 1
 
     def fulfils(self, assignment: Assignment, mesh: Mesh) -> bool:
-        """Whether the result is cut into the `pieces` that the user asks for."""
+        """Whether the result is cut into the `pieces` that the user asks for, and what runs once does."""
+        if self.once and len(assignment) < len(mesh.axes):
+            return False
         cut = {f: math.prod(mesh.axis_size(axis) for axis, g in assignment if f == g) for f in range(len(self.factors))}
         wanted = zip(self.pieces, self.results[0], strict=True) if self.pieces else ()
         return all(count is None or cut.get(factor, 1) == count for count, factor in wanted)

@@ -331,6 +331,8 @@ class _Walker:
         An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
         """
         form, found = member.form, ()
+        if form.rule.once:
+            return tuple((axis, 0) for axis in self.pattern.axes)
         for axis, cls in choice:
             factor = member.factors.get(cls)
             if factor is None:

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
@@ -62,14 +61,20 @@ def tripled(x):
     return 3 * x
 
 
-def callback(x):
-    io_callback(print, None, x, ordered=True)
-    return x
+def printed(params, batch):
+    jax.debug.print("{}", batch.sum(), ordered=True)
+    return step(params, batch)
 
 
-def printed(x):
-    jax.debug.print("{}", x, ordered=True)
-    return x
+def printed_by_layers(params, batch):
+    def layer(state, w):
+        jax.debug.print("layer {}", state[1])
+        return (jnp.tanh(state[0] @ w), state[1] + 1), None
+
+    def loss(params):
+        return jax.lax.scan(layer, (batch, 0), jnp.stack([params["up"][:, :16]] * 2))[0][0].mean()
+
+    return jax.grad(loss)(params)
 
 
 def updated(x):
@@ -271,8 +276,8 @@ CALLS = {
         "here(step, planner=Manual('plan.json'), cluster=CLUSTER, devices=jax.devices()[:2]).lower(PARAMS, BATCH)",
     ],
     "programs": [
-        "here(callback).plan(X)",
-        "here(printed).plan(X)",
+        "here(printed, planner=autopar.Pipeline(stages=2, microbatches=4)).plan(PARAMS, BATCH)",
+        "here(printed_by_layers, microbatches=4, donate_argnums=0).plan(PARAMS, BATCH)",
         "here(updated).plan(X)",
         "here(over_one_axis).plan(X)",
         "here(over_half_of_the_devices).plan(X)",

@@ -18,7 +18,6 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -945,21 +944,6 @@ def test_sharding_constraint_is_kept(planner: Any, spec: P, wanted: list[int]):
 
 
 @pytest.mark.parametrize("planner", [None, Dice(seed=1, sizes=(2, 4))])
-def test_prints(planner: Any, capfd: pytest.CaptureFixture[str]):
-    def f(a):
-        total = a.sum()
-        jax.debug.print("total {}", total)
-        return a * total
-
-    step, a = autopar.parallelize(f, planner=planner), jnp.arange(32.0).reshape(8, 4)
-    ours = step(a)
-    jax.effects_barrier()
-    lines = capfd.readouterr().out.split("\n")
-    assert set(filter(None, lines)) == {"total 496.0"}
-    assert_equal(ours, jax.jit(f)(a))
-
-
-@pytest.mark.parametrize("planner", [None, Dice(seed=1, sizes=(2, 4))])
 def test_pure_callback(planner: Any):
     def f(a, w):
         product = a @ w
@@ -970,21 +954,3 @@ def test_pure_callback(planner: Any):
     step = autopar.parallelize(f, planner=planner)
     assert_equal(step(*args), jax.jit(f)(*args))
     step.lower(*args).verify().check()
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_io_callback_runs_or_is_refused(ordered: bool):
-    seen = []
-
-    def f(a):
-        io_callback(lambda s: seen.append(float(s)), None, a.sum(), ordered=ordered)
-        return a * 2
-
-    step, a = autopar.parallelize(f), jnp.arange(8.0)
-    if ordered:
-        with pytest.raises(autopar.UnsupportedError, match="program order"):
-            step(a)
-        return
-    assert_equal(step(a), a * 2)
-    jax.effects_barrier()
-    assert set(seen) == {28.0}

@@ -479,20 +479,6 @@ def test_argument_that_is_no_array_is_explained():
     assert "static_argnames" in str(caught.value)
 
 
-@pytest.mark.parametrize("callback", ["print", "io"])
-def test_ordered_effects_are_refused_with_their_line(callback: str):
-    def f(x):
-        if callback == "print":
-            jax.debug.print("{}", x, ordered=True)
-            return x
-        return jax.experimental.io_callback(lambda x: x, x, x, ordered=True)
-
-    with pytest.raises(UnsupportedError, match="program order") as caught:
-        traced(f, struct())
-    assert f"at {__file__}:" in str(caught.value)
-    assert "ordered=True" in str(caught.value)
-
-
 def test_references_are_refused_with_their_line():
     def f(x):
         ref = jax.new_ref(x)

@@ -1,0 +1,273 @@
+"""A parallel function inside JAX's other transformations, and under other configurations, is `jax.jit`'s of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import autopar
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unoptimized() -> Iterator[None]:
+    """Machine code is left as it is first written: most of these tests' time is LLVM's."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@jax.custom_jvp
+def tenfold(x: jax.Array) -> jax.Array:
+    """A sine whose derivative is said to be ten, which no differentiation of the sine would give."""
+    return jnp.sin(x)
+
+
+@tenfold.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return tenfold(primals[0]), 10 * tangents[0]
+
+
+@jax.custom_vjp
+def straight_through(x: jax.Array) -> jax.Array:
+    """Rounding with a gradient, itself of a function with a rule of its own."""
+    return tenfold(jnp.round(x))
+
+
+straight_through.defvjp(lambda x: (straight_through(x), x), lambda x, g: (7 * g + tenfold(x),))
+
+
+def forward_only(x: jax.Array) -> jax.Array:
+    """A maximum, a kink at zero and a rule that `jvp` may use."""
+    return jnp.sum(jax.nn.relu(x) + tenfold(x) ** 2) + jax.nn.softmax(x).max()
+
+
+def with_vjp(x: jax.Array) -> jax.Array:
+    return jnp.sum(straight_through(x) * 3 + jax.nn.relu(x))
+
+
+X = jnp.linspace(-1, 1, 16).at[8].set(0.0)
+XS = jnp.stack([X, X + 0.5, 2 * X])
+
+Function = Callable[[jax.Array], jax.Array]
+
+REVERSE: dict[str, Callable[[Function], Any]] = {
+    "grad": lambda f: jax.grad(f)(X),
+    "grad in jit": lambda f: jax.jit(jax.grad(f))(X),
+    "grad of jit": lambda f: jax.grad(jax.jit(f))(X),
+    "vjp": lambda f: jax.vjp(f, X)[1](jnp.float32(2)),
+    "grad twice": lambda f: jax.grad(lambda x: jax.grad(f)(x).sum())(X),
+    "jacobian of the gradient": lambda f: jax.jacrev(jax.grad(f))(X),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f))(XS),
+    "grad of vmap": lambda f: jax.grad(lambda xs: jax.vmap(f)(xs).sum())(XS),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(X),
+    "scan": lambda f: jax.grad(lambda x: lax.scan(lambda c, _: (f(x * c), None), 1.0, None, length=2)[0])(X),
+    "cond": lambda f: jax.grad(lambda x: lax.cond(x[0] < 0, f, lambda x: 0.0, x))(X),
+    "in another": lambda f: autopar.parallelize(jax.grad(f))(X),
+}
+FORWARD: dict[str, Callable[[Function], Any]] = {
+    "jvp": lambda f: jax.jvp(f, (X,), (X + 1,)),
+    "linearize": lambda f: jax.linearize(f, X)[1](X + 1),
+    "jacfwd": lambda f: jax.jacfwd(f)(X),
+    "hessian": lambda f: jax.hessian(f)(X),
+    "vmap": lambda f: jax.vmap(f)(XS),
+    "vmap in jit": lambda f: jax.jit(jax.vmap(f))(XS),
+    "vmap of jit": lambda f: jax.vmap(jax.jit(f))(XS),
+    "nothing traced in a scan": lambda f: lax.scan(lambda c, _: (c + f(X), None), 0.0, None, length=2)[0],
+}
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
+
+
+@pytest.mark.parametrize("name", [*REVERSE, *FORWARD])
+def test_transformations_of_a_parallel_function_are_those_of_jit(name: str):
+    transform = (REVERSE | FORWARD)[name]
+    ours = autopar.parallelize(forward_only, planner=autopar.DataParallel())
+    assert_close(transform(ours), transform(jax.jit(forward_only)))
+
+
+@pytest.mark.parametrize("name", REVERSE)
+def test_custom_vjp_is_kept_by_whoever_differentiates(name: str):
+    assert_close(REVERSE[name](autopar.parallelize(with_vjp)), REVERSE[name](jax.jit(with_vjp)))
+
+
+def test_every_argument_is_differentiated_as_in_jit():
+    def f(w, n, key, x):
+        noise = jax.random.normal(key, w.shape)
+        return {"loss": jnp.sum(tenfold(w * x + noise)) * n, "next": n + 1, "key": jax.random.split(key)[0]}
+
+    args = (X, 3, jax.random.key(0), 2.0)
+    ours, theirs = autopar.parallelize(f, donate_argnums=0), jax.jit(f)
+    for argnums in (0, 3, (0, 3)):
+
+        def gradient(f: Any, argnums: Any = argnums) -> Any:
+            return jax.grad(lambda *a: f(*a)["loss"], argnums)(*args)
+
+        assert_close(gradient(ours), gradient(theirs))
+    ours, theirs = (jax.vjp(f, *args)[1] for f in (ours, theirs))
+    zero = np.zeros((), jax.dtypes.float0)
+    given = {"loss": jnp.float32(1), "next": zero, "key": zero}
+    assert_close(ours(given)[0], theirs(given)[0])
+
+
+def test_what_stands_still_adds_no_infinity():
+    """A rule that took the other argument to move by zero would multiply that by an infinite derivative."""
+
+    def f(w, x):
+        return jnp.sum(w * jnp.sqrt(x))
+
+    ours = jax.jit(autopar.parallelize(f))
+    assert_close(jax.jvp(lambda w: ours(w, 0 * X), (X,), (X,)), jax.jvp(lambda w: f(w, 0 * X), (X,), (X,)))
+
+
+def test_gradients_lie_where_the_plan_has_the_arguments():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w))
+
+    w, x = jnp.ones((16, 16)) / 9, jnp.arange(1024.0).reshape(64, 16) / 999
+    for planner in (autopar.DataParallel(), autopar.Megatron(data=2, tensor=4)):
+        step = autopar.parallelize(loss, planner=planner)
+        found = jax.grad(step, (0, 1))(w, x)
+        assert_close(found, jax.grad(jax.jit(loss), (0, 1))(w, x))
+        assert tuple(g.sharding.spec for g in found) == step.plan(w, x).shardings[0][0]
+
+
+def test_microbatches_are_differentiated_as_one_batch():
+    def loss(w, x):
+        return jnp.mean(tenfold(x @ w))
+
+    w, x = jnp.ones((16, 16)) / 9, jnp.arange(1024.0).reshape(64, 16) / 999
+    step = autopar.parallelize(loss, planner=autopar.DataParallel(), microbatches=4)
+    assert_close(jax.jit(jax.grad(step, (0, 1)))(w, x), jax.grad(jax.jit(loss), (0, 1))(w, x))
+
+
+def test_planned_program_stays_planned_where_it_is_only_staged():
+    def f(x):
+        return x.sum()
+
+    step = autopar.parallelize(f, planner=autopar.DataParallel())
+    text = jax.jit(lambda x: step(x) * 2).lower(jnp.ones((64, 4))).as_text()
+    assert "shard_map" in text or "manual_computation" in text
+
+
+def test_independent_microbatches_have_no_derivative():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w))
+
+    step = autopar.parallelize(loss, planner=autopar.DataParallel(), microbatches=2, microbatch_semantics="independent")
+    with pytest.raises(autopar.UnsupportedError, match="own statistics"):
+        jax.grad(step)(jnp.ones((3, 3)), jnp.ones((16, 3)))
+
+
+def test_pipelines_inside_transformations_are_refused():
+    def step(params, batch):
+        def loss(params):
+            return jnp.mean((jnp.tanh(batch @ params[0]) @ params[1]) ** 2)
+
+        return jax.value_and_grad(loss)(params)
+
+    params, batch = (jnp.ones((8, 8)), jnp.ones((8, 8))), jnp.ones((16, 8))
+    pipeline = autopar.parallelize(step, planner=autopar.Pipeline(stages=2, microbatches=2))
+    with pytest.raises(autopar.UnsupportedError, match="pipeline"):
+        jax.jit(pipeline)(params, batch)
+
+
+def test_effects_are_staged_with_their_program():
+    seen: list[float] = []
+
+    def f(x):
+        io_callback(lambda s: seen.append(float(s)), None, jnp.float32(3))
+        return jax.nn.relu(x).sum()
+
+    step = autopar.parallelize(f)
+    for transform in (jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+        assert_close(transform(step)(0 * X), transform(jax.jit(f))(0 * X))
+        jax.effects_barrier()
+
+
+# Programs belong to the configuration that they were traced under.
+
+
+def under(option: Any, value: Any) -> Callable[[], Any]:
+    return lambda: option(value)
+
+
+CONFIGURED: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "x64": (lambda x: (x.astype(jnp.float64) * 1.0, jnp.arange(3)), under(jax.enable_x64, True)),
+    "precision": (lambda x: x @ x, under(jax.default_matmul_precision, "highest")),
+    "generator": (lambda x: jax.random.normal(jax.random.key(0), (4,)), under(jax.default_prng_impl, "rbg")),
+    "partitionable": (
+        lambda x: jax.random.normal(jax.random.key(0), (3,)),
+        under(jax.threefry_partitionable, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_a_program_is_not_found_again_under_another_configuration(name: str):
+    fun, changed = CONFIGURED[name]
+    ours, theirs, x = autopar.parallelize(fun), jax.jit(fun), np.arange(16, dtype=np.float32).reshape(4, 4)
+    before = ours(x)
+    assert_same(before, theirs(x))
+    with changed():
+        assert_same(ours(x), theirs(x))
+        lines = [f.lower(x).as_text().count("HIGHEST") for f in (ours, theirs)]
+        assert lines[0] == lines[1]
+    assert_same(ours(x), before)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert [r.dtype for r in jax.tree.leaves(ours)] == [r.dtype for r in jax.tree.leaves(theirs)]
+    assert_close(ours, theirs)
+
+
+def test_configuration_changed_for_good_is_seen():
+    step, x = autopar.parallelize(lambda x, n: x + n), np.arange(8, dtype=np.float32)
+    assert step(x, np.arange(8)).dtype == np.float32
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    try:
+        with pytest.raises(Exception, match="no available implicit dtype promotion"):
+            step(x, np.arange(8))
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
+    assert step(x, np.arange(8)).dtype == np.float32
+
+
+def test_nans_are_found_after_the_first_call():
+    step = autopar.parallelize(jnp.log)
+    assert np.isnan(step(-jnp.ones(8))).all()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        step(-jnp.ones(8))
+
+
+def test_disabled_jit_runs_the_function_itself():
+    kinds: list[bool] = []
+
+    def f(x):
+        kinds.append(isinstance(x, jax.core.Tracer))
+        return x * 2
+
+    step = autopar.parallelize(f)
+    step(X)
+    with jax.disable_jit():
+        assert_close(step(X), 2 * X)
+    assert kinds[-1] is False
+
+
+def test_compiled_programs_refuse_other_static_values():
+    def f(x, mode):
+        return x * 2 if mode == "up" else -x
+
+    compiled = autopar.parallelize(f, static_argnums=1).lower(X, "up").compile()
+    assert_close((compiled(X), compiled(X, "up")), (2 * X, 2 * X))
+    with pytest.raises(autopar.ArgumentError, match="'down': the program was compiled for mode = 'up'"):
+        compiled(X, "down")
