@@ -56,7 +56,7 @@ class Prepared:
             run=run or self.jitted,
             nested=run or self.nested,
             in_shardings=self.in_shardings,
-            donation=Donation(positions=tuple(sorted(reused(self.traced))), names=graph.input_names),
+            donation=Donation(positions=tuple(sorted(reused(self.traced))), names=self.traced.graph.input_names),
             out_tree=self.traced.out_tree,
             stacked=_stacked(self.traced),
         )

@@ -158,7 +158,7 @@ class OnPieces:
 
 def walk(body: Body, layout: Layout, schedule: Schedule, semantics: Semantics, inputs: Arrays) -> tuple[Any, ...]:
     """A body's outputs in their planned placements, from its inputs in theirs."""
-    state = _State(body, layout, semantics, inputs)
+    state = _State(body, layout, semantics, inputs, schedule.same)
     for index, node in enumerate(body.graph.nodes):
         state.bring(schedule.before[index])
         if is_free(body.graph, index):
@@ -176,8 +176,11 @@ class _State:
     The keys of `moved` are those by which `passes.moves` decides that a move was made before.
     """
 
-    def __init__(self, body: Body, layout: Layout, semantics: Semantics, inputs: Arrays) -> None:
+    def __init__(
+        self, body: Body, layout: Layout, semantics: Semantics, inputs: Arrays, same: Mapping[int, int]
+    ) -> None:
         self.body = body
+        self.same = same
         self.graph: Graph = body.graph
         self.semantics = semantics
         self.arrays: dict[int, Any] = dict(zip(self.graph.inputs, inputs, strict=True))
@@ -218,6 +221,7 @@ class _State:
             return self._make(value, spec)
         if self.home[value] == spec:
             return self.arrays[value]
+        value = self.same.get(value, value)
         again = (value, spec, "backward")
         return self.moved[again] if when == "backward" and again in self.moved else self.moved[value, spec, "forward"]
 

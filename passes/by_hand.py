@@ -24,6 +24,7 @@ from passes.pipeline import PipelinePlan, load_plan
 from passes.pipelines import pipelined
 from passes.plan import Plan
 from passes.quantities import nbytes
+from passes.read_off import accounted
 from passes.remat import Kept, kept_of
 from passes.repeats import stage_cuts
 from passes.stages import Part
@@ -218,7 +219,7 @@ def GPipe(stages: int, microbatches: int) -> Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Manual:
-    """A saved or edited plan (a path or a Plan), replayed without solving."""
+    """A saved or edited plan (a path or a Plan), replayed without solving; what it sends and holds is counted anew."""
 
     source: str | Path | Plan | PipelinePlan
 
@@ -247,6 +248,7 @@ class Manual:
             size, shape = plan.n_devices, f"{len(plan.stages)} stages"
         else:
             plan.check(graph)
+            plan = accounted(plan, graph, tied, donated)
             size, shape = plan.mesh.size, str(plan.mesh)
         if size > cluster.n_devices:
             raise PlanMismatchError(

@@ -96,7 +96,7 @@ def border_of(body: Body, control: Control, known: Mapping[int, object]) -> Bord
 def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, border: Border = WHOLE) -> DeviceProgram:
     """The program of a graph, or of the body of a loop or branch."""
     layout = shared(layout)
-    lowering = _Lowering(graph, context)
+    lowering = _Lowering(graph, context, schedule.same)
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
         lowering.enter(value, spec, sliced=position in border.sliced, number=border.numbers.get(position))
     for value in graph.constants:
@@ -150,8 +150,8 @@ def _hoisted(operations: list[Operation], same: set[int]) -> tuple[list[Operatio
 class _Lowering:
     """Every value as an operation, where it is at home and where it was moved to; as `autopar.lower` walks it."""
 
-    def __init__(self, graph: Graph, context: Context) -> None:
-        self.graph, self.context = graph, context
+    def __init__(self, graph: Graph, context: Context, same: Mapping[int, int]) -> None:
+        self.graph, self.context, self.same = graph, context, same
         self.operations = Operations()
         self.home: dict[int, ShardingSpec] = {}
         self.made: dict[int, int] = {}
@@ -264,6 +264,7 @@ class _Lowering:
             return self._make(value, spec)
         if (home := self.home[value]) is spec or home == spec:
             return self.made[value]
+        value = self.same.get(value, value)
         again = (value, spec, "backward")
         return self.moved[again] if when == "backward" and again in self.moved else self.moved[value, spec, "forward"]
 

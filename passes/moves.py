@@ -16,7 +16,7 @@ from passes.ir import Graph, Node, TensorType
 from passes.mesh import Mesh
 from passes.phases import Phase, phase
 from passes.resharding import Step
-from passes.rules import rule_of
+from passes.rules import makes_the_same, rule_of
 from passes.sharding import ShardingSpec, replicated
 
 FREE = frozenset({"broadcast_in_dim", "iota"})
@@ -103,10 +103,14 @@ def weights(graph: Graph) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The moves `before` each node, [nodes + 1], the last to bring the outputs where they belong; `bodies` by node."""
+    """The moves `before` each node, [nodes + 1], the last to bring the outputs where they belong; `bodies` by node.
+
+    Values that are computed twice move once: `same` has the one that moves for each that does not.
+    """
 
     before: tuple[tuple[Move, ...], ...]
     bodies: Mapping[int, tuple[Schedule, ...]] = field(default_factory=dict[int, "tuple[Schedule, ...]"])
+    same: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 class Steps(Protocol):
@@ -136,6 +140,8 @@ class _Moving:
         self.done: set[tuple[int, ShardingSpec, Phase]] = set()
         self.reduced: dict[int, ShardingSpec] = {}
         self.backward: set[int] = set()
+        self.known: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self.same: dict[int, int] = {}
 
     def run(self) -> Schedule:
         graph, layout, home = self.graph, self.layout, self.home
@@ -159,11 +165,23 @@ class _Moving:
             schedule.append(self._before(node, wanted) if wanted else ())
             for value, spec in zip(node.outputs, placement.results, strict=True):
                 home[value] = spec
+            self._recognise(node, placement)
             if self.refetch and phase(node) == "backward":
                 self.backward.update(node.outputs)
         leaving = zip(graph.outputs, layout.outputs, strict=True)
         brought = (self._bring(value, spec, "forward", None) for value, spec in leaving)
-        return Schedule(before=(*schedule, tuple(m for m in brought if m)), bodies=bodies)
+        return Schedule(before=(*schedule, tuple(m for m in brought if m)), bodies=bodies, same=self.same)
+
+    def _recognise(self, node: Node, placement: Placement) -> None:
+        """Notes whether a node makes what another one made before it, in the same placement: XLA computes that once.
+
+        Equal parameters and placements are the same objects in almost every graph, so it is those that are compared.
+        """
+        operands = tuple([self.same.get(value, value) for value in node.inputs])
+        key = (node.primitive, id(node.params), id(placement), operands)
+        first = self.known.setdefault(key, node.outputs)
+        if first is not node.outputs and makes_the_same(node):
+            self.same.update(zip(node.outputs, first, strict=True))
 
     def _before(self, node: Node, wanted: Sequence[tuple[int, ShardingSpec]]) -> tuple[Move, ...]:
         """The moves that a node waits for."""
@@ -173,6 +191,7 @@ class _Moving:
 
     def _bring(self, value: int, wanted: ShardingSpec, when: Phase, anchor: int | None) -> Move | None:
         when = "backward" if self.refetch and when == "backward" and value in self.weights else "forward"
+        value = self.same.get(value, value)
         if value in self.graph.literals or value in self.free:
             return None
         home = self.home[value]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from passes.bundles import Grouping
+from passes.bundles import Grouping, group
 from passes.collector import uncollected
 from passes.intra_op import Answer
 from passes.ir import Graph
@@ -62,6 +63,36 @@ def read_off(
         ),
         replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
         refetch=refetch,
+    )
+
+
+@uncollected()
+def accounted(plan: Plan, graph: Graph, tied: Sequence[tuple[int, int]], donated: Sequence[bool]) -> Plan:
+    """The plan with the collectives, seconds of moves and bytes that follow from its placements, if it says otherwise.
+
+    An edited plan keeps the numbers of the one that it was made of. Seconds of computing are left as they are, and how
+    far it is from the best is unknown.
+    """
+    layout, mesh, resharder = plan.layout, plan.mesh, Resharder(plan.mesh)
+    schedule = moves(graph, layout, resharder, refetch=plan.refetch)
+    sent = collectives_of(graph, schedule, mesh)
+    held = memory(graph, group(graph), mesh, layout, schedule, tied, donated or (False,) * len(graph.inputs))
+    nbytes = {cause: size for cause, size in held.nbytes.items() if size}
+    away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
+    if sent == plan.collectives and nbytes | away == plan.nbytes:
+        return plan
+    moving, _ = move_seconds(graph, schedule, resharder)
+    kept = {cause: spent for cause, spent in plan.seconds.items() if cause in ("compute", "offload")}
+    seconds = {**kept, **moving}
+    found = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
+    report = MemoryReport.of(held)
+    return replace(
+        plan,
+        collectives=sent,
+        seconds=seconds,
+        nbytes=nbytes | away,
+        memory=report.less(-sum(away.values())) if away else report,
+        solution=found,
     )
 
 

@@ -1,7 +1,7 @@
 """One sharding rule per primitive; the only place in planning that mentions primitives."""
 
 from passes.rules import convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window
-from passes.rules.effects import CALLBACKS, has_effect, is_ordered
+from passes.rules.effects import CALLBACKS, has_effect, is_ordered, makes_the_same
 from passes.rules.pinned import pinned_mesh
 from passes.rules.registry import (
     Assignment,
@@ -32,6 +32,7 @@ __all__ = [
     "is_ordered",
     "known_primitives",
     "linalg",
+    "makes_the_same",
     "pinned",
     "pinned_mesh",
     "random",
