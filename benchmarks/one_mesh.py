@@ -128,7 +128,6 @@ def plan(
         "edges": len(assembly.problem.edges),
         "integer programs asked": 1,
         "relaxations solved": answer.relaxations,
-        "branched": int(answer.branched),
     }
     found.status, found.objective, found.gap = whole.solution.status, whole.solution.objective, whole.gap
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

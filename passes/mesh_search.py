@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+import numpy as np
 
 from passes.budgets import live
 from passes.bundles import Grouping, group
@@ -32,8 +34,13 @@ from passes.read_off import read_off
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
 
+_OPEN = 1e-3
+"""The gap from which plans by hand are worth a look: each takes a solve of its own."""
+
 Tied = tuple[tuple[int, int], ...]
 Restriction = Callable[[Assembly], Assembly]
+Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
+"""What plans by hand forbid on a mesh, and whether they fetch weights once a use."""
 
 
 def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
@@ -84,6 +91,9 @@ class MeshSearch:
     If only plans `beneath` so many bytes are wanted, meshes without any are left out as soon as that is seen, and
     others are solved roughly: what fits is brought nearer to the optimum at the end.
 
+    No plan is worse than those by hand that `textbook` knows of: they are looked at where a gap is left, or a limit
+    binds.
+
     If `interruptible`, Ctrl-C ends the search as soon as there is an answer, and it is `interrupted`.
     """
 
@@ -93,6 +103,7 @@ class MeshSearch:
     donated: Sequence[bool]
     options: SolverOptions
     restrict: Restriction | None = None
+    textbook: Textbook = lambda mesh: ()
     refetch: bool = False
     offload: bool = False
     beneath: float = math.inf
@@ -104,6 +115,7 @@ class MeshSearch:
     offloaded: tuple[int, ...] = field(init=False)
     phases: dict[str, float] = field(init=False)
     solved: list[_Solved] = field(default_factory=list[_Solved])
+    hopeless: list[Mesh] = field(default_factory=list[Mesh])
     lowest: tuple[float, _Solved, tuple[int, ...]] | None = None
     seen: list[Path] = field(default_factory=list[Path])
     refetches: bool | None = field(default=None, init=False)
@@ -124,6 +136,7 @@ class MeshSearch:
             except NoLegalPlanError as error:
                 illegal.append(error)
             except HopelessError:
+                self.hopeless.append(mesh)
                 continue
             except KeyboardInterrupt:
                 if not self.interruptible or not self.solved:
@@ -151,6 +164,44 @@ class MeshSearch:
                 self.interrupted = True
                 break
             solved[place] = replace(one, answer=_better(answer, one.answer))
+        for place, one in enumerate(solved):
+            if one.answer.bound < (1 - _OPEN) * min(other.answer.objective for other in solved):
+                for base, answer in self._by_hand(one):
+                    if base.refetch == one.refetch:
+                        solved[place] = one = replace(one, answer=_better(answer, one.answer))
+
+    def _by_hand(self, one: _Solved) -> Iterator[tuple[_Solved, Answer]]:
+        """The answers by hand on a mesh, and its problem with weights fetched as they do."""
+        for restrict, refetch in self.textbook(one.assembly.mesh):
+            base = next((twin for twin in self._twins(one, 0, 1) if twin.refetch == refetch), None)
+            if base is None:
+                continue
+            try:
+                answer = solve(restrict(base.assembly).problem, self.options)
+            except PlanningError:  # this textbook has no plan here: a batch that the axis does not divide, say
+                continue
+            yield base, replace(answer, bound=min(one.answer.bound, answer.objective), status="near optimal")
+
+    def _fitting_by_hand(self, limit: float, at_most: float) -> tuple[_Solved, Fitted] | None:
+        """The cheapest plan by hand that needs at most `limit` bytes and takes less than `at_most` seconds."""
+        best: tuple[_Solved, Fitted] | None = None
+        given_up = [self._unsolved(mesh) for mesh in self.hopeless]
+        for one in [one for one in (*self.solved, *given_up) if one.refetch == self.refetch]:
+            for base, answer in self._by_hand(one):
+                if answer.objective < at_most and self._peak(base, answer.choice).nbytes <= limit:
+                    best = base, Fitted(problem=base.assembly.problem, answer=answer)
+                    at_most = answer.objective
+        return best
+
+    def _unsolved(self, mesh: Mesh) -> _Solved:
+        """A mesh that was given up, for what is known of it without a solver."""
+        resharder = self.resharders.setdefault(mesh, Resharder(mesh))
+        assembly = self._assembled(mesh, resharder, self.refetch)
+        choice = tuple(int(np.argmin(own)) for own in assembly.problem.seconds)
+        nothing = Answer(
+            choice=choice, objective=math.inf, bound=0.0, status="near optimal", build_seconds=0.0, solve_seconds=0.0
+        )
+        return _Solved(assembly=assembly, resharder=resharder, answer=nothing, refetch=self.refetch)
 
     @property
     def cheapest(self) -> Plan:
@@ -160,7 +211,7 @@ class MeshSearch:
     @property
     def least_seconds(self) -> float:
         """Seconds of a step that no plan over these meshes goes below."""
-        return self.solved[0].answer.bound
+        return min(one.answer.bound for one in self.solved if one.refetch == self.refetch)
 
     def again(self, report: Report, *, offload: bool) -> MeshSearch:
         """A search of the same program, with its solved problems, that offloads or does not."""
@@ -175,7 +226,7 @@ class MeshSearch:
         Weights may be fetched once a step or once a use. No further mesh is tried from `end` on once there is a plan.
         Raises OverBudgetError with the leanest plan that was met.
         """
-        cheapest: tuple[_Solved, Fitted] | None = None
+        cheapest = self._fitting_by_hand(limit, at_most)
         dear = False
         meshes = [one for one in self.solved if one.refetch == self.refetch]
         for number, one in enumerate(meshes):

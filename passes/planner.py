@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
+from passes import restrictions
 from passes.cluster import Cluster
 from passes.errors import InternalError, OverBudgetError, PlanningError, explain
 from passes.intra_op import SolverOptions
@@ -161,6 +162,7 @@ class Auto:
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
         search = MeshSearch(
             name="auto",
+            textbook=restrictions.textbook,
             graph=form.graph,
             tied=form.tied,
             donated=form.donated,

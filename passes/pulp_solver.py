@@ -7,7 +7,7 @@ opinion.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pulp
@@ -22,8 +22,8 @@ def solver_named(name: str, *, seconds: float | None, gap: float) -> Any:
 
     Raises PlanningError, with the names of those that are here, if PuLP does not find it.
     """
-    known = cast("list[str]", pulp.listSolvers())
-    here = cast("list[str]", pulp.listSolvers(onlyAvailable=True))
+    known = pulp.listSolvers()
+    here = pulp.listSolvers(onlyAvailable=True)
     wanted = name.lower()
     asked = [one for one in known if wanted in (one.lower(), _plain(one))]
     found = [one for one in asked if one in here]

@@ -10,6 +10,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations
 from typing import cast
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
 from passes.ir import Graph
+from passes.mesh import Mesh
 from passes.microbatch import loop_of, microbatch_stacks
 from passes.moves import weights
 from passes.phases import phase
@@ -327,38 +330,50 @@ def _made_of_weights(region: Region, found: Roles) -> Iterator[int]:
             yield value
 
 
-def megatron(assembly: Assembly) -> Assembly:
+def megatron(assembly: Assembly, data: str = "data", tensor: str = "tensor") -> Assembly:
     """Only strategies that cut the batch over `data` and every matrix that is multiplied or looked up over `tensor`."""
     axes = assembly.mesh.axes
-    if "tensor" not in axes:
+    if tensor not in axes:
         return data_parallel(assembly)
     found = roles(assembly)
-    if "data" in axes:
-        _check_batch(assembly, found.batch, ("data",))
+    if data in axes:
+        _check_batch(assembly, found.batch, (data,))
     weighty = {region.first + b: own for region in assembly.root.all() for b, own in _weight_classes(region, found)}
     multiplied = _multiplied(assembly.root, found)
     matrices = {value for value in multiplied if found.weights[value] > 1}
 
     def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
         node = region.first + bundle
-        if "data" in axes and not _on_batch(found, node, strategy, "data"):
+        if data in axes and not _on_batch(found, node, strategy, data):
             return False
-        pick = _picked(strategy, "tensor")
+        pick = _picked(strategy, tensor)
         if weighty[node]:
             return pick in weighty[node]
         return pick not in found.batch_classes.get(node, ())
 
     def allows_input(value: int, spec: ShardingSpec) -> bool:
         if value in found.batch:
-            return ("data" not in axes or "data" in spec.dims[found.batch[value]]) and not _cut(spec, "tensor")
-        if "data" in axes and _cut(spec, "data"):
+            return (data not in axes or data in spec.dims[found.batch[value]]) and not _cut(spec, tensor)
+        if data in axes and _cut(spec, data):
             return False
-        return (assembly.root.number, value) not in matrices or _cut(spec, "tensor")
+        return (assembly.root.number, value) not in matrices or _cut(spec, tensor)
 
     def allows_slot(value: Value, spec: ShardingSpec) -> bool:
-        return value not in matrices or _cut(spec, "tensor")
+        return value not in matrices or _cut(spec, tensor)
 
     return _restrict(assembly, allows, allows_input, allows_slot)
+
+
+def textbook(mesh: Mesh) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
+    """What planners by hand forbid on a mesh, whatever its axes are called, and whether each fetches weights anew."""
+    if len(mesh.axes) == 1:
+        yield data_parallel, False
+        yield partial(megatron, data="", tensor=mesh.axes[0]), False
+    for data, tensor in permutations(mesh.axes, 2):
+        if len(mesh.axes) == 2:
+            yield partial(megatron, data=data, tensor=tensor), False
+    for stage in (1, 3):
+        yield zero(stage), stage == 3
 
 
 def _multiplied(region: Region, found: Roles) -> set[Value]:
