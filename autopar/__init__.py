@@ -18,6 +18,7 @@ from autopar.measure import measure
 from autopar.plan import Plan
 from passes.by_hand import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 from passes.cluster import Cluster
+from passes.intra_op import SolverOptions
 from passes.pipeline import PipelinePlan
 from passes.planner import Auto
 from passes.progress import Progress
@@ -42,6 +43,7 @@ __all__ = [
     "PlanMismatchError",
     "PlanningError",
     "Progress",
+    "SolverOptions",
     "UnboundPlanError",
     "UnsupportedError",
     "Zero",
