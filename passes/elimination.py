@@ -19,6 +19,7 @@ Dechter, A general scheme for automatic generation of search heuristics (Artific
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,11 +34,11 @@ EXACT_ENTRIES = 2e7
 """Entries of all tables together up to which a problem is solved exactly: a second of one processor, 160 MB at most."""
 
 _LIMITS = (1e5, 1e6, 4e6)
-_WIDTHS = (300, 2_000, 10_000)
-"""Entries of one table, and partial answers kept, in each round of a search that cannot be exact."""
+_KEPT = (6e4, 1.5e5, 5e5)
+"""Entries of one table, and partial answers kept over all nodes, in each round of a search that cannot be exact."""
 
-_ENTRIES = 1e8
-"""Entries of all tables in a round after the first: a few seconds of one processor."""
+_ENTRIES = 6e8
+"""Entries of all tables in a round after the first: 2 s of one processor."""
 
 _CLOSE = 5e-3
 """The gap at which no further round is worth its work; each round looks for answers that are better by any gap."""
@@ -206,6 +207,9 @@ class Beam:
             self.inexact.setdefault(last, []).append(group)
             for node in group.nodes:
                 self.wanted[node].append((last, np.arange(factors.allowed[node].size)))
+        for own in self.wanted.values():
+            own.sort(key=lambda one: one[0])
+        self.told: dict[tuple[int, int], Indices] = {}
         self.least: Floats = np.array([tables.bound])
         self.kept: dict[int, Indices] = {}
         self.dropped = np.inf
@@ -239,14 +243,25 @@ class Beam:
         rows, columns = np.nonzero(least < self.upper)
         found = least[rows, columns]
         after = {other: own[rows] for other, own in self.kept.items()} | {node: columns}
-        context = {
-            other: own[after[other]]
-            for other, wanted in self.wanted.items()
-            if other in after and (own := _joined([own for later, own in wanted if later < at])) is not None
-        }
+        context = {other: own[after[other]] for other in after if (own := self._told(other, at)) is not None}
         best = self._best(found, list(context.values()))
         self.least, self.kept = found[best], {other: after[other][best] for other in context}
         return rows[best], columns[best]
+
+    def _told(self, node: int, at: int) -> Indices | None:
+        """The classes of a node that what comes before a place of the order tells apart; None if nothing reads it."""
+        wanted = self.wanted[node]
+        count = bisect_left(wanted, at, key=lambda one: one[0])
+        if count == 0:
+            return None
+        known = count
+        while known > 1 and (node, known) not in self.told:
+            known -= 1
+        told = self.told.setdefault((node, known), wanted[0][1])
+        for number in range(known, count):
+            told = classes([told, wanted[number][1]])
+            self.told[node, number + 1] = told
+        return told
 
     def _best(self, least: Floats, context: Sequence[Indices]) -> Indices:
         """The partial answers to keep: of those with one context the cheapest, and of these as many as are allowed."""
@@ -268,10 +283,6 @@ class Beam:
         return best
 
 
-def _joined(wanted: Sequence[Indices]) -> Indices | None:
-    return classes(wanted) if wanted else None
-
-
 def eliminate(factors: Factors, upper: float = math.inf) -> Found:
     """The optimum, proven, of a problem whose order makes at most `EXACT_ENTRIES`; None if it is not below `upper`."""
     tables = MiniBuckets(factors.factors, factors.order.nodes, math.inf)
@@ -283,10 +294,11 @@ def enclose(factors: Factors, upper: float, gap: float) -> Found:
     """An answer below `upper` seconds, if one is found, and a bound; ends early once they are `_CLOSE`."""
     best: tuple[int, ...] | None = None
     bound = -math.inf
-    for limit, width in zip(_LIMITS, _WIDTHS, strict=True):
+    for limit, kept in zip(_LIMITS, _KEPT, strict=True):
         if math.isfinite(bound) and factors.order.entries(limit) > _ENTRIES:
             break
         tables = MiniBuckets(factors.factors, factors.order.nodes, limit)
+        width = math.ceil(kept / max(1, sum(own.size > 1 for own in factors.allowed)))
         bound = max(bound, min(tables.bound, upper))
         if _meet(upper, bound, gap):
             break

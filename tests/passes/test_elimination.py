@@ -118,7 +118,7 @@ def test_groups_in_parts_pay_no_more_than_they_do_and_are_paid_in_full_at_the_en
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_rounds_of_a_search_enclose_the_optimum(seed, monkeypatch):
     monkeypatch.setattr(elimination, "_LIMITS", (4, 8, 16))
-    monkeypatch.setattr(elimination, "_WIDTHS", (1, 3, 9))
+    monkeypatch.setattr(elimination, "_KEPT", (6, 18, 54))
     problem, best = random_problem(seed, nodes=6), optimum(random_problem(seed, nodes=6))
     if not np.isfinite(best):
         pytest.skip("infeasible instance")
