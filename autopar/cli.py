@@ -198,9 +198,9 @@ def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
     fits.add_argument(
         "--seconds",
         type=float,
-        default=60.0,
         metavar="S",
-        help="that the search may take, and again the largest batch and preset; 0: look for none (default: 60)",
+        help="that the search may take, and again the largest batch and preset; 0: look for none (default: so much "
+        "work, whatever time that takes)",
     )
     fits.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step (png, svg)")
     fits.add_argument("--json", action="store_true", help="print JSON; seconds and bytes are numbers")
@@ -286,7 +286,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     cluster = parse_cluster(arguments.cluster)
     limit = Auto(memory_limit=_limit(arguments.memory_limit)).limit(cluster)
-    room = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or Auto().seconds)
+    room = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or None)
     rows: list[fit.Row] = []
     largest: list[Largest] = []
     note = ""
@@ -296,7 +296,7 @@ def _fit(arguments: argparse.Namespace) -> int:
             presets = targets.presets(arguments.target, arguments.presets)
             step = fit.traced_step(example)
             rows.extend(fit.plans(step, room, status.update))
-            if arguments.seconds > 0:
+            if arguments.seconds != 0:
                 largest.extend(find_largest(example, step, room, rows, presets, status.update))
         except KeyboardInterrupt:
             note = "Ended by Ctrl-C: rows are missing."

@@ -47,11 +47,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What plans are made for: a cluster, the bytes that a plan may need on a device, and seconds to search for it."""
+    """What plans are made for: a cluster, the bytes that a device may hold, and seconds to search (None: no end)."""
 
     cluster: Cluster
     limit_nbytes: float
-    seconds: float = 60.0
+    seconds: float | None = None
 
     @property
     def auto(self) -> Auto:

@@ -139,7 +139,7 @@ def _largest_cells(one: Largest) -> tuple[str, ...]:
     refusal = one.refusal.partition("\n")[0]
     if one.size is None or one.row is None or one.row.plan is None:
         none = "none" if one.certain else "?"
-        return (none, "", "", refusal or ("" if one.certain else "no time to find out"))
+        return (none, "", "", refusal or ("" if one.certain else "given up before it was known"))
     size = f"{one.size:,}" if isinstance(one.size, int) else one.size
     plan = one.row.plan
     seconds, peak = quantities.seconds(plan.step_seconds), quantities.nbytes(plan.peak_nbytes)

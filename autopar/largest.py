@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,8 +10,11 @@ from typing import Any, Literal
 from autopar.fit import PLANNERS, Example, Planned, Room, Row, Said, Step, quiet, traced_step
 from passes.errors import PlanningError
 from passes.plan import Plan
-from passes.progress import Progress
-from passes.variants import VariantSearch
+from passes.progress import Deadline, Progress
+from passes.variants import MOST_OPERATORS, VariantSearch
+
+MOST_PLANS = 8
+"""Plans of one planner in search of its largest batch or preset, where no seconds are given: most need 4 to 7."""
 
 
 class _OutOfTime(Exception):
@@ -21,7 +23,7 @@ class _OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest batch or preset that one planner fits, None if it fits none; not `certain` if time ran out first."""
+    """The largest batch or preset that one planner fits, None if it fits none; not `certain` where it was given up."""
 
     name: str
     what: Literal["batch", "preset"]
@@ -38,20 +40,21 @@ class Largest:
 
 
 def _tried(step: Step, room: Room, said: Said) -> Plan:
-    """As `_searched`, but an error says nothing of other clusters, and there are no seconds beyond the room's.
+    """As `_searched` with as much work for all plans as that has for one, and an error says nothing of other clusters.
 
-    Raises _OutOfTime when they are over.
+    There are no seconds beyond the room's: raises _OutOfTime when they are over.
     """
-    end = time.monotonic() + room.seconds
+    end = Deadline(room.seconds)
 
     def report(progress: Progress) -> None:
-        if time.monotonic() > end:
+        if end.is_over():
             raise _OutOfTime
 
     return VariantSearch(
         forms=step.forms(),
         limit=room.limit_nbytes,
-        seconds=room.seconds,
+        most=MOST_OPERATORS // MOST_PLANS,
+        end=end,
         search=lambda form, offload, beneath, told: room.auto._search(form, room.cluster, told, offload, beneath),
         report=report,
     ).run()
@@ -74,17 +77,16 @@ def largest(
     presets: Mapping[str, Callable[[], Example]],
     said: Said = quiet,
 ) -> Iterator[Largest]:
-    """The largest batch, and of `presets` (smallest first) the largest, of some planners, for `room.seconds` in all.
+    """The largest batch, and of `presets` (smallest first) the largest, of some planners; `room.seconds` are for all.
 
     `rows` are those of the example as it is.
     """
-    end = time.monotonic() + room.seconds
+    end = Deadline(room.seconds)
     turns = [(name, what) for what in ("batch", "preset")[: 1 + bool(presets)] for name in STRETCHED]
     known = {row.name: row for row in rows}
     for turn, (name, what) in enumerate(turns):
         left = sum(_SHARES.get(other, 1) for other, _ in turns[turn:])
-        now = time.monotonic()
-        until = now + (end - now) * _SHARES.get(name, 1) / left
+        until = Deadline(None if end.left is None else end.left * _SHARES.get(name, 1) / left)
         if what == "preset":
             yield _largest_preset(name, presets, room, until, said)
             continue
@@ -95,7 +97,7 @@ def largest(
 
 
 def _largest_batch(
-    name: str, example: Example, step: Step, room: Room, known: Row | None, end: float, said: Said
+    name: str, example: Example, step: Step, room: Room, known: Row | None, end: Deadline, said: Said
 ) -> Largest:
     """The largest batch in multiples of the devices, and of microbatches; `known` is the row of the batch as it is."""
     unit = math.lcm(room.cluster.n_devices, step.parallel._microbatches or 1)
@@ -121,7 +123,7 @@ def _largest_batch(
 
 
 def _largest_preset(
-    name: str, presets: Mapping[str, Callable[[], Example]], room: Room, end: float, said: Said
+    name: str, presets: Mapping[str, Callable[[], Example]], room: Room, end: Deadline, said: Said
 ) -> Largest:
     """The largest preset, if each needs more than those before it."""
     names = tuple(presets)
@@ -141,9 +143,9 @@ def _largest_preset(
     )
 
 
-def _stretched(name: str, make: Callable[[], Step], room: Room, end: float, said: Said) -> Row:
+def _stretched(name: str, make: Callable[[], Step], room: Room, end: Deadline, said: Said) -> Row:
     """A row for a step of another size. Raises PlanningError where the user's function takes no such size."""
-    left = replace(room, seconds=max(0.0, end - time.monotonic()))
+    left = replace(room, seconds=end.left)
     try:
         step = make()
     except PlanningError:
@@ -166,17 +168,20 @@ class Reached:
     refusal: str = ""
 
 
-def reach(planned: Callable[[int], Row], start: int, end: float, most: int | None = None) -> Reached:
+def reach(
+    planned: Callable[[int], Row], start: int, end: Deadline, most: int | None = None, plans: int = MOST_PLANS
+) -> Reached:
     """The largest number from 1 to `most` whose row fits.
 
     From `start` it doubles, then bisects, two of three times where a line through the peaks at both ends meets the
-    limit: a hand-made plan's peak is nearly that. It gives up at `end`, and where a number cannot be planned at all.
+    limit: a hand-made plan's peak is nearly that. It gives up at `end`, or after so many `plans` if there is none, and
+    where a number cannot be planned at all.
     """
     low, high = 0, most + 1 if most else None
     rows: dict[int, Row] = {}
     at, steps = start, 0
     while high is None or high - low > 1:
-        if rows and time.monotonic() > end:
+        if rows and (end.is_over() or (end.left is None and len(rows) >= plans)):
             return Reached(number=low, row=rows.get(low))
         try:
             rows[at] = planned(at)

@@ -85,7 +85,7 @@ class _Live:
             if value in late:
                 self._hold_gradient(value, edges, whole)
             elif self._is_copied(value, fetched):
-                labels = {label for edge in edges for label in edge.labels}
+                labels = dict.fromkeys(label for edge in edges for label in edge.labels)  # in an order of their own
                 self.copies[group] = {s: self._local(value, s) for s in labels if isinstance(s, ShardingSpec)}
 
     def _local(self, value: int, spec: ShardingSpec) -> float:

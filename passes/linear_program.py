@@ -20,10 +20,14 @@ Indices = NDArray[np.intp]
 
 _ITERATIONS = 200_000
 _NODES = 200
-"""Simplex iterations of a relaxation, nodes of a search: work, so that an answer does not depend on the machine's load.
+_LOOKS = 150
+"""Simplex iterations of a relaxation; nodes of a search, and how often it looks at its limits: work, so that an answer
+does not depend on the machine's load.
 
 The largest relaxation that is planned with, of GPT-1T, takes 9,000 iterations; what is worth branching on closes within
-25 nodes (design/intra_op.md 3.5).
+25 nodes (design/intra_op.md 3.5). Nodes alone do not bound a search: 5 of them took 43,000 iterations, half a minute.
+HiGHS tells nobody how many iterations a search has had, but looks at its limits between any two parts of its work: 150
+times in about 10 s of the largest programs.
 """
 
 ENOUGH = "enough"
@@ -129,8 +133,15 @@ class _Highs:
 
     def __init__(self, worth: Floats) -> None:
         self.highs: Any = highspy.Highs()
+        self.highs.cbMipInterrupt.subscribe(self._look)
+        self.looks = 0
         self.worth = worth
         self.columns = self.rows = self.entries = 0
+
+    def _look(self, event: Any) -> None:
+        """Ends a search that has looked at its limits often enough."""
+        self.looks += 1
+        event.interrupt(self.looks > _LOOKS)
 
     def minimise(
         self, program: LinearProgram, cost: Floats, integral: Indices, gap: float, seconds: float, enough: float
@@ -150,6 +161,7 @@ class _Highs:
         else:
             self._state(program, cost, integral)
         self.columns, self.rows, self.entries = program.columns, program.rows, len(program.entries)
+        self.looks = 0
         highs.run()
         status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
         duals = np.zeros(0) if integral.size else self._duals(program)
@@ -223,5 +235,6 @@ _HIGHS_STATUS = {
     highspy.HighsModelStatus.kTimeLimit: "time limit",
     highspy.HighsModelStatus.kIterationLimit: "work limit",
     highspy.HighsModelStatus.kSolutionLimit: "work limit",
+    highspy.HighsModelStatus.kInterrupt: "work limit",
     highspy.HighsModelStatus.kObjectiveBound: ENOUGH,
 }

@@ -29,7 +29,7 @@ from passes.phases import phase
 from passes.plan import Plan
 from passes.plan_parts import INTERRUPTED
 from passes.problem import Assembly, assemble
-from passes.progress import Progress, Report, silent
+from passes.progress import Deadline, Progress, Report, silent
 from passes.read_off import read_off
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
@@ -213,6 +213,11 @@ class MeshSearch:
         """Seconds of a step that no plan over these meshes goes below."""
         return min(one.answer.bound for one in self.solved if one.refetch == self.refetch)
 
+    @property
+    def operators(self) -> int:
+        """The operators on all meshes that were solved: a measure of work."""
+        return len(self.solved) * count(self.graph)
+
     def again(self, report: Report, *, offload: bool) -> MeshSearch:
         """A search of the same program, with its solved problems, that offloads or does not."""
         other = copy(self)
@@ -220,7 +225,7 @@ class MeshSearch:
         other.offloaded = resting(self.graph, self.tied) if offload else ()
         return other
 
-    def within(self, limit: float, at_most: float = math.inf, end: float = math.inf) -> Plan | None:
+    def within(self, limit: float, at_most: float = math.inf, end: Deadline | None = None) -> Plan | None:
         """The cheapest plan that needs at most `limit` bytes on a device, None if it takes `at_most` seconds or more.
 
         Weights may be fetched once a step or once a use. No further mesh is tried from `end` on once there is a plan.
@@ -233,7 +238,7 @@ class MeshSearch:
             if one.answer.bound >= (cheapest[1].answer.objective if cheapest else at_most):
                 dear = dear or cheapest is None
                 continue
-            if cheapest is not None and time.perf_counter() > end:
+            if cheapest is not None and end and end.is_over():
                 break
             try:
                 best = (cheapest[0], cheapest[1].answer) if cheapest else None
@@ -397,7 +402,17 @@ def _better(answer: Answer, known: Answer) -> Answer:
 
 def stopped(plan: Plan) -> Plan:
     """A plan marked as the best of a search that was interrupted."""
-    return replace(plan, solution=replace(plan.solution, status=INTERRUPTED))
+    return ended(plan, INTERRUPTED)
+
+
+def ended(plan: Plan, status: str) -> Plan:
+    """A plan with what ended its search, in words."""
+    return replace(plan, solution=replace(plan.solution, status=status))
+
+
+def count(graph: Graph) -> int:
+    """The operators of a program, those in loops and branches included."""
+    return sum(1 + sum(map(count, node.subgraphs)) for node in graph.nodes)
 
 
 def resting(graph: Graph, tied: Tied) -> tuple[int, ...]:

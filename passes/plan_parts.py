@@ -15,6 +15,9 @@ from passes.moves import Placement
 INTERRUPTED = "interrupted"
 """The status of the best plan of a search that its user ended."""
 
+LATE = "time limit"
+"""The status of the best plan of a search that was given seconds which did not do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:

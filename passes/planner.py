@@ -47,7 +47,7 @@ from passes.mesh import Mesh
 from passes.mesh_search import MeshSearch, Tied, layouts
 from passes.pipeline import PipelinePlan
 from passes.plan import Plan
-from passes.progress import Report, silent
+from passes.progress import Deadline, Report, silent
 from passes.progress import within as told_of
 from passes.samples import Step, layers_of, samples_of
 from passes.schedules import SCHEDULES
@@ -83,7 +83,9 @@ class Auto:
     many as 32 where a deep model repeats itself.
 
     No device may need more than `memory_limit` bytes, by default its own memory less a reserve of 6 %. Where the step
-    as it is written does not fit, it is tried in more microbatches and with less kept, for `seconds`.
+    as it is written does not fit, it is tried in more microbatches and with less kept. That ends after so much work: a
+    plan does not depend on how busy the machine is. With `seconds` it ends by then, too, once a plan fits, whose
+    `solution.status` is `time limit` if there was more to try.
 
     If `interruptible`, Ctrl-C ends the search as soon as there is a plan; its `solution.status` is `interrupted` then.
     """
@@ -93,7 +95,7 @@ class Auto:
     pipeline: bool = False
     layers: int | None = None
     schedules: tuple[str, ...] = ()
-    seconds: float = 60.0
+    seconds: float | None = None
     solver: SolverOptions = field(default_factory=SolverOptions)
     interruptible: bool = field(default=False, compare=False, repr=False)
 
@@ -133,7 +135,7 @@ class Auto:
         search = VariantSearch(
             forms=forms,
             limit=limit,
-            seconds=self.seconds,
+            end=Deadline(self.seconds),
             search=lambda form, offload, beneath, told: self._search(form, cluster, told, offload, beneath),
             report=report,
             interruptible=self.interruptible,

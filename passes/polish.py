@@ -128,5 +128,5 @@ class _Usage:
 
 
 def _copied_nbytes(copies: Mapping[object, float], edges: Sequence[Edge], choice: Sequence[int]) -> float:
-    made = {edge.copies(choice) for edge in edges}
+    made = dict.fromkeys(edge.copies(choice) for edge in edges)
     return sum(copies.get(label, 0.0) for label in made if label is not None)

@@ -145,7 +145,9 @@ class Pricer:
         """Finds the prices that are not known, each as `price` does, sharing the work."""
         left = self.left(asked)
         crew = self.crew or Crew(self, 1)
-        for (block, mesh, _), (found, bound) in zip(left, crew.call("cost", left), strict=True):
+        # Whoever does it, the first block of a kind is priced: others may have their operators in another order.
+        tasks = [(self._first(block).block, mesh, at_most) for block, mesh, at_most in left]
+        for (block, mesh, _), (found, bound) in zip(left, crew.call("cost", tasks), strict=True):
             self._bounds[block.kind, mesh] = bound
             if found or math.isinf(bound):
                 self._prices[block.kind, mesh] = found

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(slots=True)
+class Deadline:
+    """The end of a search that its user gave so many `seconds`, from now on; None for a search that ends by itself.
+
+    Work is what ends a search otherwise: what is found within seconds depends on the machine and what else it does.
+    """
+
+    seconds: float | None = None
+    was_met: bool = field(default=False, init=False)
+    """Whether something was left out for it."""
+    _end: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._end = None if self.seconds is None else time.perf_counter() + self.seconds
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until then, None if there is no end."""
+        return None if self._end is None else max(0.0, self._end - time.perf_counter())
+
+    def is_over(self) -> bool:
+        """Whether it is past. Who asks leaves something out if so, and that is remembered."""
+        self.was_met = self.was_met or self.left == 0
+        return self.left == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +60,14 @@ Best = Callable[[float | None], float | None]
 """The whole's best plan in seconds, given that of a part."""
 
 
-def within(outer: str, report: Report, *, best: Best, end: float = math.inf) -> Report:
+def within(outer: str, report: Report, *, best: Best, end: Deadline | None = None) -> Report:
     """A report of one part of a search: its phases stand behind `outer`, the whole's best plan and time left are told.
 
-    `end` is the `time.perf_counter()` at which the whole's budget ends, infinite for none.
+    `end` is that of the whole.
     """
 
     def told(progress: Progress) -> None:
-        left = max(0.0, end - time.perf_counter()) if math.isfinite(end) else None
-        phase = ": ".join(filter(None, (outer, progress.phase)))
+        left, phase = end.left if end else None, ": ".join(filter(None, (outer, progress.phase)))
         report(replace(progress, phase=phase, best_seconds=best(progress.best_seconds), seconds_left=left))
 
     return told

@@ -106,7 +106,7 @@ class ShardingProblem:
         """Bytes that an answer takes of a budget."""
         held = sum(float(nbytes[choice[node]]) for node, nbytes in budget.nbytes.items())
         for group, copies in budget.copies.items():
-            made = {edge.copies(choice) for edge in self.groups.get(group, ())}
+            made = dict.fromkeys(edge.copies(choice) for edge in self.groups.get(group, ()))
             held += sum(copies.get(label, 0.0) for label in made if label is not None)
         return held
 

@@ -6,21 +6,27 @@ from those that cost least to those that need least memory; one whose bound is a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from passes import quantities
 from passes.errors import OverBudgetError, PlanningError
 from passes.ir import Graph
-from passes.mesh_search import MeshSearch, Tied, resting, stopped
+from passes.mesh_search import MeshSearch, Tied, ended, resting, stopped
 from passes.plan import Plan
-from passes.progress import Report, silent, within
+from passes.plan_parts import LATE
+from passes.progress import Deadline, Report, silent, within
 from passes.remat import KEPT, Kept, kept_of
 
 _NEAR = 1.02
 """A plan this close to the step without a limit is good enough."""
+
+MOST_OPERATORS = 50_000
+"""Once a form fits, others are planned while all forms on all meshes have fewer operators than this.
+
+That is all forms of a small step and a few of a GPT of 24 layers: about a minute of either.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,50 +85,51 @@ class VariantSearch:
 
     `search` plans a form, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of
     each number of microbatches the leanest form comes first while none has fitted: if it does not fit, no other will.
-    Forms are tried for `seconds`; where none fits by then, only the leanest still are. If `interruptible`, Ctrl-C ends
-    the search as soon as there is a plan.
+    Once one fits, others are tried while all that were planned, on all meshes, have fewer than `most` operators, and
+    until the user's `end`. If `interruptible`, Ctrl-C ends the search as soon as there is a plan.
     """
 
     forms: Forms
     limit: float
-    seconds: float
     search: Callable[[Form, bool, float, Report], MeshSearch]
+    most: int = MOST_OPERATORS
+    end: Deadline = field(default_factory=Deadline)
     report: Report = silent
     interruptible: bool = False
     best: Plan | None = None
     leanest: Plan | None = None
     leanest_search: MeshSearch | None = None
     tried: int = 0
+    operators: int = 0
+    floor: float = 0.0
     offloads: bool = True
     last: tuple[Variant, MeshSearch] | None = None
 
     def run(self) -> Plan:
         """Raises OverBudgetError with the leanest plan that was met."""
         try:
-            return self._run(time.perf_counter() + self.seconds)
+            found = self._run()
         except KeyboardInterrupt:
             if not self.interruptible or self.best is None:
                 raise
             return stopped(self.best)
+        return ended(found, LATE) if self.end.was_met else found
 
-    def _run(self, end: float) -> Plan:
-        floor = 0.0
+    def _run(self) -> Plan:
         refused: PlanningError | None = None
-        for variant in self._tries(end):
-            if self.best is not None and self.best.step_seconds <= _NEAR * floor:
-                break
+        for variant in self._tries():
             try:
                 form = self.forms.form(variant)
             except PlanningError as error:
                 refused = refused or error
                 continue
-            search = self._searched(form, variant, end)
+            search = self._searched(form, variant)
             if not self.tried:
                 self.offloads = bool(resting(form.graph, form.tied))
                 if search.cheapest.peak_nbytes <= self.limit:
                     return _formed(search.cheapest, variant)
-            floor = floor or search.least_seconds
-            self._take(search, variant, end)
+            self.floor = self.floor or search.least_seconds
+            self._take(search, variant)
         if not self.tried and refused is not None:
             raise refused
         if self.best is None:
@@ -130,10 +137,14 @@ class VariantSearch:
             if self.leanest is None or self.leanest.peak_nbytes > self.limit:
                 raise OverBudgetError("no form of the step keeps the memory limit", leanest=self.leanest)
             self.best = self.leanest
-        return self._mixed(self.best, end)
+        return self._mixed(self.best)
 
-    def _tries(self, end: float) -> Iterator[Variant]:
-        """The forms in the order in which they are tried, until `end` if one fits."""
+    def _goes_on(self) -> bool:
+        """Whether another form is tried, now that one fits."""
+        return self.operators < self.most and not self.end.is_over()
+
+    def _tries(self) -> Iterator[Variant]:
+        """The forms in the order in which they are tried, as far as is allowed if one fits."""
         counts = self.forms.counts
         yield Variant(microbatches=counts[0])
         for count in counts:
@@ -144,20 +155,22 @@ class VariantSearch:
             if self.best is None:
                 continue
             for variant in forms:
-                if time.perf_counter() > end:
+                if variant == Variant(microbatches=counts[0]):
+                    continue
+                is_near = self.best is not None and self.best.step_seconds <= _NEAR * self.floor
+                if is_near or not self._goes_on():
                     return
-                if variant != Variant(microbatches=counts[0]):
-                    yield variant
+                yield variant
 
-    def _searched(self, form: Form, variant: Variant, end: float) -> MeshSearch:
-        """A form planned without a limit; only forms beyond the first are tried against the clock."""
-        ends = end if self.tried else float("inf")
-        told = within(str(variant), self.report, best=self._best_seconds, end=ends)
+    def _searched(self, form: Form, variant: Variant) -> MeshSearch:
+        """A form planned without a limit."""
+        told = within(str(variant), self.report, best=self._best_seconds, end=self.end if self.tried else None)
         if self.last is not None and self.last[0] == replace(variant, offload=not variant.offload):
-            return self.last[1].again(told, offload=variant.offload)
-        beneath = self.limit if self.tried else float("inf")
-        search = self.search(form, variant.offload, beneath, told)
-        self.last = variant, search
+            search = self.last[1].again(told, offload=variant.offload)
+        else:
+            search = self.search(form, variant.offload, self.limit if self.tried else float("inf"), told)
+            self.last = variant, search
+        self.operators += search.operators
         return search
 
     def _best_seconds(self, unlimited: float | None) -> float | None:
@@ -166,12 +179,12 @@ class VariantSearch:
             return self.best.step_seconds
         return None if self.tried else unlimited
 
-    def _take(self, search: MeshSearch, variant: Variant, end: float) -> bool:
+    def _take(self, search: MeshSearch, variant: Variant) -> bool:
         """Whether the plan of a form fits and takes less time than the best so far, which it becomes then.
 
         Raises KeyboardInterrupt if the form's own search was interrupted.
         """
-        plan, best = self._fitting(search, variant, end), self.best
+        plan, best = self._fitting(search, variant), self.best
         is_better = plan is not None and (best is None or plan.step_seconds < best.step_seconds)
         if plan is not None and is_better:
             self.best = _formed(plan, variant)
@@ -179,14 +192,14 @@ class VariantSearch:
             raise KeyboardInterrupt
         return is_better
 
-    def _fitting(self, search: MeshSearch, variant: Variant, end: float) -> Plan | None:
+    def _fitting(self, search: MeshSearch, variant: Variant) -> Plan | None:
         """The cheapest plan of a form that fits, None if it has none or takes more time than the best so far."""
         self.tried += 1
         if search.interrupted:
             plan = search.cheapest
             return plan if plan.peak_nbytes <= self.limit else None
         try:
-            return search.within(self.limit, self.best.step_seconds if self.best else float("inf"), end)
+            return search.within(self.limit, self.best.step_seconds if self.best else float("inf"), self.end)
         except OverBudgetError as error:
             plan = error.leanest
             if isinstance(plan, Plan) and (self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes):
@@ -200,16 +213,16 @@ class VariantSearch:
         plan = _formed(self.leanest_search.leanest(), variant_of(self.leanest))
         return min(plan, self.leanest, key=lambda one: one.peak_nbytes)
 
-    def _mixed(self, best: Plan, end: float) -> Plan:
+    def _mixed(self, best: Plan) -> Plan:
         """The plan with as many of its last layers as can be keeping everything, by bisection."""
         if not best.remat:
             return best
         fewest, most = 0, len(best.remat)
-        while most - fewest > 1 and time.perf_counter() < end:
+        while most - fewest > 1 and self._goes_on():
             middle = (fewest + most) // 2
             kept = kept_of((*best.remat[: len(best.remat) - middle], *("everything",) * middle))
             variant = Variant(microbatches=best.microbatches, kept=kept, offload=bool(best.offloaded))
-            if self._take(self._searched(self.forms.form(variant), variant, end), variant, end):
+            if self._take(self._searched(self.forms.form(variant), variant), variant):
                 fewest = middle
             else:
                 most = middle
