@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from dataclasses import replace
@@ -24,6 +23,7 @@ from passes.devices import parse_cluster
 from passes.memory import Holder
 from passes.plan import MemoryReport, Plan
 from passes.plan_parts import busiest_of
+from passes.progress import Deadline
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CLUSTER = parse_cluster("1x4:a100-80g")
@@ -62,7 +62,7 @@ def example(width: int = 256, rows: int = 128) -> fit.Example:
     return fit.Example(step=train_step, args=({"up": f32(64, width), "down": f32(width, 64)}, f32(rows, 64)))
 
 
-def room(limit: float, seconds: float = 30.0) -> fit.Room:
+def room(limit: float, seconds: float | None = None) -> fit.Room:
     return fit.Room(cluster=CLUSTER, limit_nbytes=limit, seconds=seconds)
 
 
@@ -127,7 +127,7 @@ def rows_of(nbytes_of_one: int, limit: float, asked: list[int]) -> Any:
 @pytest.mark.parametrize("number", [0, 1, 2, 7, 8, 100, 333])
 def test_the_largest_that_fits_is_reached(start: int, number: int):
     asked: list[int] = []
-    reached = largest.reach(rows_of(7, 1000 + 7 * number, asked), start, math.inf)
+    reached = largest.reach(rows_of(7, 1000 + 7 * number, asked), start, Deadline(), plans=16)
     assert (reached.number, reached.certain) == (number, True)
     assert reached.row is None if number == 0 else reached.row is not None and reached.row.fits
     assert len(asked) == len(set(asked)) <= 16
@@ -135,15 +135,22 @@ def test_the_largest_that_fits_is_reached(start: int, number: int):
 
 def test_no_number_above_the_most_is_tried():
     asked: list[int] = []
-    assert largest.reach(rows_of(1, AMPLE, asked), 3, math.inf, most=5).number == 5
+    assert largest.reach(rows_of(1, AMPLE, asked), 3, Deadline(), most=5).number == 5
     assert max(asked) == 5
 
 
 def test_without_time_one_is_tried_and_nothing_is_certain():
     asked: list[int] = []
-    reached = largest.reach(rows_of(1, AMPLE, asked), 4, 0.0)
+    reached = largest.reach(rows_of(1, AMPLE, asked), 4, Deadline(0.0))
     assert (reached.number, reached.certain) == (4, False)
     assert asked == [4]
+
+
+def test_without_seconds_so_many_are_tried_whatever_time_they_take():
+    asked: list[int] = []
+    reached = largest.reach(rows_of(1, 1000 + 333, asked), 1, Deadline(), plans=3)
+    assert (reached.number, reached.certain) == (4, False)
+    assert asked == [1, 2, 4]
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():

@@ -23,7 +23,7 @@ from autopar.progress_bar import shown, words
 from passes.errors import OverBudgetError
 from passes.ir import Graph
 from passes.plan import Plan
-from passes.progress import Report
+from passes.progress import Deadline, Report
 from passes.variants import Form, Variant, VariantSearch
 from tests.autopar.test_cli import TRAIN
 from tests.autopar.test_remat import arguments
@@ -92,13 +92,14 @@ class Searched:
     fits: bool
     interrupted: bool = False
     least_seconds: float = 0.1
+    operators: int = 1
 
     @property
     def cheapest(self) -> Plan:
         self.report(Progress(phase="solve", done=0, total=1, best_seconds=0.5))
         return self.plan(20)
 
-    def within(self, limit: float, at_most: float, end: float) -> Plan:
+    def within(self, limit: float, at_most: float, end: Deadline) -> Plan:
         self.report(Progress(phase="fit", done=0, total=1))
         if not self.fits:
             raise OverBudgetError("none fits", leanest=self.plan(15))
@@ -109,7 +110,9 @@ class Searched:
         return replace(GOLDEN, seconds={"compute": self.seconds}, nbytes={"all": nbytes}, solution=solution)
 
 
-def varied(report: Report, fitting: dict[int, float], interruptible: bool = True) -> VariantSearch:
+def varied(
+    report: Report, fitting: dict[int, float], interruptible: bool = True, seconds: float | None = None, most: int = 99
+) -> VariantSearch:
     """A search among forms of which those tried at the places of `fitting` fit, in so many seconds."""
     places = itertools.count()
 
@@ -118,7 +121,13 @@ def varied(report: Report, fitting: dict[int, float], interruptible: bool = True
         return Searched(report=told, seconds=fitting.get(at, 1.0), fits=at in fitting)
 
     return VariantSearch(
-        forms=Made(), limit=12, seconds=60.0, search=search, report=report, interruptible=interruptible
+        forms=Made(),
+        limit=12,
+        most=most,
+        end=Deadline(seconds),
+        search=search,
+        report=report,
+        interruptible=interruptible,
     )
 
 
@@ -137,9 +146,9 @@ def test_every_mesh_is_tabulated_and_solved():
     assert all(p.seconds_left is None for p in told)
 
 
-def test_forms_are_named_and_have_a_time_budget():
+def test_forms_are_named_and_may_have_a_time_budget():
     told: list[Progress] = []
-    found = varied(told.append, {2: 0.9, 4: 0.8, 5: 0.7}).run()
+    found = varied(told.append, {2: 0.9, 4: 0.8, 5: 0.7}, seconds=60.0).run()
     assert found.step_seconds == 0.7
     assert found.microbatches == 4
     assert [p.phase for p in told if p.phase.endswith("fit")] == [
@@ -159,6 +168,35 @@ def test_forms_are_named_and_have_a_time_budget():
     left = [p.seconds_left for p in told if p.seconds_left is not None]
     assert left == sorted(left, reverse=True)
     assert 0 < left[-1] <= left[0] <= 60.0
+
+
+def test_no_time_is_left_where_none_was_given():
+    told: list[Progress] = []
+    varied(told.append, {2: 0.9}).run()
+    assert told
+    assert all(p.seconds_left is None for p in told)
+
+
+@pytest.mark.parametrize(("most", "tried"), [(3, 3), (4, 4), (99, 8)])
+def test_a_search_among_forms_ends_after_so_much_work(most: int, tried: int):
+    search = varied(lambda _: None, {2: 0.9, 4: 0.8, 5: 0.7}, most=most)
+    found = search.run()
+    assert search.tried == tried
+    assert found.step_seconds == {3: 0.9, 4: 0.9, 8: 0.7}[tried]
+    assert found.solution.status == GOLDEN.solution.status
+
+
+def test_a_search_that_seconds_end_says_so():
+    search = varied(lambda _: None, {2: 0.9, 4: 0.8}, seconds=0.0)
+    found = search.run()
+    assert (search.tried, found.step_seconds, found.solution.status) == (3, 0.9, "time limit")
+    whole = varied(lambda _: None, {2: 0.9, 4: 0.8}, seconds=60.0).run()
+    assert (whole.step_seconds, whole.solution.status) == (0.8, GOLDEN.solution.status)
+
+
+def test_a_plan_that_is_good_enough_is_not_ended_by_seconds():
+    found = varied(lambda _: None, {0: 0.1}, seconds=0.0)
+    assert found.run().solution.status == GOLDEN.solution.status
 
 
 def test_stages_are_told():
@@ -224,7 +262,7 @@ def test_a_form_whose_own_search_was_interrupted_is_the_last(fits: bool):
     def search(form: Form, offload: bool, beneath: float, told: Report) -> Any:
         return Searched(report=told, seconds=1.0 - 0.1 * len(searches), **searches.pop(0))
 
-    found = VariantSearch(forms=Made(), limit=12, seconds=60.0, search=search, interruptible=True).run()
+    found = VariantSearch(forms=Made(), limit=12, search=search, interruptible=True).run()
     assert found.solution.status == "interrupted"
     assert not searches
     assert not found.remat  # an answer that needs more than the limit is not fitted any more
