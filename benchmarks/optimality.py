@@ -1,0 +1,272 @@
+"""Plans of random networks beside a proof of what is best: `python -m benchmarks.optimality --help`.
+
+A plan prints how far from the optimum of the cost model it may be. Each network is planned by default, then the same
+problems are solved by other ways (`benchmarks.proof`), and an answer below the printed bound is a bound that was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from benchmarks.child import Child, CrashError
+from benchmarks.networks import Design, drawn
+from benchmarks.proof import EXACT, problems, proven, size
+from passes import quantities
+from passes.devices import parse_cluster
+from passes.intra_op import SolverOptions
+
+CLUSTERS = ("8:a100-80g", "2x4:v100-16g", "4:h100")
+COUNT = 100
+SECONDS = 900.0
+"""Most seconds of a network with its proof, after which it is counted as a crash."""
+
+GAP_BOUND = 0.01
+MEDIAN_SECONDS, MOST_SECONDS = 1.0, 5.0
+"""Targets: a gap of at most 1 %, in so many seconds for the median and for 95 % of networks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A network, by what it is drawn from, and a cluster."""
+
+    seed: int
+    number: int
+    cluster: str
+
+    def __str__(self) -> str:
+        return f"{self.seed}/{self.number} {drawn(self.seed, self.number)} on {self.cluster}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A plan and what is proven of its problem: an answer of `known` seconds, none below `least`, both by `way`.
+
+    `nodes`, `strategies` and `entries` are those of its largest mesh. `cpu` and `wall` are seconds of planning, without
+    tracing and proof.
+    """
+
+    nodes: int
+    strategies: int
+    entries: float
+    status: str
+    step_seconds: float
+    objective: float
+    bound: float
+    known: float
+    least: float
+    way: str
+    cpu: float
+    wall: float
+
+    @property
+    def gap(self) -> float:
+        """The gap that the plan prints."""
+        return (self.objective - self.bound) / self.objective
+
+    @property
+    def excess(self) -> float:
+        """How much of the best answer known the plan takes more."""
+        return max(0.0, self.objective / self.known - 1)
+
+    @property
+    def most(self) -> float:
+        """How much more than the optimum the plan may take, by the proof."""
+        return max(0.0, self.objective / self.least - 1) if self.least > 0 else np.inf
+
+    @property
+    def violations(self) -> list[str]:
+        """What is wrong with what the plan says of itself, in words with both numbers."""
+        found: list[str] = []
+        if self.known < self.bound * (1 - EXACT):
+            found.append(f"an answer takes {self.known:.6g} s, and the printed bound is {self.bound:.6g} s")
+        if self.objective < self.least * (1 - EXACT):
+            found.append(f"the plan takes {self.objective:.6g} s, and the proof says at least {self.least:.6g} s")
+        if abs(self.step_seconds - self.objective) > EXACT * self.objective:
+            found.append(f"the plan's parts take {self.step_seconds:.6g} s, its solution {self.objective:.6g} s")
+        if self.status == "optimal" and self.gap > (1 + EXACT) * SolverOptions().gap:
+            found.append(
+                f"called optimal with a gap of {100 * self.gap:.2g} %, {100 * SolverOptions().gap:.2g} at most"
+            )
+        return found
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.optimality",
+        description="Plan random networks (benchmarks.networks) by default, and solve the same problems untied, or by "
+        "trying every answer where there are few. Prints how much more than the optimum each plan takes, the gap that "
+        "it prints and the seconds that it took. Exits with 1 if a network crashes the planner, or if an answer is "
+        "below the bound that a plan prints.",
+        epilog="example: python -m benchmarks.optimality --seed 3 --first 17 --count 1 --clusters 8:a100-80g",
+    )
+    parser.add_argument("--seed", default=0, type=int, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
+    parser.add_argument("--count", default=COUNT, type=int, metavar="N", help="networks (default: %(default)s)")
+    parser.add_argument(
+        "--clusters",
+        default=CLUSTERS,
+        type=lambda text: tuple(text.split(",")),
+        metavar="A,B",
+        help=f"each network is planned for each (default: {','.join(CLUSTERS)})",
+    )
+    parser.add_argument(
+        "--proof",
+        default="untied",
+        metavar="WAY",
+        help="untied; or a solver of PuLP, such as highs or cbc, for what is left open then (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--proof-seconds", default=60.0, type=float, metavar="S", help="of that solver, a mesh (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser.parse_args(argv)
+
+
+def held(design: Design, cluster: str, proof: str = "untied", proof_seconds: float | None = None) -> Held:
+    """The plan of one network and a proof."""
+    jax.config.update("jax_platforms", "cpu")
+    network = design.network()
+    step = autopar.parallelize(network.step, cluster=cluster, donate_argnums=(0,))
+    traced = step.trace(network.state, network.batch)
+    cpu, wall = time.process_time(), time.perf_counter()
+    plan = step.plan(network.state, network.batch)
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    given = list(problems(traced, parse_cluster(cluster)))
+    found = proven(given, plan.solution.objective, None if proof == "untied" else proof, proof_seconds)
+    largest = max(map(size, given), key=lambda one: one.strategies)
+    return Held(
+        nodes=largest.nodes,
+        strategies=largest.strategies,
+        entries=largest.entries,
+        status=plan.solution.status,
+        step_seconds=plan.step_seconds,
+        objective=plan.solution.objective,
+        bound=plan.solution.bound,
+        known=min(found.objective, plan.solution.objective),
+        least=found.bound,
+        way=found.way,
+        cpu=cpu,
+        wall=wall,
+    )
+
+
+def measured(
+    cases: Sequence[Case], args: argparse.Namespace, said: Callable[[str], None]
+) -> tuple[dict[Case, Held], dict[Case, str]]:
+    """The cases that were planned, and why the others crashed."""
+    found: dict[Case, Held] = {}
+    crashed: dict[Case, str] = {}
+    began = time.perf_counter()
+    with Child() as child:
+        for done, case in enumerate(cases):
+            wrong = sum(bool(one.violations) for one in found.values())
+            said(
+                f"{done} of {len(cases)}, {time.perf_counter() - began:.0f} s, "
+                f"{quantities.count(len(crashed), 'crash', 'crashes')}, {wrong} wrong: {case}"
+            )
+            given = drawn(case.seed, case.number), case.cluster, args.proof, args.proof_seconds
+            try:
+                found[case] = child.call(held, *given, seconds=SECONDS)
+            except CrashError as error:
+                crashed[case] = str(error)
+    return found, crashed
+
+
+def summary(found: Sequence[Held], crashes: int) -> dict[str, float]:
+    """Crashes, violations and percentiles."""
+    summed: dict[str, float] = {
+        "networks": len(found) + crashes,
+        "crashes": crashes,
+        "violations": sum(bool(one.violations) for one in found),
+    }
+    for name in ("gap", "excess", "most", "cpu", "wall"):
+        values = [getattr(one, name) for one in found] or [np.nan]
+        for what, share in (("median", 50), ("95 %", 95), ("worst", 100)):
+            summed[f"{name}, {what}"] = float(np.percentile(values, share))
+    return summed
+
+
+def table(found: dict[Case, Held], crashed: dict[Case, str]) -> Table:
+    """A network a row; what is wrong in red, what misses the targets in yellow."""
+    rows = Table(title="plans and proofs", title_justify="left", padding=(0, 0))
+    rows.add_column("network", min_width=40)
+    for name in ("nodes", "strat.", "entries", "crash", "objective", "excess", "proven", "gap", "holds", "CPU", "wall"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    rows.add_column("status")
+    rows.add_column("proof")
+    for case, one in found.items():
+        rows.add_row(
+            str(case),
+            str(one.nodes),
+            str(one.strategies),
+            f"{one.entries:.0e}",
+            "",
+            quantities.seconds(one.objective),
+            *(f"{100 * share:.2g} %" for share in (one.excess, one.most, one.gap)),
+            "no" if one.violations else "yes",
+            f"{one.cpu:.1f} s",
+            f"{one.wall:.1f} s",
+            one.status,
+            one.way,
+            style="red" if one.violations else "yellow" if one.gap > GAP_BOUND or one.cpu > MOST_SECONDS else None,
+        )
+    for case, why in crashed.items():
+        rows.add_row(str(case), "", "", "", "yes", *[""] * 7, why.strip().splitlines()[-1], style="red")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what the command line asks for; 1 if anything crashed or a printed bound is wrong."""
+    args = arguments(argv)
+    told = Console(stderr=True, highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    numbers = range(args.first, args.first + args.count)
+    cases = [Case(seed=args.seed, number=number, cluster=cluster) for number in numbers for cluster in args.clusters]
+    with told.status("") as status:
+        found, crashed = measured(cases, args, status.update if told.is_terminal else told.print)
+    summed = summary(list(found.values()), len(crashed))
+    wrong = bool(crashed) or any(one.violations for one in found.values())
+    if args.json:
+        print(json.dumps(_as_json(found, crashed, summed), indent=1))
+        return wrong
+    console.print(table(found, crashed))
+    for case, one in found.items():
+        for violation in one.violations:
+            console.print(f"WRONG {case}: {violation}", style="red", soft_wrap=True)
+    for case, why in crashed.items():
+        console.print(f"CRASH {case}: {why}", style="red", soft_wrap=True, markup=False)
+    for name, value in summed.items():
+        share = name.startswith(("gap", "excess", "most"))
+        console.print(f"{name}: {f'{100 * value:.3g} %' if share else f'{value:.3g}'}")
+    console.print(
+        f"targets: gap {100 * GAP_BOUND:.0f} % in {MEDIAN_SECONDS:.0f} s (median) and {MOST_SECONDS:.0f} s (95 %). "
+        "excess: beyond the best answer known; proven: beyond the optimum at most, by the proof (most)"
+    )
+    return wrong
+
+
+def _as_json(found: dict[Case, Held], crashed: dict[Case, str], summed: dict[str, float]) -> dict[str, Any]:
+    rows = [
+        {"network": str(case), **asdict(case), **asdict(one), "gap": one.gap, "excess": one.excess, "most": one.most}
+        | {"violations": one.violations}
+        for case, one in found.items()
+    ]
+    crashes = [{"network": str(case), **asdict(case), "why": why} for case, why in crashed.items()]
+    return {"held": rows, "crashed": crashes, "summary": summed}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

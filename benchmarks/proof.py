@@ -1,0 +1,122 @@
+"""What the best answer to a program's sharding problems is, found by other ways than the planner's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.trace import Traced
+from passes.bundles import group
+from passes.cluster import Cluster
+from passes.elimination import Factors
+from passes.errors import NoLegalPlanError
+from passes.intra_op import SolverOptions, solve
+from passes.mesh_search import layouts
+from passes.problem import assemble
+from passes.resharding import Resharder
+from passes.sharding_problem import ShardingProblem
+
+EXACT = 1e-6
+"""The relative gap of a proof."""
+
+_TINY = 2e6
+"""Answers that are all tried."""
+
+_ORDERED = 400
+"""Nodes of a problem at most whose order of elimination is looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """No answer takes less than `bound` seconds and one takes `objective`; `way` says how they were found."""
+
+    objective: float
+    bound: float
+    way: str
+
+    def __or__(self, other: Proof) -> Proof:
+        """What two proofs of one problem tell together."""
+        return Proof(
+            objective=min(self.objective, other.objective),
+            bound=min(max(self.bound, other.bound), self.objective, other.objective),
+            way=f"{self.way}, {other.way}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Nodes with a choice, their strategies, and entries of the tables that would eliminate them unpruned."""
+
+    nodes: int
+    strategies: int
+    entries: float
+
+
+def problems(traced: Traced, cluster: Cluster, max_axes: int = 2) -> Iterator[ShardingProblem]:
+    """The sharding problem of a program on every mesh that `Auto` tries."""
+    grouping = group(traced.graph)
+    for mesh in layouts(cluster, cluster.n_devices, max_axes):
+        yield assemble(traced.graph, mesh, grouping, Resharder(mesh), traced.tied, refetch=False).problem
+
+
+def size(problem: ShardingProblem) -> Size:
+    """How large a problem is."""
+    counts = [int(np.isfinite(own).sum()) for own in problem.seconds]
+    open_nodes = sum(count > 1 for count in counts)
+    entries = Factors(problem).order.entries() if open_nodes <= _ORDERED and min(counts) else math.nan
+    return Size(nodes=open_nodes, strategies=sum(counts), entries=entries)
+
+
+def proven(given: Sequence[ShardingProblem], at_most: float, solver: str | None, seconds: float | None) -> Proof:
+    """The least of any of the problems, or that none takes less than `at_most` seconds.
+
+    Every answer is tried where there are few. Else each problem is solved untied to a gap of `EXACT`; one that is left
+    open is given whole to a `solver` of PuLP, if one is named, for so many `seconds`.
+    """
+    known: list[Proof] = []
+    for problem in given:
+        upper = min([at_most * (1 - EXACT), *(one.objective for one in known)])
+        try:
+            known.append(_proven(problem, upper, solver, seconds))
+        except NoLegalPlanError:
+            continue
+    ways = dict.fromkeys(word for one in known for word in one.way.split(", "))
+    return Proof(
+        objective=min(one.objective for one in known), bound=min(one.bound for one in known), way=", ".join(ways)
+    )
+
+
+def _proven(problem: ShardingProblem, upper: float, solver: str | None, seconds: float | None) -> Proof:
+    if math.prod(int(np.isfinite(own).sum()) for own in problem.seconds) <= _TINY:
+        least = brute_force(problem)
+        return Proof(objective=least, bound=least, way="all tried")
+    answer = solve(problem, SolverOptions(tie_radius=None, gap=EXACT), upper)
+    found = Proof(objective=answer.objective, bound=answer.bound, way="untied")
+    if solver is None or found.bound >= min(upper, found.objective * (1 - EXACT)):
+        return found
+    options = SolverOptions(solver=solver, gap=EXACT, time_limit=seconds)
+    answer = solve(problem, options, known=[answer.choice])
+    return found | Proof(objective=answer.objective, bound=answer.bound, way=solver)
+
+
+def brute_force(problem: ShardingProblem) -> float:
+    """The least seconds of all answers to a tiny problem. Raises NoLegalPlanError if there is none."""
+    allowed = [np.flatnonzero(np.isfinite(own)) for own in problem.seconds]
+    places = np.unravel_index(np.arange(math.prod(own.size for own in allowed)), [own.size for own in allowed])
+    chosen = [own[place] for own, place in zip(allowed, places, strict=True)]
+    total = np.sum([own[choice] for own, choice in zip(problem.seconds, chosen, strict=True)], axis=0)
+    for edges in problem.groups.values():
+        for label in dict.fromkeys(label for edge in edges for label in edge.labels):
+            paid = np.zeros(total.size)  # once, whichever readers want it
+            for edge in edges:
+                row, column = edge.before[chosen[edge.source]], edge.after[chosen[edge.target]]
+                wants = np.array([one == label for one in edge.labels])[column]
+                paid = np.where(wants, edge.weight * edge.seconds[row, column], paid)
+            total += paid
+    least = float(total.min(initial=np.inf))
+    if not math.isfinite(least):
+        raise NoLegalPlanError("no combination of strategies is legal")
+    return least
