@@ -5,8 +5,8 @@
     lay out    every way to arrange the devices as one or two axes                   passes/mesh.py
     tabulate   each bundle's legal shardings, priced; reshardings between them       passes/problem.py
     solve      one strategy per bundle at the least total seconds: equal layers      passes/intra_op.py, tying.py
-               made one, a bound of the whole, what is open eliminated               passes/lower_bound.py, elimination.py
-    compare    plans by hand where a gap is left or memory binds                     passes/mesh_search.py, restrictions.py
+               made one, a bound of the whole, what is open eliminated               lower_bound.py, elimination.py
+    compare    plans by hand where a gap is left or memory binds                     mesh_search.py, restrictions.py
     read off   placements, then the moves between them, then collectives and bytes   passes/read_off.py
 
 and where that does not fit in memory:
