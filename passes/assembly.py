@@ -120,7 +120,7 @@ class Region:
                     for region, body in zip(joint.bodies, joint.control.bodies, strict=True)
                 )
             elif self.grouping.rules[index].alias:
-                operands = results = tuple(self.settled(value, home, choice) for value in node.inputs)
+                operands = results = self._passed(index, home, choice, assigned)
             else:
                 operands = tuple(replicated(graph.types[v].rank) for v in node.inputs)
                 results = tuple(replicated(graph.types[v].rank) for v in node.outputs)
@@ -132,6 +132,32 @@ class Region:
         """Where a value is had outside the node that makes it: at `home`, or where it was reduced to."""
         border = self.borders.get(self.grouping.roots.get(value, value))
         return border.specs[choice[border.node]] if border else home[value]
+
+    def _passed(
+        self, index: int, home: Mapping[int, ShardingSpec], choice: Sequence[int], assigned: Mapping[int, Placement]
+    ) -> tuple[ShardingSpec, ...]:
+        """Where a barrier lets its operands through: where they are, or where they were reduced to before it.
+
+        Else what reads them behind it, as recomputation does, would reduce them again; where something there wants
+        the summands, they stay summands.
+        """
+        node, found = self.graph.nodes[index], list[ShardingSpec]()
+        for value, result in zip(node.inputs, node.outputs, strict=True):
+            at = self.settled(value, home, choice)
+            if at.partial and value in home and not home[value].partial:
+                at = home[value]  # a barrier before this one let it through reduced
+            if at.partial and not any(spec.partial for _, spec in self._read(result, assigned)):
+                sums = (spec for reader, spec in self._read(value, assigned) if reader < index and not spec.partial)
+                at = next(sums, at)
+            found.append(at)
+        return tuple(found)
+
+    def _read(self, value: int, assigned: Mapping[int, Placement]) -> Iterator[tuple[int, ShardingSpec]]:
+        """(reader, where it wants the value) of the operators of bundles that read it, in order."""
+        for reader in sorted(set(self.graph.consumers.get(value, ()))):
+            if reader in assigned:
+                wanted = zip(self.graph.nodes[reader].inputs, assigned[reader].operands, strict=True)
+                yield from ((reader, spec) for operand, spec in wanted if operand == value)
 
     def inside(self, joint: Joint, body: Body, choice: Sequence[int]) -> Layout:
         """The layout of a body, which takes its inputs from the slots and brings its outputs back to them."""

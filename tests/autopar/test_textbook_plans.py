@@ -277,3 +277,31 @@ def test_a_second_axis_is_there_for_what_one_does_not_divide():
     assert most_parts(matrix.shape, zero_sizes([matrix], 1120)) == 160
     assert zero_sizes([TensorType(shape=(7, 9), dtype="float32")], 8) == (8,)
     assert zero_sizes([], 12) == (12,)
+
+
+def recomputed_step(params: Any, batch: jax.Array) -> Any:
+    """A step on a product by columns, one by rows, and a block that is recomputed from its sums."""
+
+    def loss(params: Any) -> jax.Array:
+        up, down, out = params
+        block = jax.checkpoint(lambda x, weight: jnp.tanh(jnp.sin(x) @ weight))
+        return jnp.mean(block(jnp.tanh(batch @ up) @ down, out) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def test_what_is_recomputed_reads_sums_that_the_forward_pass_reduced():
+    """A barrier stands before the recomputation: it lets the sums through reduced, or they are reduced once more."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = tuple(jax.random.normal(key, shape) for key, shape in zip(keys, [(8, 16), (16, 8), (8, 16)], strict=False))
+    batch = jax.random.normal(keys[3], (4, 8))
+    step = autopar.parallelize(recomputed_step, planner=autopar.Megatron(data=2, tensor=4))
+    compiled = step.lower(params, batch).compile({**UNCOMBINED, **QUICK})
+    sums = [c for c in compiled.plan.collectives if c.axes == ("tensor",) and c.nbytes == 2 * 8 * 4]
+    assert sum(c.count for c in sums) == 2  # the sums, and the gradient of the block's input
+    verify(compiled.plan, compiled.as_text()).check()
+    for x, y in zip(
+        jax.tree.leaves(compiled(params, batch)), jax.tree.leaves(recomputed_step(params, batch)), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
