@@ -7,7 +7,8 @@ beyond that, in more time and in more bytes, is unexplained, and named with its 
 `Auto` mixes those parallelisms and trades sending for computing, so no textbook lists its collectives. It must keep
 what holds of all of them (a parameter is brought once in each phase, a gradient and a sum over the batch are reduced
 once, nothing is reduced that is only added to what is reduced too), and its step must take no longer than that of the
-best textbook plan: the plan by hand less whatever is unexplained in it. What is found may come to as much as the plan
+best textbook plan: the plan by hand less whatever is unexplained in it, also with experts cut over all devices
+(`benchmarks.experts`), which no planner by hand does. What is found may come to as much as the plan
 says of itself that it may be from the best (its gap).
 """
 
@@ -31,6 +32,7 @@ from rich.table import Table
 import autopar
 from autopar.trace import Traced
 from benchmarks.causes import Program, Sent
+from benchmarks.experts import Experts, seconds_with_experts
 from benchmarks.textbook import Allowed, Style, Verdict, best_of, by_cause, by_phase, judge, judge_any, payload
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.zoo import models
@@ -222,7 +224,13 @@ class Planned:
             with suppress(PlanningError):  # what does not divide the model is no rival
                 hands[name] = self.verdict(cluster, name)
         verdict = judge_any(program)
-        best_of(program, {name: p.plan.step_seconds - v.surplus_seconds for name, (p, v) in hands.items()}, verdict)
+        rivals = {name: p.plan.step_seconds - v.surplus_seconds for name, (p, v) in hands.items()}
+        for name, (p, v) in hands.items():
+            if name != "megatron" and (seconds := seconds_with_experts(p, v)) is not None:
+                rivals[f"{name} with experts"] = seconds
+        best_of(program, rivals, verdict)
+        if (experts := Experts(program=program)).axes:
+            verdict.allowed += experts.exchanges(experts.axes)
         admitted = program.plan.gap * program.plan.step_seconds
         return program, verdict if verdict.surplus_seconds > admitted else replace(verdict, findings=[])
 

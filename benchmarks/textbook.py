@@ -17,10 +17,13 @@ however many such products read X. One that reads a cut activation cuts the weig
 Y. So attention (qkv, out) and MLP (up, down) have one all-reduce each way, of [b/n, s, h]: two a block forward, two
 backward. Where blocks are recomputed, all of the forward pass's all-reduces come again that the recomputation contains:
 two a block as the papers write it, one where nothing reads a block's last product again, which JAX then leaves out.
-An embedding cut by rows is a product that reads something cut. A sum, maximum or pick over a cut dimension (a softmax
-over a cut vocabulary) is one all-reduce of its result, and one of the same size in the backward pass. A cut activation
-that meets a whole one, as where a residual connection is projected, is gathered. Where t divides no column, rows are
-cut and the gradient of X is gathered. Gradients of what is whole (a norm's scale) come out the same everywhere.
+An embedding cut by rows is a product that reads something cut. So are experts: the gate's columns are cut, and with
+them the slots that tokens are dispatched to; each device computes its experts on all tokens, and the product that
+combines them is one all-reduce, in the forward pass alone: that of the backward pass is the gate's. A sum, maximum or
+pick over a cut dimension (a softmax over a cut vocabulary) is one all-reduce of its result, and one of the same size in
+the backward pass. A cut activation that meets a whole one, as where a residual connection is projected, is gathered.
+Where t divides no column, rows are cut and the gradient of X is gathered. Gradients of what is whole (a norm's scale)
+come out the same everywhere.
 
 With sequence parallelism, all-reduces are a scatter and a gather, with the norms on a device's own part of the sequence
 between them: the same bytes, but a gather more of every X that is not kept whole (in the backward pass, and in what is
@@ -198,7 +201,7 @@ def _parameter(program: Program, style: Style, position: int, role: str, own: Se
                 count=trips,
                 nbytes=nbytes,
                 wire=on_wire(kind, nbytes),
-                seconds=trips * _seconds(program, kind, axes, nbytes / trips),
+                seconds=trips * seconds_of(program, kind, axes, nbytes / trips),
             )
             verdict.allowed.append(allowed)
         if sends:
@@ -243,7 +246,7 @@ def _over_tensor(program: Program, verdict: Verdict) -> None:
         rest -= seconds
 
 
-def _seconds(program: Program, kind: collectives.Kind, axes: Sequence[str], nbytes: float) -> float:
+def seconds_of(program: Program, kind: collectives.Kind, axes: Sequence[str], nbytes: float) -> float:
     """Seconds of one collective of `nbytes` on the larger side, its launch included."""
     mesh = program.mesh
     launch = mesh.cluster.group().device.launch_seconds
@@ -290,6 +293,13 @@ def _statistics(program: Program, sent: Sequence[Sent], verdict: Verdict) -> Non
             most = max(joined, key=lambda s: s.seconds)
             why = f"{sum(s.count for s in joined)} collectives finish {len(spots)} sums"
             verdict.findings.append(Finding(sent=most, surplus_seconds=spent - seconds, why=why))
+
+
+def is_matrix(program: Program, region: Region, value: int) -> bool:
+    """Whether a value depends on one parameter alone, and is a matrix."""
+    bits = program.sources.get((region.number, value), 0)
+    only = bits.bit_count() == 1 and (bits.bit_length() - 1) in program.parameters
+    return only and region.graph.types[value].rank > 1
 
 
 def megatron(program: Program, style: Style) -> Iterator[Allowed]:
@@ -357,7 +367,7 @@ class _Walk:
         moving = [(v, f) for v, f in pairs if (here, v) in batch and self.program.is_moving((here, v))]
         if not moving:
             return
-        weights = [(v, f) for v, f in pairs if self._is_weight(region, v)]
+        weights = [(v, f) for v, f in pairs if is_matrix(self.program, region, v)]
         cut = [(v, f, frozenset(f[d] for d in self.cut.get((here, v), ()))) for v, f in moving]
         made = {f for factors in rule.results for f in factors if f >= 0}
         wanted = frozenset().union(*(own for _, _, own in cut))
@@ -369,7 +379,9 @@ class _Walk:
         if wanted and not kept:
             meets = not reduced
             result = max(node.outputs, key=lambda v: graph.types[v].nbytes)
-            self._send(region, node, result, "all_gather" if meets else "all_reduce", mirrored=not meets)
+            # A product's gradient is cut as its operands are, of a whole gradient: none comes back.
+            mirrored = rule.light and not meets
+            self._send(region, node, result, "all_gather" if meets else "all_reduce", mirrored=mirrored)
         for value, factors in zip(node.outputs, rule.results, strict=True):
             self.cut[here, value] = frozenset(d for d, f in enumerate(factors) if f in kept)
         if len(moving) == 1 and len(pairs) == 1 and graph.types[node.outputs[0]].size == graph.types[moving[0][0]].size:
@@ -417,12 +429,6 @@ class _Walk:
         bits = self.program.sources.get((region.number, value), 0)
         return any(bits >> i & 1 for i in self.program.parameters)
 
-    def _is_weight(self, region: Region, value: int) -> bool:
-        """Whether a value depends on one parameter alone, and is a matrix."""
-        bits = self.program.sources.get((region.number, value), 0)
-        only = bits.bit_count() == 1 and (bits.bit_length() - 1) in self.program.parameters
-        return only and region.graph.types[value].rank > 1
-
     def _copy(self, value: Value, result: Value) -> None:
         self.cut[result] = self.cut.get(value, frozenset())
         self.same[result] = self._root(value)
@@ -448,7 +454,7 @@ class _Walk:
                 count=region.trips,
                 nbytes=nbytes * region.trips,
                 wire=on_wire(kind, nbytes * region.trips),
-                seconds=region.trips * _seconds(self.program, kind, self.style.tensor, nbytes),
+                seconds=region.trips * seconds_of(self.program, kind, self.style.tensor, nbytes),
             )
         )
 

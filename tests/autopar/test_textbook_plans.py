@@ -81,10 +81,11 @@ def test_data_parallelism_reduces_each_gradient_once_and_sends_nothing_else(name
     assert sum(c.count for c in plan.collectives if c.nbytes > 4) <= len(jax.tree.leaves(params)) * repeats
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama-scan"])
-def test_data_parallelism_reduces_after_the_last_microbatch(name: str):
+@pytest.mark.parametrize("recomputing", ["plain", "jax.checkpoint"])
+@pytest.mark.parametrize("name", ["gpt", "gpt-scan", "llama", "llama-scan", "moe", "bert"])
+def test_data_parallelism_reduces_after_the_last_microbatch(name: str, recomputing: str):
     model = replace(MODELS[name], least_batch=16)
-    plan, params = planned(model, autopar.DataParallel(), recomputing="jax.checkpoint", microbatches=2)
+    plan, params = planned(model, autopar.DataParallel(), recomputing=recomputing, microbatches=2)
     assert kinds(plan) == {"all_reduce"}
     assert sent(plan, "all_reduce") <= nbytes(params) + METRICS_NBYTES
 

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import autopar
 from benchmarks import audit
 from benchmarks.audit import Planned, style_of
 from benchmarks.causes import Program
+from benchmarks.experts import Experts, seconds_with_experts
 from benchmarks.textbook import EARLY, Style, judge, megatron
 from benchmarks.trainings import MODELS, make_state, make_step
 from passes.sharding import ShardingSpec
@@ -211,3 +213,44 @@ def test_running_statistics_keep_no_layer_from_cutting_the_batch():
     program, verdict = Planned(step, (state, struct((128, 64), jnp.float32))).verdict("2x8:a100-80g", "zero3")
     assert {s.role for s in program.sent()} <= {"parameter", "updated parameter", "gradient", "statistic"}
     assert not [f for f in verdict.findings if f.sent.role.startswith("activation")]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_experts_are_met_by_two_exchanges_a_layer_each_way(remat):
+    program = planned("moe", remat=remat).program(CLUSTER, "dp")
+    experts = Experts(program=program)
+    assert {program.graph.input_names[i].rpartition("[")[2] for i in experts.parameters} == {"'up']", "'down']"}
+    config = MODELS["moe"].least
+    slots = 2 * 16 * config.sequence_length * config.hidden * 4  # every token takes two
+    sent = Counter()
+    for one in experts.exchanges(("data",)):
+        assert one.nbytes == slots // 8
+        sent[one.phase] += one.count
+    layers = config.sparse_layers
+    assert sent == {"forward": 2 * layers, "backward": 2 * layers} | ({"recomputed": 2 * layers} if remat else {})
+    assert not Experts(program=planned("gpt").program(CLUSTER, "dp")).layers
+
+
+def test_a_searched_plan_exchanges_tokens_as_often_as_the_textbook(monkeypatch):
+    """Experts that one axis cuts: tokens go to them and back once each way, and no gradient of theirs is reduced."""
+    plain = audit.planner_of
+    monkeypatch.setattr(audit, "planner_of", lambda n, c: autopar.Auto(max_axes=1) if n == "auto" else plain(n, c))
+    program = Planned.of("moe", False, "float32").program(CLUSTER, "auto")
+    experts = Experts(program=program)
+    assert experts.axes == program.mesh.axes
+    assert not [s for s in program.sent() if s.parameter in experts.parameters]
+    exchanged = [s for s in program.sent() if s.kind == "all_to_all" and s.layer == "Block_0"]
+    wanted = list(experts.exchanges(experts.axes))
+    assert sum(s.count for s in exchanged) == len(wanted) == 4
+    assert sum(s.total_nbytes for s in exchanged) == sum(one.nbytes for one in wanted)
+
+
+def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand_with_experts_cut(monkeypatch):
+    monkeypatch.setattr(audit, "PLANNERS", ("zero1", "auto"))
+    plans = Planned.of("moe", False, "float32")
+    program, found = plans.verdict(CLUSTER, "zero1")
+    assert seconds_with_experts(program, found) < program.plan.step_seconds
+    traced, plan = plans.plans[CLUSTER, "zero1"]
+    plans.plans[CLUSTER, "auto"] = traced, replace(plan, solution=replace(plan.solution, bound=plan.solution.objective))
+    _, verdict = plans.verdict(CLUSTER, "auto")
+    assert any("with experts would take" in f.why for f in verdict.findings)
