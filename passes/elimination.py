@@ -40,6 +40,10 @@ _KEPT = (6e4, 1.5e5, 5e5)
 _ENTRIES = 6e8
 """Entries of all tables in a round after the first: 2 s of one processor."""
 
+_AFFORDABLE_ENTRIES, _AFFORDABLE_TABLE = 4e8, 2e7
+"""Entries of all tables, and of one, up to which a bound of small tables that leaves a gap is followed by an exact
+solution: five seconds of one processor, where partial answers took longer and left a gap."""
+
 _CLOSE = 5e-3
 """The gap at which no further round is worth its work; each round looks for answers that are better by any gap."""
 
@@ -76,6 +80,12 @@ class Factors:
     def order(self) -> Order:
         """In which order to eliminate the nodes."""
         return order(self.factors, len(self.allowed))
+
+    @property
+    def is_affordable(self) -> bool:
+        """Whether the optimum is worth the work of exact tables, where small ones leave a gap."""
+        small = max(self.order.tables, default=0.0) <= _AFFORDABLE_TABLE
+        return small and self.order.entries() <= _AFFORDABLE_ENTRIES and all(group.is_exact for group in self.groups)
 
     def strategies(self, chosen: Sequence[int]) -> tuple[int, ...]:
         """The strategies of a problem that these places among the allowed ones stand for."""
@@ -291,7 +301,10 @@ def eliminate(factors: Factors, upper: float = math.inf) -> Found:
 
 
 def enclose(factors: Factors, upper: float, gap: float) -> Found:
-    """An answer below `upper` seconds, if one is found, and a bound; ends early once they are `_CLOSE`."""
+    """An answer below `upper` seconds, if one is found, and a bound; ends early once they are `_CLOSE`.
+
+    Where the bound of small tables leaves a gap that exact ones can afford to close, the answer is the optimum.
+    """
     best: tuple[int, ...] | None = None
     bound = -math.inf
     for limit, kept in zip(_LIMITS, _KEPT, strict=True):
@@ -302,6 +315,9 @@ def enclose(factors: Factors, upper: float, gap: float) -> Found:
         bound = max(bound, min(tables.bound, upper))
         if _meet(upper, bound, gap):
             break
+        if factors.is_affordable:
+            del tables
+            return eliminate(factors, upper)
         found = Beam(factors, tables, min(upper * (1 - gap), factors.beyond), width).run()
         if found.choice is not None and (seconds := factors.problem.evaluate(found.choice)) < upper:
             best, upper = found.choice, seconds

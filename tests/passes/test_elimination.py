@@ -117,6 +117,7 @@ def test_groups_in_parts_pay_no_more_than_they_do_and_are_paid_in_full_at_the_en
 
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_rounds_of_a_search_enclose_the_optimum(seed, monkeypatch):
+    monkeypatch.setattr(elimination, "_AFFORDABLE_ENTRIES", 0)
     monkeypatch.setattr(elimination, "_LIMITS", (4, 8, 16))
     monkeypatch.setattr(elimination, "_KEPT", (6, 18, 54))
     problem, best = random_problem(seed, nodes=6), optimum(random_problem(seed, nodes=6))
@@ -126,6 +127,17 @@ def test_rounds_of_a_search_enclose_the_optimum(seed, monkeypatch):
     assert found.bound <= best + 1e-12
     if found.choice is not None:
         assert problem.evaluate(found.choice) >= best - 1e-12
+
+
+@pytest.mark.parametrize("seed", FEASIBLE)
+def test_a_gap_of_small_tables_is_closed_where_exact_ones_can_be_afforded(seed, monkeypatch):
+    monkeypatch.setattr(elimination, "_LIMITS", (4,))
+    monkeypatch.setattr(elimination, "_WIDTHS", (1,))
+    problem, best = random_problem(seed), optimum(random_problem(seed))
+    found = enclose(Factors(problem), np.inf, 1e-9)
+    assert problem.evaluate(found.choice) == pytest.approx(best, abs=1e-12)
+    assert found.bound == pytest.approx(best, abs=1e-12)
+    assert enclose(Factors(problem), best * (1 - 1e-6), 1e-9).choice is None
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
