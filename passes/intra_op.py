@@ -66,6 +66,9 @@ _MANY = 4_000
 _GAIN = 0.1
 """The share of the gap that raising a bound must close for more to be tried."""
 
+_BETTER = 1e-2
+"""How much better an answer must be for strategies to be fixed, and what is left eliminated, once more."""
+
 _OPEN = 400
 """Nodes with a choice left, beyond which a problem is not eliminated: its order alone takes seconds."""
 
@@ -228,7 +231,10 @@ class _Search:
             return
         if self.problem.budgets:
             self.branch()
-        else:
+            return
+        before = math.inf
+        while not self.is_closed() and self.objective < (1 - _BETTER) * before:
+            before = self.objective
             self.eliminate()
 
     def eliminate(self) -> None:

@@ -164,7 +164,7 @@ class MeshSearch:
                 self.interrupted = True
                 break
             solved[place] = replace(one, answer=_better(answer, one.answer))
-        for place, one in enumerate(solved):
+        for place, one in enumerate(list(solved)):
             if one.answer.bound < (1 - _OPEN) * min(other.answer.objective for other in solved):
                 for base, answer in self._by_hand(one):
                     if base.refetch == one.refetch:
@@ -346,11 +346,15 @@ class MeshSearch:
 
     def _answered(self, assembly: Assembly, at_most: float, *, close: bool) -> Answer:
         """The answer to a mesh's problem; one that cannot take less than `at_most` need not be the best there."""
-        gap = self.options.gap if self.beneath == math.inf else max(self.options.gap, LOOSE)
-        answer = solve(assembly.problem, replace(self.options, gap=gap), at_most, close=close)
+        answer = solve(assembly.problem, replace(self.options, gap=self._gap), at_most, close=close)
         self.phases["build"] += answer.build_seconds
         self.phases["solve"] += answer.solve_seconds
         return answer
+
+    @property
+    def _gap(self) -> float:
+        """The relative gap to which a mesh is solved."""
+        return self.options.gap if self.beneath == math.inf else max(self.options.gap, LOOSE)
 
     def _assembled(self, mesh: Mesh, resharder: Resharder, refetch: bool) -> Assembly:
         began = time.perf_counter()
@@ -360,8 +364,15 @@ class MeshSearch:
         return assembly
 
     def _read_off(self, one: _Solved, answer: Answer) -> Plan:
-        others = (other.answer.bound for other in self.solved if other.refetch == self.refetch and other is not one)
-        answer = replace(answer, bound=min(answer.bound, *others, answer.objective))
+        others = [
+            other.answer
+            for other in self.solved
+            if other.refetch == self.refetch and other.assembly is not one.assembly
+        ]
+        answer = replace(answer, bound=min(answer.bound, *(other.bound for other in others), answer.objective))
+        if answer.status == "optimal" and answer.objective - answer.bound > (1 + 1e-9) * self._gap * answer.objective:
+            late = any(other.status == "time limit" for other in others)
+            answer = replace(answer, status="time limit" if late else "near optimal")
         plan = read_off(
             self.name, one.assembly, answer, one.resharder, self.tied, self.donated, self.phases, one.refetch
         )
