@@ -157,7 +157,7 @@ class VariantSearch:
             for variant in forms:
                 if variant == Variant(microbatches=counts[0]):
                     continue
-                is_near = self.best is not None and self.best.step_seconds <= _NEAR * self.floor
+                is_near = self.best.step_seconds <= _NEAR * self.floor
                 if is_near or not self._goes_on():
                     return
                 yield variant
