@@ -201,10 +201,10 @@ def test_what_runs_from_the_cache_is_the_step(tmp_path: Path, planner: Any):
 def test_a_pipeline_that_the_search_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = jax.tree.map(lambda x: struct(*x.shape), arguments("float32"))
 
-    def found(self: Any, form: Any, cluster: Any, samples: Any, graph: Any, report: Any) -> Any:
-        assert 4 in samples
+    def found(self: Any, forms: Any, cluster: Any, step: Any, report: Any) -> Any:
+        assert 4 in step.counts
         planner = autopar.Pipeline(stages=2, microbatches=4)
-        return planner.plan(graph(4), cluster, tied=form.tied, donated=form.donated)
+        return planner.plan(step.graph(4), cluster, tied=step.tied, donated=step.donated)
 
     monkeypatch.setattr(autopar.Auto, "search", found)
     options = {"planner": autopar.Auto(pipeline=True, layers=2), "cluster": "1x2:a100-80g", "cache": tmp_path}
