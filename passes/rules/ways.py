@@ -385,8 +385,8 @@ class _Columns:
         pieces, border = list[list[int]](), list[list[int]]()
         for way in ways:
             # Of a sparse operand as many elements are read as the result has.
-            made = [way.home[pattern.makes[position][0]] for position, _ in self.reads]
-            read = [result if rare else spec for rare, result, spec in zip(sparse, made, way.reads, strict=True)]
+            slots = zip(sparse, self.reads, way.reads, strict=True)
+            read = [way.home[pattern.makes[at][0]] if rare else spec for rare, (at, _), spec in slots]
             leaving, absorbed = ([way.at(v) for v in values] for values in (pattern.visible, pattern.absorbed))
             pieces.append(self._numbered([*read, *leaving]))
             border.append(self._numbered([*way.ports, *leaving, *absorbed]))
