@@ -146,7 +146,7 @@ class _Search:
         self.start = time.perf_counter()
         self.whole, self.options, self.at_most = problem, options, at_most
         self.problem = without_dominated(problem)
-        self.best: tuple[int, ...] = ()
+        self.best: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
         self.lower: Bound | None = None
         self.relaxations, self.built = 0, self.start
@@ -239,7 +239,7 @@ class _Search:
 
     def eliminate(self) -> None:
         """Fixes what prices decide, and eliminates the rest node by node."""
-        if self.best:
+        if self.best is not None:
             self.offer(self.best)
         upper = min(self.objective, self.at_most)
         problem = self.problem if self.lower is None else self.lower.within(self.problem, upper)
@@ -267,7 +267,7 @@ class _Search:
             raise _impossible(self.problem)
         if ended == "optimal" and self.options.tie_radius is None:
             self.bound = max(self.bound, program.objective * (1 - self.options.gap))
-        if self.best:
+        if self.best is not None:
             self.offer(self.best)
 
     def ask(self, solver: str) -> None:
@@ -285,11 +285,11 @@ class _Search:
 
     def answer(self) -> Answer:
         """The best answer. Raises PlanningError if there is none."""
-        if not self.best:
+        if self.best is None:
             self.offer([int(np.argmin(own)) for own in self.whole.seconds])
-        if not self.best and not self.problem.budgets:
+        if self.best is None and not self.problem.budgets:
             self.eliminate()
-        if not self.best:
+        if self.best is None:
             if not self.is_late():
                 raise _impossible(self.problem)
             raise PlanningError(

@@ -234,7 +234,7 @@ def test_without_stages_it_is_the_same():
 
     params, batch = mlp()
     parallel = autopar.parallelize(step, planner=autopar.DataParallel(), donate_argnums=(0, 1))
-    given, same = ((fresh(params), jnp.ones(7), batch) for _ in range(2))
+    given, same = ((fresh(params), jnp.ones(8), batch) for _ in range(2))
     assert_close(parallel(*given), jax.jit(step, donate_argnums=(0, 1))(*same), 1e-5)
     assert gone(given) == gone(same)
 
