@@ -22,6 +22,9 @@ from passes.remat import KEPT, Kept, kept_of
 _NEAR = 1.02
 """A plan this close to the step without a limit is good enough."""
 
+_LEAN = 4
+"""The leanest forms that are kept, to be made leaner where none fits."""
+
 MOST_OPERATORS = 50_000
 """Once a form fits, others are planned while all forms on all meshes have fewer operators than this.
 
@@ -98,7 +101,7 @@ class VariantSearch:
     interruptible: bool = False
     best: Plan | None = None
     leanest: Plan | None = None
-    leanest_search: MeshSearch | None = None
+    lean: list[tuple[Plan, MeshSearch]] = field(default_factory=list[tuple[Plan, MeshSearch]])
     tried: int = 0
     operators: int = 0
     floor: float = 0.0
@@ -202,16 +205,16 @@ class VariantSearch:
             return search.within(self.limit, self.best.step_seconds if self.best else float("inf"), self.end)
         except OverBudgetError as error:
             plan = error.leanest
-            if isinstance(plan, Plan) and (self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes):
-                self.leanest, self.leanest_search = _formed(plan, variant), search
+            if isinstance(plan, Plan):
+                met = [*self.lean, (_formed(plan, variant), search)]
+                self.lean = sorted(met, key=lambda one: one[0].peak_nbytes)[:_LEAN]
+                self.leanest = self.lean[0][0]
             return None
 
     def _least(self) -> Plan | None:
-        """The leanest form's leanest plan."""
-        if self.leanest is None or self.leanest_search is None:
-            return self.leanest
-        plan = _formed(self.leanest_search.leanest(), variant_of(self.leanest))
-        return min(plan, self.leanest, key=lambda one: one.peak_nbytes)
+        """The leanest plan of the leanest forms: which needs least is seen once each is made as lean as can be."""
+        made = [_formed(search.leanest(), variant_of(plan)) for plan, search in self.lean]
+        return min([*made, *(plan for plan, _ in self.lean)], key=lambda one: one.peak_nbytes, default=None)
 
     def _mixed(self, best: Plan) -> Plan:
         """The plan with as many of its last layers as can be keeping everything, by bisection."""
