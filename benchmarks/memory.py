@@ -218,7 +218,10 @@ def state_nbytes(stage: int, devices: int, billions: float) -> float:
     halves, floats = (tuple(jax.ShapeDtypeStruct(s, t) for s in shapes) for t in (jnp.float16, jnp.float32))
     planner = autopar.Zero(stage) if stage else autopar.DataParallel()
     cluster = f"{max(1, devices // 8)}x{min(devices, 8)}:v100-32g"
-    parallel = autopar.parallelize(mixed_precision_step, planner=planner, cluster=cluster, donate_argnums=(0,))
+    # What does not fit is asked too: the paper says what each scheme needs.
+    parallel = autopar.parallelize(
+        mixed_precision_step, planner=planner, cluster=cluster, donate_argnums=(0,), memory_limit=10**18
+    )
     given = (halves, floats, floats, floats), jax.ShapeDtypeStruct((1024, width), jnp.float16)
     plan, graph = parallel.plan(*given), parallel.trace(*given).graph
     held = plan.nbytes["parameters"] + plan.nbytes["optimizer state"]

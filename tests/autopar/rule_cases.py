@@ -22,6 +22,10 @@ SINCE_0_11 = jax.__version_info__ >= (0, 11)
 
 NEWER = {name: "a primitive since JAX 0.11" for name in ("log2", "one_minus_square") if not hasattr(lax, "log2")}
 ABSENT = NEWER | {
+    **dict.fromkeys(
+        ("debug_callback", "debug_print", "io_callback", "pure_callback"),
+        "it runs once, on whole operands: tests/autopar/test_effects.py",
+    ),
     "mulhi": "XLA's CPU compiler refuses it for more than one device",
     "shard_map": "its pieces are the user's, not the rule's",
     "sharding_constraint": "it passes its operand on in pieces that the user chose",
