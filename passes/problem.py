@@ -7,7 +7,7 @@ what a loop carries and what is brought in before it are decided together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -166,7 +166,9 @@ class _Builder:
                 borders[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
         joints: dict[int, Joint] = {}
         for index, control in grouping.controls.items():
-            joints[index] = self._joint(control, grouping.bodies[index], weight)
+            made = zip(graph.nodes[index].outputs, control.results, strict=True)
+            handed_on = {wire.slot for value, wire in made if value in graph.outputs}
+            joints[index] = self._joint(control, grouping.bodies[index], weight, handed_on)
             slots = joints[index].slots
             for value, wire in zip(graph.nodes[index].outputs, control.results, strict=True):
                 slot = slots[wire.slot]
@@ -183,8 +185,13 @@ class _Builder:
             joints=joints,
         )
 
-    def _joint(self, control: Control, groupings: Sequence[Grouping], weight: float) -> Joint:
-        """The nodes of a loop's or branch's slots and of its bodies; what no body makes as a sum is stacked as none."""
+    def _joint(
+        self, control: Control, groupings: Sequence[Grouping], weight: float, handed_on: Collection[int]
+    ) -> Joint:
+        """The nodes of a loop's or branch's slots and of its bodies; what no body makes as a sum is stacked as none.
+
+        Nor is what the program hands on from slots as it is: another stage may read it after each iteration.
+        """
         slots = {s: slot_placements(slot, self.resharder) for s, slot in enumerate(control.slots)}
         borders = {s: self._chosen(slot.type, slots[s]) for s, slot in enumerate(control.slots) if not slot.stacked}
         bodies: list[Region] = []
@@ -196,7 +203,7 @@ class _Builder:
                 if s not in borders:
                     made = region.borders.get(inner.roots.get(value, value))
                     sums = made is not None and any(spec.partial for spec in made.specs)
-                    specs = [spec for spec in slots[s] if sums or not spec.partial]
+                    specs = [spec for spec in slots[s] if (sums and s not in handed_on) or not spec.partial]
                     borders[s] = self._chosen(control.slots[s].type, specs)
         return Joint(control=control, slots=tuple(borders[s] for s in range(len(slots))), bodies=tuple(bodies))
 
