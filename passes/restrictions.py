@@ -323,9 +323,24 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
 
 
 def _made_of_weights(region: Region, found: Roles) -> Iterator[int]:
-    """What a region makes of one weight, a cast for one: it is a weight as well, cut as that is and fetched for use."""
-    own = {value: rank for (where, value), rank in found.weights.items() if where == region.number}
-    for value in sorted(weights(region.graph) & region.borders.keys()):
+    """What a region makes of one weight, a cast for one: it is a weight as well, cut as that is and fetched for use.
+
+    What is no cast, a transpose for one, of a weight that the forward pass reads as it is too, is none: it is made of
+    the copy that is fetched for the other reader, where it would be fetched a second time itself.
+    """
+    graph, own = region.graph, {value for where, value in found.weights if where == region.number}
+    light, copied = weights(graph), set[int]()
+    whole = {
+        value
+        for node in graph.nodes
+        if phase(node) == "forward" and not node.subgraphs and light.isdisjoint(node.outputs)
+        for value in node.inputs
+    }
+    for node in graph.nodes:  # in order: what is made of a copy is one
+        fetched = copied if node.primitive == "convert_element_type" else copied | whole
+        if not fetched.isdisjoint(node.inputs):
+            copied |= light.intersection(node.outputs)
+    for value in sorted((light - copied) & region.borders.keys()):
         if origin(region, value, own) is not None:
             yield value
 

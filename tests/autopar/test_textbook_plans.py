@@ -119,6 +119,34 @@ def test_zero_fetches_half_precision_weights_once_forward_and_once_backward(name
     assert 0.9 * (matrices - embeddings) <= gathered <= matrices + embeddings
 
 
+CASTS = "a cast and the transpose of it are one bundle, which is cut as a whole: the transpose is fetched by itself"
+
+
+@pytest.mark.parametrize(
+    ("tied", "dtype"),
+    [
+        *((True, "float32"), (False, "float32"), (False, "bfloat16")),
+        pytest.param(True, "bfloat16", marks=pytest.mark.xfail(strict=True, reason=CASTS)),
+    ],
+)
+def test_zero_transposes_the_copy_that_is_fetched_and_keeps_no_transpose_whole(tied: bool, dtype: str):
+    """A table looked up and multiplied by its transpose is fetched once forward; transposed alone, for each pass."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        table = params["table"].astype(dtype)
+        head = table if tied else params["head"].astype(dtype)
+        return jnp.mean(jnp.tanh(jnp.tanh(table[tokens] @ head.T)).astype("float32") ** 2)
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, tokens))
+
+    table = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    function = autopar.parallelize(step, cluster="8:a100-80g", planner=autopar.Zero(3), donate_argnums=(0,))
+    plan = function.plan({"table": table} | ({} if tied else {"head": table}), tokens)
+    assert sent(plan, "all_gather") == (1 if tied else 3) * table.size * jnp.dtype(dtype).itemsize
+
+
 @pytest.mark.parametrize("recomputing", RECOMPUTING)
 @pytest.mark.parametrize("name", ["gpt", "llama-scan", "moe"])
 def test_megatron_sends_gradients_alone_along_data(name: str, recomputing: str):
