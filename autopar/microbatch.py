@@ -7,7 +7,7 @@ operator stands in time was decided by `passes.microbatch`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from autopar.lower import body_of, walk
 from autopar.trace import Traced
 from passes.errors import InternalError
 from passes.ir import Graph, Node
-from passes.microbatch import AXIS, LOOP, Coupling, Split, Time, split, whole_layout
+from passes.microbatch import AXIS, LOOP, Coupling, Split, Time, split, sums_up_front, whole_layout
 from passes.moves import Layout, Move, Placement, is_free, moves
 from passes.resharding import Step
 from passes.rules import CALLBACKS
@@ -71,37 +71,21 @@ def _run(body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any]) -
     stacks = {graph.inputs[i]: inputs[i] for i in chosen.batch}
     known: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
     known |= {v: lax.reshape(stack, graph.types[v].shape) for v, stack in stacks.items()}
-    time = Time(chosen.count)
     wanted = _read_by(graph, (*chosen.loop, *chosen.after)) | set(graph.outputs)
     made = [v for i in chosen.before if not is_free(graph, i) for v in graph.nodes[i].outputs if v in wanted]
-    known.update(_whole(body, chosen.before, made, known))
+    known.update(_up_front(body, chosen, made, known, stacks))
 
-    inside = {v for i in chosen.loop for v in graph.nodes[i].outputs}
-    entering = sorted(v for v in _read_by(graph, chosen.loop) - inside if v in known)
+    entering, one = _one_microbatch(body, chosen, coupling, known, stacks)
     leaving = [value for value, _ in chosen.carried]
-    part = Body(
-        graph=graph.part(chosen.loop, entering, leaving),
-        equations=tuple(body.equations[i] for i in chosen.loop),
-        constants=_constants(body, chosen.loop, leaving),
-    )
-    layout = Layout(
-        inputs=tuple(_spec(graph, v, 0 if v in stacks else None) for v in entering),
-        placements=tuple(chosen.placements.get(i) or _unplaced(graph, i) for i in chosen.loop),
-        outputs=tuple(spec for _, spec in chosen.carried),
-    )
-    schedule = moves(part.graph, layout, time)
     sums = [bool(spec.partial) for _, spec in chosen.carried]
 
     def step(totals: tuple[Any, ...], sliced: tuple[Any, tuple[Any, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        index, cut = sliced
-        given = iter(cut)
-        values = [next(given) if v in stacks else known[v] for v in entering]
-        found = walk(part, layout, schedule, OnTime(time, index, coupling), values)
+        found = one(*sliced)
         with jax.named_scope("accumulate"):
             added = tuple(map(_add, totals, (x for x, is_sum in zip(found, sums, strict=True) if is_sum)))
         return added, tuple(x for x, is_sum in zip(found, sums, strict=True) if not is_sum)
 
-    stacked = tuple(stacks[v] for v in entering if v in stacks)
+    stacked = tuple(stacks[v] for v in entering)
     zeros = tuple(
         jnp.zeros(graph.types[v].shape, jnp.dtype(graph.types[v].dtype))
         for v, is_sum in zip(leaving, sums, strict=True)
@@ -118,8 +102,67 @@ def _run(body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any]) -
     return tuple(known[v] if v in known else _lone(body, v) for v in graph.outputs)
 
 
+def _one_microbatch(
+    body: Body, chosen: Split, coupling: Coupling, known: Mapping[int, Any], stacks: Mapping[int, Any]
+) -> tuple[list[int], Callable[[Any, Arrays], tuple[Any, ...]]]:
+    """(the stacks that the loop reads, what makes the values that leave it of a microbatch's number and its batch)."""
+    graph = body.graph
+    inside = {v for i in chosen.loop for v in graph.nodes[i].outputs}
+    entering = sorted(v for v in _read_by(graph, chosen.loop) - inside if v in known)
+    leaving = [value for value, _ in chosen.carried]
+    part = Body(
+        graph=graph.part(chosen.loop, entering, leaving),
+        equations=tuple(body.equations[i] for i in chosen.loop),
+        constants=_constants(body, chosen.loop, leaving),
+    )
+    layout = Layout(
+        inputs=tuple(_spec(graph, v, 0 if v in stacks else None) for v in entering),
+        placements=tuple(chosen.placements.get(i) or _unplaced(graph, i) for i in chosen.loop),
+        outputs=tuple(spec for _, spec in chosen.carried),
+    )
+    time = Time(chosen.count)
+    schedule = moves(part.graph, layout, time)
+
+    def one(index: Any, cut: Arrays) -> tuple[Any, ...]:
+        given = iter(cut)
+        values = [next(given) if v in stacks else known[v] for v in entering]
+        return tuple(walk(part, layout, schedule, OnTime(time, index, coupling), values))
+
+    return [v for v in entering if v in stacks], one
+
+
+def _up_front(
+    body: Body, chosen: Split, outputs: Sequence[int], known: Mapping[int, Any], stacks: Mapping[int, Any]
+) -> dict[int, Any]:
+    """What the loop needs of the whole batch: summed over the stacks as they are, if it is made of sums."""
+    part, inputs = _part(body, chosen.before, outputs, known)
+    batch = tuple(i for i, v in enumerate(inputs) if v in stacks)
+    early = sums_up_front(part.graph, chosen.count, batch) if batch else None
+    if early is None:
+        return _whole(body, chosen.before, outputs, known)
+    given, ours = {v: known[v] for v in inputs}, {inputs[i]: stacks[inputs[i]] for i in batch}
+    unchanged = [v for i in early.before if not is_free(part.graph, i) for v in part.graph.nodes[i].outputs]
+    given.update(_whole(part, early.before, unchanged, given))
+    entering, one = _one_microbatch(part, early, "exact", given, ours)
+    pieces = jax.vmap(one)(jnp.arange(chosen.count, dtype=np.int32), tuple(ours[v] for v in entering))
+    for (value, _), summands in zip(early.carried, pieces, strict=True):
+        given[value] = summands.any(0) if summands.dtype == np.bool_ else summands.sum(0, dtype=summands.dtype)
+    late = [v for v in outputs if v not in given]
+    given.update(_whole(part, early.after, late, given))
+    return {v: given[v] for v in outputs}
+
+
 def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], known: Mapping[int, Any]) -> dict[int, Any]:
     """The values that some nodes make of whole ones."""
+    part, inputs = _part(body, nodes, outputs, known)
+    layout, time = whole_layout(part.graph), Time(1)
+    semantics = OnTime(time, jnp.int32(0), "exact")
+    found = walk(part, layout, moves(part.graph, layout, time), semantics, [known[v] for v in inputs])
+    return dict(zip(outputs, found, strict=True))
+
+
+def _part(body: Body, nodes: Sequence[int], outputs: Sequence[int], known: Mapping[int, Any]) -> tuple[Body, list[int]]:
+    """(the body of some nodes alone, the known values that are its inputs)."""
     graph = body.graph
     produced = {v for i in nodes for v in graph.nodes[i].outputs}
     inputs = sorted(v for v in _read_by(graph, nodes) | set(outputs) if v in known and v not in produced)
@@ -128,10 +171,7 @@ def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], known: Mapp
         equations=tuple(body.equations[i] for i in nodes),
         constants=_constants(body, nodes, outputs),
     )
-    layout, time = whole_layout(part.graph), Time(1)
-    semantics = OnTime(time, jnp.int32(0), "exact")
-    found = walk(part, layout, moves(part.graph, layout, time), semantics, [known[v] for v in inputs])
-    return dict(zip(outputs, found, strict=True))
+    return part, inputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,21 @@ def split(graph: Graph, count: int, *, tied: Sequence[tuple[int, int]] = (), cou
     return max(found, key=lambda one: one.flops)
 
 
+def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | None:
+    """What a graph computes for the loop, as sums over microbatches; None if it has to be computed whole.
+
+    `batch` are the positions of the inputs that are cut. Whole is right as well, but puts microbatches together by a
+    reshape of (microbatches, rows), which no device that has a part of each microbatch's rows can do by itself.
+    """
+    if any(has_effect(node) or node.subgraphs for node in graph.nodes):
+        return None
+    try:
+        found = _regions(_walked(graph, count, batch, "exact", waits=True), batch)
+    except PlanningError:  # nothing of it is a microbatch's own
+        return None
+    return found if all(spec.partial for _, spec in found.carried) else None
+
+
 def whole_layout(graph: Graph) -> Layout:
     """Everything whole, bodies of loops and branches included."""
 
@@ -166,15 +181,15 @@ def _whole(node: Node, graph: Graph) -> Placement:
     )
 
 
-def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling) -> _Walk:
-    """Where everything stands in time if these inputs are cut."""
+def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> _Walk:
+    """Where everything stands in time if these inputs are cut; what uses a sum comes after the loop if it `waits`."""
     rules = {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}
     cut = {position: _cut(graph.types[graph.inputs[position]].rank, 0) for position in batch}
     inputs = [cut.get(i, replicated(graph.types[v].rank)) for i, v in enumerate(graph.inputs)]
     varying = {graph.inputs[i] for i in batch}
     up_front: frozenset[int] = frozenset()
     while True:
-        walk = _Walk(graph, Time(count), rules, coupling, up_front)
+        walk = _Walk(graph, Time(count), rules, coupling, up_front, waits=waits)
         walk.start(inputs, varying)
         walk.run()
         if not walk.wanted_up_front - up_front:
@@ -344,8 +359,9 @@ class _Walk:
         coupling: Coupling,
         up_front: frozenset[int] = frozenset(),
         inside: bool = False,
+        waits: bool = False,
     ) -> None:
-        self.graph, self.time, self.rules, self.inside = graph, time, rules, inside
+        self.graph, self.time, self.rules, self.inside, self.waits = graph, time, rules, inside, waits
         self.coupling: Coupling = coupling
         self.up_front = up_front
         self.wanted_up_front: set[int] = set()
@@ -416,7 +432,7 @@ class _Walk:
         sums = [v for v in node.inputs if v in self.varying and self.home[v].partial]
         wanted = sums or [v for v in node.inputs if v in self.varying]
         makers = {self.graph.producers[v] for v in wanted if v in self.graph.producers and v not in self.tainted}
-        if len(makers) < len(set(wanted)) or makers <= self.up_front:
+        if self.waits or len(makers) < len(set(wanted)) or makers <= self.up_front:
             return False
         self.wanted_up_front |= makers
         return True

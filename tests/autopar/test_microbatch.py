@@ -90,6 +90,11 @@ LOSSES: dict[str, Callable[[Any, Any], jax.Array]] = {
     "masked mean": lambda p, b: (
         jnp.sum(jnp.where(b["mask"][:, None], (predict(p, b["x"]) - b["y"]) ** 2, 0)) / jnp.maximum(b["mask"].sum(), 1)
     ),
+    "weighted by the batch": lambda p, b: (
+        jnp.sum((predict(p, b["x"] - b["x"].mean(0)) - b["y"]) ** 2)
+        / jnp.sum(jnp.where(b["mask"], b["y"][:, 0] ** 2, 0.5))
+    ),
+    "standardised": lambda p, b: jnp.mean((predict(p, (b["x"] - b["x"].mean(0)) / b["x"].std(0)) - b["y"]) ** 2),
     "with weight decay": lambda p, b: jnp.mean((predict(p, b["x"]) - b["y"]) ** 2) + 0.1 * jnp.sum(p["a"] ** 2),
     "dropout": lambda p, b: jnp.sum(
         jax.random.bernoulli(jax.random.key(1), 0.5, b["x"].shape) * b["x"] @ p["a"] @ p["b"] * b["y"]
@@ -126,6 +131,18 @@ def test_gradients_are_reduced_once_a_step():
     assert [(c.kind, c.count) for c in plan.collectives if c.kind != "all_gather"] == [("all_reduce", 1)] * 3
     assert plan.microbatches == 4
     assert re.search(r"microbatches +4\b", plan.format())
+
+
+@pytest.mark.parametrize("name", ["masked mean", "weighted by the batch"])
+def test_what_the_loop_needs_of_the_whole_batch_is_summed_where_its_rows_are(name: str):
+    with jax.enable_x64(True):
+        params, batch = mlp()
+        step = mlp_step(LOSSES[name])
+        parallel = autopar.parallelize(step, planner=autopar.DataParallel(), devices=jax.devices()[:4], microbatches=2)
+        compiled = parallel.lower(params, batch).compile({**UNCOMBINED, **QUICK})
+        assert {c.kind for c in compiled.plan.collectives} == {"all_reduce"}
+        verify(compiled.plan, compiled.as_text()).check()
+        assert_close(compiled(params, batch), jax.jit(step)(params, batch))
 
 
 def test_what_the_batch_does_not_change_is_computed_once():
