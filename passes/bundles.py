@@ -180,7 +180,7 @@ class _Grouper:
             if other != host and self.bundles[other].rooted:
                 self._absorb_bundle(host, other, index)
         bundle.join(index, self.graph, rule, self.roots)
-        # What a heavy operator alone reads, a half-precision copy of a weight for one, may lie otherwise than it is read.
+        # What a heavy operator alone reads, as a half-precision copy of a weight, may lie otherwise than it is read.
         for value in node.inputs if rule.light else ():
             if value in self.single and value not in home:
                 bundle.inputs.append(value)

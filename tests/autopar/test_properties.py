@@ -558,7 +558,8 @@ def check(example: Example) -> None:
         whole = jax.jit(function).lower(*first).compile(QUICK)
         for arguments in (first, second):
             compare(step(*arguments), whole(*arguments))
-        verify(step.plan, step.as_text()).check()
+        # XLA may see that what is sent has no effect, as in where(p, a, a): nothing may be sent beyond the plan.
+        assert not verify(step.plan, step.as_text()).unplanned
 
 
 def compare(got: Any, wanted: Any) -> None:

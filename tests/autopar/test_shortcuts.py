@@ -22,7 +22,7 @@ from passes.devices import parse_cluster
 from passes.intra_op import SolverOptions, solve
 from passes.mesh import Mesh
 from passes.mesh_search import best, layouts
-from passes.pipelines import body_of, restated, stage_cost
+from passes.pipelines import body_of, priced, restated
 from passes.pricing import ROUGH, Block, Pricer
 from passes.problem import assemble
 from passes.repeats import in_blocks
@@ -234,7 +234,7 @@ def test_more_microbatches_take_no_less():
             before = table.pricer.floor(other, mesh)[1]
             least = 4 * one.pace(table.pricer.price(one, mesh))
             after = table.pricer.floor(other, mesh)[1]
-            assert after >= max(before, 0.99 * least / 8)
+            assert after >= max(before, (1 - ROUGH) * least / 8)  # prices are bounds to ROUGH
             assert 8 * other.pace(table.pricer.price(other, mesh)) >= least * (1 - 1e-6)
 
 
@@ -262,7 +262,7 @@ def test_a_chain_of_blocks_costs_what_its_blocks_do():
     run = stages.cut(graphs[4], (0, begins[first], begins[first + count]), traced.tied).parts[1]
     for mesh in layouts(MESH.cluster, 4, 2):
         plan = best("stage", run.graph, [mesh], stages.ties(run, graphs[4], traced.tied), (), EXACT)
-        together, one = stage_cost(run, plan), table.pricer.price(blocks[first], mesh)
+        together, one = priced(run, plan.layout, plan.mesh, plan.phases), table.pricer.price(blocks[first], mesh)
         whole, each = (cost.forward_seconds + cost.backward_seconds for cost in (together, one))
         assert whole == pytest.approx(count * each, rel=0.1)
         assert together.persistent_nbytes == pytest.approx(count * one.persistent_nbytes, rel=0.1)
@@ -284,6 +284,7 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     ties = stages.ties(second, graph, traced.tied)
     elsewhere = replace(first.graph, nodes=tuple(replace(node, source="") for node in first.graph.nodes))
     for planned in (first.graph, elsewhere):
-        again = restated(plans[0], planned, second.graph, ties)
+        again = restated(plans[0], planned, second.graph, ties, (False,) * len(second.graph.inputs))
         assert replace(again, solution=plans[1].solution) == plans[1]
-    assert stage_cost(second, again) == stage_cost(second, plans[1])
+    ours, theirs = (priced(second, one.layout, one.mesh, one.phases) for one in (again, plans[1]))
+    assert ours == theirs
