@@ -322,12 +322,6 @@ COMMANDS = [
 ]
 
 
-UNCHECKED = {"(lambda x: here(summed, donate_argnums=(0, 1))(x, x))(ones())"}
-"""Calls that meet Python's error from inside autopar, or none at all."""
-
-KNOWN = pytest.mark.xfail(strict=True, reason="autopar does not check this argument yet")
-
-
 # What they are told.
 
 
@@ -425,7 +419,7 @@ def test_the_golden_text_has_these_calls_alone(golden: dict[str, str]) -> None:
     assert list(golden) == [*ALL, *COMMANDS]
 
 
-@pytest.mark.parametrize("source", [pytest.param(s, marks=KNOWN if s in UNCHECKED else ()) for s in ALL])
+@pytest.mark.parametrize("source", ALL)
 def test_no_internal_error_is_a_users_to_read(source: str, golden: dict[str, str]) -> None:
     """A wrong call meets an error of autopar's own, or what `jax.jit` says to the same call."""
     told = golden[source].splitlines()[1].strip()
