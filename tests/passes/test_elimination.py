@@ -132,7 +132,7 @@ def test_rounds_of_a_search_enclose_the_optimum(seed, monkeypatch):
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_a_gap_of_small_tables_is_closed_where_exact_ones_can_be_afforded(seed, monkeypatch):
     monkeypatch.setattr(elimination, "_LIMITS", (4,))
-    monkeypatch.setattr(elimination, "_WIDTHS", (1,))
+    monkeypatch.setattr(elimination, "_KEPT", (1,))
     problem, best = random_problem(seed), optimum(random_problem(seed))
     found = enclose(Factors(problem), np.inf, 1e-9)
     assert problem.evaluate(found.choice) == pytest.approx(best, abs=1e-12)
