@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Self, cast
 
-from passes.errors import ClusterError, explain
+from passes.errors import ClusterError, close, explain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +123,6 @@ class Cluster:
 
     def __str__(self) -> str:
         return self.name
-
-
-def close(name: str, names: Iterable[str]) -> str:
-    """`did you mean ...?` with the names that `name` begins, or else is close to; empty where there are none."""
-    names = list(names)
-    matches = [n for n in names if n.startswith(name)] or difflib.get_close_matches(name, names, cutoff=0.5)
-    return f"did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-from passes.cluster import Cluster, DeviceSpec, HostGroup, Link, close
-from passes.errors import ClusterError, explain
+from passes.cluster import Cluster, DeviceSpec, HostGroup, Link
+from passes.errors import ClusterError, close, explain
 
 MATMUL_EFFICIENCY = 0.80
 """Where it was not measured: the median of where it was (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90)."""

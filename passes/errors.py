@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class PlanningError(Exception):
     """A program, cluster or option that cannot be planned as it stands; the message says what to change."""
@@ -40,3 +43,10 @@ def explain(what: str, rule: str, context: str, remedy: str) -> str:
     `context` may be empty.
     """
     return "\n  ".join((f"{what}: {rule}", *([context] if context else []), remedy))
+
+
+def close(name: str, names: Iterable[str]) -> str:
+    """`did you mean ...?` with the names that `name` begins, or else is close to; empty where there are none."""
+    names = list(names)
+    matches = [n for n in names if n.startswith(name)] or difflib.get_close_matches(name, names, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, matches))}?" if matches else ""

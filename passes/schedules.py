@@ -28,8 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from passes.cluster import close
-from passes.errors import PlanningError, explain
+from passes.errors import PlanningError, close, explain
 from passes.quantities import count
 from passes.tables import wrap
 
