@@ -6,10 +6,8 @@ The meaning of a function and of every option is `jax.jit`'s.
 from __future__ import annotations
 
 import functools
-import gc
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -35,9 +33,9 @@ from autopar.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
 from autopar.forms import TracedForms
 from autopar.instructions import build
 from autopar.jax_compat import Device, configuration, is_traced
-from autopar.joined import Joined
+from autopar.joined import Joined, Pieces
 from autopar.microbatch import microbatched
-from autopar.pieces import MOST, Pieces, in_pieces
+from autopar.pieces import MOST, in_pieces
 from autopar.plan import Plan
 from autopar.remat import recomputed
 from autopar.runtime import Pipeline, load
@@ -45,14 +43,15 @@ from autopar.trace import Traced, trace
 from passes import shortage, stages
 from passes.by_hand import Manual
 from passes.cluster import Cluster
+from passes.collector import uncollected
 from passes.devices import local_cluster, parse_cluster
+from passes.effects import has_effect
 from passes.microbatch import Coupling
 from passes.pipeline import PipelinePlan, load_plan
 from passes.planner import Auto, Planner
 from passes.progress import Report, silent
 from passes.quantities import parse_nbytes
 from passes.remat import Kept, kept_of, layers
-from passes.rules import has_effect
 from passes.variants import Variant, variant_of
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
@@ -185,7 +184,7 @@ class ParallelFunction:
         leaves, tree = jax.tree.flatten(dynamic)
         program = self._programs.get((tree, statics, types_of(leaves), configuration()))
         if program is None or program.executable is None:
-            with _uncollected():
+            with uncollected():
                 program = self._program(args, kwargs)
                 self._planned(program)
             executable = self._executable(program, again=True, nested=any(map(is_traced, leaves)))
@@ -218,7 +217,7 @@ class ParallelFunction:
 
         Without a `cluster`, JAX is asked which devices there are. Raises PlanningError where no plan is possible.
         """
-        with _uncollected():
+        with uncollected():
             return self._planned(self._program(args, kwargs))
 
     def replan(
@@ -542,18 +541,6 @@ def _extent(plan: Plan | PipelinePlan) -> tuple[int, str]:
     if isinstance(plan, PipelinePlan):
         return plan.n_devices, f"{len(plan.stages)} stages"
     return plan.mesh.size, str(plan.mesh)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's cycle collector, which walks a program that only grows again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _checked_cluster(cluster: object) -> Cluster | None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, cast
 
 import jax
@@ -19,11 +19,41 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar import jax_compat
-from autopar.pieces import Pieces
 from autopar.program import Donation
 
 STAGE = "stage"
 """The mesh axis over which the pieces of an array lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """In how many equal pieces along dimension 0 each of the caller's flat inputs and outputs enters and leaves."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def structs(self, structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """The types of the program's inputs, from those of the caller's."""
+        return [piece for struct, n in zip(structs, self.inputs, strict=True) for piece in [_struct(struct, n)] * n]
+
+    def donation(self, of: Donation) -> Donation:
+        """What is gone of the caller's inputs, from what is `of` the program's."""
+        ends = list(accumulate(self.inputs, initial=0))
+        spans = [range(first, last) for first, last in pairwise(ends)]
+        gone = set(of.positions)
+        return Donation(
+            positions=tuple(i for i, span in enumerate(spans) if not gone.isdisjoint(span)),
+            names=tuple(
+                of.names[span[0]] if len(span) == 1 else of.names[span[0]].rpartition("[")[0] for span in spans
+            ),
+        )
+
+
+def _struct(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
+    if count == 1:
+        return struct
+    rows, *rest = struct.shape
+    return jax.ShapeDtypeStruct((rows // count, *rest), struct.dtype, weak_type=struct.weak_type)
 
 
 @dataclass(slots=True)

@@ -21,11 +21,11 @@ from jax.lax import GatherScatterMode
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.flatten import Equation
+from passes.effects import CALLBACKS
 from passes.errors import InternalError
 from passes.ir import Graph, Node, TensorType
 from passes.mesh import Axes
 from passes.moves import Placement
-from passes.rules import CALLBACKS
 
 Coordinate = Callable[[str], jax.Array]
 

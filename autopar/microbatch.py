@@ -21,12 +21,13 @@ from autopar.flatten import Body, Equation, flatten
 from autopar.localize import Arrays, Cut
 from autopar.lower import body_of, walk
 from autopar.trace import Traced
+from passes.effects import CALLBACKS
 from passes.errors import InternalError
 from passes.ir import Graph, Node
-from passes.microbatch import AXIS, LOOP, Coupling, Split, Time, split, sums_up_front, whole_layout
+from passes.microbatch import AXIS, Coupling, Split, Time, split, sums_up_front, whole_layout
 from passes.moves import Layout, Move, Placement, is_free, moves
+from passes.phases import LOOP
 from passes.resharding import Step
-from passes.rules import CALLBACKS
 from passes.sharding import ShardingSpec, replicated
 
 _MARK = re.compile(r".*@(\d+)", re.DOTALL)

@@ -11,9 +11,8 @@ Reference: design/compiler.md section 7 (`scan` over layers).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, cast
@@ -23,7 +22,7 @@ from jax import lax
 
 from autopar import jax_compat
 from autopar.flatten import Equation, plain_params
-from autopar.program import Donation
+from autopar.joined import Pieces
 from autopar.trace import Traced
 from passes.ir import Graph, Node, TensorType
 from passes.phases import phase
@@ -49,37 +48,6 @@ _REDUCTIONS: Mapping[str, jax_compat.Primitive] = MappingProxyType(
 
 MOST = 64
 """The most pieces that a loop is cut into so that each stage gets one, where its trips do not divide evenly."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """In how many equal pieces along dimension 0 each of the caller's flat inputs and outputs enters and leaves."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    def structs(self, structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """The types of the program's inputs, from those of the caller's."""
-        return [piece for struct, n in zip(structs, self.inputs, strict=True) for piece in [_struct(struct, n)] * n]
-
-    def donation(self, of: Donation) -> Donation:
-        """What is gone of the caller's inputs, from what is `of` the program's."""
-        ends = list(itertools.accumulate(self.inputs, initial=0))
-        spans = [range(first, last) for first, last in itertools.pairwise(ends)]
-        gone = set(of.positions)
-        return Donation(
-            positions=tuple(i for i, span in enumerate(spans) if not gone.isdisjoint(span)),
-            names=tuple(
-                of.names[span[0]] if len(span) == 1 else of.names[span[0]].rpartition("[")[0] for span in spans
-            ),
-        )
-
-
-def _struct(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
-    if count == 1:
-        return struct
-    rows, *rest = struct.shape
-    return jax.ShapeDtypeStruct((rows // count, *rest), struct.dtype, weak_type=struct.weak_type)
 
 
 def in_pieces(traced: Traced, stages: int) -> tuple[Traced, Pieces | None]:

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from passes.forward import forward_nodes, forward_scope
 from passes.ir import Graph, Node
 from passes.phases import phase
 from passes.repeats import blocks
-from passes.stages import forward_nodes, forward_scope
 
 KEPT = 4
 """So many blocks are kept: the two ends, and two in the middle that follow each other."""

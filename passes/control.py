@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+from passes.effects import is_ordered
 from passes.ir import Graph, Node, TensorType
-from passes.rules import is_ordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import PlanningError, explain
+from passes.forward import forward_nodes
 from passes.ir import Graph
 from passes.rules import rule_of
-from passes.stages import forward_nodes
 
 UNEVEN = ((0.1, 0.25, 0.5), (1.0, 3.0))
 """How far the largest stage may be above the average: the first that can be had, however much crosses, before more."""

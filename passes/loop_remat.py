@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from passes.effects import CALLBACKS, has_effect
 from passes.ir import Graph, Node, TensorType
 from passes.moves import is_free
 from passes.phases import phase
 from passes.remat_parts import Kept, is_kept, transposed
-from passes.rules import CALLBACKS, has_effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,18 +21,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from passes.control import Body, Control, control_of
+from passes.effects import has_effect, is_ordered
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node
 from passes.moves import Layout, Placement, is_free
-from passes.phases import phase
+from passes.phases import LOOP, phase
 from passes.resharding import Step
-from passes.rules import ShardingRule, has_effect, is_ordered, rule_of
+from passes.rules import ShardingRule, rule_of
 from passes.sharding import ShardingSpec, replicated
 
 AXIS = "microbatch"
-
-LOOP = "microbatches"
-"""The scope of the loop over microbatches."""
 
 Coupling = Literal["exact", "independent"]
 

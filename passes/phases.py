@@ -10,6 +10,9 @@ Phase = Literal["forward", "backward", "apply"]
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "apply")
 
+LOOP = "microbatches"
+"""The scope of the loop over microbatches."""
+
 
 def phase(node: Node) -> Phase:
     """`backward` for a node that differentiation transposed, `forward` for one it traced, `apply` for the rest.

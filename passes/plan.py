@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Self
 
 from passes import legality, plan_diff, plan_json, plan_text
@@ -19,11 +18,11 @@ from passes.ir import Graph, TensorType
 from passes.mesh import Mesh
 from passes.moves import Layout
 from passes.plan_diff import PlanDiff
-from passes.plan_parts import MemoryReport, Operator, Solution, Stage
+from passes.plan_parts import MemoryReport, Operator, Solution
 from passes.sharding import ShardingSpec
 from passes.tables import Table
 
-__all__ = ["SCHEMA", "MemoryReport", "Operator", "Plan", "PlanDiff", "Solution", "Stage"]
+__all__ = ["SCHEMA", "MemoryReport", "Operator", "Plan", "PlanDiff", "Solution"]
 
 SCHEMA = 1
 
@@ -94,10 +93,6 @@ class Plan:
         """Where everything is."""
         placements = tuple(operator.placement for operator in self.operators)
         return Layout(inputs=self.inputs, placements=placements, outputs=self.outputs)
-
-    @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        return (Stage(mesh=self.mesh, first=0, last=len(self.operators)),)
 
     def check(self, graph: Graph) -> None:
         """Raises PlanMismatchError unless this plan was made for these operations and shapes, and is legal for them."""

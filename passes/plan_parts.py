@@ -9,7 +9,6 @@ from typing import Self
 
 from passes.ir import Graph, Node
 from passes.memory import Holder, Memory
-from passes.mesh import Mesh
 from passes.moves import Placement
 
 INTERRUPTED = "interrupted"
@@ -99,12 +98,3 @@ def busiest_of(values: Sequence[int], points: int = POINTS) -> tuple[int, ...]:
     points = min(points, len(values))
     ends = [len(values) * part // points for part in range(points + 1)] if points else []
     return tuple(max(values[first:end]) for first, end in itertools.pairwise(ends))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Consecutive operators on one mesh; this version plans one stage that covers the program."""
-
-    mesh: Mesh
-    first: int
-    last: int

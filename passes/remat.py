@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from passes.errors import PlanningError, explain
+from passes.forward import forward_nodes
 from passes.ir import Graph, Node, TensorType
 from passes.layers import crossing_nbytes, work
 from passes.loop_remat import BodyOrigins, Loop, loops, recompute_loop
 from passes.moves import is_free
 from passes.phases import phase
 from passes.remat_parts import KEPT, Kept, is_kept, transposed
-from passes.stages import forward_nodes
 
 _LAYERS = 8
 _CROSSING = 1.2
@@ -165,12 +165,6 @@ class _Draft:
         """Whether a node makes a value of others, not of numbers alone."""
         made = self.graph.producers.get(value)
         return made is not None and not is_free(self.graph, made)
-
-    def _is_batch(self, value: int) -> bool:
-        """Whether an input is no state: nothing updates it."""
-        if value not in self.graph.inputs or self.graph.types[value].dtype.startswith("key<"):
-            return False
-        return all(phase(self.graph.nodes[r]) != "apply" for r in self.graph.consumers.get(value, ()))
 
     def _inside(self, value: int, layer: int) -> bool:
         """Whether only this layer and the backward pass read a value."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args
 
+from passes.effects import CALLBACKS, has_effect
 from passes.ir import Graph
 from passes.moves import is_free
-from passes.rules import CALLBACKS, ShardingRule, has_effect, rule_of
+from passes.rules import ShardingRule, rule_of
 
 Kept = Literal["everything", "matmuls", "inputs"]
 """What a layer keeps for its backward pass."""

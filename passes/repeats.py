@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import PlanningError
+from passes.forward import forward_nodes
 from passes.inter_op import even
 from passes.ir import Graph
 from passes.layers import crossing_nbytes, even_cuts, work
-from passes.stages import forward_nodes
 
 FEWEST = 3
 """So many equal blocks are a repetition."""

@@ -10,22 +10,19 @@ Reference: design/compiler.md section 7.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+from passes.effects import has_effect
 from passes.errors import InternalError, PlanningError, explain
+from passes.forward import adds_up, after_backward, everywhere, forward_scope
 from passes.ir import Graph, Node, TensorType
-from passes.microbatch import LOOP, loop_of
-from passes.moves import FREE, is_free
+from passes.microbatch import loop_of
 from passes.phases import phase
-from passes.rules import has_effect
 
 Origin = tuple[Literal["step", "loop"], int]
 """The node that a stage's node comes from: of the step itself or of its loop's body."""
-
-_TRANSPOSED = re.compile(r"transpose\((jvp\([^()]*\))\)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,32 +77,6 @@ def donations(part: Part, graph: Graph, donated: Sequence[bool]) -> tuple[bool, 
     return tuple(value in given for value in part.graph.inputs)
 
 
-def forward_scope(scope: str) -> str:
-    """The scope of the operator that a transposed one belongs to."""
-    return _TRANSPOSED.sub(r"\1", scope)
-
-
-def forward_nodes(body: Graph) -> tuple[int, ...]:
-    """The nodes between which stages may be cut, in order: those of the forward pass."""
-    late, anywhere = _after_backward(body), _everywhere(body)
-    return tuple(i for i, n in enumerate(body.nodes) if i not in late and i not in anywhere and not _adds_up(n))
-
-
-def _after_backward(body: Graph) -> set[int]:
-    """The nodes of the backward pass and those that need it."""
-    late: set[int] = set()
-    values: set[int] = set()
-    for index, node in enumerate(body.nodes):
-        if phase(node) == "backward" or not values.isdisjoint(node.inputs):
-            late.add(index)
-            values.update(node.outputs)
-    return late
-
-
-def _adds_up(node: Node) -> bool:
-    return node.scope.endswith("accumulate")
-
-
 def cut(graph: Graph, firsts: Sequence[int], tied: Sequence[tuple[int, int]] = ()) -> Stages:
     """The step with stages that begin at the body's nodes `firsts`, of which the first is 0.
 
@@ -150,8 +121,8 @@ class _Cutter:
         self.body_types = list(self.body.types)
         self.literals = dict(graph.literals)
         self.drafts = [_Draft() for _ in firsts]
-        self.late = _after_backward(self.body)
-        self.everywhere = _everywhere(self.body)
+        self.late = after_backward(self.body)
+        self.everywhere = everywhere(self.body)
         self.stage: dict[int, int] = {}  # of the body's nodes
         self.made: dict[int, int] = {}  # of the body's values
         self.home: dict[int, int] = {}  # of the step's values that belong to one stage
@@ -188,7 +159,7 @@ class _Cutter:
         for index, node in enumerate(body.nodes):
             if index in self.everywhere:
                 continue
-            if _adds_up(node):
+            if adds_up(node):
                 at = max((self.made[v] for v in node.inputs if v in self.made), default=0)
             elif index not in self.late:
                 at = max(sum(first <= index for first in self.firsts) - 1, 0)
@@ -460,20 +431,6 @@ class _Cutter:
                 found.add(index)
                 pending.extend(body.nodes[index].inputs)
         return [(("loop", index), body.nodes[index]) for index in sorted(found)]
-
-
-def _everywhere(body: Graph) -> frozenset[int]:
-    """The nodes that any stage makes for itself: what says which microbatch it is, and broadcasts of what all can have.
-
-    What a broadcast makes is larger than what it reads, and would otherwise be sent to every stage (a mask).
-    """
-    found: set[int] = set()
-    for index, node in enumerate(body.nodes):
-        made = (body.producers[v] for v in node.inputs if v in body.producers)
-        is_glue = node.scope.startswith(LOOP) and not _adds_up(node)
-        if is_free(body, index) or ((is_glue or node.primitive in FREE) and all(m in found for m in made)):
-            found.add(index)
-    return frozenset(found)
 
 
 LATE_SUM = "microbatches/stages"

@@ -234,7 +234,7 @@ class _Pricing:
         return legal
 
     def _compute_seconds(self) -> Floats:
-        """Seconds of every way by the roofline of `passes.cost.Work`."""
+        """Seconds of every way by a roofline: the larger of compute and memory time, plus one launch."""
         device = self.tabulator.mesh.cluster.group().device
         rate = device.matmul_flops_per_second(self._dtype())
         spent = np.maximum(self._flops() / rate, self._nbytes() / device.memory_bytes_per_second)

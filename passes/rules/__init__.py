@@ -1,7 +1,7 @@
 """One sharding rule per primitive; the only place in planning that mentions primitives."""
 
 from passes.rules import convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window
-from passes.rules.effects import CALLBACKS, has_effect, is_ordered, makes_the_same
+from passes.rules.effects import makes_the_same
 from passes.rules.pinned import pinned_mesh
 from passes.rules.registry import (
     Assignment,
@@ -17,7 +17,6 @@ from passes.rules.registry import (
 from passes.rules.unruled import WITHOUT_RULE
 
 __all__ = [
-    "CALLBACKS",
     "WITHOUT_RULE",
     "Assignment",
     "Factor",
@@ -27,9 +26,7 @@ __all__ = [
     "define",
     "effects",
     "elementwise",
-    "has_effect",
     "indexing",
-    "is_ordered",
     "known_primitives",
     "linalg",
     "makes_the_same",

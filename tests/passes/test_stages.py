@@ -10,9 +10,11 @@ from functools import cache
 import numpy as np
 import pytest
 
+from passes.forward import forward_nodes
 from passes.ir import Graph, Node, TensorType
-from passes.microbatch import LOOP, loop_of
-from passes.stages import Part, Stages, cut, forward_nodes, ties
+from passes.microbatch import loop_of
+from passes.phases import LOOP
+from passes.stages import Part, Stages, cut, ties
 
 SEEDS = range(60)
 SIDE, MICROBATCHES = 3, 3
