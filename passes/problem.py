@@ -8,7 +8,7 @@ what a loop carries and what is brought in before it are decided together.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,9 +46,22 @@ class _Matrix:
     seconds: Floats
     before: Indices
     after: Indices
-    origins: Specs
+    origins: tuple[object, ...]
     labels: Specs
     free: bool
+
+    def only(self, rows: Sequence[int]) -> _Matrix:
+        """The seconds from these rows alone: from any other, which share a row without a name, nothing is paid."""
+        number = np.full(len(self.origins), len(rows))
+        number[rows] = np.arange(len(rows))
+        seconds = np.vstack([self.seconds[rows], np.zeros(len(self.labels))])
+        return replace(
+            self,
+            seconds=seconds,
+            before=number[self.before],
+            origins=(*[self.origins[row] for row in rows], None),
+            free=not np.any(seconds > 0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +87,7 @@ class _Common:
         self._full: dict[TensorType, Specs] = {}
         self._rims: dict[int, tuple[Table, _Rim]] = {}
         self._matrices: dict[tuple[TensorType, int, int], _Matrix] = {}
+        self._halves: dict[tuple[TensorType, int, int], tuple[_Matrix, _Matrix]] = {}
 
     def one(self, specs: Specs) -> Specs:
         """The one object for these placements."""
@@ -113,6 +127,18 @@ class _Common:
             )
         return self._matrices[key]
 
+    def halves(self, type: TensorType, before: Specs, after: Specs) -> tuple[_Matrix, _Matrix]:
+        """The same seconds, those from placements that are partial apart from those that are not: (sums, others)."""
+        key = (type, id(before), id(after))
+        if key not in self._halves:
+            matrix = self.matrix(type, before, after)
+            origins = list(enumerate(dict.fromkeys(before)))
+            sums, others = (
+                [row for row, spec in origins if bool(spec.partial) == partial] for partial in (True, False)
+            )
+            self._halves[key] = matrix.only(sums), matrix.only(others)
+        return self._halves[key]
+
 
 @dataclass(slots=True, kw_only=True)
 class _Builder:
@@ -126,6 +152,8 @@ class _Builder:
     kinds: list[str] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: dict[tuple[int, int, bool], int] = field(default_factory=dict)
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    passed: dict[int, frozenset[int]] = field(default_factory=dict)
     reads: dict[int, list[int]] = field(default_factory=dict)
     ports: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
     weights: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -244,21 +272,41 @@ class _Builder:
         if border.node == target:
             self.seconds[target] += region.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
+            if root in self._passed(region) and any(spec.partial for spec in border.specs):
+                # What is summed up before a barrier is let through as a sum; anything else is brought again behind it.
+                sums, matrix = self.common.halves(type, border.specs, after)
+                group = self.sums.setdefault((region.number, root), len(self.groups) + len(self.sums))
+                self._edge(border.node, target, sums, group, region.weight)
             # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
             share = (region.number, value, late and value in self._weights(graph))
+            group = self.groups.setdefault(share, len(self.groups) + len(self.sums))
+            self._edge(border.node, target, matrix, group, region.weight)
+
+    def _edge(self, source: int, target: int, matrix: _Matrix, group: int, weight: float) -> None:
+        if not matrix.free:
             self.edges.append(
                 Edge(
-                    source=border.node,
+                    source=source,
                     target=target,
                     before=matrix.before,
                     after=matrix.after,
                     seconds=matrix.seconds,
                     labels=matrix.labels,
                     origins=matrix.origins,
-                    group=self.groups.setdefault(share, len(self.groups)),
-                    weight=region.weight,
+                    group=group,
+                    weight=weight,
                 )
             )
+
+    def _passed(self, region: Region) -> frozenset[int]:
+        """The values that operators read on both sides of a barrier."""
+        if region.number not in self.passed:
+            graph, rules = region.graph, region.grouping.rules
+            roots = set(region.grouping.roots.values())
+            self.passed[region.number] = frozenset(
+                v for v in roots if not all(rules[reader].alias for reader in graph.consumers.get(v, ()))
+            )
+        return self.passed[region.number]
 
     def finish(self, root: Region, tied: tuple[tuple[int, int], ...]) -> Assembly:
         """The problem, its outputs back where they are state or at least whole."""

@@ -1,6 +1,7 @@
 """What the search finds on clusters that are not here: textbook plans where they are best, never anything dearer."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,30 @@ def test_the_predicted_step_is_what_the_program_minimised():
     for planner in (autopar.DataParallel(), autopar.Zero(3), autopar.Auto(max_axes=1)):
         found = plan(SMALL, 64, planner)
         assert found.step_seconds == pytest.approx(found.solution.objective, rel=0.02)
+
+
+@pytest.mark.parametrize("tensor", [4, 8])
+def test_what_is_summed_before_a_barrier_is_priced_once(tensor: int):
+    """Recomputation reads the sum that the forward pass had, so the program must not pay for another."""
+
+    def block(weights: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ weights[0]) @ weights[1]
+
+    def loss(layers: Any, x: jax.Array) -> jax.Array:
+        for weights in layers:
+            x = jax.checkpoint(block)(weights, x)
+        return jnp.mean(x**2)
+
+    def step(layers: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, layers, jax.grad(loss)(layers, x))
+
+    inner, outer, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 2048), (2048, 512), (64, 512)))
+    by_hand, auto = (
+        autopar.parallelize(step, cluster="8:a100-80g", planner=planner, donate_argnums=0).plan([(inner, outer)] * 3, x)
+        for planner in (autopar.Megatron(data=8 // tensor, tensor=tensor), autopar.Auto())
+    )
+    assert by_hand.solution.objective == pytest.approx(by_hand.step_seconds, rel=1e-9)
+    assert auto.step_seconds <= by_hand.step_seconds
 
 
 @pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), (WIDE, 8)], ids=["small", "wide"])
