@@ -39,17 +39,20 @@ SEARCHED = 256
 class Kernel:
     """What is run at once and writes one array, that of `operation`.
 
-    `reads` are the operations that it reads from memory, `over` those of them that it may write its result over.
+    `reads` are the operations that it reads from memory, `over` those of them that it may write its result over. In the
+    order of `turn` the readers of one array are told that it is there.
     """
 
     operation: int
     reads: tuple[int, ...]
     over: tuple[int, ...]
+    turn: tuple[int, int]
 
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations; without what no output needs."""
-    fusion = _Fusion(operations, frozenset(outputs))
+    outputs = tuple(outputs)
+    fusion = _Fusion(operations, frozenset(outputs), _post_order(operations, outputs))
     fusion.library()
     fusion.loops()
     return fusion.kernels()
@@ -58,8 +61,9 @@ def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kerne
 class _Fusion:
     """Who reads what, as kernels grow; `members` are those of library kernels, by the operation they write."""
 
-    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int]) -> None:
+    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], place: Sequence[int]) -> None:
         self.operations = operations
+        self.place = place
         self.kinds = [operation.kind for operation in operations]
         shapes = {operation.shape: math.prod(operation.shape) for operation in operations}
         self.sizes = [shapes[operation.shape] for operation in operations]
@@ -76,6 +80,7 @@ class _Fusion:
         for index in outputs:
             self.readers[index].add(-1)
         self.flexible = [kind in PRODUCERS for kind in self.kinds]
+        self.fused: set[int] = set()
 
     def library(self) -> None:
         """Sums and maxima with what surrounds them."""
@@ -138,6 +143,7 @@ class _Fusion:
             if not self._fusible(producer, index, reused) or producer in single:
                 continue
             pure = reads.pop(producer) and self.kinds[producer] in ELEMENTWISE
+            self.fused.add(index)
             readers[producer].discard(index)
             below = self.reads[producer]
             if producer in reused:
@@ -228,8 +234,33 @@ class _Fusion:
         for index, reads in enumerate(self.reads):
             if self.alive[index] and self.kinds[index] != "literal":
                 ordered = tuple(sorted(reads))
-                found.append(Kernel(operation=index, reads=ordered, over=tuple([o for o in ordered if reads[o]])))
+                over = tuple([o for o in ordered if reads[o]])
+                found.append(Kernel(operation=index, reads=ordered, over=over, turn=self._turn(index)))
         return tuple(found)
+
+    def _turn(self, index: int) -> tuple[int, int]:
+        """What is no loop comes first, in order; then what is fused, the last first; then what is wrapped alone."""
+        if index in self.fused:
+            return 1, -self.place[index]
+        if self.kinds[index] in PRODUCERS and not (self.flexible[index] and self.kinds[index] == "bitcast"):
+            return 2, self.place[index]
+        return 0, index
+
+
+def _post_order(operations: Sequence[Operation], outputs: Iterable[int]) -> list[int]:
+    """Where each operation comes when all are visited behind their operands, the first operand and output first."""
+    place, count, pending = [-1] * len(operations), 0, list(outputs)[::-1]
+    opened = bytearray(len(operations))
+    while pending:
+        index = pending[-1]
+        if not opened[index]:
+            opened[index] = True
+            pending.extend([o for o in reversed(operations[index].operands) if not opened[o]])
+            continue
+        pending.pop()
+        if place[index] < 0:
+            place[index], count = count, count + 1
+    return place
 
 
 def _rank(operation: Operation) -> int:

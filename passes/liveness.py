@@ -70,7 +70,7 @@ def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
     """
     readers: dict[int, list[int]] = {kernel.operation: [] for kernel in kernels}
     waiting = {kernel.operation: len(kernel.reads) for kernel in kernels}
-    for kernel in kernels:
+    for kernel in sorted(kernels, key=lambda kernel: kernel.turn):
         for read in kernel.reads:
             readers[read].append(kernel.operation)
     unread = [kernel.operation for kernel in kernels if not kernel.reads]

@@ -21,6 +21,7 @@ CASES = (
     Case(model="dlrm", planner="dp", remat=False, microbatches=4),
     Case(model="alexnet", planner="zero3", remat=False, microbatches=1),
     Case(model="gpt", planner="dp", dtype="bfloat16"),
+    Case(model="gpt", planner="zero3", dtype="bfloat16"),
     Case(model="llama-scan", planner="zero3", dtype="bfloat16"),
     *(
         Case(model=name, planner="dp")

@@ -31,18 +31,36 @@ def named(found: DeviceProgram, kernels: Mapping[int, Kernel], index: int) -> in
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kernels_run_breadth_first(seed: int) -> None:
-    """Inputs, then what reads nothing, then each in the order in which the last of what it reads has run."""
+    """Inputs, then what reads nothing, then each as the last of what it reads has run, in its turn."""
     found = drawn(seed)
     kernels = fuse(found.operations, found.outputs)
     order = schedule(found, kernels)
     at = {index: position for position, index in enumerate(order)}
     reads = {kernel.operation: kernel.reads for kernel in kernels}
+    turn = {kernel.operation: kernel.turn for kernel in kernels}
     assert sorted(order) == sorted(reads)
     assert all(at[read] < at[index] for index in order for read in reads[index])
     inputs = [i for i in order if found.operations[i].kind == "input"]
     assert order[: len(inputs)] == sorted(inputs)
     waiting = [i for i in order if reads[i]]
-    assert waiting == sorted(waiting, key=lambda i: (max(at[read] for read in reads[i]), i))
+    assert waiting == sorted(waiting, key=lambda i: (max(at[read] for read in reads[i]), turn[i]))
+
+
+def test_of_the_readers_of_an_array_products_run_first_then_what_is_fused_the_last_first() -> None:
+    """As XLA's conv-relu step runs: the transposed gradient before the maximum, which may then be written over."""
+    every = [
+        operation("input", shape=ROWS, tag=0),
+        operation("dot", 0, 0),
+        operation("elementwise", 1, name="neg"),  # alone: wrapped once everything else is fused
+        operation("elementwise", 1, name="abs"),
+        operation("elementwise", 3, name="sign"),
+        operation("elementwise", 1, name="floor"),
+        operation("elementwise", 5, name="round"),
+        operation("dot", 1, 0),
+    ]
+    found = program(every, (2, 4, 6, 7))
+    order = schedule(found, fuse(found.operations, found.outputs))
+    assert order == [0, 1, 7, 6, 4, 2]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
