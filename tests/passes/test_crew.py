@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_a_script_needs_no_guard(tmp_path):
         "with Crew('tensors', 2) as crew:\n"
         "    print(sum(crew.call('index', [('s',)] * 100)))\n"
     )
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, script], env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, check=True
     )
