@@ -396,10 +396,9 @@ def test_same_program_same_fingerprint(step: Traced):
 @pytest.mark.slow
 def test_same_fingerprint_in_another_process():
     graph = traced(everything, *EVERYTHING).graph
-    code = "import test_trace as t; print(t.traced(t.everything, *t.EVERYTHING).graph.fingerprint)"
-    path = f"{ROOT}:{Path(__file__).parent}"
+    code = f"import {__name__} as t; print(t.traced(t.everything, *t.EVERYTHING).graph.fingerprint)"
     for seed in ("1", "2"):
-        env = {"PYTHONPATH": path, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+        env = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
         found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert found.stdout.strip() == graph.fingerprint
 
