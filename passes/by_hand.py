@@ -245,6 +245,7 @@ class Manual:
         plan = self._read()
         if isinstance(plan, PipelinePlan):
             plan.check(graph, tied)
+            plan = pipelines.recounted(plan, graph, tied, donated)
             size, shape = plan.n_devices, f"{len(plan.stages)} stages"
         else:
             plan.check(graph)

@@ -20,6 +20,7 @@ from passes.pipeline import PipelinePlan
 from passes.plan import Plan
 from passes.plan_parts import MemoryReport, operators
 from passes.quantities import count
+from passes.read_off import accounted
 from passes.resharding import Resharder
 from passes.segments import Needs, needs
 from passes.simulate import StageCost, Transfer
@@ -137,6 +138,21 @@ def joined(
     )
     plan.verify()
     return plan
+
+
+def recounted(
+    plan: PipelinePlan, graph: Graph, tied: tuple[tuple[int, int], ...], donated: Sequence[bool]
+) -> PipelinePlan:
+    """The pipeline with the numbers that follow from its stages' placements, if any of them says otherwise."""
+    cut = stages.cut(graph, plan.firsts, tied)
+    plans = [
+        accounted(stage, part.graph, stages.ties(part, graph, tied), stages.donations(part, graph, donated))
+        for part, stage in zip(cut.parts, plan.stages, strict=True)
+    ]
+    if all(found is stage for found, stage in zip(plans, plan.stages, strict=True)):
+        return plan
+    about = plan.planner, graph, plan.cluster, tied, donated, cut, plan.firsts, plans
+    return joined(*about, plan.schedule_name, plan.chunks)
 
 
 def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:

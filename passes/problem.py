@@ -24,7 +24,7 @@ from passes.sharding import ShardingSpec, replicated
 from passes.sharding_problem import Edge, Floats, Indices, Memory, ShardingProblem
 from passes.strategies import Table, Tabulator, outline
 
-__all__ = ["Assembly", "Region", "assemble"]
+__all__ = ["Assembly", "Region", "assemble", "visible"]
 
 
 def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
@@ -175,13 +175,13 @@ class _Builder:
 
     def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, Border], weight: float) -> Region:
         """The nodes of a region, its inputs made elsewhere where `inputs` says so."""
-        visible = _visible(graph, grouping)
+        seen = visible(graph, grouping)
         tabulator = self.resharder.kept(Tabulator)
         operators = tabulator.operators(graph, grouping)
         number, self.regions = self.regions, self.regions + 1
         first, tables, borders = len(self.seconds), list[Table](), dict(inputs)
         for bundle in grouping.bundles:
-            shape, held, read = outline(bundle, graph, grouping, visible, operators)
+            shape, held, read = outline(bundle, graph, grouping, seen, operators)
             table = tabulator.table(shape, graph.nodes[min(bundle.members)].source)
             rim = self.common.rim(table, graph, bundle)
             node = self._node(weight * table.seconds, rim.kind)
@@ -346,7 +346,7 @@ def _kind(graph: Graph, members: Sequence[int]) -> str:
     return "; ".join(" ".join((n.primitive, *(str(graph.types[v]) for v in (*n.inputs, *n.outputs)))) for n in nodes)
 
 
-def _visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
+def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
     """Values that leave their bundle: outputs, and what another bundle or an alias reads."""
     seen = set(graph.outputs)
     for index, node in enumerate(graph.nodes):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from passes.bundles import Grouping, group
 from passes.collector import uncollected
+from passes.computing import compute_seconds
 from passes.intra_op import Answer
 from passes.ir import Graph
 from passes.memory import memory
@@ -17,6 +19,9 @@ from passes.plan import Plan, Solution
 from passes.plan_parts import MemoryReport, operators
 from passes.problem import Assembly
 from passes.resharding import Resharder
+
+EQUAL = 1e-6
+"""How far seconds that are added up in another order may differ, of themselves."""
 
 
 @uncollected()
@@ -68,28 +73,30 @@ def read_off(
 
 @uncollected()
 def accounted(plan: Plan, graph: Graph, tied: Sequence[tuple[int, int]], donated: Sequence[bool]) -> Plan:
-    """The plan with the collectives, seconds of moves and bytes that follow from its placements, if it says otherwise.
+    """The plan with the collectives, seconds and bytes that follow from its placements, if it says otherwise.
 
-    An edited plan keeps the numbers of the one that it was made of. Seconds of computing are left as they are, and how
-    far it is from the best is unknown.
+    An edited plan keeps the numbers of the one that it was made of; how far it is from the best is unknown.
     """
-    layout, mesh, resharder = plan.layout, plan.mesh, Resharder(plan.mesh)
+    layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
     schedule = moves(graph, layout, resharder, refetch=plan.refetch)
     sent = collectives_of(graph, schedule, mesh)
-    held = memory(graph, group(graph), mesh, layout, schedule, tied, donated or (False,) * len(graph.inputs))
+    held = memory(graph, grouping, mesh, layout, schedule, tied, donated or (False,) * len(graph.inputs))
     nbytes = {cause: size for cause, size in held.nbytes.items() if size}
     away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
-    if sent == plan.collectives and nbytes | away == plan.nbytes:
+    compute = compute_seconds(graph, grouping, mesh, layout)
+    same = math.isclose(sum(compute.values()), plan.seconds.get("compute", 0.0), rel_tol=EQUAL)
+    if same and sent == plan.collectives and nbytes | away == plan.nbytes:
         return plan
-    moving, _ = move_seconds(graph, schedule, resharder)
-    kept = {cause: spent for cause, spent in plan.seconds.items() if cause in ("compute", "offload")}
-    seconds = {**kept, **moving}
+    moving, moved = move_seconds(graph, schedule, resharder)
+    kept = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
+    seconds = {"compute": sum(compute.values()), **kept, **moving}
     found = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
     report = MemoryReport.of(held)
     return replace(
         plan,
         collectives=sent,
         seconds=seconds,
+        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
         nbytes=nbytes | away,
         memory=report.less(-sum(away.values())) if away else report,
         solution=found,

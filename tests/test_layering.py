@@ -59,6 +59,7 @@ ORDER = (
     "intra_op",
     "assembly",
     "problem",
+    "computing",
     "busiest",
     "budgets",
     "fitting",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import autopar
 from autopar.hlo import UNCOMBINED
 from autopar.verify import Verification, verify
+from benchmarks.trainings import MODELS, make_state, make_step
 from passes.collectives import Collective
 from passes.devices import parse_cluster
 from passes.mesh import Mesh
@@ -119,6 +122,45 @@ def test_an_edited_plan_has_the_numbers_of_its_placements():
     counted = fresh.replan(planner=autopar.Manual(stale)).plan(*args)
     assert (counted.collectives, counted.seconds, counted.nbytes) == (plan.collectives, plan.seconds, plan.nbytes)
     assert counted.solution.status == "edited"
+
+
+@pytest.mark.parametrize(
+    ("planner", "microbatches"),
+    [(autopar.Zero(3), None), (autopar.Megatron(data=2, tensor=4), None), (autopar.DataParallel(), 2)],
+    ids=["zero", "megatron", "microbatches"],
+)
+def test_seconds_of_computing_follow_from_placements(planner: Any, microbatches: int | None):
+    """What each bundle was priced with is found again in the layout: in loops, cut by several axes, gathered late."""
+    model, optimizer = MODELS["llama-scan"], optax.adamw(1e-3)
+    state = jax.eval_shape(partial(make_state, model.module, model.least, optimizer), jax.random.key(0))
+    batch = jax.eval_shape(partial(model.module.example_batch, model.least, 16), jax.random.key(1))
+    step = make_step(model.module, model.least, optimizer)
+    parallel = autopar.parallelize(step, cluster="8:a100-80g", planner=planner, microbatches=microbatches)
+    plan = parallel.plan(state, batch)
+    stale = replace(plan, seconds={**plan.seconds, "compute": 1.0}, phases={})
+    counted = parallel.replan(planner=autopar.Manual(stale)).plan(state, batch)
+    assert counted.seconds == pytest.approx(plan.seconds, rel=1e-9)
+    assert counted.phases == pytest.approx(plan.phases, rel=1e-9)
+    assert counted.solution.status == "edited"
+
+
+def test_an_edited_stage_has_the_numbers_of_its_placements_and_so_has_its_pipeline():
+    model, optimizer = MODELS["gpt-scan"], optax.sgd(0.1)
+    state = jax.eval_shape(partial(make_state, model.module, model.least, optimizer), jax.random.key(0))
+    batch = jax.eval_shape(partial(model.module.example_batch, model.least, 16), jax.random.key(1))
+    step = make_step(model.module, model.least, optimizer)
+    parallel = autopar.parallelize(step, cluster="8:a100-80g", planner=autopar.GPipe(2, 2), donate_argnums=0)
+    plan = parallel.plan(state, batch)
+    assert parallel.replan(planner=autopar.Manual(plan)).plan(state, batch) == plan
+    first = plan.stages[0]
+    stale = replace(first, seconds={**first.seconds, "compute": 1.0}, phases={"forward": 1.0}, collectives=())
+    edited = replace(plan, stages=(stale, *plan.stages[1:]))
+    counted = parallel.replan(planner=autopar.Manual(edited)).plan(state, batch)
+    assert counted.stages[0].seconds == pytest.approx(first.seconds, rel=1e-9)
+    assert counted.stages[0].collectives == first.collectives
+    assert counted.stages[1] == plan.stages[1]
+    assert counted.step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
+    assert counted.nbytes == plan.nbytes
 
 
 def test_an_edited_plan_sends_what_it_says():
