@@ -143,14 +143,12 @@ def joined(
 def recounted(
     plan: PipelinePlan, graph: Graph, tied: tuple[tuple[int, int], ...], donated: Sequence[bool]
 ) -> PipelinePlan:
-    """The pipeline with the numbers that follow from its stages' placements, if any of them says otherwise."""
+    """The pipeline with the numbers that follow from its stages' placements."""
     cut = stages.cut(graph, plan.firsts, tied)
     plans = [
         accounted(stage, part.graph, stages.ties(part, graph, tied), stages.donations(part, graph, donated))
         for part, stage in zip(cut.parts, plan.stages, strict=True)
     ]
-    if all(found is stage for found, stage in zip(plans, plan.stages, strict=True)):
-        return plan
     about = plan.planner, graph, plan.cluster, tied, donated, cut, plan.firsts, plans
     return joined(*about, plan.schedule_name, plan.chunks)
 
