@@ -7,6 +7,7 @@ A check is a function from sources (module name -> text) to complaints. A packag
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -120,15 +121,22 @@ Sources = Mapping[str, str]
 Check = Callable[[Sources], list[str]]
 
 
+@functools.cache
 def read_tree() -> Sources:
     """The source of every module of the checkout."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in paths}
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """Everything in a source, parsed once for all checks."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything imported, wherever the statement stands."""
-    for node in ast.walk(ast.parse(source, module)):
+    for node in nodes(source):
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)
@@ -141,12 +149,23 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
 def mentions(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything imported, read or called (a call keeps its opening bracket)."""
     yield from imports(module, source)
-    for node in ast.walk(ast.parse(source, module)):
+    for node in nodes(source):
         match node:
             case ast.Attribute():
-                yield node.lineno, ast.unparse(node)
+                if name := dotted(node):
+                    yield node.lineno, name
             case ast.Call(func=ast.Name(id=name)):
                 yield node.lineno, f"{name}("
+
+
+def dotted(node: ast.expr) -> str | None:
+    """`a.b.c` where that is all there is; no package is reached through a call or a subscript."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            return f"{stem}.{attr}" if (stem := dotted(value)) else None
+    return None
 
 
 def is_within(name: str, package: str) -> bool:
