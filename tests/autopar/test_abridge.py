@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar.family import Family
+from autopar.trace import trace
 from models import gpt, llama
 from passes import inter_op, staged
 from passes.abridge import KEPT, abridge
@@ -26,6 +27,7 @@ from passes.stage_table import Sample
 from passes.staged import StagedSearch
 from passes.stages import cut
 from tests.autopar.traced_steps import traced_step
+from tests.sample import slow
 
 CLUSTER = parse_cluster("1x4:a100-80g")
 LAYERS = 8
@@ -68,6 +70,24 @@ def family_of(traced, layers=4, count=None):
     return Family(traced=traced, structs=structs_of(traced), coupling="exact", layers=layers, count=count)
 
 
+@functools.cache
+def family(module):
+    """The forms of a deep language model's step, which all tests share."""
+    return family_of(language_model(module))
+
+
+@functools.cache
+def sample(module):
+    """What its blocks in four microbatches are priced on."""
+    return family(module).sample(4)
+
+
+@functools.cache
+def free_plan():
+    """What a search on samples finds for a deep GPT where memory is no limit."""
+    return searching(language_model(gpt), {4: sample(gpt)}, 4).run()
+
+
 def searching(traced, samples, layers, limit=1e15):
     """The search in as many microbatches as there are samples of, and no others."""
     (count,) = samples
@@ -85,13 +105,11 @@ def searching(traced, samples, layers, limit=1e15):
 
 @pytest.mark.parametrize("module", [gpt, llama])
 def test_a_sample_has_the_blocks_of_the_step(module):
-    traced = language_model(module)
-    family = family_of(traced)
-    sample = family.sample(4)
-    whole = Sample(graph=family.graph(4), tied=traced.tied)
-    assert sample.left_out == LAYERS - KEPT
-    assert len(sample.graph.nodes) < 0.8 * len(whole.graph.nodes)
-    kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.blocks(4)] for one in (sample, whole)]
+    traced, short = language_model(module), sample(module)
+    whole = Sample(graph=family(module).graph(4), tied=traced.tied)
+    assert short.left_out == LAYERS - KEPT
+    assert len(short.graph.nodes) < 0.8 * len(whole.graph.nodes)
+    kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.blocks(4)] for one in (short, whole)]
     assert len(kinds[0]) == len(kinds[1]) == LAYERS + 2
     differs = [at for at, (one, other) in enumerate(zip(*kinds, strict=True)) if one != other]
     assert differs in ([], [1])  # the first block also adds up what all of them have
@@ -100,13 +118,9 @@ def test_a_sample_has_the_blocks_of_the_step(module):
 
 def test_a_search_on_samples_finds_what_one_on_the_step_does():
     traced = language_model(gpt)
-    family = family_of(traced)
-    samples = {4: family.sample(4)}
-    assert samples[4].left_out
-    plans = [
-        searching(traced, found, 4).run() for found in (samples, {4: Sample(graph=family.graph(4), tied=traced.tied)})
-    ]
-    one, other = plans
+    assert sample(gpt).left_out
+    whole = Sample(graph=family(gpt).graph(4), tied=traced.tied)
+    one, other = free_plan(), searching(traced, {4: whole}, 4).run()
     assert (one.firsts, one.schedule_name, one.costs) == (other.firsts, other.schedule_name, other.costs)
     assert [stage.mesh for stage in one.stages] == [stage.mesh for stage in other.stages]
     assert [stage.layout for stage in one.stages] == [stage.layout for stage in other.stages]
@@ -159,8 +173,8 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
         return planned[-1]
 
     traced = language_model(gpt)
-    search = searching(traced, {4: family_of(traced).sample(4)}, 4)
-    uninterrupted = search.run()
+    search = searching(traced, {4: sample(gpt)}, 4)
+    uninterrupted = free_plan()
     assert not uninterrupted.is_interrupted
     with monkeypatch.context() as patch:
         patch.setattr(StagedSearch, "_drafts", twice)
@@ -184,7 +198,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
 
 def test_no_mesh_is_taken_that_is_too_slow():
     traced = language_model(gpt)
-    search = searching(traced, {4: family_of(traced).sample(4)}, 4)
+    search = searching(traced, {4: sample(gpt)}, 4)
     whole = Submesh(hosts=1, devices_per_host=4)
     found = search.table.candidate(0, 4, whole, 4)
     pace = found.forward_seconds + found.backward_seconds + found.finish_seconds / 4
@@ -199,8 +213,7 @@ def test_few_layers_are_not_abridged():
 
 
 def test_layers_are_runs_of_blocks():
-    traced = language_model(gpt)
-    body = body_of(family_of(traced).graph(4))
+    body = body_of(family(gpt).graph(4))
     firsts = blocks(body)
     assert len(firsts) == LAYERS + 1
     cuts = in_blocks(body, 4)
@@ -212,7 +225,7 @@ def test_layers_are_runs_of_blocks():
 
 def test_a_mask_is_made_where_it_is_read():
     traced = language_model(gpt)
-    graph = family_of(traced).graph(4)
+    graph = family(gpt).graph(4)
     body = body_of(graph)
     parts = cut(graph, in_blocks(body, 4).firsts, traced.tied).parts
     sent = {body.types[inner].dtype for part in parts for inner in part.streams.values()}
@@ -228,28 +241,48 @@ def test_deep_models_have_more_layers():
 
 def test_stages_that_do_not_fit_are_chosen_again():
     traced = language_model(gpt)
-    samples = {4: family_of(traced).sample(4)}
-    free = searching(traced, samples, 4).run()
+    free = free_plan()
     limit = 0.9 * free.peak_nbytes
-    kept = searching(traced, samples, 4, limit).run()
+    kept = searching(traced, {4: sample(gpt)}, 4, limit).run()
     assert kept.peak_nbytes <= limit
     assert kept.step_seconds >= free.step_seconds
 
 
-def test_stages_of_a_deep_step_do_what_jit_does():
+def deep_mlp():
+    """(loss, parameters, batch) of residual layers so wide that stages pay."""
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = [(jax.random.normal(key, (512, 512)) / 24, jnp.zeros(512)) for key in keys]
+
+    def loss(params, batch):
+        for weight, bias in params:
+            batch = batch + jnp.tanh(batch @ weight + bias)
+        return jnp.mean(batch**2)
+
+    return loss, params, jax.random.normal(jax.random.key(1), (16, 512))
+
+
+def deep_gpt():
+    config = replace(gpt.Config.tiny(), layers=LAYERS, dtype="float64", param_dtype="float64")
+    batch = gpt.example_batch(config, 16, jax.random.key(1))
+    return lambda params, batch: gpt.loss(config, params, batch), gpt.init(config, jax.random.key(0)), batch
+
+
+@pytest.mark.parametrize(("make", "options"), [(deep_mlp, {"microbatches": 4}), slow(deep_gpt, {})])
+def test_stages_of_a_deep_step_do_what_jit_does(make, options):
     with jax.enable_x64(True):
-        config = replace(gpt.Config.tiny(), layers=LAYERS, dtype="float64", param_dtype="float64")
+        loss, params, batch = make()
         optimizer = optax.sgd(0.1, momentum=0.9)
 
         def step(state, batch):
             params, moments = state
-            loss, gradients = jax.value_and_grad(lambda params: gpt.loss(config, params, batch))(params)
+            value, gradients = jax.value_and_grad(loss)(params, batch)
             updates, moments = optimizer.update(gradients, moments, params)
-            return (optax.apply_updates(params, updates), moments), loss
+            return (optax.apply_updates(params, updates), moments), value
 
-        params = gpt.init(config, jax.random.key(0))
-        state, batch = (params, optimizer.init(params)), gpt.example_batch(config, 16, jax.random.key(1))
-        parallel = autopar.parallelize(step, planner=Auto(pipeline=True), cluster="4x1:v100-16g")
+        state = params, optimizer.init(params)
+        traced = trace(step, (state, batch), {})
+        assert abridge(traced.graph, traced.tied) is not None
+        parallel = autopar.parallelize(step, planner=Auto(pipeline=True), cluster="4x1:v100-16g", **options)
         assert isinstance(parallel.plan(state, batch), autopar.PipelinePlan)
         found, expected = parallel(state, batch), jax.jit(step)(state, batch)
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
