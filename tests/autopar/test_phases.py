@@ -10,6 +10,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -17,9 +18,8 @@ import autopar
 from passes.ir import Graph, Node
 from passes.phases import phase
 
-KEY = jax.random.key(0)
-X = jnp.ones((8, 4))
-WEIGHTS = {"a": jnp.ones((4, 16)), "b": jnp.ones((16, 4))}
+X = np.ones((8, 4), np.float32)
+WEIGHTS = {"a": np.ones((4, 16), np.float32), "b": np.ones((16, 4), np.float32)}
 
 
 def predict(params: Any, x: jax.Array) -> jax.Array:
@@ -78,30 +78,35 @@ class Nnx(nnx.Module):
         return self.b(jnp.tanh(self.a(x)))
 
 
-NNX = nnx.split(Nnx(nnx.Rngs(0)))
+def of_nnx() -> tuple[Callable[..., Any], Any]:
+    definition, params = nnx.split(Nnx(nnx.Rngs(0)))
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return sgd(params, jax.grad(lambda p: jnp.sum(nnx.merge(definition, p)(x) ** 2))(params))
+
+    return step, params
 
 
-def of_nnx(params: Any, x: jax.Array) -> Any:
-    return sgd(params, jax.grad(lambda p: jnp.sum(nnx.merge(NNX[0], p)(x) ** 2))(params))
+def equinox() -> tuple[Callable[..., Any], Any]:
+    model = eqx.nn.MLP(4, 4, 16, 1, activation=jnp.tanh, use_bias=False, use_final_bias=False, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return sgd(params, jax.grad(lambda p: jnp.sum(jax.vmap(eqx.combine(p, static))(x) ** 2))(params))
+
+    return step, params
 
 
-EQUINOX = eqx.nn.MLP(4, 4, 16, 1, activation=jnp.tanh, use_bias=False, use_final_bias=False, key=KEY)
-
-
-def equinox(params: Any, x: jax.Array) -> Any:
-    static = eqx.filter(EQUINOX, eqx.is_array, inverse=True)
-    return sgd(params, jax.grad(lambda p: jnp.sum(jax.vmap(eqx.combine(p, static))(x) ** 2))(params))
-
-
-CASES: dict[str, tuple[Callable[..., Any], Any]] = {
-    "plain": (plain, WEIGHTS),
-    "has_aux": (with_aux, WEIGHTS),
-    "custom_vjp": (with_custom_vjp, WEIGHTS),
-    "vmap": (of_vmap, WEIGHTS),
-    "linen": (linen, Linen().init(KEY, X)),
-    "nnx": (of_nnx, NNX[1]),
-    "equinox": (equinox, eqx.filter(EQUINOX, eqx.is_array)),
+CASES: dict[str, Callable[[], tuple[Callable[..., Any], Any]]] = {
+    "plain": lambda: (plain, WEIGHTS),
+    "has_aux": lambda: (with_aux, WEIGHTS),
+    "custom_vjp": lambda: (with_custom_vjp, WEIGHTS),
+    "vmap": lambda: (of_vmap, WEIGHTS),
+    "linen": lambda: (linen, jax.eval_shape(Linen().init, jax.random.key(0), X)),
+    "nnx": of_nnx,
+    "equinox": equinox,
 }
+"""Makers of a step and its parameters: what collects tests need not build models."""
 
 
 def nodes(graph: Graph) -> Iterator[Node]:
@@ -119,7 +124,7 @@ def products(step: Callable[..., Any], *args: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_products_forward_three_backward(name: str):
-    step, params = CASES[name]
+    step, params = CASES[name]()
     found = products(step, params, X)
     assert found["forward"] == (4 if name == "has_aux" else 2)
     assert found["backward"] == 3

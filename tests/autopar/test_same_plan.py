@@ -62,13 +62,17 @@ def transformer() -> tuple[Callable[..., Any], Any, Any]:
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "one mesh": (lambda: layered(2, 256), {"cluster": "2x4:a100-80g"}),
     "a memory limit": (
-        lambda: layered(2, 256),
-        {"cluster": "1x2:a100-80g", "memory_limit": "5 MiB", "microbatches": 1},
+        lambda: layered(1, 256),
+        {"cluster": "1x2:a100-80g", "memory_limit": "3 MiB", "microbatches": 1},
     ),
     "stages": (lambda: layered(2, 256), {"cluster": "2x1:v100-16g", "planner": autopar.Auto(pipeline=True)}),
 }
 SLOW_CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "more layers": (layered, {"cluster": "2x4:a100-80g"}),
+    "more layers in little memory": (
+        lambda: layered(2, 256),
+        {"cluster": "1x2:a100-80g", "memory_limit": "5 MiB", "microbatches": 1},
+    ),
     "more layers in stages": (layered, {"cluster": "2x1:v100-16g", "planner": autopar.Auto(pipeline=True)}),
     "a transformer": (transformer, {"cluster": "2x4:a100-80g"}),
     "a transformer in little memory": (transformer, {"cluster": "1x4:a100-80g", "memory_limit": "8 MiB"}),
