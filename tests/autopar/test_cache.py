@@ -340,9 +340,9 @@ def test_processes_share_a_folder(tmp_path: Path):
     paths = [str(GOLDEN / name) for name in ("plan.json", "plan_other.json")]
     command = [sys.executable, "-c", textwrap.dedent(BUSY), str(tmp_path / "plans"), *paths]
     root = Path(__file__).parents[2]
-    running = [subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    running = [subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     told = [process.communicate(timeout=60)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], told
+    assert [process.returncode for process in running] == [0, 0], told
     assert [path.suffix for path in entries(tmp_path / "plans")] == [".json", ".json"]
 
 

@@ -585,7 +585,7 @@ def examples(count: int) -> settings:
     )
 
 
-@examples(60)
+@examples(30)
 @given(EXAMPLES)
 def test_random_programs_equal_jit(example: Example) -> None:
     check(example)

@@ -27,7 +27,7 @@ from passes.sharding import ShardingSpec
 from tests.autopar.rule_cases import ABSENT, Case, cases
 from tests.sample import slow
 
-SAMPLE, MANY = 5, 24
+SAMPLE, MANY = 3, 24
 """At most so many ways to cut a node along both axes at once, in every run and in a slow one."""
 
 MOVEMENT = frozenset(

@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import autopar
+from autopar.hlo import UNCOMBINED
+from autopar.verify import verify
 from passes.intra_op import SolverOptions
 from passes.mesh_search import best, named
 
@@ -170,15 +172,15 @@ CASES = {
 
 def check(name, planner):
     fun, args = CASES[name]
-    step = autopar.parallelize(fun, planner=planner)
-    got, wanted = step(*args), jax.jit(fun)(*args)
+    compiled = autopar.parallelize(fun, planner=planner).lower(*args).compile(dict(UNCOMBINED))
+    verify(compiled.plan, compiled.as_text()).check()
+    got, wanted = compiled(*args), jax.jit(fun)(*args)
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_allclose(
             mine, theirs, rtol=2e-5, atol=2e-5 * (1 + float(jnp.max(jnp.abs(theirs), initial=0)))
         )
-    step.lower(*args).verify().check()
 
 
 @pytest.mark.parametrize("name", CASES)

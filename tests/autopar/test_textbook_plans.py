@@ -24,6 +24,7 @@ from autopar.verify import verify
 from benchmarks.trainings import MODELS, QUICK, Model, make_state, make_step
 from passes.by_hand import most_parts, zero_sizes
 from passes.ir import TensorType
+from tests.sample import slow
 
 METRICS_NBYTES = 64
 """What a loss, its parts and a count of tokens take."""
@@ -198,9 +199,10 @@ LARGE = {"sequence_length": 1024, "hidden": 2048, "heads": 16, "layers": 4}
 """So large that operators take long beside what it takes to launch them, of which a loop has more or fewer."""
 
 
-@pytest.mark.parametrize("recomputing", ["plain", "jax.checkpoint"])
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_a_loop_over_layers_costs_what_they_cost_written_out(recomputing: str, microbatches: int):
+@pytest.mark.parametrize(
+    ("microbatches", "recomputing"), [(1, "plain"), (4, "jax.checkpoint"), slow(1, "jax.checkpoint"), slow(4, "plain")]
+)
+def test_a_loop_over_layers_costs_what_they_cost_written_out(microbatches: int, recomputing: str):
     options = {"microbatches": microbatches} if microbatches > 1 else {}
 
     def plan(scan_layers: bool) -> Any:

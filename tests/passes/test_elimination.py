@@ -16,6 +16,7 @@ from passes.lower_bound import lifted, priced, raised, unlike
 from passes.sharding_problem import Edge, ShardingProblem
 from passes.strategy_program import StrategyProgram
 from passes.tying import tie
+from tests.sample import some
 
 
 def random_problem(seed: int, nodes: int = 5, readers: int = 3) -> ShardingProblem:
@@ -165,7 +166,7 @@ def test_any_prices_give_a_bound_and_fixing_by_it_keeps_the_optimum(seed):
     assert problem.evaluate(eliminate(moved).choice) == pytest.approx(best, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(24) if np.isfinite(optimum(chain(seed, 1)))])
+@pytest.mark.parametrize("seed", some([seed for seed in range(24) if np.isfinite(optimum(chain(seed, 1)))], 12))
 def test_prices_of_equal_layers_bound_layers_that_are_better_off_different(seed):
     problem = chain(seed, 3)
     best = optimum(problem)
