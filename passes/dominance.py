@@ -6,6 +6,7 @@ dead-end elimination, here with groups of edges that pay equal reshardings once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[Edge, Floats]] = {}
-        self._kept: dict[tuple[object, ...], tuple[tuple[object, ...], NDArray[np.bool_]]] = {}
+        self._kept: dict[tuple[object, ...], NDArray[np.bool_]] = {}
 
     def extra(self, edge: Edge, allowed: NDArray[np.bool_], alone: bool, *, reads: bool) -> Floats:
         """The most that strategy t pays on an edge beyond strategy s, [s, t], for the source or the node that reads.
@@ -35,6 +36,13 @@ class Replacements:
         if key not in self._known:
             self._known[key] = (edge, self._extra(edge, allowed, alone, reads))
         return self._known[key][1]
+
+    def undominated(self, seconds: Floats, extras: Sequence[Floats]) -> NDArray[np.bool_]:
+        """Which strategies of a node stay, given what its edges pay beyond; equal layers have equal `extras`."""
+        key = (seconds.tobytes(), *sorted(map(id, extras)))
+        if key not in self._kept:
+            self._kept[key] = _undominated(seconds, extras)
+        return self._kept[key]
 
     def _extra(self, edge: Edge, allowed: NDArray[np.bool_], alone: bool, reads: bool) -> Floats:
         own, other = (edge.after, edge.before) if reads else (edge.before, edge.after)
@@ -69,21 +77,22 @@ def without_dominated(problem: ShardingProblem) -> ShardingProblem:
     allowed = [np.isfinite(own) for own in problem.seconds]
     seconds = list(problem.seconds)
     for node, own in enumerate(problem.seconds):
-        with np.errstate(invalid="ignore"):
-            extra = own[None, :] - own[:, None]
-            for edge, alone, reads in around[node]:
-                extra += known.extra(edge, allowed[edge.source if reads else edge.target], alone, reads=reads)
-        extra[np.isnan(extra)] = np.inf  # both are impossible somewhere: neither replaces the other
-        kept = _undominated(own, extra, allowed[node])
-        allowed[node] = kept
-        seconds[node] = np.where(kept, own, np.inf)
+        extras = [
+            known.extra(edge, allowed[edge.source if reads else edge.target], alone, reads=reads)
+            for edge, alone, reads in around[node]
+        ]
+        allowed[node] = known.undominated(own, extras)
+        seconds[node] = np.where(allowed[node], own, np.inf)
     return replace(problem, seconds=tuple(seconds))
 
 
-def _undominated(seconds: Floats, extra: Floats, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _undominated(seconds: Floats, extras: Sequence[Floats]) -> NDArray[np.bool_]:
     """Which strategies stay; the dearest are looked at first, and what replaces them is still there."""
-    kept: NDArray[np.bool_] = allowed.copy()
-    order: Indices = np.argsort(-np.where(allowed, seconds, np.inf), kind="stable")
+    with np.errstate(invalid="ignore"):
+        extra = seconds[None, :] - seconds[:, None] + sum(extras)
+    extra[np.isnan(extra)] = np.inf  # both are impossible somewhere: neither replaces the other
+    kept: NDArray[np.bool_] = np.isfinite(seconds)
+    order: Indices = np.argsort(-np.where(kept, seconds, np.inf), kind="stable")
     for s in order[np.isfinite(seconds[order])].tolist():
         better = kept & (extra[s] <= _ROUNDING * np.abs(seconds))
         better[s] = False

@@ -34,7 +34,7 @@ from passes.dominance import without_dominated
 from passes.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.linear_program import ENOUGH
-from passes.lower_bound import Bound, lifted, raised, unlike
+from passes.lower_bound import Bound, lifted, loose, raised
 from passes.polish import polish
 from passes.pulp_solver import solver_named
 from passes.sharding_problem import ShardingProblem
@@ -56,13 +56,15 @@ _LEAN = 1e-2
 _RELAXATIONS = 12
 """Relaxations of one program at most: each gives w to all groups whose readers disagree, and few rounds find them."""
 
-_NEAR = ((2, 8),)
-_FAR = ((4, 8), (8, 8))
-_EVERYWHERE = ((99, 4),)
-"""Where a bound is raised: so many edges around unlike nodes, by so many passes of messages. Of a problem of more than
-`_MANY` edges it is raised everywhere at once, with fewer passes: 4 of them leave GPT-39B on 64 devices 0.2 %."""
+_NEAR, _FAR = (2,), (4, 8)
+"""Edges around the nodes at which a bound is loose, within which it is raised: at first, and where a gap is left."""
 
-_MANY = 4_000
+_PASSES = 8
+"""Passes of messages that raise a bound: 4 leave twice the gap; more gain less than another look at what is loose."""
+
+_RAISES = 3
+"""Times that a bound is raised within as many edges."""
+
 _GAIN = 0.1
 """The share of the gap that raising a bound must close for more to be tried."""
 
@@ -121,36 +123,45 @@ def solve(
     Without `close`, the relaxation is solved, rounded and bounded, and a gap is left as it is. No answer is worse than
     those that are `known`. Raises PlanningError if no combination of strategies is legal.
     """
-    options = options or SolverOptions()
-    if problem.budgets:
-        options = replace(options, gap=max(options.gap, _LUMPY))
-    for node, own in enumerate(problem.seconds):
-        if not np.isfinite(own).any():
-            raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
-    search = _Search(problem, options, at_most)
+    search = Search(problem, options or SolverOptions())
     for choice in known:
         search.offer(choice)
-    if options.solver is not None:
-        search.ask(options.solver)
-    else:
-        search.relax()
-        if close:
-            search.close()
-    return search.answer()
+    return search.run(at_most, close=close)
 
 
-class _Search:
-    """The best answer to a problem so far, and the best bound."""
+class Search:
+    """The best answer to a problem so far, and the best bound; it can be gone on with."""
 
-    def __init__(self, problem: ShardingProblem, options: SolverOptions, at_most: float) -> None:
-        self.start = time.perf_counter()
-        self.whole, self.options, self.at_most = problem, options, at_most
-        self.problem = without_dominated(problem)
+    def __init__(self, problem: ShardingProblem, options: SolverOptions) -> None:
+        for node, own in enumerate(problem.seconds):
+            if not np.isfinite(own).any():
+                raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
+        self.start, self.build_seconds, self.solve_seconds = time.perf_counter(), 0.0, 0.0
+        self.whole, self.at_most = problem, math.inf
+        self.options = replace(options, gap=max(options.gap, _LUMPY)) if problem.budgets else options
+        self.problem = problem
         self.best: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
         self.lower: Bound | None = None
-        self.relaxations, self.built = 0, self.start
+        self.relaxations = 0
         self.tied: Tied | None = None
+        self.program: StrategyProgram | None = None
+        self.is_relaxed = False
+
+    def run(self, at_most: float, *, close: bool) -> Answer:
+        """As `solve`, from where the search was left."""
+        self.start, self.at_most = time.perf_counter() - self.build_seconds - self.solve_seconds, at_most
+        if self.options.solver is not None:
+            self.ask(self.options.solver)
+        else:
+            self.relax()
+            if close:
+                self.close()
+        return self.answer()
+
+    def _built(self) -> None:
+        """What was done so far counts as building programs, and what comes as solving them."""
+        self.build_seconds = time.perf_counter() - self.start - self.solve_seconds
 
     def offer(self, choice: Sequence[int], *, polished: bool = False) -> None:
         """Takes an answer of the whole problem if it is better."""
@@ -176,46 +187,60 @@ class _Search:
 
     def relax(self) -> None:
         """The relaxation of the tied problem, with w where readers disagree; answers rounded from it, and a bound."""
-        radius, parts = self.options.tie_radius, _PARTS if self.problem.budgets else 1
-        self.tied = tied = tie(self.problem, radius, parts)
-        program = StrategyProgram(tied.problem, enough=self.at_most)
-        self.built = time.perf_counter()
-        if program.is_priced and (program.floor >= self.at_most or self.options.gap >= _GUESSED):
-            self._offer_tied(program.guess())
-            self._lift(program)
-        while not self.is_closed() and not self.is_late() and self.relaxations < _RELAXATIONS:
+        program = self.program or self._tied_program()
+        program.enough = self.at_most
+        while not self.is_closed() and not self.is_late() and not self.is_relaxed:
             self.relaxations += 1
             status = program.run(gap=self.options.gap, seconds=self.left())
             if status == "infeasible":
                 raise _impossible(self.problem)
             if status not in ("optimal", ENOUGH):
                 break
+            self.is_relaxed = self.relaxations >= _RELAXATIONS
             self._lift(program)
             if status == ENOUGH:
                 program.enough = np.inf
                 self._offer_tied(program.guess())
                 continue
-            self._offer_tied(program.choice())
-            if not self.is_closed() and not program.share_where_readers_disagree():
-                break
+            tied_seconds = self._offer_tied(program.choice())
+            tight = tied_seconds <= (1 + self.options.gap) * program.objective
+            self.is_relaxed |= tight or not program.share_where_readers_disagree()
         self._raise(_NEAR)
 
-    def _raise(self, ways: Sequence[tuple[int, int]]) -> None:
-        """Makes the bound better where the tied problem's prices fit least, in ever more of it while that gains."""
-        for hops, passes in ways:
-            if self.lower is None or self.tied is None or self.is_closed():
-                return
-            before = self.bound
-            self.lower = raised(self.problem, self.lower, unlike(self.problem, self.tied, hops), passes)
-            self.bound = max(self.bound, self.lower.seconds)
-            if self.bound - before < _GAIN * (self.objective - before):
-                return
+    def _tied_program(self) -> StrategyProgram:
+        """The program of the tied problem; if a rough answer will do, that of its first prices is taken."""
+        self.problem = without_dominated(self.whole)
+        radius, parts = self.options.tie_radius, _PARTS if self.problem.budgets else 1
+        self.tied = tied = tie(self.problem, radius, parts)
+        self.program = program = StrategyProgram(tied.problem, enough=self.at_most)
+        self._built()
+        if program.is_priced and (program.floor >= self.at_most or self.options.gap >= _GUESSED):
+            self._offer_tied(program.guess())
+            self._lift(program)
+        return program
 
-    def _offer_tied(self, choice: Sequence[int]) -> None:
-        """Takes an answer of the tied problem, polished there; what the whole problem gains beyond that comes later."""
+    def _raise(self, reach: Sequence[int]) -> None:
+        """Makes the bound better where it is loose, and ever further around while that gains."""
+        for hops in reach:
+            for _ in range(_RAISES):
+                if self.lower is None or self.best is None or self.is_closed() or self.is_late():
+                    return
+                before = self.bound
+                nodes = loose(self.problem, self.lower, self.best, hops)
+                self.lower = raised(self.problem, self.lower, nodes, _PASSES)
+                self.bound = max(self.bound, self.lower.seconds)
+                if self.bound - before < _GAIN * (self.objective - before):
+                    break
+
+    def _offer_tied(self, choice: Sequence[int]) -> float:
+        """Takes an answer of the tied problem, polished there; its seconds, if it keeps the budgets.
+
+        What the whole problem gains beyond that comes later.
+        """
         assert self.tied is not None
         found = polish(self.tied.problem, choice)
         self.offer([found[cls] for cls in self.tied.classes], polished=True)
+        return self.tied.problem.evaluate(found) if self.tied.problem.fits(found) else math.inf
 
     def _lift(self, program: StrategyProgram) -> None:
         """Takes the bound at the prices of a program of the tied problem if it is better."""
@@ -226,7 +251,7 @@ class _Search:
 
     def close(self) -> None:
         """Makes the gap between answer and bound smaller, whichever of them it is due to."""
-        self._raise(_EVERYWHERE if len(self.problem.edges) > _MANY else _FAR)
+        self._raise(_FAR)
         if self.is_closed():
             return
         if self.problem.budgets:
@@ -272,9 +297,10 @@ class _Search:
 
     def ask(self, solver: str) -> None:
         """Has a solver of PuLP solve the whole integer program."""
+        self.problem = without_dominated(self.whole)
         found = solver_named(solver, seconds=self.options.time_limit, gap=self.options.gap)
         program = StrategyProgram(self.problem, whole=True)
-        self.built = time.perf_counter()
+        self._built()
         status = program.run_with(found)
         if status == "infeasible":
             raise _impossible(self.problem)
@@ -295,14 +321,15 @@ class _Search:
             raise PlanningError(
                 f"no legal plan was found within {self.options.time_limit:.0f} s; give the solver a longer time_limit"
             )
+        self.solve_seconds = time.perf_counter() - self.start - self.build_seconds
         near = self.objective - self.bound <= (1 + 1e-9) * self.options.gap * abs(self.objective)
         return Answer(
             choice=self.best,
             objective=self.objective,
             bound=min(max(self.bound, 0.0), self.objective),
             status="optimal" if near else "time limit" if self.is_late() else "near optimal",
-            build_seconds=self.built - self.start,
-            solve_seconds=time.perf_counter() - self.built,
+            build_seconds=self.build_seconds,
+            solve_seconds=self.solve_seconds,
             relaxations=self.relaxations,
         )
 

@@ -17,7 +17,6 @@ Information Theory 51, 2005) for problems of pairs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,17 +27,21 @@ from passes.prices import Messages, Way
 from passes.sharding_problem import Edge, Floats, Indices, ShardingProblem
 from passes.tying import Tied
 
+_NEGLIGIBLE = 1e-3
+"""The share of a gap that a node may leave open: what most of it is due to is looked at first, and then the rest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """`seconds` that no answer goes below; `reduced` [nodes][strategies] are what strategies cost at the `prices`.
 
     A strategy of reduced cost r more than the least of its node is in no answer below `seconds` + r. `prices` are by
-    the `id` of an edge.
+    the `id` of an edge, `spared` [groups] the seconds, 0 or less, by which prices charge a group's readers too much.
     """
 
     seconds: float
     reduced: tuple[Floats, ...]
+    spared: Mapping[int, float]
     prices: Mapping[int, Prices]
     budget_prices: tuple[float, ...]
 
@@ -78,9 +81,17 @@ def priced(problem: ShardingProblem, prices: Mapping[int, Prices], budget_prices
         reduced[edge.source] += rows[edge.before]
         reduced[edge.target] -= columns[edge.after]
     groups = _Groups(problem, budget_prices)
-    total = sum(float(seconds.min()) for seconds in reduced) - sum(budget_prices)
-    total += sum(groups.least(group, edges, prices) for group, edges in problem.groups.items())
-    return Bound(seconds=total, reduced=tuple(reduced), prices=prices, budget_prices=tuple(budget_prices))
+    spared = {group: groups.least(group, edges, prices) for group, edges in problem.groups.items()}
+    return _summed(reduced, spared, prices, budget_prices)
+
+
+def _summed(
+    reduced: Sequence[Floats], spared: Mapping[int, float], prices: Mapping[int, Prices], budget_prices: Sequence[float]
+) -> Bound:
+    total = sum(float(seconds.min()) for seconds in reduced) + sum(spared.values()) - sum(budget_prices)
+    return Bound(
+        seconds=total, reduced=tuple(reduced), spared=spared, prices=prices, budget_prices=tuple(budget_prices)
+    )
 
 
 def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passes: int) -> Bound:
@@ -91,9 +102,11 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
     places = {node: at for at, node in enumerate(sorted(nodes))}
     ends, allowed = _Ends(), [np.flatnonzero(np.isfinite(problem.seconds[node])) for node in places]
     groups, ways, edges = _Groups(problem, bound.budget_prices), list[Way](), list[tuple[Edge, Indices, Indices]]()
+    changed: dict[int, Sequence[Edge]] = {}
     for group, readers in problem.groups.items():
         if not any(edge.source in places and edge.target in places for edge in readers):
             continue
+        changed[group] = readers
         for edge, seconds in zip(readers, groups.shares(group, readers, bound.prices), strict=True):
             if edge.source not in places or edge.target not in places or edge.source == edge.target:
                 continue
@@ -106,34 +119,47 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
             edges.append((edge, rows, columns))
     messages = Messages([bound.reduced[node][own] for node, own in zip(places, allowed, strict=True)], ways)
     messages.run(passes)
-    prices = dict(bound.prices)
+    prices, reduced = dict(bound.prices), list(bound.reduced)
+    for node in places:
+        reduced[node] = reduced[node].copy()
     for (edge, rows, columns), (making, reading) in zip(edges, messages.prices(), strict=True):
-        own = prices[id(edge)][0].copy(), prices[id(edge)][1].copy()
-        own[0][rows] += making
-        own[1][columns] += reading
-        prices[id(edge)] = own
-    found = priced(problem, prices, bound.budget_prices)
+        more = np.zeros(edge.seconds.shape[0]), np.zeros(edge.seconds.shape[1])
+        more[0][rows], more[1][columns] = making, reading
+        reduced[edge.source] += more[0][edge.before]
+        reduced[edge.target] -= more[1][edge.after]
+        own = prices[id(edge)]
+        prices[id(edge)] = own[0] + more[0], own[1] + more[1]
+    groups = _Groups(problem, bound.budget_prices)
+    spared = {**bound.spared, **{group: groups.least(group, readers, prices) for group, readers in changed.items()}}
+    found = _summed(reduced, spared, prices, bound.budget_prices)
     return found if found.seconds > bound.seconds else bound
 
 
-def unlike(problem: ShardingProblem, tied: Tied, hops: int) -> set[int]:
-    """The nodes whose edges are not those of most nodes that they are tied to, and what is few edges away from them.
+def loose(problem: ShardingProblem, bound: Bound, choice: Sequence[int], hops: int) -> set[int]:
+    """The nodes at which an answer costs more than the bound counts there, and what is few edges away from them.
 
-    There the shares of prices fit least: they are those of ends of a model, in a class with its middle.
+    An answer and a bound meet if each strategy chosen is its node's least at the prices, and each group pays what its
+    readers are charged (complementary slackness): what is missing at each adds up to the gap.
     """
+    missing = [float(own[s] - own.min()) for own, s in zip(bound.reduced, choice, strict=True)]
+    lacking = {group: -spared for group, spared in bound.spared.items()}
+    for group, edges in problem.groups.items():
+        paid: dict[tuple[int, object], float] = {}
+        for edge in edges:
+            i, j = edge.before[choice[edge.source]], edge.after[choice[edge.target]]
+            paid[int(i), edge.labels[j]] = edge.weight * float(edge.seconds[i, j])
+            rows, columns = bound.prices[id(edge)]
+            lacking[group] -= float(rows[i] - columns[j])
+        lacking[group] += sum(paid.values())
+    most = _NEGLIGIBLE * (sum(missing) + sum(lacking.values()))
+    found = {node for node, seconds in enumerate(missing) if seconds > most}
+    for group, seconds in lacking.items():
+        if seconds > most:
+            found |= {node for edge in problem.groups[group] for node in (edge.source, edge.target)}
     around: list[set[int]] = [set() for _ in problem.seconds]
-    seen: list[list[tuple[int, bool]]] = [[] for _ in problem.seconds]
-    for edge, number in zip(problem.edges, tied.edges, strict=True):
+    for edge in problem.edges:
         around[edge.source].add(edge.target)
         around[edge.target].add(edge.source)
-        seen[edge.source].append((number, False))
-        seen[edge.target].append((number, True))
-    patterns = [tuple(sorted(one)) for one in seen]
-    by_class: dict[int, Counter[tuple[tuple[int, bool], ...]]] = {}
-    for node, cls in enumerate(tied.classes):
-        by_class.setdefault(cls, Counter())[patterns[node]] += 1
-    usual = {cls: counts.most_common(1)[0][0] for cls, counts in by_class.items()}
-    found = {node for node, cls in enumerate(tied.classes) if patterns[node] != usual[cls]}
     for _ in range(hops):
         found |= {near for node in found for near in around[node]}
     return found

@@ -20,7 +20,7 @@ from passes.busiest import Path, busiest
 from passes.cluster import Cluster
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError, explain
 from passes.fitting import LOOSE, DearError, Fitted, HopelessError, Point, is_hopeless, least, tightened, within
-from passes.intra_op import Answer, SolverOptions, solve
+from passes.intra_op import Answer, Search, SolverOptions, solve
 from passes.ir import Graph
 from passes.memory import memory
 from passes.mesh import Mesh, shapes
@@ -37,6 +37,9 @@ from passes.rules import pinned_mesh
 _OPEN = 1e-3
 """The gap from which plans by hand are worth a look: each takes a solve of its own."""
 
+_ROUGHLY = 1e-2
+"""The gap to which plans by hand are solved: they are where a search starts."""
+
 Tied = tuple[tuple[int, int], ...]
 Restriction = Callable[[Assembly], Assembly]
 Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
@@ -50,12 +53,13 @@ def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Solved:
-    """A mesh with its sharding problem and the answer to it."""
+    """A mesh with its sharding problem, the answer to it, and the search for that where there was one."""
 
     assembly: Assembly
     resharder: Resharder
     answer: Answer
     refetch: bool
+    search: Search | None = None
 
 
 def best(
@@ -157,7 +161,7 @@ class MeshSearch:
                 continue
             try:
                 self._tell(f"solve {one.assembly.mesh}", place, len(solved), (one, one.answer))
-                answer = self._answered(one.assembly, least, close=True)
+                answer = self._answered(one, least, close=True)
             except KeyboardInterrupt:
                 if not self.interruptible:
                     raise
@@ -177,7 +181,7 @@ class MeshSearch:
             if base is None:
                 continue
             try:
-                answer = solve(restrict(base.assembly).problem, self.options)
+                answer = solve(restrict(base.assembly).problem, replace(self.options, gap=_ROUGHLY), close=False)
             except PlanningError:  # this textbook has no plan here: a batch that the axis does not divide, say
                 continue
             yield base, replace(answer, bound=min(one.answer.bound, answer.objective), status="near optimal")
@@ -245,7 +249,7 @@ class MeshSearch:
                 self._tell(f"fit {one.assembly.mesh} within memory", number, len(meshes), best)
                 most = cheapest[1].answer.objective if cheapest else at_most
                 if one.answer.status != "optimal":  # it was left when it was dearer than another mesh's
-                    one = replace(one, answer=_better(self._answered(one.assembly, most, close=False), one.answer))
+                    one = replace(one, answer=_better(self._answered(one, most, close=False), one.answer))
                 cheapest = self._fitted(self._twins(one, number, len(meshes)), limit, most) or cheapest
             except DearError:
                 dear = dear or cheapest is None
@@ -337,18 +341,26 @@ class MeshSearch:
             if is_hopeless(replace(assembly.problem, budgets=rows), self.beneath):
                 raise HopelessError(f"no combination of strategies keeps the memory limit on {mesh}")
         self._tell(f"solve {mesh}", done, total, best)
-        answer = self._answered(assembly, best[1].objective if best else math.inf, close=total == 1)
-        one = _Solved(assembly=assembly, resharder=resharder, answer=answer, refetch=self.refetch)
+        search = Search(assembly.problem, replace(self.options, gap=self._gap))
+        answer = self._run(search, best[1].objective if best else math.inf, close=total == 1)
+        one = _Solved(assembly=assembly, resharder=resharder, answer=answer, refetch=self.refetch, search=search)
         if self.beneath < math.inf and not self.seen:
             point = self._peak(one, answer.choice)
             self.seen.extend([point.at] if point.nbytes > self.beneath else [])
         return one
 
-    def _answered(self, assembly: Assembly, at_most: float, *, close: bool) -> Answer:
-        """The answer to a mesh's problem; one that cannot take less than `at_most` need not be the best there."""
-        answer = solve(assembly.problem, replace(self.options, gap=self._gap), at_most, close=close)
-        self.phases["build"] += answer.build_seconds
-        self.phases["solve"] += answer.solve_seconds
+    def _answered(self, one: _Solved, at_most: float, *, close: bool) -> Answer:
+        """The answer to a mesh's problem, its search gone on with; one of `at_most` or more need not be the best."""
+        return self._run(
+            one.search or Search(one.assembly.problem, replace(self.options, gap=self._gap)), at_most, close=close
+        )
+
+    def _run(self, search: Search, at_most: float, *, close: bool) -> Answer:
+        """The answer of a search, whose seconds are counted."""
+        before = search.build_seconds, search.solve_seconds
+        answer = search.run(at_most, close=close)
+        self.phases["build"] += answer.build_seconds - before[0]
+        self.phases["solve"] += answer.solve_seconds - before[1]
         return answer
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,13 +52,6 @@ class _Onward:
     there: int
     back: int
 
-    @classmethod
-    def of(cls, own: Indices, other: Indices, seconds: Floats, *, node: int, there: int, back: int) -> Self:
-        order = np.argsort(own, kind="stable")
-        first: Indices = np.cumsum(np.bincount(own)) - np.bincount(own)
-        seconds = np.ascontiguousarray(seconds)
-        return cls(node=node, order=order, first=first, other=other, seconds=seconds, there=there, back=back)
-
 
 class Messages:
     """Messages about the ways' placements, to the later end (even) and the earlier (odd)."""
@@ -69,6 +61,7 @@ class Messages:
         self.ahead: list[list[_Onward]] = [[] for _ in costs]
         self.behind: list[list[_Onward]] = [[] for _ in costs]
         self.sent: list[Floats] = []
+        self._sorted: dict[int, tuple[Indices, Indices, Indices]] = {}
         for number, way in enumerate(ways):
             low, high, own, other = way.source, way.target, way.made, way.read
             seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
@@ -78,9 +71,18 @@ class Messages:
             self.sent += [np.zeros(seconds.shape[1]), np.zeros(seconds.shape[0])]
             if low == high:
                 continue
-            self.ahead[low].append(_Onward.of(own, other, seconds.T, node=high, there=up, back=down))
-            self.behind[high].append(_Onward.of(other, own, seconds, node=low, there=down, back=up))
+            self.ahead[low].append(self._onward(own, other, seconds.T, node=high, there=up, back=down))
+            self.behind[high].append(self._onward(other, own, seconds, node=low, there=down, back=up))
         self.shares = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
+
+    def _onward(self, own: Indices, other: Indices, seconds: Floats, *, node: int, there: int, back: int) -> _Onward:
+        """A way seen from the end where strategies have placements `own`; equal ends of ways share that array."""
+        if id(own) not in self._sorted:
+            sizes = np.bincount(own)
+            self._sorted[id(own)] = own, np.argsort(own, kind="stable"), np.cumsum(sizes) - sizes
+        _, order, first = self._sorted[id(own)]
+        seconds = np.ascontiguousarray(seconds)
+        return _Onward(node=node, order=order, first=first, other=other, seconds=seconds, there=there, back=back)
 
     def run(self, passes: int) -> None:
         """So many passes over the nodes, forward and back."""

@@ -9,10 +9,11 @@ import pytest
 
 from passes import elimination, factors
 from passes.dominance import without_dominated
+from passes import lower_bound
 from passes.elimination import Beam, Factors, MiniBuckets, eliminate, enclose
 from passes.intra_op import SolverOptions, solve
 from passes.linear_program import LinearProgram
-from passes.lower_bound import lifted, priced, raised, unlike
+from passes.lower_bound import lifted, loose, priced, raised
 from passes.sharding_problem import Edge, ShardingProblem
 from passes.strategy_program import StrategyProgram
 from passes.tying import tie
@@ -162,6 +163,9 @@ def test_any_prices_give_a_bound_and_fixing_by_it_keeps_the_optimum(seed):
     assert optimum(bound.within(problem, best + 1e-12)) == pytest.approx(best, abs=1e-12)
     better = raised(problem, bound, range(len(problem.seconds)), 8)
     assert bound.seconds <= better.seconds <= best + 1e-12
+    again = priced(problem, better.prices, [])
+    assert again.seconds == pytest.approx(better.seconds, abs=1e-12)
+    assert all(np.allclose(own, other) for own, other in zip(again.reduced, better.reduced, strict=True))
     moved = Factors(problem, better)
     assert problem.evaluate(eliminate(moved).choice) == pytest.approx(best, abs=1e-12)
 
@@ -178,11 +182,25 @@ def test_prices_of_equal_layers_bound_layers_that_are_better_off_different(seed)
         pytest.skip("no answer gives equal layers equal strategies")
     bound = lifted(problem, tied, program.edge_prices(), [])
     assert bound.seconds <= best + 1e-12
-    better = raised(problem, bound, unlike(problem, tied, 3), 8)
+    choice = [int(np.argmin(own)) for own in problem.seconds]
+    better = raised(problem, bound, loose(problem, bound, choice, 3), 8)
     assert bound.seconds <= better.seconds <= best + 1e-12
     answer = solve(problem, SolverOptions(tie_radius=1))
     assert answer.objective == pytest.approx(best, abs=1e-12)
     assert answer.bound <= best + 1e-12
+
+
+@pytest.mark.parametrize("seed", FEASIBLE[:20])
+def test_a_gap_is_due_to_the_nodes_and_groups_that_are_loose(seed, monkeypatch):
+    problem = random_problem(seed)
+    program = StrategyProgram(problem)
+    assert program.run(gap=1e-9) == "optimal"
+    bound = priced(problem, {id(e): p for e, p in zip(problem.edges, program.edge_prices(), strict=True)}, [])
+    choice = solve(problem).choice
+    monkeypatch.setattr(lower_bound, "_NEGLIGIBLE", 1e-9)
+    found = loose(problem, bound, choice, 0)
+    assert found or problem.evaluate(choice) - bound.seconds < 1e-12
+    assert loose(problem, bound, choice, 1) >= found
 
 
 @pytest.mark.parametrize("seed", FEASIBLE[:20])
