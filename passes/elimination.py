@@ -301,12 +301,12 @@ def eliminate(factors: Factors, upper: float = math.inf) -> Found:
 
 
 def enclose(factors: Factors, upper: float, gap: float) -> Found:
-    """An answer below `upper` seconds, if one is found, and a bound; ends early once they are `_CLOSE`.
+    """An answer below `upper` seconds, if one is found, and a bound; ends once they are `_CLOSE`, or a round gains none.
 
     Where the bound of small tables leaves a gap that exact ones can afford to close, the answer is the optimum.
     """
     best: tuple[int, ...] | None = None
-    bound = -math.inf
+    bound = known = -math.inf
     for limit, kept in zip(_LIMITS, _KEPT, strict=True):
         if math.isfinite(bound) and factors.order.entries(limit) > _ENTRIES:
             break
@@ -318,12 +318,14 @@ def enclose(factors: Factors, upper: float, gap: float) -> Found:
         if factors.is_affordable:
             del tables
             return eliminate(factors, upper)
+        before = upper
         found = Beam(factors, tables, min(upper * (1 - gap), factors.beyond), width).run()
         if found.choice is not None and (seconds := factors.problem.evaluate(found.choice)) < upper:
             best, upper = found.choice, seconds
-        bound = max(bound, min(found.bound, upper))
-        if _meet(upper, bound, max(gap, _CLOSE)):
+        bound = max(known, bound, min(found.bound, upper))
+        if _meet(upper, bound, max(gap, _CLOSE)) or (upper, bound) == (before, known):
             break
+        known = bound
     return Found(choice=best, bound=bound)
 
 

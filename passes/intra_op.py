@@ -46,6 +46,10 @@ Status = Literal["optimal", "near optimal", "time limit"]
 _PARTS = 4
 """Parts of equal nodes that budgets may treat differently."""
 
+_SMALL = 1_000
+"""Edges of a problem up to which no nodes are tied. Up to 600 the relaxation of equal nodes tied takes as long (median
+0.2 s), its answers are up to 20 % dearer, and its bound up to 50 % lower (`benchmarks.optimality --seed 1`)."""
+
 _GUESSED = 1e-2
 """From this gap on, what the prices of a program lead to may do."""
 
@@ -70,6 +74,9 @@ _GAIN = 0.1
 
 _BETTER = 1e-2
 """How much better an answer must be for strategies to be fixed, and what is left eliminated, once more."""
+
+_FEWER = 0.1
+"""The share of entries to which that must lead: else it finds what was found before."""
 
 _OPEN = 400
 """Nodes with a choice left, beyond which a problem is not eliminated: its order alone takes seconds."""
@@ -210,7 +217,8 @@ class Search:
     def _tied_program(self) -> StrategyProgram:
         """The program of the tied problem; if a rough answer will do, that of its first prices is taken."""
         self.problem = without_dominated(self.whole)
-        radius, parts = self.options.tie_radius, _PARTS if self.problem.budgets else 1
+        is_small = len(self.problem.edges) <= _SMALL
+        radius, parts = None if is_small else self.options.tie_radius, _PARTS if self.problem.budgets else 1
         self.tied = tied = tie(self.problem, radius, parts)
         self.program = program = StrategyProgram(tied.problem, enough=self.at_most)
         self._built()
@@ -257,28 +265,31 @@ class Search:
         if self.problem.budgets:
             self.branch()
             return
-        before = math.inf
+        before, entries = math.inf, math.inf
         while not self.is_closed() and self.objective < (1 - _BETTER) * before:
-            before = self.objective
-            self.eliminate()
+            before, entries = self.objective, self.eliminate(_FEWER * entries)
 
-    def eliminate(self) -> None:
-        """Fixes what prices decide, and eliminates the rest node by node."""
+    def eliminate(self, most: float = math.inf) -> float:
+        """Fixes what prices decide, and eliminates the rest node by node if its tables have `most` entries; how many."""
         if self.best is not None:
             self.offer(self.best)
         upper = min(self.objective, self.at_most)
         problem = self.problem if self.lower is None else self.lower.within(self.problem, upper)
         if any(not np.isfinite(own).any() for own in problem.seconds):  # no answer is below `upper`
             self.bound = max(self.bound, upper)
-            return
+            return 0.0
         if sum(np.isfinite(own).sum() > 1 for own in problem.seconds) > _OPEN or self.is_late():
-            return
+            return math.inf
         factors = Factors(problem, self.lower)
-        exact = factors.order.entries() <= EXACT_ENTRIES
+        entries = factors.order.entries()
+        if entries > most:
+            return entries
+        exact = entries <= EXACT_ENTRIES
         found = eliminate(factors, upper) if exact else enclose(factors, upper, self.options.gap)
         if found.choice is not None:
             self.offer(found.choice, polished=exact)
         self.bound = max(self.bound, min(found.bound, upper))
+        return entries
 
     def branch(self) -> None:
         """Branches on the tied program; its answers are answers of the whole, its bound is not one of the whole."""

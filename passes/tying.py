@@ -60,7 +60,7 @@ def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
     keys_of = {(place, *content): number for number, (place, content) in enumerate(_contents(kept))}
     ends = [(classes[e.source], classes[e.target], key) for e, key in zip(problem.edges, keys, strict=True)]
     mapped = tuple(keys_of[places[e.group], *content] for e, content in zip(problem.edges, ends, strict=True))
-    own = _colours(problem, keys, 1)
+    own = colours if apart else _colours(problem, keys, 1)
     member = {cls: node for node, cls in enumerate(classes)}
     known: dict[tuple[int, int, int], int] = {}
     contents = ((own[member[s]], own[member[t]], key) for _, (s, t, key) in _contents(kept))
