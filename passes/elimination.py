@@ -301,7 +301,7 @@ def eliminate(factors: Factors, upper: float = math.inf) -> Found:
 
 
 def enclose(factors: Factors, upper: float, gap: float) -> Found:
-    """An answer below `upper` seconds, if one is found, and a bound; ends once they are `_CLOSE`, or a round gains none.
+    """An answer below `upper` seconds, if one is found, and a bound; ends once they are `_CLOSE`, or nothing is gained.
 
     Where the bound of small tables leaves a gap that exact ones can afford to close, the answer is the optimum.
     """

@@ -270,7 +270,7 @@ class Search:
             before, entries = self.objective, self.eliminate(_FEWER * entries)
 
     def eliminate(self, most: float = math.inf) -> float:
-        """Fixes what prices decide, and eliminates the rest node by node if its tables have `most` entries; how many."""
+        """Fixes what prices decide, and eliminates the rest node by node if that takes `most` entries; returns them."""
         if self.best is not None:
             self.offer(self.best)
         upper = min(self.objective, self.at_most)
