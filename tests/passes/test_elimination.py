@@ -7,9 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from passes import elimination, factors
+from passes import elimination, factors, lower_bound
 from passes.dominance import without_dominated
-from passes import lower_bound
 from passes.elimination import Beam, Factors, MiniBuckets, eliminate, enclose
 from passes.intra_op import SolverOptions, solve
 from passes.linear_program import LinearProgram
