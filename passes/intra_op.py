@@ -55,7 +55,8 @@ _GUESSED = 1e-2
 
 _LUMPY = 1e-3
 _LEAN = 1e-2
-"""Gaps at which a program with budgets, and one that seeks the least bytes, may end: they take long to close."""
+"""Gaps at which a program with budgets or many edges, and one that seeks the least bytes, may end: they take long to
+close."""
 
 _RELAXATIONS = 12
 """Relaxations of one program at most: each gives w to all groups whose readers disagree, and few rounds find them."""
@@ -153,7 +154,7 @@ class Search:
         self.relaxations = 0
         self.tied: Tied | None = None
         self.program: StrategyProgram | None = None
-        self.is_relaxed = False
+        self.is_relaxed = self.is_done = False
 
     def run(self, at_most: float, *, close: bool) -> Answer:
         """As `solve`, from where the search was left."""
@@ -162,8 +163,9 @@ class Search:
             self.ask(self.options.solver)
         else:
             self.relax()
-            if close:
+            if close and not self.is_done:
                 self.close()
+                self.is_done = True
         return self.answer()
 
     def _built(self) -> None:
@@ -259,7 +261,8 @@ class Search:
 
     def close(self) -> None:
         """Makes the gap between answer and bound smaller, whichever of them it is due to."""
-        self._raise(_FAR)
+        if len(self.problem.edges) <= _SMALL or self.objective - self.bound > _LUMPY * self.objective:
+            self._raise(_FAR)
         if self.is_closed():
             return
         if self.problem.budgets:
