@@ -55,10 +55,10 @@ def check(name: str, planner: Any, steps: int = 2) -> None:
 
 QUICK_CASES = [
     ("gpt", Pipeline(stages=3, microbatches=4, submeshes=(4, 2, 2))),
-    ("transformer", Pipeline(stages=4, microbatches=4, schedule="zero-bubble-h1")),
-    ("gpt", Megatron(data=2, tensor=2, pipeline=2, microbatches=2)),
 ]
 SLOW_CASES = [
+    ("transformer", Pipeline(stages=4, microbatches=4, schedule="zero-bubble-h1")),
+    ("gpt", Megatron(data=2, tensor=2, pipeline=2, microbatches=2)),
     ("bert", Pipeline(stages=2, microbatches=2, submeshes=(6, 2), schedule="eager-1f1b")),
     ("gpt", GPipe(2, 8)),
     ("gpt", Pipeline(stages=1, microbatches=2)),

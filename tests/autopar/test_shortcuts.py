@@ -31,6 +31,7 @@ from passes.stage_table import Sample, StageCosts
 from passes.tying import tie
 from passes.variants import Form
 from tests.autopar.traced_steps import traced_step
+from tests.sample import slow
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 4), cluster=parse_cluster("2x4:a100-80g"))
 EXACT = SolverOptions(gap=1e-10)
@@ -77,8 +78,9 @@ def test_tying_and_reducing_cost_nothing(assembly):
     assert len(tie(whole.problem, 2).problem.seconds) <= len(whole.problem.seconds)
 
 
-def test_a_model_in_pulp_and_our_search_agree(assembly):
-    whole, _ = assembly
+@pytest.mark.parametrize("step", [mlp, slow(small_gpt)])
+def test_a_model_in_pulp_and_our_search_agree(step):
+    whole, _ = assembled(step())
     ours, theirs = solve(whole.problem, EXACT), solve(whole.problem, replace(EXACT, solver="cbc"))
     assert ours.objective == pytest.approx(theirs.objective, rel=1e-9)
 
@@ -117,7 +119,7 @@ def table_of(traced, graphs, cluster, n_layers, pricer, *, lazy=True):
     )
 
 
-@pytest.mark.parametrize("cluster", ["1x4:v100-16g", "2x2:v100-16g"])
+@pytest.mark.parametrize("cluster", [slow("1x4:v100-16g"), "2x2:v100-16g"])
 def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
     cluster = parse_cluster(cluster)
     traced, graphs = in_microbatches(4, 4, 8)
@@ -239,7 +241,7 @@ def test_more_microbatches_take_no_less(monkeypatch: pytest.MonkeyPatch):
             assert 8 * other.pace(table.pricer.price(other, mesh)) >= least * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("cluster", ["1x8:v100-16g", "2x4:a100-80g", "4x2:v100-16g"])
+@pytest.mark.parametrize("cluster", [slow("1x8:v100-16g"), "2x4:a100-80g", slow("4x2:v100-16g")])
 def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
     """What a survey's bounds are made of: on the best mesh, half of the devices take at most twice as long."""
     cluster, pricer = parse_cluster(cluster), Pricer(options=EXACT)

@@ -39,6 +39,11 @@ MOVEMENT = frozenset(
 TOLERANCES = {8: 1e-12, 4: 1e-5, 2: 5e-2}
 """By the bytes of the narrowest float: how far sums of summands may be from the whole."""
 
+LONG = frozenset(
+    ("random_gamma of many keys", "igamma_grad_a", "igammac", "random_bits of 8 bits", "random_bits of 16 bits")
+)
+"""Cases for a slow run alone: they compile for seconds, and ones of the same rule and its neighbours stay."""
+
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 REDUCTIONS = {"add": np.sum, "max": np.max, "min": np.min}
@@ -49,7 +54,7 @@ with jax.enable_x64(True):
     CASES = cases()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [slow(case) if str(case) in LONG else case for case in CASES], ids=str)
 @pytest.mark.parametrize("most", [SAMPLE, slow(MANY)])
 def test_pieces_make_the_whole(case: Case, most: int) -> None:
     with jax.enable_x64(True):
@@ -63,6 +68,7 @@ def test_pieces_make_the_whole(case: Case, most: int) -> None:
 
 def test_every_rule_has_a_case() -> None:
     covered = {case.primitive for case in CASES}
+    assert set(map(str, CASES)) >= LONG
     assert covered | ABSENT.keys() == known_primitives(), "add a case to tests/autopar/rule_cases.py"
 
 

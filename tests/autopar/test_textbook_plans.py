@@ -59,11 +59,11 @@ def kinds(plan: Any, over: str = "data") -> set[str]:
 
 
 def with_recomputation(names: Any) -> list[Any]:
-    """Models as they are and recomputed in each way that they have."""
+    """Models as they are and recomputed in each way that they have; in every run half of it, of each model and way."""
     return [
-        pytest.param(name, recomputing, id=f"{name}-{recomputing}")
-        for name in names
-        for recomputing in RECOMPUTING
+        pytest.param(name, recomputing, id=f"{name}-{recomputing}", marks=[pytest.mark.slow] * ((i + way) % 2))
+        for i, name in enumerate(names)
+        for way, recomputing in enumerate(RECOMPUTING)
         if recomputing != "jax.checkpoint" or hasattr(MODELS[name].least, "remat")
     ]
 

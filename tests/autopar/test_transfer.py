@@ -243,9 +243,9 @@ def test_host_copies_are_noticed(host_copies: HostCopies) -> None:
     assert host_copies.count > 0
 
 
-def busy(x: jax.Array) -> jax.Array:
+def busy(x: jax.Array, turns: int = 150) -> jax.Array:
     """`x`, after a while."""
-    a = jax.lax.fori_loop(0, 150, lambda _, a: jnp.tanh(a @ a), jnp.full((512, 512), 0.5))
+    a = jax.lax.fori_loop(0, turns, lambda _, a: jnp.tanh(a @ a), jnp.full((512, 512), 0.5))
     return x + 0 * a[0, 0]
 
 
@@ -255,8 +255,8 @@ def test_a_call_does_not_wait_for_its_operand(target: str) -> None:
     compute = jax.jit(busy)
     start = jax.device_put(contents((8, 8)), on(0))
     transfer = compile_transfer(planned((8, 8), on(0), to))
-    transfer(jax.block_until_ready(compute(start)))
-    array = compute(start)
+    transfer(jax.block_until_ready(compute(start, 1)))
+    array = compute(start, 150)
     moved = transfer(array)
     assert not array.is_ready()
     assert not moved.is_ready()
