@@ -2,12 +2,24 @@
 
 A shape says where stages begin and on how many devices they run; even stages on equal submeshes are what is made by
 hand. In some number of microbatches and under each schedule it is simulated with the prices of its blocks.
+
+A pipeline of p groups in m microbatches takes, with the floors c_j of stages (forward and backward of a microbatch),
+P_g of all stages of a group with their share of the end of a step, and transfers x_j onward and y_j back, at least
+
+    max over g of  sum over j < g of (c_j + x_j + y_j) + m sum over stages of g of c      a backward being one task
+    max over g of  sum over j < g of x_j + m P_g
+
+for a group begins when the first microbatch has come to it. Drafts are priced in the order of that bound, which rises
+as blocks are priced, until none is left that may be the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
 
 from passes.boundaries import boundary_seconds
@@ -16,6 +28,7 @@ from passes.inter_op import Partition
 from passes.pipeline import DISPATCH_SECONDS
 from passes.schedules import build, is_chunked
 from passes.simulate import StageCost, Transfer, simulate
+from passes.stage_choices import Floor
 from passes.stage_table import StageCosts
 
 CHUNKS = (1, 2, 3, 4)
@@ -67,7 +80,7 @@ def evenly(n_devices: int, chunks: Sequence[int] = CHUNKS) -> list[tuple[int, in
 
 
 def by_hand(table: StageCosts, n_devices: int, microbatches: int) -> Iterator[Shape]:
-    """The shapes of even stages on equal submeshes."""
+    """The shapes of even stages on equal submeshes, cut as the step is in so many microbatches."""
     even = table.cuts(microbatches).even
     for groups, chunks in evenly(n_devices):
         if begins := even.get(groups * chunks):
@@ -83,17 +96,137 @@ def found(table: StageCosts, partition: Partition, microbatches: int) -> Shape:
     )
 
 
+@dataclass(slots=True, kw_only=True)
+class DraftSearch:
+    """The drafts that were `found`, each with the seconds that it takes by its prices.
+
+    `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
+    `reach` times that or more, or `most` seconds. `has` makes a sample in so many microbatches, and says whether there
+    is one.
+    """
+
+    table: StageCosts
+    schedules: Sequence[str]
+    limit: float
+    most: float
+    reach: float
+    has: Callable[[int], bool]
+    best: float = math.inf
+    found: list[Draft] = field(default_factory=list[Draft])
+    _seen: set[object] = field(default_factory=set[object])
+
+    @property
+    def beneath(self) -> float:
+        """Seconds that a draft must stay beneath."""
+        return min(self.reach * self.best, self.most)
+
+    def take(self, draft: Draft) -> None:
+        if draft.seconds < self.beneath:
+            self.found.append(draft)
+            if draft.peak_nbytes <= self.limit:
+                self.best = min(self.best, draft.seconds)
+
+    def add(self, wanted: Iterable[tuple[Shape, int]]) -> None:
+        """Prices these shapes in so many microbatches under each schedule, in the order of their bounds."""
+        left: list[tuple[float, int, Shape, int, tuple[str, ...]]] = []
+        for shape, count in dict.fromkeys(wanted):
+            for names in _families(shape, count, self.schedules):
+                if (shape, count, names) not in self._seen:
+                    self._seen.add((shape, count, names))
+                    left.append((self._bound(shape, count, names), len(left), shape, count, names))
+        heapq.heapify(left)
+        while left and left[0][0] < self.beneath:
+            bound, number, shape, count, names = heapq.heappop(left)
+            if not self.has(count):
+                continue
+            least = self._bound(shape, count, names)
+            if left and least > left[0][0] and least > bound:
+                heapq.heappush(left, (least, number, shape, count, names))
+                continue
+            for draft in drafts(shape, self.table, count, names, self.beneath):
+                self.take(draft)
+
+    def add_lean(self, megatron: Callable[[int, int], StageCosts]) -> None:
+        """Adds what does not fit with every submesh laid out as Megatron does, weights cut over all or some of it.
+
+        `megatron(n, tensor)` has the prices on n devices of which so many cut the weights.
+        """
+        over: dict[object, list[Draft]] = {}
+        for draft in sorted(self.found, key=lambda draft: draft.seconds):
+            if draft.peak_nbytes > self.limit and draft.table is self.table and len(set(draft.shape.devices)) == 1:
+                over.setdefault(draft.key, []).append(draft)
+        for ones in over.values():
+            shape, count, size = ones[0].shape, ones[0].microbatches, ones[0].shape.devices[0]
+            held = _most_held(shape, self.table, count)
+            for tensor in (parts for parts in range(1, size + 1) if size % parts == 0):
+                names = tuple(one.schedule for one in ones if one.seconds < self.beneath)
+                key = (shape, count, tensor, names)
+                if names and held <= tensor * self.limit and key not in self._seen:
+                    self._seen.add(key)
+                    for draft in drafts(shape, megatron(size, tensor), count, names, self.beneath):
+                        self.take(draft)
+
+    def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
+        known = count if count in self.table.samples else min(self.table.samples, key=lambda one: abs(one - count))
+        floors = [self.table.floor(*run, count) for run in _runs(shape, self.table, known)]
+        return least_seconds(floors, _transfers(shape, self.table, known, count), shape, count, _splits(names[0]))
+
+
+def least_seconds(
+    floors: Sequence[Floor], transfers: Sequence[Transfer], shape: Shape, microbatches: int, split: bool
+) -> float:
+    """Seconds that a shape takes at least; with the backward `split` nothing need follow a group's last task."""
+    groups, before, onward, least = len(shape.devices), 0.0, 0.0, 0.0
+    for group in range(groups):
+        own = floors[group::groups]
+        busy, pace = sum(one.seconds for one in own), sum(one.pace for one in own)
+        least = max(least, onward + microbatches * pace, before + microbatches * busy)
+        if group + 1 < groups:
+            hop = transfers[group]
+            onward += hop.forward_seconds
+            before += hop.forward_seconds
+            before += 0.0 if split else hop.backward_seconds + floors[group].seconds
+    return least
+
+
+def _families(shape: Shape, microbatches: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The schedules that a shape can have, those with a whole backward apart from those with halves of it."""
+    if shape.chunks > 1 and microbatches % len(shape.devices):
+        return
+    names = [name for name in schedules if is_chunked(name) == (shape.chunks > 1)]
+    for split in (False, True):
+        if own := tuple(name for name in names if _splits(name) == split):
+            yield own
+
+
+@cache
+def _splits(schedule: str) -> bool:
+    """Whether a schedule has halves of the backward."""
+    return any(task.kind == "weight_gradient" for task in build(schedule, 1, 1).groups[0])
+
+
+def _most_held(shape: Shape, table: StageCosts, microbatches: int) -> int:
+    """The most bytes of state that the stages of a group have, all devices together."""
+    state = [table.state_nbytes(begin, end, microbatches) for begin, end, _ in _runs(shape, table, microbatches)]
+    return max(sum(state[group :: len(shape.devices)]) for group in range(len(shape.devices)))
+
+
+def _runs(shape: Shape, table: StageCosts, microbatches: int) -> list[tuple[int, int, int]]:
+    """The first block of each stage, the one after its last, and its devices."""
+    ends = (*shape.begins[1:], len(table.cuts(microbatches).blocks))
+    sizes = (shape.devices[stage % len(shape.devices)] for stage in range(len(ends)))
+    return list(zip(shape.begins, ends, sizes, strict=True))
+
+
 def drafts(
     shape: Shape, table: StageCosts, microbatches: int, schedules: Sequence[str], beneath: float
 ) -> Iterator[Draft]:
-    """A shape under each schedule that it can have; none once it is seen that it takes `beneath` seconds or more."""
+    """A shape under each of these schedules; none once it is seen that it takes `beneath` seconds or more."""
     costs = _costs(shape, table, microbatches, beneath)
     if costs is None:
         return
-    transfers = _transfers(shape, table, microbatches)
+    transfers = _transfers(shape, table, microbatches, microbatches)
     for schedule in schedules:
-        if is_chunked(schedule) != (shape.chunks > 1) or (shape.chunks > 1 and microbatches % len(shape.devices)):
-            continue
         timeline = simulate(
             build(schedule, len(shape.begins), microbatches, shape.chunks),
             costs,
@@ -113,10 +246,8 @@ def drafts(
 
 def _costs(shape: Shape, table: StageCosts, microbatches: int, beneath: float) -> list[StageCost] | None:
     """What each stage costs; None once one of them cannot be had, or takes too long for all microbatches."""
-    ends = (*shape.begins[1:], len(table.cuts(microbatches).blocks))
     costs: list[StageCost] = []
-    for stage, (begin, end) in enumerate(zip(shape.begins, ends, strict=True)):
-        n_devices = shape.devices[stage % len(shape.devices)]
+    for begin, end, n_devices in _runs(shape, table, microbatches):
         stage_found = table.stage(begin, end, n_devices, microbatches, beneath / microbatches)
         if stage_found is None:
             return None
@@ -124,9 +255,10 @@ def _costs(shape: Shape, table: StageCosts, microbatches: int, beneath: float) -
     return costs
 
 
-def _transfers(shape: Shape, table: StageCosts, microbatches: int) -> list[Transfer]:
+def _transfers(shape: Shape, table: StageCosts, known: int, microbatches: int) -> list[Transfer]:
+    """What crosses between stages; in so many microbatches as there are of a sample, or the like of that in others."""
     hosts, places = table.cluster.group(), shape.places()
-    edges = [table.edge_nbytes(block, microbatches) for block in shape.begins[1:]]
+    edges = [table.edge_nbytes(block, known) * known // microbatches for block in shape.begins[1:]]
     return [
         _transfer(hosts, here, there, nbytes) for (here, there), nbytes in zip(pairwise(places), edges, strict=True)
     ]
@@ -137,3 +269,11 @@ def _transfer(hosts: HostGroup, here: range, there: range, nbytes: int) -> Trans
         forward_seconds=boundary_seconds(hosts, here, there, nbytes),
         backward_seconds=boundary_seconds(hosts, there, here, nbytes),
     )
+
+
+def first_of_each(ordered: Sequence[Draft]) -> list[Draft]:
+    """The first draft of each shape in each number of microbatches: its other schedules are tried with its plan."""
+    firsts: dict[object, Draft] = {}
+    for draft in ordered:
+        firsts.setdefault(draft.key, draft)
+    return list(firsts.values())

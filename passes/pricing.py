@@ -23,7 +23,8 @@ from passes.intra_op import SolverOptions, solve
 from passes.likeness import likeness
 from passes.mesh import Mesh
 from passes.mesh_search import best
-from passes.moves import Schedule, moves
+from passes.microbatch import microbatch_stacks
+from passes.moves import Layout, Schedule, moves
 from passes.phases import PHASES
 from passes.pipelines import microbatches_of, priced
 from passes.plan import Plan
@@ -31,6 +32,7 @@ from passes.problem import Assembly, assemble
 from passes.read_off import move_seconds
 from passes.resharding import Resharder
 from passes.rules import pinned_mesh
+from passes.segments import entering
 from passes.simulate import StageCost
 from passes.stages import Part
 from passes.variants import Form
@@ -96,11 +98,12 @@ Wanted = tuple[Block, Mesh, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _First:
-    """The first block of a kind; `nbytes` are of what stays between microbatches."""
+    """The first block of a kind; `nbytes` are of what stays between microbatches, `state_nbytes` without the batch."""
 
     block: Block
     grouping: Grouping
     nbytes: int
+    state_nbytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +127,17 @@ class Pricer:
     def __reduce__(self) -> tuple[Callable[[], Pricer], tuple[()]]:
         """A copy in another process begins with nothing known."""
         return partial(Pricer, options=self.options, rough=self.rough, restrict=self.restrict), ()
+
+    def restricted(self, restrict: Callable[[Assembly], Assembly]) -> Pricer:
+        """A pricer of plans made by hand that shares what it can know of blocks and meshes."""
+        return Pricer(
+            options=self.options,
+            rough=self.rough,
+            restrict=restrict,
+            resharders=self.resharders,
+            _firsts=self._firsts,
+            _alone=self._alone,
+        )
 
     @property
     def solved(self) -> int:
@@ -184,6 +198,10 @@ class Pricer:
             self._alone[key] = self._seconds_alone(block, Mesh(axes=("x",), sizes=(1,), cluster=cluster))
         return self._alone[key] / n_devices, self._first(block).nbytes / n_devices
 
+    def state_nbytes(self, block: Block) -> int:
+        """Bytes of what a block reads that is no batch, all of it: weights and their optimizer's state."""
+        return self._first(block).state_nbytes
+
     def _seconds_alone(self, block: Block, mesh: Mesh) -> float:
         """What a block's operators take on one device; 0 if it cannot be there."""
         part, resharder = block.part, self.resharders.setdefault(mesh, Resharder(mesh))
@@ -197,11 +215,12 @@ class Pricer:
     def _first(self, block: Block) -> _First:
         if block.kind not in self._firsts:
             part, graph = block.part, block.part.graph
-            grouping = group(graph)
+            own, rows = [value for value in graph.inputs if value not in part.streams], microbatch_stacks(graph)
             self._firsts[block.kind] = _First(
                 block=block,
-                grouping=grouping,
-                nbytes=sum(graph.types[value].nbytes for value in graph.inputs if value not in part.streams),
+                grouping=group(graph),
+                nbytes=sum(graph.types[value].nbytes for value in own),
+                state_nbytes=sum(graph.types[value].nbytes for value in own if value not in rows),
             )
         return self._firsts[block.kind]
 
@@ -229,14 +248,13 @@ class Pricer:
             plan = best("block", graph, [mesh], ties, (), self.options, self.restrict)
             resharder = Resharder(plan.mesh)
             schedule = moves(graph, plan.layout, resharder, refetch=plan.refetch)
-            cost = priced(part, plan.layout, plan.mesh, _onward(block, schedule, resharder, plan.phases))
-            return cost, plan.solution.bound
+            return _price(block, plan.layout, resharder, schedule, plan.phases), plan.solution.bound
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
         assembly = assemble(graph, mesh, one.grouping, resharder, ties, refetch=False)
         assembly = self.restrict(assembly) if self.restrict else assembly
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         most = at_most * microbatches_of(part)
-        answer = solve(assembly.problem, options, most)
+        answer = solve(assembly.problem, options, most, close=False)
         if answer.bound >= most:
             return None, answer.bound
         layout = assembly.layout(answer.choice)
@@ -244,7 +262,16 @@ class Pricer:
         _, moved = move_seconds(graph, schedule, resharder)
         compute = assembly.root.compute_seconds(answer.choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}
-        return priced(part, layout, mesh, _onward(block, schedule, resharder, seconds)), answer.bound
+        return _price(block, layout, resharder, schedule, seconds), answer.bound
+
+
+def _price(
+    block: Block, layout: Layout, resharder: Resharder, schedule: Schedule, seconds: Mapping[str, float]
+) -> StageCost:
+    """What a layout costs, with the copies that the loop reads in place of weights that lie elsewhere."""
+    found = priced(block.part, layout, resharder.mesh, _onward(block, schedule, resharder, seconds))
+    copies = entering(block.part, layout, resharder.mesh)
+    return replace(found, persistent_nbytes=found.persistent_nbytes + copies)
 
 
 def _onward(block: Block, schedule: Schedule, resharder: Resharder, seconds: Mapping[str, float]) -> dict[str, float]:

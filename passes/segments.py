@@ -82,13 +82,14 @@ def needs(part: Part, layout: Layout, mesh: Mesh, ties: Sequence[tuple[int, int]
     """What a stage needs; `ties` pairs (output, input) positions that are one state, of which some are `donated`."""
     resharder = Resharder(mesh)
     return Needs(
-        entering=_entering(part, layout, mesh),
+        entering=entering(part, layout, mesh),
         working=_working(part, layout.placements[part.loop].bodies[0], mesh, resharder),
         finish=_finish(part, layout, mesh, resharder, {o for o, i in ties if donated[i]}),
     )
 
 
-def _entering(part: Part, layout: Layout, mesh: Mesh) -> int:
+def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
+    """Bytes of one device of what a stage's loop reads in place of arguments that lie elsewhere."""
     graph = part.graph
     node, placement = graph.nodes[part.loop], layout.placements[part.loop]
     there = set(zip(graph.inputs, layout.inputs, strict=True))

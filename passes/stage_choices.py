@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,20 @@ class Candidate:
     in_flight_nbytes: int = 0
     transient_nbytes: int = 0
     key: object = None
+
+    @classmethod
+    def together(cls, costs: Sequence[tuple[StageCost, int]], key: object) -> Self:
+        """So many blocks of each cost as one stage."""
+        return cls(
+            forward_seconds=math.fsum(n * c.forward_seconds for c, n in costs),
+            backward_seconds=math.fsum(n * c.backward_seconds for c, n in costs),
+            input_gradient_seconds=math.fsum(n * (c.input_gradient_seconds or 0.0) for c, n in costs),
+            weight_gradient_seconds=math.fsum(n * (c.weight_gradient_seconds or 0.0) for c, n in costs),
+            finish_seconds=math.fsum(n * c.finish_seconds for c, n in costs),
+            persistent_nbytes=sum(n * c.persistent_nbytes for c, n in costs),
+            in_flight_nbytes=sum(n * c.in_flight_nbytes for c, n in costs),
+            key=key,
+        )
 
     def needed_nbytes(self, microbatches: int) -> int:
         """Bytes with that many microbatches in flight."""

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from passes import stages
 from passes.boundaries import boundary_seconds
@@ -36,6 +35,7 @@ from passes.pricing import Block, Pricer, Ties, Wanted, alike
 from passes.repeats import Cuts, in_blocks
 from passes.simulate import StageCost
 from passes.stage_choices import Floor
+from passes.stage_floors import SLACK, Floors
 
 ENOUGH = 0.03
 """A gain that no other mesh is tried for, over a price or from a price to the least that there can be."""
@@ -46,11 +46,6 @@ WASTE = 4.0
 NEAR = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
 
-_SLACK = 1 + 1e-9
-"""Sums in different orders differ by less: what is slower by more is slower."""
-
-
-Floats = NDArray[np.float64]
 Counted = tuple[Block, int]
 
 
@@ -61,33 +56,6 @@ class Sample:
     graph: Graph
     tied: Ties
     left_out: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Floors:
-    """The floors of all runs of layers on so many devices [layers, layers + 1], when so many prices were `found`."""
-
-    found: int
-    seconds: Floats
-    paces: Floats
-    nbytes: Floats
-
-    @classmethod
-    def of(cls, sums: Floats, floors: Floats, known: NDArray[np.bool_], nbytes: Floats, found: int) -> _Floors:
-        """From the seconds and paces of kinds of blocks on meshes [2, kinds, meshes], of which some are `known`.
-
-        `sums` [layers + 1, kinds] counts the blocks before each layer, of which each holds `nbytes` [kinds]. Meshes do
-        not count that are dearer than one on which all is known.
-        """
-        counts = np.maximum(sums - sums[:, None], 0.0)[:-1]
-        some = (counts > 0).astype(np.float64)
-        finite = np.isfinite(floors)
-        totals = counts @ np.where(finite, floors, 0.0)[:, None]
-        totals[some @ ~finite[:, None] > 0] = np.inf
-        seconds, paces = totals
-        best = np.where(some @ ~known > 0, np.inf, paces).min(axis=2, keepdims=True)
-        chosen = np.where(paces <= best * _SLACK, seconds, np.inf)
-        return cls(found=found, seconds=chosen.min(axis=2), paces=paces.min(axis=2), nbytes=counts @ nbytes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,10 +80,27 @@ class StageCosts:
         default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
     )
     _found: int = 0
-    _floors: dict[tuple[int, int], _Floors] = field(default_factory=dict[tuple[int, int], _Floors])
+    _floors: dict[tuple[int, int], Floors] = field(default_factory=dict[tuple[int, int], Floors])
     _spent: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
+    _runs: dict[tuple[tuple[tuple[str, int], ...], int], tuple[int, Floor]] = field(
+        default_factory=dict[tuple[tuple[tuple[str, int], ...], int], "tuple[int, Floor]"]
+    )
+
+    def restricted(self, pricer: Pricer, meshes: Callable[[int], Sequence[Mesh]]) -> StageCosts:
+        """The table of the same blocks by other prices, on other meshes."""
+        return replace(
+            self,
+            pricer=pricer,
+            meshes=meshes,
+            _found=0,
+            _floors={},
+            _spent={},
+            _laid_out={},
+            _winners={},
+            _runs={},
+        )
 
     def cuts(self, microbatches: int) -> Cuts:
         """The step in so many microbatches, in blocks and layers."""
@@ -197,6 +182,48 @@ class StageCosts:
         """The stage of some blocks, as `candidate` has that of layers."""
         return self._best(self._counted(begin, end, microbatches), n_devices, microbatches, beneath)
 
+    def floor(self, begin: int, end: int, n_devices: int, microbatches: int) -> Floor:
+        """What no stage of some blocks goes below, of what is known so far; in any number of microbatches.
+
+        Where the step was not cut in so many, it takes no less than what lies between its steps in fewer and in more:
+        each way to do it takes a time of its own, and one for each microbatch.
+        """
+        if microbatches in self.samples:
+            return self._run_floor(self._counted(begin, end, microbatches), n_devices)
+        fewer = max((count for count in self.samples if count < microbatches), default=None)
+        more = min((count for count in self.samples if count > microbatches), default=None)
+        low, high = (self.floor(begin, end, n_devices, n) if n else None for n in (fewer, more))
+        if not low or not fewer:
+            return high or Floor(0.0, 0.0, 0.0)
+        if not high or not more:
+            share = fewer / microbatches
+            return Floor(low.seconds * share, low.pace * share, low.nbytes)
+        part = (microbatches - fewer) / (more - fewer)
+        seconds, pace = (
+            ((1 - part) * fewer * a + part * more * b) / microbatches for a, b in zip(low[:2], high[:2], strict=True)
+        )
+        return Floor(seconds, pace, low.nbytes)
+
+    def state_nbytes(self, begin: int, end: int, microbatches: int) -> int:
+        """Bytes of the weights of some blocks and of their optimizer's state, all of it."""
+        return sum(n * self.pricer.state_nbytes(block) for block, n in self._counted(begin, end, microbatches))
+
+    def _run_floor(self, chosen: Sequence[Counted], n_devices: int) -> Floor:
+        key = tuple((block.kind, n) for block, n in chosen), n_devices
+        if key not in self._runs or self._runs[key][0] != self._found:
+            meshes = self._meshes(n_devices)
+            each = [
+                [(n * one[0], n * one[1]) for one, n in ((self._floor(b, mesh), n) for b, n in chosen)]
+                for mesh in meshes
+            ]
+            found = Floor(
+                seconds=min((math.fsum(seconds for seconds, _ in one) for one in each), default=math.inf),
+                pace=min((math.fsum(pace for _, pace in one) for one in each), default=math.inf),
+                nbytes=math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[1] for block, n in chosen),
+            )
+            self._runs[key] = self._found, found
+        return self._runs[key][1]
+
     def expect(self, asked: Sequence[tuple[int, int, Submesh, int]]) -> None:
         """Prices at once what `candidate` is going to ask for, one thing after the other, for each of these."""
         runs = [(self._layers(first, last, count), submesh.n_devices, count) for first, last, submesh, count in asked]
@@ -207,7 +234,7 @@ class StageCosts:
         ahead: list[Wanted] = []
         for (chosen, n_devices, count), (first, *others) in zip(runs, meshes, strict=True):
             costs = self._costs(chosen, first, math.inf)
-            pace = _together(costs, first).pace(count) if costs else 0.0
+            pace = Candidate.together(costs, first).pace(count) if costs else 0.0
             if pace > self._enough(chosen, n_devices):
                 ahead += [one for mesh in others for one in self._wanted(chosen, mesh, pace / (1 + ENOUGH))[:1]]
         self._find(ahead)
@@ -237,7 +264,7 @@ class StageCosts:
             costs = self._costs(chosen, mesh, bound)
             if costs is None:
                 continue
-            found = _together(costs, mesh)
+            found = Candidate.together(costs, mesh)
             pace = found.pace(microbatches)
             if pace >= beneath:
                 continue
@@ -258,7 +285,7 @@ class StageCosts:
                 self._look_ahead(chosen, meshes[1:], (1 + NEAR) * best)
             costs = self._costs(chosen, mesh, (1 + NEAR) * best)
             if costs is not None:
-                found.append((_together(costs, mesh).pace(microbatches), mesh))
+                found.append((Candidate.together(costs, mesh).pace(microbatches), mesh))
                 best = min(best, found[-1][0])
         return tuple(mesh for pace, mesh in found if pace <= (1 + NEAR) * best)
 
@@ -275,7 +302,7 @@ class StageCosts:
             if not all(self.pricer.is_known(block, mesh) for block, _, _ in asked):
                 return None
         spent = math.fsum(n * self._floor(block, mesh)[1] for block, n in chosen)
-        if spent > beneath * _SLACK or math.isinf(spent):
+        if spent > beneath * SLACK or math.isinf(spent):
             return None
         costs = ((self.pricer.price(block, mesh), n) for block, n in chosen)
         return [(cost, n) for cost, n in costs if cost]
@@ -284,10 +311,10 @@ class StageCosts:
         """The blocks without a price, heaviest first, with the pace that each may have; none if it is too much."""
         floors = [(n * self._floor(block, mesh)[1], block, n) for block, n in chosen]
         spent = math.fsum(pace for pace, _, _ in floors)
-        if spent > beneath * _SLACK or math.isinf(spent):
+        if spent > beneath * SLACK or math.isinf(spent):
             return []
         left = sorted((one for one in floors if not self.pricer.is_known(one[1], mesh)), key=lambda one: -one[0])
-        return [(block, mesh, (beneath * _SLACK - spent + pace) / n) for pace, block, n in left]
+        return [(block, mesh, (beneath * SLACK - spent + pace) / n) for pace, block, n in left]
 
     def _find(self, asked: Sequence[Wanted]) -> None:
         left = self.pricer.left(asked)
@@ -326,7 +353,7 @@ class StageCosts:
         seconds, pace, nbytes = (float(of[first, last]) for of in (found.seconds, found.paces, found.nbytes))
         return Floor(seconds=seconds, pace=pace, nbytes=nbytes)
 
-    def _floors_of(self, n_devices: int, microbatches: int) -> _Floors:
+    def _floors_of(self, n_devices: int, microbatches: int) -> Floors:
         kinds = [block for block, _ in self._layers(0, self.n_layers, microbatches)]
         numbers = {block.kind: number for number, block in enumerate(kinds)}
         each = np.zeros((self.n_layers + 1, len(kinds)))
@@ -335,7 +362,7 @@ class StageCosts:
                 each[layer + 1, numbers[block.kind]] = n
         meshes = self._meshes(n_devices)
         floors = np.array([[self._floor(block, mesh) for mesh in meshes] for block in kinds])
-        return _Floors.of(
+        return Floors.of(
             np.cumsum(each, axis=0),
             np.moveaxis(floors, 2, 0),
             np.array([[self.pricer.is_known(block, mesh) for mesh in meshes] for block in kinds]),
@@ -362,17 +389,3 @@ class StageCosts:
     def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
         """Seconds of so many bytes from some devices to others."""
         return boundary_seconds(self.cluster.group(), senders, receivers, nbytes)
-
-
-def _together(costs: Sequence[tuple[StageCost, int]], mesh: Mesh) -> Candidate:
-    """So many blocks of each cost as one stage."""
-    return Candidate(
-        forward_seconds=math.fsum(n * c.forward_seconds for c, n in costs),
-        backward_seconds=math.fsum(n * c.backward_seconds for c, n in costs),
-        input_gradient_seconds=math.fsum(n * (c.input_gradient_seconds or 0.0) for c, n in costs),
-        weight_gradient_seconds=math.fsum(n * (c.weight_gradient_seconds or 0.0) for c, n in costs),
-        finish_seconds=math.fsum(n * c.finish_seconds for c, n in costs),
-        persistent_nbytes=sum(n * c.persistent_nbytes for c, n in costs),
-        in_flight_nbytes=sum(n * c.in_flight_nbytes for c, n in costs),
-        key=mesh,
-    )

@@ -8,13 +8,13 @@ best are planned. Prices leave out what is needed for a moment: where no plan fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes import inter_op, restrictions, stages
 from passes.cluster import Cluster
 from passes.crew import Crew
-from passes.drafts import Draft, by_hand, drafts, evenly, found
+from passes.drafts import Draft, DraftSearch, Shape, by_hand, evenly, first_of_each, found
 from passes.errors import OverBudgetError, PlanningError
 from passes.inter_op import Partition, Submesh
 from passes.intra_op import SolverOptions
@@ -26,7 +26,7 @@ from passes.pipelines import body_of, joined, restated
 from passes.plan import Plan
 from passes.pricing import Pricer, Ties
 from passes.progress import Progress, Report, silent
-from passes.samples import ANCHORS, Step, near, sampled
+from passes.samples import ANCHORS, Step, anchors, near, sampled
 from passes.schedules import build, is_chunked
 from passes.segments import Needs
 from passes.stage_table import Sample, StageCosts
@@ -52,7 +52,7 @@ MOST_NODES = 6_000
 """Drafts are planned, after the first that fits, while they have no more operators than this in all."""
 
 MOST_UNFIT = 4
-"""So many of the drafts that need least are planned where no other plan fits."""
+"""So many of the drafts that need least are planned where no other plan fits; so many of a large step in one turn."""
 
 
 def interrupted(plan: Plan | PipelinePlan) -> Plan | PipelinePlan:
@@ -134,34 +134,62 @@ class StagedSearch:
         self._tell_price(None)
         self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
         self._seen.clear()
-        limit, best = self.limit, None
+        limit, best, unfit = self.limit, None, list[Draft]()
         for _ in range(1 + RETRIES):
-            most = best.step_seconds if best else beneath
-            partition = self._partition(limit, min(most, self._whole_seconds()))
+            search = self._search(limit, best.step_seconds if best else beneath)
+            try:
+                partition = self._drafted(search)
+            except KeyboardInterrupt:
+                own = [draft for draft in search.found if draft.peak_nbytes <= limit]
+                if not self.interruptible or not (best or own):
+                    raise
+                return _marked(best or self._plan(min(own, key=lambda draft: draft.seconds), crew))
             if partition is not None and partition.interrupted and best is None:
                 return _marked(self._plan(self._own(partition), crew))
-            drafted = [one for one in self._drafts(partition, limit, most) if one.peak_nbytes <= SLACK * limit]
-            better, over = self._best(drafted, most, crew)
+            unfit += [draft for draft in search.found if draft.peak_nbytes > SLACK * self.limit]
+            better, over = self._best(self._worth(search), search.most, crew)
             best = better or best
-            if over is None or (best is not None and best.is_interrupted):
+            if over is None or (best is not None and (best.is_interrupted or self._is_large)):
                 break
             limit *= LESS * min(1.0, self.limit / over)
         if best is None and math.isinf(beneath):
-            best, _ = self._best(self._drafts(None, 0.0, beneath)[:MOST_UNFIT], beneath, crew)
+            leanest = sorted(unfit, key=lambda draft: draft.peak_nbytes)
+            best, _ = self._best(first_of_each(leanest)[:MOST_UNFIT], beneath, crew)
         return best
 
-    def _whole_seconds(self) -> float:
-        """Seconds that stages must stay beneath to be better than none, by its price; infinite without one."""
+    def _search(self, limit: float, most: float) -> DraftSearch:
+        return DraftSearch(
+            table=self.table,
+            schedules=self.schedules,
+            limit=limit,
+            most=most,
+            reach=1.0 if self._is_large else CLOSE,
+            has=self._has,
+        )
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether a step is so large that few drafts are planned, and each number of microbatches takes its time."""
+        sample = next(iter(self.samples.values()))
+        return sample.left_out > 0 or 2 * _size(sample.graph) > MOST_NODES
+
+    def _whole_seconds(self, beneath: float) -> float:
+        """Seconds that stages must stay beneath to be better than none, by its price, if that is less."""
         if 1 not in self.samples:
-            return math.inf
-        one = self.table.candidate(0, self.layers, self._everything(), 1)
-        return RIVAL * one.pace(1) if one is not None and one.needed_nbytes(1) <= self.limit else math.inf
+            return beneath
+        one = self.table.candidate(0, self.layers, self._everything(), 1, beneath=beneath / RIVAL)
+        return RIVAL * one.pace(1) if one is not None and one.needed_nbytes(1) <= self.limit else beneath
 
-    def _partition(self, limit: float, beneath: float) -> Partition | None:
-        """The stages that take least by their prices and need at most `limit` bytes of a device, if any are beneath.
+    def _partition(self, search: DraftSearch) -> Partition | None:
+        """The stages that take least by their prices and keep the limit of a search, if any may be better than its own.
 
+        In the number of microbatches that is best for pipelines by hand and, unless the step is large, the first ones.
         Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
         """
+        own = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
+        counts = {min(own, key=lambda draft: draft.seconds).microbatches} if own else set[int]()
+        if not own or not self._is_large:
+            counts |= {n for n in anchors(self.step.counts) if n in self.samples}
         single = [name for name in self.schedules if not is_chunked(name)]
         unsplit = [name for name in single if all(t.kind != "weight_gradient" for t in build(name, 1, 1).groups[0])]
         try:
@@ -171,12 +199,12 @@ class StagedSearch:
                 inter_op.submeshes(self.cluster, every=False),
                 self.table,
                 schedules=unsplit or single or ("1f1b",),
-                microbatches=tuple(count for count in self.samples if count > 1) or (1,),
-                memory_limit=limit,
+                microbatches=tuple(sorted(counts)) or (1,),
+                memory_limit=search.limit,
                 dispatch_seconds=DISPATCH_SECONDS,
                 n_stages=range(2, self.layers + 1),
                 idle=False,
-                beneath=beneath,
+                beneath=self._whole_seconds(search.beneath),
                 least=self.table.least,
                 expect=self.table.expect,
                 interruptible=self.interruptible,
@@ -195,40 +223,56 @@ class StagedSearch:
             table=self.table,
         )
 
-    def _drafts(self, partition: Partition | None, limit: float, beneath: float) -> list[Draft]:
-        """What is worth planning: the partition's stages and those by hand, in as many microbatches as it has, or so.
+    def _drafted(self, search: DraftSearch) -> Partition | None:
+        """The partition that is the best by its prices, if it may be; all that is worth planning is in the search.
 
-        First what fits, the fastest first; then what may; then the leanest of the rest.
+        Pipelines by hand come first, since what they take bounds the partition; then its stages in numbers of
+        microbatches near to its own; what does not fit is tried in a lean form as well.
         """
-        ours = [] if partition is None else [self._own(partition)]
-        best = min((draft.seconds for draft in ours), default=beneath)
-        for count in near(self.step.counts, partition.microbatches if partition else ANCHORS[1]):
-            if not self._has(count):
-                continue
-            shapes = [found(self.table, partition, count)] if partition else []
-            for shape in dict.fromkeys([*shapes, *by_hand(self.table, self.cluster.n_devices, count)]):
-                for draft in drafts(shape, self.table, count, self.schedules, CLOSE * best):
-                    best = min(best, draft.seconds) if draft.peak_nbytes <= limit else best
-                    ours.append(draft)
-        for draft in [draft for draft in ours if draft.peak_nbytes > limit]:
-            for lean in self._lean(draft, CLOSE * best):
-                best = min(best, lean.seconds) if lean.peak_nbytes <= limit else best
-                ours.append(lean)
-        ours = [draft for draft in ours if draft.seconds < CLOSE * best]
-        return _first_of_each(sorted(ours, key=lambda draft: _order(draft, limit)))
+        self._by_hand(search, ANCHORS[-1 if self._is_large else 1])
+        partition = self._partition(search)
+        if partition is not None:
+            search.take(self._own(partition))
+            if partition.interrupted:
+                return partition
+        fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
+        base = min(fits, key=lambda draft: draft.seconds).microbatches if fits else ANCHORS[1]
+        if partition is not None:
+            shape = found(self.table, partition, partition.microbatches)
+            search.add((shape, n) for n in self._near(base))
+        self._by_hand(search, base)
+        return partition
 
-    def _lean(self, draft: Draft, beneath: float) -> Iterator[Draft]:
-        """A draft with every submesh laid out as Megatron does, weights cut over all or some of its devices."""
-        if draft.table is not self.table or len(set(draft.shape.devices)) > 1:
-            return
-        size = draft.shape.devices[0]
-        for tensor in (n for n in range(1, size + 1) if size % n == 0):
+    def _by_hand(self, search: DraftSearch, base: int) -> None:
+        """Adds even stages in numbers of microbatches near to that, and in those that there are."""
+        wanted: list[tuple[Shape, int]] = []
+        for n in self._near(base):
+            known = n if n in self.samples else next(iter(self.samples))
+            wanted += [(shape, n) for shape in by_hand(self.table, self.cluster.n_devices, known)]
+        search.add(wanted)
+        search.add_lean(self._megatron)
+
+    def _near(self, base: int) -> list[int]:
+        """Numbers of microbatches near to that, and those sampled; of a step that is not large, all are."""
+        own = [n for n in self.samples if n > 1] or [1]
+        return [n for n in dict.fromkeys((*own, *near(self.step.counts, base))) if self._is_large or self._has(n)]
+
+    def _worth(self, search: DraftSearch) -> list[Draft]:
+        """The drafts that may be the best and may fit: first what fits, the fastest first.
+
+        Of a large step those that are slower come after the first, for where its plan does not fit after all.
+        """
+        most = math.inf if self._is_large else search.beneath
+        ours = [one for one in search.found if one.seconds < most and one.peak_nbytes <= SLACK * search.limit]
+        return first_of_each(sorted(ours, key=lambda draft: (draft.peak_nbytes > search.limit, draft.seconds)))
+
+    def _megatron(self, size: int, tensor: int) -> StageCosts:
+        """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
+        if (size, tensor) not in self._restricted:
             mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor))
-            if (size, tensor) not in self._restricted:
-                pricer = Pricer(options=self.solver, restrict=restrictions.megatron)
-                self._restricted[size, tensor] = self._table(pricer, lambda _, mesh=mesh: [mesh])
-            table = self._restricted[size, tensor]
-            yield from drafts(draft.shape, table, draft.microbatches, (draft.schedule,), beneath)
+            pricer = self.pricer.restricted(restrictions.megatron)
+            self._restricted[size, tensor] = self.table.restricted(pricer, lambda _: [mesh])
+        return self._restricted[size, tensor]
 
     def _has(self, count: int) -> bool:
         """Whether the step can be had in so many microbatches, and cut as it is in others."""
@@ -250,7 +294,7 @@ class StagedSearch:
         """
         best: PipelinePlan | None = None
         over: int | None = None
-        nodes = 0
+        nodes = planned = 0
         try:
             for draft in drafted:
                 if draft.seconds >= (best.step_seconds if best else beneath):
@@ -258,9 +302,10 @@ class StagedSearch:
                 if draft.key in self._seen:
                     continue
                 graph = self._graph(draft.microbatches)
-                nodes += len(graph.nodes) + len(body_of(graph).nodes)
-                if best is not None and nodes > MOST_NODES:
+                nodes += _size(graph)
+                if nodes > MOST_NODES and (best is not None or planned == MOST_UNFIT):
                     break
+                planned += 1
                 self._seen.add(draft.key)
                 try:
                     plan = self._plan(draft, crew)
@@ -349,15 +394,6 @@ class StagedSearch:
         self.report(Progress(phase="plan the stages chosen", done=done, total=total))
 
 
-def _order(draft: Draft, limit: float) -> tuple[int, float]:
-    """Drafts that fit, by their seconds; those that may, by their seconds; the rest by what they need."""
-    far = (draft.peak_nbytes > limit) + (draft.peak_nbytes > SLACK * limit)
-    return far, draft.peak_nbytes if far == 2 else draft.seconds
-
-
-def _first_of_each(ordered: Sequence[Draft]) -> list[Draft]:
-    """The first draft of each shape in each number of microbatches: its other schedules are tried with its plan."""
-    firsts: dict[object, Draft] = {}
-    for draft in ordered:
-        firsts.setdefault(draft.key, draft)
-    return list(firsts.values())
+def _size(graph: Graph) -> int:
+    """The operators of a step in microbatches: of what is done once, and of its loop."""
+    return len(graph.nodes) + len(body_of(graph).nodes)

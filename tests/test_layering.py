@@ -104,6 +104,7 @@ ORDER = (
     "pipelines",
     "crew",
     "pricing",
+    "stage_floors",
     "stage_table",
     "drafts",
     "samples",
