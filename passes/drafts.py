@@ -102,7 +102,7 @@ class DraftSearch:
 
     `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
     `reach` times that or more, or `most` seconds. `has` makes a sample in so many microbatches, and says whether there
-    is one.
+    is one; `leaner(n, tensor)` has prices on n devices that need less memory: 0, or Megatron's.
     """
 
     table: StageCosts
@@ -111,6 +111,7 @@ class DraftSearch:
     most: float
     reach: float
     has: Callable[[int], bool]
+    leaner: Callable[[int, int], StageCosts]
     best: float = math.inf
     found: list[Draft] = field(default_factory=list[Draft])
     _seen: set[object] = field(default_factory=set[object])
@@ -143,28 +144,25 @@ class DraftSearch:
             if left and least > left[0][0] and least > bound:
                 heapq.heappush(left, (least, number, shape, count, names))
                 continue
+            over: list[Draft] = []
             for draft in drafts(shape, self.table, count, names, self.beneath):
                 self.take(draft)
+                over += [draft] if draft.peak_nbytes > self.limit else []
+            self._add_lean(shape, count, over)
 
-    def add_lean(self, megatron: Callable[[int, int], StageCosts]) -> None:
-        """Adds what does not fit with every submesh laid out as Megatron does, weights cut over all or some of it.
-
-        `megatron(n, tensor)` has the prices on n devices of which so many cut the weights.
+    def _add_lean(self, shape: Shape, count: int, over: Sequence[Draft]) -> None:
+        """Adds what does not fit without copies of weights, then with submeshes as Megatron lays them out, weights cut
+        over all or some of their devices.
         """
-        over: dict[object, list[Draft]] = {}
-        for draft in sorted(self.found, key=lambda draft: draft.seconds):
-            if draft.peak_nbytes > self.limit and draft.table is self.table and len(set(draft.shape.devices)) == 1:
-                over.setdefault(draft.key, []).append(draft)
-        for ones in over.values():
-            shape, count, size = ones[0].shape, ones[0].microbatches, ones[0].shape.devices[0]
-            held = _most_held(shape, self.table, count)
-            for tensor in (parts for parts in range(1, size + 1) if size % parts == 0):
-                names = tuple(one.schedule for one in ones if one.seconds < self.beneath)
-                key = (shape, count, tensor, names)
-                if names and held <= tensor * self.limit and key not in self._seen:
-                    self._seen.add(key)
-                    for draft in drafts(shape, megatron(size, tensor), count, names, self.beneath):
-                        self.take(draft)
+        size = shape.devices[0]
+        if not over or len(set(shape.devices)) > 1:
+            return
+        held = _most_held(shape, self.table, count)
+        for tensor in (0, *(parts for parts in range(size, 0, -1) if size % parts == 0)):
+            names = tuple(one.schedule for one in over if one.seconds < self.beneath)
+            if names and held <= (tensor or size) * self.limit:
+                for draft in drafts(shape, self.leaner(size, tensor), count, names, self.beneath):
+                    self.take(draft)
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
         known = count if count in self.table.samples else min(self.table.samples, key=lambda one: abs(one - count))

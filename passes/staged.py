@@ -165,6 +165,7 @@ class StagedSearch:
             most=most,
             reach=1.0 if self._is_large else CLOSE,
             has=self._has,
+            leaner=self._leaner,
         )
 
     @property
@@ -236,7 +237,7 @@ class StagedSearch:
             if partition.interrupted:
                 return partition
         fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
-        base = min(fits, key=lambda draft: draft.seconds).microbatches if fits else ANCHORS[1]
+        base = min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
         if partition is not None:
             shape = found(self.table, partition, partition.microbatches)
             search.add((shape, n) for n in self._near(base))
@@ -250,7 +251,6 @@ class StagedSearch:
             known = n if n in self.samples else next(iter(self.samples))
             wanted += [(shape, n) for shape in by_hand(self.table, self.cluster.n_devices, known)]
         search.add(wanted)
-        search.add_lean(self._megatron)
 
     def _near(self, base: int) -> list[int]:
         """Numbers of microbatches near to that, and those sampled; of a step that is not large, all are."""
@@ -266,12 +266,12 @@ class StagedSearch:
         ours = [one for one in search.found if one.seconds < most and one.peak_nbytes <= SLACK * search.limit]
         return first_of_each(sorted(ours, key=lambda draft: (draft.peak_nbytes > search.limit, draft.seconds)))
 
-    def _megatron(self, size: int, tensor: int) -> StageCosts:
-        """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
+    def _leaner(self, size: int, tensor: int) -> StageCosts:
+        """Prices on submeshes of this size: as Megatron's over so many devices or, for 0, without copies of weights."""
         if (size, tensor) not in self._restricted:
-            mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor))
-            pricer = self.pricer.restricted(restrictions.megatron)
-            self._restricted[size, tensor] = self.table.restricted(pricer, lambda _: [mesh])
+            mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor)) if tensor else None
+            pricer = self.pricer.restricted(restrictions.megatron if tensor else restrictions.in_place)
+            self._restricted[size, tensor] = self.table.restricted(pricer, (lambda _: [mesh]) if mesh else self.meshes)
         return self._restricted[size, tensor]
 
     def _has(self, count: int) -> bool:
