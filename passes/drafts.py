@@ -102,7 +102,7 @@ class DraftSearch:
 
     `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
     `reach` times that or more, or `most` seconds. `has` makes a sample in so many microbatches, and says whether there
-    is one; `leaner(n, tensor)` has prices on n devices that need less memory: 0, or Megatron's.
+    is one; `leaner(n, tensor)` has Megatron's prices on n devices of which so many cut the weights.
     """
 
     table: StageCosts
@@ -151,16 +151,14 @@ class DraftSearch:
             self._add_lean(shape, count, over)
 
     def _add_lean(self, shape: Shape, count: int, over: Sequence[Draft]) -> None:
-        """Adds what does not fit without copies of weights, then with submeshes as Megatron lays them out, weights cut
-        over all or some of their devices.
-        """
+        """Adds what does not fit with every submesh laid out as Megatron does, weights cut over all or some of it."""
         size = shape.devices[0]
         if not over or len(set(shape.devices)) > 1:
             return
         held = _most_held(shape, self.table, count)
-        for tensor in (0, *(parts for parts in range(size, 0, -1) if size % parts == 0)):
+        for tensor in (parts for parts in range(size, 0, -1) if size % parts == 0):
             names = tuple(one.schedule for one in over if one.seconds < self.beneath)
-            if names and held <= (tensor or size) * self.limit:
+            if names and held <= tensor * self.limit:
                 for draft in drafts(shape, self.leaner(size, tensor), count, names, self.beneath):
                     self.take(draft)
 

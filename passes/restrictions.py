@@ -25,7 +25,6 @@ from passes.moves import weights
 from passes.phases import phase
 from passes.problem import Assembly, Region
 from passes.sharding import ShardingSpec
-from passes.sharding_problem import Edge
 from passes.strategies import PARTIAL, Strategy
 
 
@@ -378,21 +377,6 @@ def megatron(assembly: Assembly, data: str = "data", tensor: str = "tensor") -> 
         return value not in matrices or _cut(spec, tensor)
 
     return _restrict(assembly, allows, allows_input, allows_slot)
-
-
-def in_place(assembly: Assembly) -> Assembly:
-    """Only what has loops read arguments where they lie: no second copy of a weight stays while they run."""
-    root = assembly.root
-    inputs = {root.borders[value].node for value in root.graph.inputs if value in root.borders}
-    slots = {slot.node for joint in root.joints.values() for slot in joint.slots}
-
-    def stays(edge: Edge) -> Edge:
-        if edge.source not in inputs or edge.target not in slots:
-            return edge
-        same = np.array([[before == after for after in edge.labels] for before in edge.origins])
-        return replace(edge, seconds=np.where(same, edge.seconds, np.inf))
-
-    return replace(assembly, problem=replace(assembly.problem, edges=tuple(map(stays, assembly.problem.edges))))
 
 
 def textbook(mesh: Mesh) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:

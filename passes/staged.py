@@ -267,11 +267,11 @@ class StagedSearch:
         return first_of_each(sorted(ours, key=lambda draft: (draft.peak_nbytes > search.limit, draft.seconds)))
 
     def _leaner(self, size: int, tensor: int) -> StageCosts:
-        """Prices on submeshes of this size: as Megatron's over so many devices or, for 0, without copies of weights."""
+        """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
         if (size, tensor) not in self._restricted:
-            mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor)) if tensor else None
-            pricer = self.pricer.restricted(restrictions.megatron if tensor else restrictions.in_place)
-            self._restricted[size, tensor] = self.table.restricted(pricer, (lambda _: [mesh]) if mesh else self.meshes)
+            mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor))
+            pricer = self.pricer.restricted(restrictions.megatron)
+            self._restricted[size, tensor] = self.table.restricted(pricer, lambda _: [mesh])
         return self._restricted[size, tensor]
 
     def _has(self, count: int) -> bool:
