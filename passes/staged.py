@@ -138,14 +138,12 @@ class StagedSearch:
         for _ in range(1 + RETRIES):
             search = self._search(limit, best.step_seconds if best else beneath)
             try:
-                partition = self._drafted(search)
+                self._draft(search)
             except KeyboardInterrupt:
                 own = [draft for draft in search.found if draft.peak_nbytes <= limit]
                 if not self.interruptible or not (best or own):
                     raise
                 return _marked(best or self._plan(min(own, key=lambda draft: draft.seconds), crew))
-            if partition is not None and partition.interrupted and best is None:
-                return _marked(self._plan(self._own(partition), crew))
             unfit += [draft for draft in search.found if draft.peak_nbytes > SLACK * self.limit]
             better, over = self._best(self._worth(search), search.most, crew)
             best = better or best
@@ -224,8 +222,8 @@ class StagedSearch:
             table=self.table,
         )
 
-    def _drafted(self, search: DraftSearch) -> Partition | None:
-        """The partition that is the best by its prices, if it may be; all that is worth planning is in the search.
+    def _draft(self, search: DraftSearch) -> None:
+        """Adds all that is worth planning to the search, and the partition that is the best by its prices if it may be.
 
         Pipelines by hand come first, since what they take bounds the partition; then its stages in numbers of
         microbatches near to its own; what does not fit is tried in a lean form as well.
@@ -235,14 +233,13 @@ class StagedSearch:
         if partition is not None:
             search.take(self._own(partition))
             if partition.interrupted:
-                return partition
+                raise KeyboardInterrupt
         fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
         base = min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
         if partition is not None:
             shape = found(self.table, partition, partition.microbatches)
             search.add((shape, n) for n in self._near(base))
         self._by_hand(search, base)
-        return partition
 
     def _by_hand(self, search: DraftSearch, base: int) -> None:
         """Adds even stages in numbers of microbatches near to that, and in those that there are."""

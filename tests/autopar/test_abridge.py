@@ -158,13 +158,16 @@ def test_a_value_that_all_blocks_read_stays():
 
 
 def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
-    """Ctrl-C once there are stages: while others are looked for, and while others are planned."""
-    drafts, plan = StagedSearch._drafts, StagedSearch._plan
+    """Ctrl-C once there are stages: while others are looked for, by hand and not, and while others are planned."""
+    worth, plan = StagedSearch._worth, StagedSearch._plan
     planned = []
 
     def twice(self, *args):
-        first = drafts(self, *args)[0]
+        first = worth(self, *args)[0]
         return [first, replace(first, microbatches=2, seconds=0.0)]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
 
     def pressed(self, *args):
         if planned:
@@ -177,7 +180,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
     uninterrupted = free_plan()
     assert not uninterrupted.is_interrupted
     with monkeypatch.context() as patch:
-        patch.setattr(StagedSearch, "_drafts", twice)
+        patch.setattr(StagedSearch, "_worth", twice)
         patch.setattr(StagedSearch, "_plan", pressed)
         patch.setattr(staged, "MOST_NODES", 10**9)
         with pytest.raises(KeyboardInterrupt):
@@ -187,13 +190,24 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
         found = search.run()
         assert found.is_interrupted
         assert found.firsts == uninterrupted.firsts
+    looked_for = StagedSearch._partition
+    monkeypatch.setattr(StagedSearch, "_partition", interrupt)
+    found = search.run()
+    assert found.is_interrupted
+    assert found.firsts == uninterrupted.firsts
+    search.interruptible = False
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    search.interruptible = True
     partition = inter_op.partition
+    monkeypatch.setattr(StagedSearch, "_partition", looked_for)
+    monkeypatch.setattr(StagedSearch, "_by_hand", lambda *_: None)
     monkeypatch.setattr(
         inter_op, "partition", lambda *args, **more: replace(partition(*args, **more), interrupted=True)
     )
     found = search.run()
     assert found.is_interrupted
-    assert found.firsts == uninterrupted.firsts
+    assert len(found.stages) > 1
 
 
 def test_no_mesh_is_taken_that_is_too_slow():

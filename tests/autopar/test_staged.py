@@ -1,5 +1,6 @@
 """`Auto(pipeline=True)` is never worse than a pipeline by hand or a plan without stages, and never without a plan."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,14 @@ import autopar
 from autopar import Auto, DataParallel, Megatron, Pipeline
 from autopar.family import Family
 from passes.devices import parse_cluster
+from passes.drafts import Draft, DraftSearch, Shape
 from passes.errors import OverBudgetError
 from passes.intra_op import SolverOptions
 from passes.mesh_search import layouts
 from passes.samples import anchors, layers_of, near, samples_of
 from passes.schedules import SCHEDULES, is_chunked
 from passes.staged import StagedSearch
+from tests.sample import slow
 
 
 def f(*shape: int) -> jax.ShapeDtypeStruct:
@@ -133,27 +136,55 @@ def test_what_has_no_stages_is_planned_without(name: str) -> None:
     assert found.step_seconds <= whole.step_seconds
 
 
-@pytest.mark.parametrize(("layers", "rows"), [(2, 64), (4, 15), (3, 7)])
-def test_there_are_stages_where_cuts_are_few_and_batches_odd(layers: int, rows: int) -> None:
-    """Of eight layers that were asked for there are as many as there can be; microbatches divide the batch."""
-    args = [f(256, 256)] * layers, f(rows, 256)
-    cluster = parse_cluster("2x1:v100-16g")
-    traced = autopar.parallelize(sgd(plain), cluster=cluster).trace(*args)
+def searched(loss: Callable[..., Any], args: Any, devices: str, limit: float = 1e12) -> StagedSearch:
+    """The search over stages of a step by itself."""
+    cluster = parse_cluster(devices)
+    traced = autopar.parallelize(sgd(loss), cluster=cluster).trace(*args)
     family = Family(traced=traced, structs=jax.tree.leaves(args), coupling="exact", layers=8)
     samples = samples_of(family)
-    n_layers = layers_of(samples, 8, 8)
-    assert 2 <= n_layers <= (8 if layers > 3 else 7)
-    assert all(rows % count == 0 for count in samples)
-    found = StagedSearch(
+    return StagedSearch(
         step=family,
         cluster=cluster,
         samples=samples,
-        layers=n_layers,
+        layers=layers_of(samples, 8, 8),
         schedules=tuple(SCHEDULES),
-        limit=1e12,
+        limit=limit,
         solver=SolverOptions(),
         meshes=lambda n: layouts(cluster, n, 2),
-    ).run()
+    )
+
+
+@pytest.mark.parametrize(("name", "limit"), [("plain", 1e12), slow("residual", 1e12), slow("uneven", 4e7)])
+def test_no_draft_takes_less_than_it_was_bound_to(name: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bounds before its step was written in so many microbatches, and of those before and after its prices."""
+    bounds, took = list[tuple[Any, float]](), dict[Any, float]()
+    bound, take = DraftSearch._bound, DraftSearch.take
+
+    def bounded(self: DraftSearch, shape: Shape, count: int, names: tuple[str, ...]) -> float:
+        bounds.extend(((shape, count, one), bound(self, shape, count, names)) for one in names)
+        return bounds[-1][1]
+
+    def taken(self: DraftSearch, draft: Draft) -> None:
+        key = draft.shape, draft.microbatches, draft.schedule
+        took[key] = min(draft.seconds, took.get(key, math.inf))
+        bounded(self, draft.shape, draft.microbatches, (draft.schedule,))
+        take(self, draft)
+
+    monkeypatch.setattr(DraftSearch, "_bound", bounded)
+    monkeypatch.setattr(DraftSearch, "take", taken)
+    searched(*(CASES | SLOW_CASES)[name], limit).run()
+    compared = [(least, took[key]) for key, least in bounds if key in took]
+    assert len(compared) > 3
+    assert all(0 < least <= seconds * (1 + 1e-9) for least, seconds in compared)
+
+
+@pytest.mark.parametrize(("layers", "rows"), [(2, 64), (4, 15), (3, 7)])
+def test_there_are_stages_where_cuts_are_few_and_batches_odd(layers: int, rows: int) -> None:
+    """Of eight layers that were asked for there are as many as there can be; microbatches divide the batch."""
+    search = searched(plain, ([f(256, 256)] * layers, f(rows, 256)), "2x1:v100-16g")
+    assert 2 <= search.layers <= (8 if layers > 3 else 7)
+    assert all(rows % count == 0 for count in search.samples)
+    found = search.run()
     assert found is not None
     assert len(found.stages) >= 2
     assert rows % found.microbatches == 0
