@@ -176,13 +176,11 @@ def program(case: Case) -> Function:
 
 def measure(case: Case) -> Row:
     """One case, planned and compiled from shapes alone. Raises PlanningError where microbatches are not to be had."""
-    planned = program(case)
-    parallel = autopar.parallelize(
-        planned.call,
-        planner=PLANNERS[case.planner](),
-        donate_argnums=planned.donated,
-        microbatches=case.microbatches if case.microbatches > 1 else None,
-    )
+    planned, planner = program(case), PLANNERS[case.planner]()
+    count = case.microbatches if case.microbatches > 1 else None
+    if isinstance(planner, autopar.Megatron):
+        planner, count = replace(planner, microbatches=case.microbatches), None
+    parallel = autopar.parallelize(planned.call, planner=planner, donate_argnums=planned.donated, microbatches=count)
     compiled = parallel.lower(*planned.arguments).compile()
     found = compiled.memory_analysis()
     return Row(

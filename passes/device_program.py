@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.combining import combined
@@ -115,7 +115,7 @@ def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, bo
         outputs[position] = lowering.operations.add("update", (outputs[position],), (0,), "bool", ("stack", position))
     operations, moved = lowering.operations.every, list[int]()
     if border.repeated:
-        operations, moved = _hoisted(operations, {lowering.entered[position] for position in border.fixed})
+        operations, moved = _hoisted(operations, {lowering.entered[position] for position in border.fixed}, outputs)
     operations, place = combined(operations)
     entered = [place[o] for o in lowering.entered]
     return DeviceProgram(
@@ -127,24 +127,29 @@ def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, bo
     )
 
 
-def _hoisted(operations: list[Operation], same: set[int]) -> tuple[list[Operation], list[int]]:
+def _hoisted(
+    operations: list[Operation], same: set[int], outputs: Collection[int]
+) -> tuple[list[Operation], list[int]]:
     """The operations of a loop with what is the `same` in every iteration as inputs, and which of them it computes.
+
+    What is left in place reads what was moved out, as a transposed view of a gathered weight does.
 
     Reference: XLA's WhileLoopInvariantCodeMotion, which the CPU compiler runs without a limit on sizes.
     """
     moved: set[int] = set()
-    replaced = list(operations)
-    found: list[int] = []
     for index, operation in enumerate(operations):
         if operation.kind not in FIXTURES and same.issuperset(operation.operands):
             same.add(index)
             if operation.kind not in IN_PLACE and operation.name not in ("slice", "rev"):
                 moved.add(index)
-        else:
-            found.extend(o for o in operation.operands if o in moved)
-    for index in (kept := dict.fromkeys(found)):
-        replaced[index] = operations[index]._replace(kind="input", operands=())
-    return replaced, list(kept)
+    replaced, read, left = list(operations), set(outputs), set[int]()
+    for index in reversed(range(len(operations))):
+        if index in moved and index in read:
+            left.add(index)
+            replaced[index] = operations[index]._replace(kind="input", operands=())
+        elif index not in moved and (index in read or index not in same):
+            read.update(operations[index].operands)
+    return replaced, sorted(left)
 
 
 class _Lowering:
