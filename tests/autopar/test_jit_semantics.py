@@ -896,7 +896,12 @@ def expected(name: str) -> Any:
 
 
 def every(plan: str) -> list[Any]:
-    return [pytest.param(name, marks=marks) for name, marks in MARKS[plan].items()]
+    """All functions under a plan: in every run, a random one where the searched one is slow."""
+    searched = {name for name, marks in MARKS["searched"].items() if pytest.mark.slow not in marks}
+    return [
+        pytest.param(name, marks=marks or [pytest.mark.slow] * (plan == "random" and name in searched))
+        for name, marks in MARKS[plan].items()
+    ]
 
 
 @pytest.mark.parametrize("name", every("searched"))
