@@ -57,6 +57,8 @@ def train(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("import a_module_that_nobody_has\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    # Bytecode is told from its source by size and second: of a file written twice in one, the first would be run.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield tmp_path
     for name in ("train", "broken"):
         sys.modules.pop(name, None)
