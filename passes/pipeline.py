@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
-from passes import plan_json, quantities
+from passes import plan_json, plan_text, quantities
 from passes.cluster import Cluster
 from passes.collectives import Collective
 from passes.errors import PlanMismatchError, PlanningError, explain
@@ -241,7 +241,9 @@ class PipelinePlan:
             "bubble": f"{self.bubble:.1%}",
         }
         columns = (Column(heading=""), Column(heading="", flexible=True))
-        return Table(title="Pipeline", columns=columns, rows=tuple(facts.items()))
+        stale = any(plan.is_stale for plan in self.stages)
+        note = plan_text.STALE if stale else ""
+        return Table(title="Pipeline", columns=columns, rows=tuple(facts.items()), note=note)
 
     def _stages_table(self) -> Table:
         headings = ("stage", "mesh", "forward", "backward", "update", "sent", "peak")

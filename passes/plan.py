@@ -5,9 +5,10 @@ A saved plan is a planner: `autopar.Manual("plan.json")` replays it without solv
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from passes import legality, plan_diff, plan_json, plan_text
@@ -37,7 +38,8 @@ class Plan:
     people, and empty where the planner did not keep them. `phases` are the same seconds by phase of the step. With
     `refetch`, the backward pass brings weights to where it wants them anew, and nothing keeps them in between. `remat`
     is what each layer keeps for the backward pass (passes/remat.py), empty for the step as it was written. The inputs
-    at `offloaded` stay in the host's memory between steps. `memory` is what more there is to say of one device's.
+    at `offloaded` stay in the host's memory between steps. `memory` is what more there is to say of one device's. If
+    numbers were counted for other placements, before an edit of the file, `counted_for` is the fingerprint of those.
     """
 
     fingerprint: str
@@ -61,6 +63,25 @@ class Plan:
     remat: tuple[str, ...] = ()
     offloaded: tuple[int, ...] = ()
     memory: MemoryReport | None = None
+    counted_for: str = ""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its placements were edited in a file after its numbers were counted."""
+        return bool(self.counted_for)
+
+    @property
+    def placed(self) -> str:
+        """A fingerprint of all that its numbers follow from: placements, mesh, and how the step is run."""
+        placements = [plan_text.placement_text(operator.placement) for operator in plan_text.everything(self.operators)]
+        inside = [
+            (layout.inputs, layout.outputs)
+            for operator in plan_text.everything(self.operators)
+            for layout in operator.placement.bodies
+        ]
+        specs = [[str(spec) for spec in several] for pair in ((self.inputs, self.outputs), *inside) for several in pair]
+        how = (str(self.mesh), self.microbatches, self.refetch, self.remat, self.offloaded)
+        return hashlib.sha256(repr((how, specs, placements)).encode()).hexdigest()[:16]
 
     @property
     def is_interrupted(self) -> bool:
@@ -124,14 +145,19 @@ class Plan:
 
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
         """The plan as tables, header first; `operators` adds every operator and every line that communicates."""
-        found = [
-            plan_text.header(
-                self.fingerprint, self.cluster, self.mesh, self.solution, self.microbatches, self.remat, self.offloaded
-            ),
+        solution = replace(self.solution, status="edited", bound=0.0) if self.is_stale else self.solution
+        header = plan_text.header(
+            self.fingerprint, self.cluster, self.mesh, solution, self.microbatches, self.remat, self.offloaded
+        )
+        numbers = (
             plan_text.seconds_table(self.seconds),
             plan_text.nbytes_table(self.nbytes),
             *(plan_text.memory_tables(self.memory) if self.memory else ()),
             plan_text.collectives_table(self.collectives, every=operators),
+        )
+        found = [
+            replace(header, note=plan_text.STALE) if self.is_stale else header,
+            *(replace(t, title=f"{t.title}, before the edit") if self.is_stale else t for t in numbers),
             plan_text.inputs_table(self.input_names, self.input_types, self.inputs, self.mesh),
         ]
         if self.replicated:
@@ -163,6 +189,7 @@ class Plan:
                     "gap": (plan_text.gap(self.solution), plan_text.gap(other.solution)),
                     "microbatches": (f"{self.microbatches:,}", f"{other.microbatches:,}"),
                     "offloaded": (f"{len(self.offloaded)}", f"{len(other.offloaded)}"),
+                    "numbers": (_when_counted(self), _when_counted(other)),
                     "recomputation": (plan_text.kept(self.remat), plan_text.kept(other.remat)),
                 }
             ),
@@ -191,6 +218,8 @@ class Plan:
             **({} if self.refetch else {"refetch": False}),
             **({"remat": list(self.remat)} if self.remat else {}),
             **({"offloaded": list(self.offloaded)} if self.offloaded else {}),
+            "placed": self.counted_for or self.placed,
+            **({"edited": True} if self.is_stale else {}),
             "seconds": {cause: plan_json.number(value) for cause, value in self.seconds.items()},
             **({"phases": phases} if phases else {}),
             "nbytes": dict(self.nbytes),
@@ -225,7 +254,7 @@ class Plan:
         collectives, replicated = read.list("collectives"), read.list("replicated")
         remat = read.list("remat") if "remat" in read.data else ()
         offloaded = read.list("offloaded") if "offloaded" in read.data else ()
-        return cls(
+        found = cls(
             fingerprint=read.text("fingerprint"),
             cluster=cluster,
             mesh=mesh,
@@ -251,6 +280,8 @@ class Plan:
             memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
             remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
         )
+        counted_for = read.text("placed")
+        return found if counted_for == found.placed else replace(found, counted_for=counted_for)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan; a reader sees the old file or the whole new one. Raises PlanningError where it cannot."""
@@ -263,3 +294,7 @@ class Plan:
             return cls.from_json(plan_json.read(path))
         except PlanningError as error:
             raise type(error)(f"{path}: {error}") from error
+
+
+def _when_counted(plan: Plan) -> str:
+    return "before an edit" if plan.is_stale else "as placed"

@@ -24,6 +24,12 @@ _KEEPS = {
     "inputs": "keeping inputs alone",
 }
 
+STALE = (
+    "The placements were edited: seconds, bytes and collectives are those from before the edit. To count them again: "
+    "autopar plan TARGET --planner manual:FILE, or parallelize(step, planner=Manual(FILE)).plan(...)"
+)
+"""What is said of a plan whose numbers were counted for other placements."""
+
 _BARS = " ▁▂▃▄▅▆▇█"
 
 _PLAIN = (Column(heading=""), Column(heading="", flexible=True))

@@ -86,7 +86,7 @@ def accounted(plan: Plan, graph: Graph, tied: Sequence[tuple[int, int]], donated
     compute = compute_seconds(graph, grouping, mesh, layout)
     same = math.isclose(sum(compute.values()), plan.seconds.get("compute", 0.0), rel_tol=EQUAL)
     if same and sent == plan.collectives and nbytes | away == plan.nbytes:
-        return plan
+        return replace(plan, counted_for="") if plan.is_stale else plan
     moving, moved = move_seconds(graph, schedule, resharder)
     kept = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
     seconds = {"compute": sum(compute.values()), **kept, **moving}
@@ -100,6 +100,7 @@ def accounted(plan: Plan, graph: Graph, tied: Sequence[tuple[int, int]], donated
         nbytes=nbytes | away,
         memory=report.less(-sum(away.values())) if away else report,
         solution=found,
+        counted_for="",
     )
 
 

@@ -118,10 +118,13 @@ def test_an_edited_plan_has_the_numbers_of_its_placements():
     plan = fresh.plan(*args)
     again = fresh.replan(planner=autopar.Manual(plan)).plan(*args)
     assert again == plan
-    stale = replace(plan, collectives=plan.collectives[:1], nbytes={**plan.nbytes, "outputs": 10**9})
+    assert fresh.replan(planner=autopar.Manual(replace(plan, counted_for="others"))).plan(*args) == plan
+    changed = {"nbytes": {**plan.nbytes, "outputs": 10**9}, "counted_for": "others"}
+    stale = replace(plan, collectives=plan.collectives[:1], **changed)
     counted = fresh.replan(planner=autopar.Manual(stale)).plan(*args)
     assert (counted.collectives, counted.seconds, counted.nbytes) == (plan.collectives, plan.seconds, plan.nbytes)
     assert counted.solution.status == "edited"
+    assert not counted.is_stale
 
 
 @pytest.mark.parametrize(

@@ -490,6 +490,29 @@ def test_wrapping_loses_nothing(rows):
         assert written.count(letter) == sum(cell.count(letter) for cell in itertools.chain(*rows, "ab"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"microbatches": 1', '"microbatches": 2'), ('"placement": "[data, -]"', '"placement": "[-, data]"')],
+    ids=["microbatches", "placement"],
+)
+def test_numbers_from_before_an_edit_are_marked_until_it_is_undone(plan, old, new):
+    read = Plan.from_json(edited(plan, old, new))
+    assert read.is_stale
+    assert read.counted_for == plan.placed != read.placed
+    shown = read.format(width=200)
+    assert "The placements were edited" in shown
+    assert "--planner manual:" in shown
+    assert shown.count("before the edit\n") == 3  # seconds, bytes, collectives
+    assert "optimal" not in shown
+    assert read.to_json()["edited"] is True
+    assert Plan.from_json(read.to_json()) == read
+    back = Plan.from_json(edited(read, new, old))
+    assert back == plan
+    assert not back.is_stale
+    assert "edit" not in back.format()
+    assert "edited" not in back.to_json()
+
+
 def golden_texts() -> dict[str, str]:
     plan = make_plan()
     return {
