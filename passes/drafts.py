@@ -26,7 +26,7 @@ from passes.boundaries import boundary_seconds
 from passes.cluster import HostGroup
 from passes.inter_op import Partition
 from passes.pipeline import DISPATCH_SECONDS
-from passes.schedules import build, is_chunked
+from passes.schedules import build, in_flight, is_chunked
 from passes.simulate import StageCost, Transfer, simulate
 from passes.stage_choices import Floor
 from passes.stage_table import StageCosts
@@ -96,18 +96,32 @@ def found(table: StageCosts, partition: Partition, microbatches: int) -> Shape:
     )
 
 
+def drafted(table: StageCosts, partition: Partition) -> Draft:
+    """A partition as a draft."""
+    return Draft(
+        shape=found(table, partition, partition.microbatches),
+        microbatches=partition.microbatches,
+        schedule=partition.schedule,
+        seconds=partition.seconds,
+        peak_nbytes=max(partition.timeline.peak_nbytes),
+        table=table,
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class DraftSearch:
     """The drafts that were `found`, each with the seconds that it takes by its prices.
 
     `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
-    `reach` times that or more, or `most` seconds. `has` makes a sample in so many microbatches, and says whether there
-    is one; `leaner(n, tensor)` has Megatron's prices on n devices of which so many cut the weights.
+    `reach` times that or more, or `most` seconds, or that is seen to need more than `most_nbytes` before it is. `has`
+    makes a sample in so many microbatches, and says whether there is one; `leaner(n, tensor)` has Megatron's prices on
+    n devices of which so many cut the weights.
     """
 
     table: StageCosts
     schedules: Sequence[str]
     limit: float
+    most_nbytes: float
     most: float
     reach: float
     has: Callable[[int], bool]
@@ -144,6 +158,9 @@ class DraftSearch:
             if left and least > left[0][0] and least > bound:
                 heapq.heappush(left, (least, number, shape, count, names))
                 continue
+            names = tuple(name for name in names if self.least_nbytes(shape, count, name) <= self.most_nbytes)
+            if not names:
+                continue
             over: list[Draft] = []
             for draft in drafts(shape, self.table, count, names, self.beneath):
                 self.take(draft)
@@ -161,6 +178,21 @@ class DraftSearch:
             if names and held <= tensor * self.limit:
                 for draft in drafts(shape, self.leaner(size, tensor), count, names, self.beneath):
                     self.take(draft)
+
+    def is_tight(self, n_devices: int) -> bool:
+        """Whether some even stages are seen not to fit in as many microbatches as there are samples of."""
+        names, count = [name for name in self.schedules if not is_chunked(name)], max(self.table.samples)
+        shapes = (shape for shape in by_hand(self.table, n_devices, count) if shape.chunks == 1)
+        needed = (min((self.least_nbytes(one, count, name) for name in names), default=0.0) for one in shapes)
+        return any(nbytes > self.most_nbytes for nbytes in needed)
+
+    def least_nbytes(self, shape: Shape, count: int, schedule: str) -> float:
+        """What some group of a shape needs at least of a device: what it holds, and what is in flight."""
+        runs, groups = _runs(shape, self.table, count), len(shape.devices)
+        held = [self.table.floor(*run, count).nbytes for run in runs]
+        each = [self.table.kept_nbytes(*run, count) for run in runs]
+        flying = in_flight(build(schedule, len(runs), count, shape.chunks), each)
+        return max(nbytes + sum(held[group::groups]) for group, nbytes in enumerate(flying))
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
         known = count if count in self.table.samples else min(self.table.samples, key=lambda one: abs(one - count))

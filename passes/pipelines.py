@@ -187,16 +187,24 @@ def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float])
     )
 
 
+def kept(part: Part) -> frozenset[int]:
+    """The values of the body that a microbatch's forward keeps for its backward, what it received included."""
+    body = part.body
+    home = set(part.streams.values()) & set(body.inputs)
+    for index in part.forward:
+        if not is_free(body, index):
+            home |= set(body.nodes[index].outputs)
+    read = {v for i, node in enumerate(body.nodes) if i not in part.forward for v in node.inputs}
+    return frozenset(read & home)
+
+
 def _kept_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
     """Bytes of one device that a microbatch's forward keeps for its backward, what it received included."""
     body, inside = part.body, layout.placements[part.loop].bodies[0]
-    received = set(part.streams.values()) & set(body.inputs)
-    home = {v: spec for v, spec in zip(body.inputs, inside.inputs, strict=True) if v in received}
+    home = dict(zip(body.inputs, inside.inputs, strict=True))
     for index in part.forward:
-        if not is_free(body, index):
-            home |= zip(body.nodes[index].outputs, inside.placements[index].results, strict=True)
-    read = {v for i, node in enumerate(body.nodes) if i not in part.forward for v in node.inputs}
-    return sum(home[v].local_nbytes(body.types[v], mesh) for v in read if v in home)
+        home |= zip(body.nodes[index].outputs, inside.placements[index].results, strict=True)
+    return sum(home[v].local_nbytes(body.types[v], mesh) for v in kept(part))
 
 
 def _persistent_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:

@@ -26,7 +26,7 @@ from passes.mesh_search import best
 from passes.microbatch import microbatch_stacks
 from passes.moves import Layout, Schedule, moves
 from passes.phases import PHASES
-from passes.pipelines import microbatches_of, priced
+from passes.pipelines import kept, microbatches_of, priced
 from passes.plan import Plan
 from passes.problem import Assembly, assemble
 from passes.read_off import move_seconds
@@ -98,12 +98,16 @@ Wanted = tuple[Block, Mesh, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _First:
-    """The first block of a kind; `nbytes` are of what stays between microbatches, `state_nbytes` without the batch."""
+    """The first block of a kind; `nbytes` are of what stays between microbatches, `state_nbytes` without the batch.
+
+    `kept_nbytes` are what the forward of a microbatch keeps for its backward.
+    """
 
     block: Block
     grouping: Grouping
     nbytes: int
     state_nbytes: int
+    kept_nbytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,6 +206,10 @@ class Pricer:
         """Bytes of what a block reads that is no batch, all of it: weights and their optimizer's state."""
         return self._first(block).state_nbytes
 
+    def kept_nbytes(self, block: Block) -> int:
+        """Bytes that the forward of a microbatch keeps for its backward, all devices together and no copies."""
+        return self._first(block).kept_nbytes
+
     def _seconds_alone(self, block: Block, mesh: Mesh) -> float:
         """What a block's operators take on one device; 0 if it cannot be there."""
         part, resharder = block.part, self.resharders.setdefault(mesh, Resharder(mesh))
@@ -216,11 +224,13 @@ class Pricer:
         if block.kind not in self._firsts:
             part, graph = block.part, block.part.graph
             own, rows = [value for value in graph.inputs if value not in part.streams], microbatch_stacks(graph)
+            summed = [value for value in graph.nodes[part.loop].outputs if value not in part.streams]
             self._firsts[block.kind] = _First(
                 block=block,
                 grouping=group(graph),
-                nbytes=sum(graph.types[value].nbytes for value in own),
+                nbytes=sum(graph.types[value].nbytes for value in (*own, *summed)),
                 state_nbytes=sum(graph.types[value].nbytes for value in own if value not in rows),
+                kept_nbytes=sum(part.body.types[value].nbytes for value in kept(part)),
             )
         return self._firsts[block.kind]
 

@@ -208,6 +208,10 @@ class StageCosts:
         """Bytes of the weights of some blocks and of their optimizer's state, all of it."""
         return sum(n * self.pricer.state_nbytes(block) for block, n in self._counted(begin, end, microbatches))
 
+    def kept_nbytes(self, begin: int, end: int, n_devices: int, microbatches: int) -> int:
+        """Bytes of one device that the forward of a microbatch keeps at least; from a sample in no more of them."""
+        return sum(n * self.pricer.kept_nbytes(b) for b, n in self._counted(begin, end, microbatches)) // n_devices
+
     def _run_floor(self, chosen: Sequence[Counted], n_devices: int) -> Floor:
         key = tuple((block.kind, n) for block, n in chosen), n_devices
         if key not in self._runs or self._runs[key][0] != self._found:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from passes import inter_op, restrictions, stages
 from passes.cluster import Cluster
 from passes.crew import Crew
-from passes.drafts import Draft, DraftSearch, Shape, by_hand, evenly, first_of_each, found
+from passes.drafts import Draft, DraftSearch, Shape, by_hand, drafted, evenly, first_of_each, found
 from passes.errors import OverBudgetError, PlanningError
 from passes.inter_op import Partition, Submesh
 from passes.intra_op import SolverOptions
@@ -134,32 +134,38 @@ class StagedSearch:
         self._tell_price(None)
         self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
         self._seen.clear()
-        limit, best, unfit = self.limit, None, list[Draft]()
+        limit, best = self.limit, None
         for _ in range(1 + RETRIES):
-            search = self._search(limit, best.step_seconds if best else beneath)
+            search = self._search(limit, best.step_seconds if best else beneath, SLACK * limit)
             try:
                 self._draft(search)
             except KeyboardInterrupt:
-                own = [draft for draft in search.found if draft.peak_nbytes <= limit]
-                if not self.interruptible or not (best or own):
+                fits = [draft for draft in search.found if draft.peak_nbytes <= limit]
+                if not self.interruptible or not (best or fits):
                     raise
-                return _marked(best or self._plan(min(own, key=lambda draft: draft.seconds), crew))
-            unfit += [draft for draft in search.found if draft.peak_nbytes > SLACK * self.limit]
+                return _marked(best or self._plan(min(fits, key=lambda draft: draft.seconds), crew))
             better, over = self._best(self._worth(search), search.most, crew)
             best = better or best
             if over is None or (best is not None and (best.is_interrupted or self._is_large)):
                 break
             limit *= LESS * min(1.0, self.limit / over)
         if best is None and math.isinf(beneath):
-            leanest = sorted(unfit, key=lambda draft: draft.peak_nbytes)
-            best, _ = self._best(first_of_each(leanest)[:MOST_UNFIT], beneath, crew)
+            best, _ = self._best(self._leanest(), beneath, crew)
         return best
 
-    def _search(self, limit: float, most: float) -> DraftSearch:
+    def _leanest(self) -> list[Draft]:
+        """Drafts by hand that are not said to fit, those first that need least."""
+        search = self._search(self.limit, math.inf, math.inf)
+        self._by_hand(search, ANCHORS[-1 if self._is_large else 1], max(self.samples))
+        unfit = [draft for draft in search.found if draft.peak_nbytes > SLACK * self.limit]
+        return first_of_each(sorted(unfit, key=lambda draft: draft.peak_nbytes))[:MOST_UNFIT]
+
+    def _search(self, limit: float, most: float, most_nbytes: float) -> DraftSearch:
         return DraftSearch(
             table=self.table,
             schedules=self.schedules,
             limit=limit,
+            most_nbytes=most_nbytes,
             most=most,
             reach=1.0 if self._is_large else CLOSE,
             has=self._has,
@@ -185,9 +191,9 @@ class StagedSearch:
         In the number of microbatches that is best for pipelines by hand and, unless the step is large, the first ones.
         Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
         """
-        own = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
-        counts = {min(own, key=lambda draft: draft.seconds).microbatches} if own else set[int]()
-        if not own or not self._is_large:
+        fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
+        counts = {min(fits, key=lambda draft: draft.seconds).microbatches} if fits else set[int]()
+        if not fits or not self._is_large:
             counts |= {n for n in anchors(self.step.counts) if n in self.samples}
         single = [name for name in self.schedules if not is_chunked(name)]
         unsplit = [name for name in single if all(t.kind != "weight_gradient" for t in build(name, 1, 1).groups[0])]
@@ -211,27 +217,18 @@ class StagedSearch:
         except OverBudgetError:
             return None
 
-    def _own(self, partition: Partition) -> Draft:
-        """A partition as a draft."""
-        return Draft(
-            shape=found(self.table, partition, partition.microbatches),
-            microbatches=partition.microbatches,
-            schedule=partition.schedule,
-            seconds=partition.seconds,
-            peak_nbytes=max(partition.timeline.peak_nbytes),
-            table=self.table,
-        )
-
     def _draft(self, search: DraftSearch) -> None:
         """Adds all that is worth planning to the search, and the partition that is the best by its prices if it may be.
 
         Pipelines by hand come first, since what they take bounds the partition; then its stages in numbers of
         microbatches near to its own; what does not fit is tried in a lean form as well.
         """
-        self._by_hand(search, ANCHORS[-1 if self._is_large else 1])
+        first = ANCHORS[-1 if self._is_large else 1]
+        is_tight = self._is_large and search.is_tight(self.cluster.n_devices)
+        self._by_hand(search, first, *([max(self._near(first))] if is_tight else []))
         partition = self._partition(search)
         if partition is not None:
-            search.take(self._own(partition))
+            search.take(drafted(self.table, partition))
             if partition.interrupted:
                 raise KeyboardInterrupt
         fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
@@ -241,10 +238,10 @@ class StagedSearch:
             search.add((shape, n) for n in self._near(base))
         self._by_hand(search, base)
 
-    def _by_hand(self, search: DraftSearch, base: int) -> None:
-        """Adds even stages in numbers of microbatches near to that, and in those that there are."""
+    def _by_hand(self, search: DraftSearch, *bases: int) -> None:
+        """Adds even stages in numbers of microbatches near to those, and in those that there are."""
         wanted: list[tuple[Shape, int]] = []
-        for n in self._near(base):
+        for n in dict.fromkeys(n for base in bases for n in self._near(base)):
             known = n if n in self.samples else next(iter(self.samples))
             wanted += [(shape, n) for shape in by_hand(self.table, self.cluster.n_devices, known)]
         search.add(wanted)

@@ -156,8 +156,11 @@ def searched(loss: Callable[..., Any], args: Any, devices: str, limit: float = 1
 
 @pytest.mark.parametrize(("name", "limit"), [("plain", 1e12), slow("residual", 1e12), slow("uneven", 4e7)])
 def test_no_draft_takes_less_than_it_was_bound_to(name: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bounds before its step was written in so many microbatches, and of those before and after its prices."""
-    bounds, took = list[tuple[Any, float]](), dict[Any, float]()
+    """Of bounds before its step was written in so many microbatches, and of those before and after its prices.
+
+    Nor does one need less memory than it is seen to need.
+    """
+    bounds, took, nbytes = list[tuple[Any, float]](), dict[Any, float](), list[tuple[float, int]]()
     bound, take = DraftSearch._bound, DraftSearch.take
 
     def bounded(self: DraftSearch, shape: Shape, count: int, names: tuple[str, ...]) -> float:
@@ -168,6 +171,7 @@ def test_no_draft_takes_less_than_it_was_bound_to(name: str, limit: float, monke
         key = draft.shape, draft.microbatches, draft.schedule
         took[key] = min(draft.seconds, took.get(key, math.inf))
         bounded(self, draft.shape, draft.microbatches, (draft.schedule,))
+        nbytes.append((self.least_nbytes(draft.shape, draft.microbatches, draft.schedule), draft.peak_nbytes))
         take(self, draft)
 
     monkeypatch.setattr(DraftSearch, "_bound", bounded)
@@ -176,6 +180,7 @@ def test_no_draft_takes_less_than_it_was_bound_to(name: str, limit: float, monke
     compared = [(least, took[key]) for key, least in bounds if key in took]
     assert len(compared) > 3
     assert all(0 < least <= seconds * (1 + 1e-9) for least, seconds in compared)
+    assert all(0 < least <= peak for least, peak in nbytes)
 
 
 @pytest.mark.parametrize(("layers", "rows"), [(2, 64), (4, 15), (3, 7)])
