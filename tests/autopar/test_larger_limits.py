@@ -1,0 +1,69 @@
+"""With a larger memory limit a plan is never slower, and what fits a smaller limit is found within a larger one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import Plan
+from autopar.errors import OverBudgetError
+from tests.sample import some
+
+SHARES = (0.4, 0.7, 1.0)
+"""Limits as shares of what the plan without one needs; below the first plan that is found, nothing fits."""
+
+
+def momentum_step(state: Any, x: jax.Array) -> Any:
+    weights, moments = state
+
+    def loss(weights: Any) -> jax.Array:
+        y = x
+        for inner, outer in weights:
+            y = y + jnp.tanh(y @ inner) @ outer
+        return jnp.mean(y**2)
+
+    gradients = jax.grad(loss)(weights)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
+    return jax.tree.map(lambda w, m: w - 0.1 * m, weights, moments), moments
+
+
+def plans(seed: int) -> list[Plan | None]:
+    """The plans of a random small network within ascending limits, None where nothing fits."""
+    dice = random.Random(seed)
+    width, batch = dice.choice((64, 128, 256)), dice.choice((16, 64, 256))
+    cluster = dice.choice(("4:v100-16g", "8:a100-80g", "2x2:a100-80g"))
+    weights = [tuple(jax.ShapeDtypeStruct(s, "float32") for s in ((width, 2 * width), (2 * width, width)))]
+    given = (weights, weights), jax.ShapeDtypeStruct((batch, width), "float32")
+
+    def within(limit: int | None) -> Plan | None:
+        planner = autopar.Auto(max_axes=1)
+        step = autopar.parallelize(
+            momentum_step, cluster=cluster, planner=planner, donate_argnums=0, memory_limit=limit
+        )
+        try:
+            return step.plan(*given)
+        except OverBudgetError:
+            return None
+
+    free = within(None)
+    assert free is not None
+    limits = [int(share * free.peak_nbytes) for share in SHARES]
+    found = [within(limit) for limit in limits]
+    assert all(plan.peak_nbytes <= limit for plan, limit in zip(found, limits, strict=True) if plan)
+    return [*found, free]
+
+
+@pytest.mark.parametrize("seed", some(range(12), quick=2))
+def test_with_a_larger_limit_a_plan_is_never_slower(seed: int):
+    found = plans(seed)
+    fit = [plan for plan in found if plan]
+    assert found[-len(fit) :] == fit, "what fits a smaller limit is refused within a larger one"
+    assert len(fit) >= 2
+    for leaner, larger in itertools.pairwise(fit):
+        assert larger.step_seconds <= leaner.step_seconds * (1 + larger.gap + 1e-6)
