@@ -2,26 +2,16 @@
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.cache import PlanCache
-from autopar.custom_rules import register_rule
-from autopar.errors import (
-    ArgumentError,
-    ClusterError,
-    DeviceError,
-    InternalError,
-    OverBudgetError,
-    PlanMismatchError,
-    PlanningError,
-    UnboundPlanError,
-    UnsupportedError,
-)
-from autopar.measure import measure
+from autopar.errors import ArgumentError, DeviceError, UnboundPlanError, UnsupportedError
+from autopar.lowering import register_rule
 from autopar.plan import Plan
-from passes.by_hand import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
+from autopar.tools import measure
 from passes.cluster import Cluster
-from passes.intra_op import SolverOptions
-from passes.pipeline import PipelinePlan
-from passes.planner import Auto
+from passes.errors import ClusterError, InternalError, OverBudgetError, PlanMismatchError, PlanningError
+from passes.plan import PipelinePlan
+from passes.planners import Auto, DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 from passes.progress import Progress
+from passes.solver import SolverOptions
 
 __all__ = [
     "ArgumentError",

@@ -14,45 +14,50 @@ from types import MethodType
 from typing import Any, Literal, cast
 
 import jax
-import numpy as np
 
 import passes.plan
-from autopar.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
 from autopar.cache import Key, PlanCache, checked_cache, key_of, relocated
-from autopar.errors import (
-    ArgumentError,
-    ClusterError,
-    DeviceError,
-    OverBudgetError,
-    UnsupportedError,
-    explain,
-)
-from autopar.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
-from autopar.family import Family
-from autopar.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
-from autopar.forms import TracedForms
-from autopar.instructions import build
+from autopar.errors import ArgumentError, DeviceError, UnsupportedError, explain
+from autopar.frontend import Names, Positions, Signature, Traced, Type, abstract, signature_of, trace, types_of
 from autopar.jax_compat import Device, configuration, is_traced
-from autopar.joined import Joined, Pieces
-from autopar.microbatch import microbatched
-from autopar.pieces import MOST, in_pieces
+from autopar.options import (
+    checked_cluster,
+    checked_coupling,
+    checked_devices,
+    checked_limit,
+    checked_microbatches,
+    checked_planner,
+    checked_progress,
+)
 from autopar.plan import Plan
-from autopar.remat import recomputed
-from autopar.runtime import Pipeline, load
-from autopar.trace import Traced, trace
-from passes import shortage, stages
-from passes.by_hand import Manual
-from passes.cluster import Cluster
-from passes.collector import uncollected
-from passes.devices import local_cluster, parse_cluster
-from passes.effects import has_effect
-from passes.microbatch import Coupling
-from passes.pipeline import PipelinePlan, load_plan
-from passes.planner import Auto, Planner
+from autopar.rewrite import MOST, Family, TracedForms, in_pieces, microbatched, recomputed
+from autopar.runtime import (
+    Compiled,
+    Executable,
+    Joined,
+    Limit,
+    Lowered,
+    Pieces,
+    Pipeline,
+    Prepared,
+    build,
+    limit_of,
+    load,
+    lower,
+    needed_nbytes,
+    pipeline_nbytes,
+    prepare,
+)
+from passes.cluster import Cluster, local_cluster
+from passes.errors import OverBudgetError
+from passes.gc_pause import uncollected
+from passes.intra_op import Variant, variant_of
+from passes.ir import has_effect
+from passes.plan import PipelinePlan, load_plan
+from passes.planners import Auto, Manual, Planner
+from passes.planners import infeasible as shortage
 from passes.progress import Report, silent
-from passes.quantities import parse_nbytes
-from passes.remat import Kept, kept_of, layers
-from passes.variants import Variant, variant_of
+from passes.transforms import Coupling, Kept, kept_of, layers, stages
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
@@ -161,18 +166,18 @@ class ParallelFunction:
     ) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._cluster = _checked_cluster(cluster)
-        self._planner = Auto() if planner is None else _checked_planner(planner)
-        self._memory_limit = _checked_limit(memory_limit)
+        self._cluster = checked_cluster(cluster)
+        self._planner = Auto() if planner is None else checked_planner(planner)
+        self._memory_limit = checked_limit(memory_limit)
         self._remat: Kept | Sequence[Kept] | None = remat
         if self._memory_limit is not None and isinstance(self._planner, Auto):
             self._planner = replace(self._planner, memory_limit=self._memory_limit)
-        self._devices = None if devices is None else _checked_devices(devices)
+        self._devices = None if devices is None else checked_devices(devices)
         self._options = options
-        self._microbatches = _checked_microbatches(microbatches)
-        self._coupling: Coupling = _checked_coupling(coupling)
+        self._microbatches = checked_microbatches(microbatches)
+        self._coupling: Coupling = checked_coupling(coupling)
         self._cache = checked_cache(cache)
-        self._report: Report = silent if progress is None else _checked_progress(progress)
+        self._report: Report = silent if progress is None else checked_progress(progress)
         self._signature: Signature = signature_of(fun, options["static_argnums"], options["static_argnames"])
         self._programs: dict[_Key, _Program] = {}
         jax.jit(fun, **options)  # an option that jit refuses is refused here and now
@@ -541,68 +546,3 @@ def _extent(plan: Plan | PipelinePlan) -> tuple[int, str]:
     if isinstance(plan, PipelinePlan):
         return plan.n_devices, f"{len(plan.stages)} stages"
     return plan.mesh.size, str(plan.mesh)
-
-
-def _checked_cluster(cluster: object) -> Cluster | None:
-    """The cluster that is meant. Raises ClusterError."""
-    if cluster is None or isinstance(cluster, Cluster):
-        return cluster
-    if isinstance(cluster, str | os.PathLike):
-        return parse_cluster(cluster)
-    remedy = "write, say, cluster='8:h100', or devices=jax.devices()[:8] for devices that are here"
-    rule = "a cluster is a description, a JSON file or an autopar.Cluster"
-    raise ClusterError(explain(f"cluster={cluster!r:.60}", rule, "", remedy))
-
-
-def _checked_planner(planner: Any) -> Planner:
-    """The planner. Raises ArgumentError for anything else, a planner's class included."""
-    if not isinstance(planner, type) and callable(getattr(planner, "plan", None)):
-        return planner
-    is_class = isinstance(planner, type)
-    rule = "a planner is a value, and this is its class" if is_class else "a planner has a method plan(graph, cluster)"
-    remedy = "pass autopar.Auto(), DataParallel(), Zero(), Megatron(data=, tensor=) or Manual(path)"
-    raise ArgumentError(explain(f"planner={planner!r:.60}", rule, "", remedy))
-
-
-def _checked_microbatches(microbatches: Any) -> int | None:
-    """How many microbatches, None if that is not said. Raises ArgumentError."""
-    if microbatches is None or (type(microbatches) is int and microbatches >= 1):
-        return microbatches
-    rule = "the batch is computed in a whole number of microbatches, 1 or more"
-    raise ArgumentError(explain(f"microbatches={microbatches!r:.60}", rule, "", "leave it out for 1"))
-
-
-def _checked_progress(progress: Any) -> Any:
-    """What hears of progress. Raises ArgumentError for what cannot be called."""
-    if callable(progress):
-        return progress
-    rule = "progress is a function of one autopar.Progress"
-    raise ArgumentError(explain(f"progress={progress!r:.60}", rule, "", "write, say, progress=print"))
-
-
-def _checked_limit(limit: Any) -> int | None:
-    """The bytes that a device may hold. Raises ArgumentError."""
-    if limit is None:
-        return None
-    nbytes = parse_nbytes(limit) if isinstance(limit, str) else limit
-    if isinstance(nbytes, int | float) and not isinstance(nbytes, bool) and nbytes > 0:
-        return int(nbytes)
-    rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
-    raise ArgumentError(explain(f"memory_limit={limit!r:.60}", rule, "", "leave it out for the device's own memory"))
-
-
-def _checked_coupling(coupling: Any) -> Coupling:
-    """What a microbatch may differ in. Raises ArgumentError."""
-    if coupling not in ("exact", "independent"):
-        rule = 'it is "exact" or "independent"'
-        raise ArgumentError(explain(f"microbatch_semantics={coupling!r:.60}", rule, "", 'leave it out for "exact"'))
-    return coupling
-
-
-def _checked_devices(devices: Any) -> tuple[Device, ...]:
-    """The devices. Raises ArgumentError for anything that is no sequence of them."""
-    found = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else None
-    if found and all(hasattr(device, "device_kind") for device in found):
-        return found
-    rule = "devices are a sequence of one jax.Device or more"
-    raise ArgumentError(explain(f"devices={devices!r:.60}", rule, "", "write, say, devices=jax.devices()[:8]"))

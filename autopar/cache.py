@@ -20,18 +20,16 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import passes
-from autopar.errors import ArgumentError, PlanningError, explain
-from autopar.trace import Traced
-from passes import plan_json
-from passes.by_hand import Manual
+from autopar.errors import ArgumentError, explain
+from autopar.frontend import Traced
 from passes.cluster import Cluster
+from passes.errors import PlanningError
 from passes.ir import Graph, Node
-from passes.pipeline import PipelinePlan
-from passes.plan import SCHEMA, Plan
-from passes.plan_parts import Operator
-from passes.planner import Planner
+from passes.plan import SCHEMA, Operator, PipelinePlan, Plan
+from passes.plan import json as plan_json
+from passes.planners import Manual, Planner
 from passes.rules import known_primitives, rule_of
-from passes.stages import cut
+from passes.transforms import cut
 
 AnyPlan = Plan | PipelinePlan
 Found = TypeVar("Found")

@@ -24,7 +24,7 @@ from jax.extend.random import threefry2x32_p
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.lax import convert_element_type_p, optimization_barrier_p
 
-from passes.effects import CALLBACKS
+from passes.ir import CALLBACKS
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive

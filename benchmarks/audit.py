@@ -30,16 +30,16 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.trace import Traced
+from autopar.frontend import Traced
 from benchmarks.causes import Program, Sent
 from benchmarks.experts import Experts, seconds_with_experts
 from benchmarks.textbook import Allowed, Style, Verdict, best_of, by_cause, by_phase, judge, judge_any, payload
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.zoo import models
-from passes import quantities
-from passes.devices import parse_cluster
+from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.plan import Plan
+from passes.text import quantities
 
 CLUSTERS = ("8:a100-80g", "2x8:a100-80g", "8x8:h100", "8:tpu-v5e")
 PLANNERS = ("dp", "zero1", "zero2", "zero3", "megatron", "auto")

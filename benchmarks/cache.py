@@ -16,7 +16,7 @@ from rich.table import Table
 import autopar
 from benchmarks.gpt import make_optimizer, make_state, make_step
 from models import gpt
-from passes import quantities
+from passes.text import quantities
 
 BOUND_SECONDS = 0.5
 

@@ -1,8 +1,8 @@
 """What every collective of a plan is for: the tensor that it brings, the layer, the axis, and when in the step.
 
-A plan says where everything is; `passes.moves` says which tensors that moves. Here each step of a move that sends
-something gets a cause, found on the program alone: what a value is follows from the inputs that it depends on and from
-the dimension that the batch is on.
+A plan says where everything is; `passes.placement.reshardings` says which tensors that moves. Here each step of a move
+that sends something gets a cause, found on the program alone: what a value is follows from the inputs that it depends
+on and from the dimension that the batch is on.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from passes import collectives
-from passes.control import Control, control_of
-from passes.ir import Graph, Node, TensorType
-from passes.mesh import Mesh
-from passes.moves import Layout, Move, Schedule, moves
-from passes.phases import phase
+from passes.cluster import Mesh, collectives
+from passes.ir import Control, Graph, Node, TensorType, control_of, phase
+from passes.placement import Layout, Move, Schedule, moves
 from passes.plan import Plan
-from passes.resharding import Resharder
 from passes.rules import rule_of
-from passes.sharding import ShardingSpec
+from passes.sharding import Resharder, ShardingSpec
 
 Value = tuple[int, int]
 """(number of the region, value): a value of the program or of a loop's or branch's body."""

@@ -2,7 +2,7 @@
 
 Without options: the measurements that papers and public repositories print (collectives_measured.csv). With `--local`:
 this machine's virtual CPU devices, measured here. With `--fit`: the links that would fit best, which is where the
-numbers of passes/devices.py come from.
+numbers of passes/cluster/devices.py come from.
 """
 
 import argparse
@@ -24,11 +24,12 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from passes import quantities
-from passes.cluster import Link
-from passes.collectives import Kind, seconds
-from passes.devices import host_spec, local_cluster
-from passes.mesh import Group
+from passes.cluster import Kind, local_cluster
+from passes.cluster.cluster import Link
+from passes.cluster.collectives import seconds
+from passes.cluster.devices import host_spec
+from passes.cluster.mesh import Group
+from passes.text import quantities
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "data" / "published" / "collectives_measured.csv"
 

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar import hlo
-from autopar.verify import verify
+from autopar.checks import hlo, verify
 from models import gpt
 
 DEVICES = 8

@@ -15,12 +15,12 @@ from rich.table import Table
 import autopar
 from benchmarks import one_mesh
 from models import wide_resnet
-from passes import quantities
 from passes.cluster import Cluster
 from passes.inter_op import submeshes
-from passes.intra_op import SolverOptions
-from passes.mesh_search import layouts
-from passes.samples import ANCHORS
+from passes.intra_op import layouts
+from passes.pipeline.samples import ANCHORS
+from passes.solver import SolverOptions
+from passes.text import quantities
 
 PHASES = {
     "trace": "trace",

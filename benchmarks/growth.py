@@ -12,14 +12,14 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from autopar.plot import blank
-from autopar.trace import Traced, trace
+from autopar.frontend import Traced, trace
+from autopar.tools.plot import blank
 from benchmarks import one_mesh
-from passes import quantities
-from passes.devices import parse_cluster
+from passes.cluster import parse_cluster
 from passes.errors import PlanningError
-from passes.mesh_search import best, layouts
-from passes.planner import Auto
+from passes.intra_op import best, layouts
+from passes.planners import Auto
+from passes.text import quantities
 
 LAYERS = (12, 24, 48, 96, 192)
 DEVICES = (8, 64, 512, 4096)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
-from autopar.cli import plans_folder
+from autopar.tools.cli import plans_folder
 from benchmarks.gpt import (
     EDGE_STEPS,
     LINES,

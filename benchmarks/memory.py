@@ -28,9 +28,9 @@ import autopar
 from benchmarks.functions import FUNCTIONS, Function
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.zoo import models
-from passes import quantities
 from passes.errors import PlanningError
-from passes.memory import gradient_nbytes
+from passes.memory.peak import gradient_nbytes
+from passes.text import quantities
 
 DEVICES = 8
 WORST_TARGET = 0.15

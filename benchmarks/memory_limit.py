@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.errors import OverBudgetError
 from benchmarks.predictions import make_step
 from models import gpt
-from passes import quantities
+from passes.errors import OverBudgetError
+from passes.text import quantities
 
 DEVICES = 8
 SLOWER = 1.15

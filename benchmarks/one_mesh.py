@@ -13,18 +13,16 @@ import jax
 import optax
 from rich.table import Table
 
-from autopar.trace import trace
+from autopar.frontend import trace
 from benchmarks import trainings
 from models import gpt, llama, moe, wide_resnet
-from passes import quantities
-from passes.bundles import group
 from passes.cluster import Cluster
-from passes.intra_op import SolverOptions, solve
+from passes.intra_op import assemble, best, named
 from passes.memory import memory
-from passes.mesh_search import best, named
-from passes.moves import moves
-from passes.problem import assemble
-from passes.resharding import Resharder
+from passes.placement import group, moves
+from passes.sharding import Resharder
+from passes.solver import SolverOptions, solve
+from passes.text import quantities
 
 MODELS: dict[str, tuple[Any, Any]] = {
     **{f"gpt-{name.lower()}": (gpt, gpt.Config.preset(name)) for name in gpt.PRESETS},

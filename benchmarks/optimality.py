@@ -23,9 +23,9 @@ import autopar
 from benchmarks.child import Child, CrashError
 from benchmarks.networks import Design, drawn
 from benchmarks.proof import EXACT, problems, proven, size
-from passes import quantities
-from passes.devices import parse_cluster
-from passes.intra_op import SolverOptions
+from passes.cluster import parse_cluster
+from passes.solver import SolverOptions
+from passes.text import quantities
 
 CLUSTERS = ("8:a100-80g", "2x4:v100-16g", "4:h100")
 COUNT = 100

@@ -25,14 +25,14 @@ from rich.progress import track
 from rich.table import Table
 
 import autopar
-from autopar import runtime
-from autopar.instructions import build
-from autopar.program import Free, Program, Run, Send
+from autopar.runtime import build, runtime
+from autopar.runtime.program import Free, Program, Run, Send
 from benchmarks.one_device import Pairs
 from benchmarks.trainings import MODELS, Training
-from passes import quantities, stages
-from passes.pipeline import PipelinePlan
-from passes.schedules import in_flight
+from passes.inter_op import in_flight
+from passes.plan import PipelinePlan
+from passes.text import quantities
+from passes.transforms import stages
 
 DEVICES = 8
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1")

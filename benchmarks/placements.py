@@ -23,16 +23,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from autopar.hlo import UNCOMBINED, collectives
-from autopar.lower import OnPieces, device_mesh
-from autopar.oracle import OnWholes
+from autopar.checks.hlo import UNCOMBINED, collectives
+from autopar.lowering import OnPieces, device_mesh
+from autopar.lowering.oracle import OnWholes
 from autopar.plan import partition_spec
-from passes.devices import parse_cluster
+from passes.cluster import Mesh, parse_cluster
 from passes.ir import TensorType
-from passes.mesh import Mesh
-from passes.moves import Move
-from passes.resharding import Resharder
-from passes.sharding import ShardingSpec
+from passes.placement import Move
+from passes.sharding import Resharder, ShardingSpec
 
 TYPE = TensorType(shape=(256, 512, 768), dtype="float32")
 DEVICES = 8

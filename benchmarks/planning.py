@@ -19,11 +19,10 @@ from rich.table import Table
 import autopar
 from benchmarks import full_search, one_mesh
 from models import gpt
-from passes import quantities
-from passes.cluster import Cluster
-from passes.devices import parse_cluster
+from passes.cluster import Cluster, parse_cluster
 from passes.errors import PlanningError
-from passes.intra_op import SolverOptions
+from passes.solver import SolverOptions
+from passes.text import quantities
 
 BOUND_SECONDS = 30.0
 BOUND_MODEL, BOUND_DEVICES = "350M", 8

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from passes import quantities
+from passes.text import quantities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import autopar
 from models import gpt
-from passes import quantities
+from passes.text import quantities
 
 DEVICES = 8
 WARM_UP = 2

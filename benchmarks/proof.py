@@ -8,16 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.trace import Traced
-from passes.bundles import group
+from autopar.frontend import Traced
 from passes.cluster import Cluster
-from passes.elimination import Factors
 from passes.errors import NoLegalPlanError
-from passes.intra_op import SolverOptions, solve
-from passes.mesh_search import layouts
-from passes.problem import assemble
-from passes.resharding import Resharder
-from passes.sharding_problem import ShardingProblem
+from passes.intra_op import assemble, layouts
+from passes.placement import group
+from passes.sharding import Resharder
+from passes.solver import ShardingProblem, SolverOptions, solve
+from passes.solver.elimination import Factors
 
 EXACT = 1e-6
 """The relative gap of a proof."""

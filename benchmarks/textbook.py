@@ -44,10 +44,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.causes import Program, Region, Sent, Spot, Value, all_reduce_seconds, is_early, layer_of, when
-from passes import collectives, quantities
-from passes.ir import Node, item_nbytes
-from passes.phases import phase
+from passes.cluster import collectives
+from passes.ir import Node, item_nbytes, phase
 from passes.rules import ShardingRule, rule_of
+from passes.text import quantities
 
 ROUNDING = 1 + 1e-6
 

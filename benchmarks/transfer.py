@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from autopar.transfer import compile_transfer, plan_transfer
-from passes import quantities
+from autopar.runtime.transfer import compile_transfer
+from autopar.runtime.transfer_plan import plan_transfer
+from passes.text import quantities
 
 DEVICES = 8
 SIZES = {"4 KB": 32, "1 MB": 512, "16 MB": 2048}

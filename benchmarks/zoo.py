@@ -22,14 +22,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
-from autopar import hlo
-from autopar.verify import verify
+from autopar.checks import hlo, verify
 from benchmarks.baselines import baselines, sharded
 from benchmarks.equality import difference, mesh_text
 from benchmarks.one_device import Runner
 from benchmarks.timing import WARM_UP, interleaved, ratio
 from benchmarks.trainings import MODELS, QUICK, Training
-from passes import quantities
+from passes.text import quantities
 
 DEVICES = 8
 STEPS = 3

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from autopar import hlo
+from autopar.checks import hlo
 
 QUICK_XLA = "--xla_cpu_use_fusion_emitters=false"
 """Loops as XLA's CPU compiler wrote them before 2025: the same passes over HLO, and half the time of compiling."""

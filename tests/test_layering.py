@@ -19,110 +19,34 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("autopar", "benchmarks", "models", "passes", "tests")
 
-# The rooms of passes, each of which may import only rooms above it.
-ORDER = (
-    "errors",
-    "collector",
-    "quantities",
-    "progress",
-    "tables",
-    "ir",
-    "effects",
-    "cluster",
-    "devices",
-    "mesh",
-    "sharding",
-    "collectives",
-    "boundaries",
-    "resharding",
-    "rules",
-    "phases",
-    "control",
-    "moves",
-    "forward",
-    "microbatch",
-    "cost",
-    "bundles",
-    "flops",
-    "strategies",
-    "sharding_problem",
-    "linear_program",
-    "pulp_solver",
-    "prices",
-    "flows",
-    "factors",
-    "strategy_program",
-    "tying",
-    "polish",
-    "dominance",
-    "lower_bound",
-    "elimination",
-    "intra_op",
-    "assembly",
-    "problem",
-    "computing",
-    "busiest",
-    "budgets",
-    "fitting",
-    "restrictions",
-    "operations",
-    "spelling",
-    "widening",
-    "combining",
-    "device_program",
-    "fusion",
-    "liveness",
-    "packing",
-    "memory",
-    "schedules",
-    "simulate",
-    "stage_choices",
-    "stage_costs",
-    "stage_program",
-    "stage_search",
-    "inter_op",
-    "plan_parts",
-    "plan_text",
-    "plan_diff",
-    "plan_json",
-    "legality",
-    "plan",
-    "read_off",
-    "mesh_search",
-    "stages",
-    "segments",
-    "likeness",
-    "layers",
-    "repeats",
-    "abridge",
-    "remat_parts",
-    "loop_remat",
-    "remat",
-    "variants",
-    "pipeline",
-    "pipeline_diff",
-    "pipelines",
-    "crew",
-    "pricing",
-    "stage_floors",
-    "stage_table",
-    "drafts",
-    "samples",
-    "staged",
-    "shortage",
-    "planner",
-    "by_hand",
-)
+# The rooms of each package and the files beside them, each of which may import only what stands before it.
+ORDER = {
+    "passes": (
+        *("errors", "gc_pause", "progress", "text", "cluster", "solver", "inter_op", "ir", "sharding", "rules"),
+        *("placement", "layers", "transforms", "memory", "plan", "intra_op", "pipeline", "planners", "__init__"),
+    ),
+    "autopar": (
+        *("errors", "jax_compat", "plan", "frontend", "lowering", "checks", "runtime", "rewrite", "cache"),
+        *("options", "api", "tools", "__init__"),
+    ),
+}
+MOST_NAMES = 20
+"""So many names a room may hand out."""
+
+# What could be published alone: all that it may import of passes.
+ALONE = {
+    "passes.solver": ("passes.solver", "passes.errors", "passes.gc_pause"),
+    "passes.inter_op": ("passes.inter_op", "passes.errors", "passes.text", "passes.cluster"),
+}
 LIBRARIES = {"highspy", "numpy", "pulp", "scipy"}
 CLOSED_WORLD = sys.stdlib_module_names | LIBRARIES | {"passes"}
 BARRED = {"autopar": {"benchmarks", "models", "tests"}, "models": {"autopar", "passes"}}
-TALKERS = {"autopar.cli", "autopar.report"}
+TALKERS = {"autopar.tools.cli"}
 
 Sources = Mapping[str, str]
 Check = Callable[[Sources], list[str]]
 
 
-@functools.cache
 def read_tree() -> Sources:
     """The source of every module of the checkout."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -130,14 +54,13 @@ def read_tree() -> Sources:
 
 
 @functools.cache
-def nodes(source: str) -> list[ast.AST]:
-    """Everything in a source, parsed once for all checks."""
-    return list(ast.walk(ast.parse(source)))
+def tree(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything imported, wherever the statement stands."""
-    for node in nodes(source):
+    for node in ast.walk(tree(source)):
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)
@@ -150,23 +73,12 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
 def mentions(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything imported, read or called (a call keeps its opening bracket)."""
     yield from imports(module, source)
-    for node in nodes(source):
+    for node in ast.walk(tree(source)):
         match node:
             case ast.Attribute():
-                if name := dotted(node):
-                    yield node.lineno, name
+                yield node.lineno, ast.unparse(node)
             case ast.Call(func=ast.Name(id=name)):
                 yield node.lineno, f"{name}("
-
-
-def dotted(node: ast.expr) -> str | None:
-    """`a.b.c` where that is all there is; no package is reached through a call or a subscript."""
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(value=value, attr=attr):
-            return f"{stem}.{attr}" if (stem := dotted(value)) else None
-    return None
 
 
 def is_within(name: str, package: str) -> bool:
@@ -205,25 +117,74 @@ def missing_from_order(sources: Sources) -> list[str]:
     return [
         f"{module} has no place in ORDER of tests/test_layering.py; give it one"
         for module in sources
-        if is_within(module, "passes") and room(module) not in (*ORDER, "__init__")
+        if (package := module.split(".")[0]) in ORDER and room(module) not in ORDER[package]
     ]
 
 
 def importing_out_of_order(sources: Sources) -> list[str]:
-    """Complaints about imports of a later room; the package's own file comes after every room."""
-    rank = {name: place for place, name in enumerate((*ORDER, "__init__"))}
+    """Complaints about imports of a later room; a package's own file comes after every room."""
     return [
         f"{module}:{line} imports {name}; {target} comes later in ORDER"
         for module, source in sources.items()
-        if is_within(module, "passes")
+        if (package := module.split(".")[0]) in ORDER
         for line, name in imports(module, source)
-        if (target := owner(name, sources)) and is_within(target, "passes")
-        if rank.get(room(target), -1) > rank.get(room(module), len(rank))
+        if (target := owner(name, sources)) and is_within(target, package)
+        if room(module) in ORDER[package] and room(target) in ORDER[package]
+        if ORDER[package].index(room(target)) > ORDER[package].index(room(module))
     ]
 
 
+def entering_by_the_back(sources: Sources) -> list[str]:
+    """Complaints about what is imported of another room and is not on its face."""
+    return [
+        f"{module}:{line} imports {name}; {rooms[target]} names it not in __all__, which is all that it hands out"
+        for rooms in [{name.removesuffix(".__init__"): name for name in sources if is_room(name)}]
+        for module, source in sources.items()
+        if module.split(".")[0] in ORDER
+        for line, name in imports(module, source)
+        if (target := ".".join(name.split(".")[:2])) in rooms and not is_within(module, target) and name != target
+        if name.removeprefix(f"{target}.") not in face(sources[rooms[target]])
+    ]
+
+
+def handing_out_too_much(sources: Sources) -> list[str]:
+    return [
+        f"{module} hands out {len(names)} names; {MOST_NAMES} are the most: divide it, or move names"
+        for module, source in sources.items()
+        if is_room(module) and len(names := face(source)) > MOST_NAMES
+    ]
+
+
+def knowing_too_much(sources: Sources) -> list[str]:
+    return [
+        f"{module}:{line} imports {name}; {alone} could be published alone, with {sorted(allowed)}"
+        for alone, allowed in ALONE.items()
+        for module, source in sources.items()
+        if is_within(module, alone)
+        for line, name in imports(module, source)
+        if is_within(name, "passes") and not any(is_within(name, package) for package in allowed)
+    ]
+
+
+def is_room(module: str) -> bool:
+    """Whether a module is a room's face."""
+    package, *rest = module.split(".")
+    return package in ORDER and len(rest) == 2 and rest[1] == "__init__"
+
+
+def face(source: str) -> tuple[str, ...]:
+    """The names of `__all__`; none where it is not written out."""
+    for node in tree(source).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return tuple(ast.literal_eval(value))
+            case _:
+                pass
+    return ()
+
+
 def room(module: str) -> str:
-    """The entry of ORDER that a module of passes belongs to; all of `passes.rules` is one."""
+    """The entry of ORDER that a module of a package belongs to."""
     return module.split(".")[1]
 
 
@@ -269,22 +230,43 @@ def loaded_after_importing(modules: list[str]) -> set[str]:
 
 # What each check must catch: the offending sources and the words of the complaint.
 CAUGHT: list[tuple[Check, Sources, str]] = [
-    (leaving_the_closed_world, {"passes.ir": "def f():\n    from jax import numpy"}, "passes.ir:2 imports jax.numpy"),
-    (leaving_the_closed_world, {"passes.ir": "if TYPE_CHECKING:\n    import autopar.api"}, "imports autopar.api"),
+    (
+        leaving_the_closed_world,
+        {"passes.ir.graph": "def f():\n    from jax import numpy"},
+        "passes.ir.graph:2 imports jax.numpy",
+    ),
+    (leaving_the_closed_world, {"passes.ir.graph": "if TYPE_CHECKING:\n    import autopar.api"}, "imports autopar.api"),
     (importing_upwards, {"autopar.api": "from models import gpt"}, "autopar.api:1 imports models.gpt"),
     (importing_upwards, {"models.gpt": "import passes.ir as ir"}, "models.gpt:1 imports passes.ir"),
-    (missing_from_order, {"passes.helpers": ""}, "passes.helpers has no place"),
-    (importing_out_of_order, {"passes.ir": "from passes import cost", "passes.cost": ""}, "passes.cost comes later"),
-    (importing_out_of_order, {"passes.ir": "from .cost import f", "passes.cost": ""}, "passes.cost comes later"),
-    (importing_out_of_order, {"passes.ir": "import passes", "passes.__init__": ""}, "passes.__init__ comes later"),
+    (missing_from_order, {"passes.helpers.graph": ""}, "passes.helpers.graph has no place"),
+    (importing_out_of_order, {"passes.ir.a": "from passes import plan", "passes.plan.__init__": ""}, "comes later"),
+    (importing_out_of_order, {"passes.ir.a": "from passes.plan import f", "passes.plan.__init__": ""}, "comes later"),
+    (importing_out_of_order, {"passes.ir.a": "from ..plan import f", "passes.plan.__init__": ""}, "comes later"),
+    (importing_out_of_order, {"passes.errors": "from passes import ir", "passes.ir.__init__": ""}, "comes later"),
+    (importing_out_of_order, {"passes.ir.a": "import passes", "passes.__init__": ""}, "passes.__init__ comes later"),
+    (importing_out_of_order, {"autopar.plan": "from autopar import api", "autopar.api": ""}, "autopar.api comes later"),
+    (
+        entering_by_the_back,
+        {"passes.plan.a": "from passes.ir.b import f", "passes.ir.b": "", "passes.ir.__init__": "__all__ = ['f']"},
+        "passes.plan.a:1 imports passes.ir.b.f; passes.ir.__init__ names it not",
+    ),
+    (
+        entering_by_the_back,
+        {"autopar.api": "def g():\n    import passes.ir.b", "passes.ir.b": "", "passes.ir.__init__": "__all__ = ['f']"},
+        "autopar.api:2 imports passes.ir.b; passes.ir.__init__ names it not",
+    ),
+    (entering_by_the_back, {"passes.plan.a": "from passes.ir import f", "passes.ir.__init__": ""}, "names it not"),
+    (handing_out_too_much, {"passes.ir.__init__": f"__all__ = {[*map(str, range(21))]}"}, "hands out 21 names"),
+    (knowing_too_much, {"passes.solver.a": "from passes.ir import Graph"}, "passes.solver.a:1 imports passes.ir.Graph"),
+    (knowing_too_much, {"passes.inter_op.a": "import passes.sharding"}, "passes.inter_op could be published alone"),
     (
         going_round_in_circles,
         {"passes.rules.a": "from . import b", "passes.rules.b": "from passes.rules.a import f"},
         "import cycle: passes.rules.",
     ),
-    (private_jax, {"autopar.trace": "from jax import _src"}, "autopar.trace:1 uses jax._src"),
+    (private_jax, {"autopar.frontend.a": "from jax import _src"}, "autopar.frontend.a:1 uses jax._src"),
     (private_jax, {"tests.test_it": "import jax\njax._src.core.Jaxpr"}, "tests.test_it:2 uses jax._src.core"),
-    (ambient_state, {"passes.cost": "import os\nos.environ['A']"}, "passes.cost:2 uses os.environ"),
+    (ambient_state, {"passes.ir.a": "import os\nos.environ['A']"}, "passes.ir.a:2 uses os.environ"),
     (ambient_state, {"autopar.api": "from os import environ"}, "autopar.api:1 uses os.environ"),
     (ambient_state, {"autopar.api": "print('hello')"}, "autopar.api:1 uses print("),
 ]

@@ -1,4 +1,6 @@
-"""One sharding rule per primitive; the only place in planning that mentions primitives."""
+"""One sharding rule per primitive: which dimensions of an operator may be cut together, and what cutting them leaves to
+be done.
+"""
 
 from passes.rules import convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window
 from passes.rules.effects import makes_the_same
@@ -7,8 +9,11 @@ from passes.rules.registry import (
     Assignment,
     Factor,
     ShardingRule,
+    Types,
+    build,
     canonical,
     define,
+    in_order,
     known_primitives,
     replicate,
     rule,
@@ -21,22 +26,18 @@ __all__ = [
     "Assignment",
     "Factor",
     "ShardingRule",
+    "Types",
+    "build",
     "canonical",
-    "convolution",
     "define",
-    "effects",
-    "elementwise",
-    "indexing",
+    "in_order",
     "known_primitives",
-    "linalg",
     "makes_the_same",
-    "pinned",
     "pinned_mesh",
-    "random",
-    "reduction",
     "replicate",
     "rule",
     "rule_of",
-    "shape",
-    "window",
 ]
+
+RULES = (convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window)
+"""The modules of rules, each of which registers its own when it is loaded."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from passes.effects import CALLBACKS
-from passes.ir import Node
+from passes.ir import CALLBACKS, Node
 from passes.rules.registry import Factor, ShardingRule, Types, known_primitives, replicate, rule
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from passes.cluster import Mesh
 from passes.errors import InternalError, PlanningError
 from passes.ir import Graph, Node, TensorType
-from passes.mesh import Mesh
-from passes.resharding import placed
 from passes.rules.unruled import WITHOUT_RULE
-from passes.sharding import ShardingSpec
+from passes.sharding import ShardingSpec, placed
 
 Types = tuple[TensorType, ...]
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from passes.devices import parse_cluster
+from passes.cluster import parse_cluster
 
 CLUSTER = "1x8:a100-80g"
 

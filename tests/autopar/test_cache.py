@@ -21,15 +21,14 @@ from jax.extend.core import Primitive
 
 import autopar
 from autopar.cache import Key, PlanCache
-from autopar.cli import main
 from autopar.errors import ArgumentError
-from passes.intra_op import SolverOptions
-from passes.plan import Plan
-from passes.plan_parts import INTERRUPTED
-from tests.autopar.test_cli import TRAIN
-from tests.autopar.test_microbatch import assert_close
-from tests.autopar.test_remat import arguments
-from tests.autopar.test_remat import train_step as deep_step
+from autopar.tools.cli import main
+from passes.plan import INTERRUPTED, Plan
+from passes.solver import SolverOptions
+from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.autopar.rewrite.test_remat import arguments
+from tests.autopar.rewrite.test_remat import train_step as deep_step
+from tests.autopar.tools.test_cli import TRAIN
 
 CLUSTER = "1x4:a100-80g"
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -371,7 +370,7 @@ def test_commands_keep_plans_in_the_users_cache(
 
 
 def test_the_cache_of_commands_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch):
-    from autopar.cli import plans_folder
+    from autopar.tools.cli import plans_folder
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")

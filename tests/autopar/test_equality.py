@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import autopar
-from autopar.hlo import UNCOMBINED
-from autopar.verify import verify
+from autopar.checks import verify
+from autopar.checks.hlo import UNCOMBINED
 from models import gpt
 
 BATCH = 16

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, PartitionSpec
 import autopar
 import passes.errors
 from autopar import errors
-from autopar.cli import main
+from autopar.tools.cli import main
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "errors.txt"
 CHECKOUT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ import pytest
 import autopar
 from benchmarks.trainings import make_state, make_step
 from models import alexnet, bert, dlrm, gpt, llama, moe, transformer, wide_resnet
-from passes.pipeline import PipelinePlan
+from passes.plan import PipelinePlan
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
 

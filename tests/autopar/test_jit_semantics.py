@@ -22,8 +22,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.hlo import UNCOMBINED
-from autopar.verify import verify
+from autopar.checks import verify
+from autopar.checks.hlo import UNCOMBINED
 from tests.autopar.test_stress import Dice
 
 TOLERANCE = {"float64": 1e-10, "complex128": 1e-10, "float32": 2e-5, "complex64": 2e-5, "float16": 4e-3}

@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar import Plan
-from autopar.errors import OverBudgetError
+from passes.errors import OverBudgetError
 from tests.sample import some
 
 SHARES = (0.4, 0.7, 1.0)

@@ -14,19 +14,22 @@ from jax import lax
 
 import autopar
 from autopar import DataParallel, GPipe, Megatron, Pipeline, Zero
-from autopar.errors import OverBudgetError
-from autopar.footprint import compiled_nbytes, limit_of, pipeline_nbytes
-from autopar.trace import trace
-from passes import memory, mesh_search, pipelines, read_off, shortage
-from passes.devices import local_cluster, parse_cluster
-from passes.intra_op import SolverOptions
-from passes.mesh_search import MeshSearch, named
-from passes.schedules import build
-from passes.simulate import StageCost, peaks
-from tests.autopar.test_donation import on, pipeline_of
+from autopar.frontend import trace
+from autopar.runtime import limit_of, pipeline_nbytes
+from autopar.runtime.footprint import compiled_nbytes
+from passes import memory
+from passes.cluster import local_cluster, parse_cluster
+from passes.errors import OverBudgetError
+from passes.inter_op import StageCost, build, peaks
+from passes.intra_op import MeshSearch, mesh_search, named
+from passes.intra_op import extract as read_off
+from passes.pipeline import assemble as pipelines
+from passes.planners import infeasible as shortage
+from passes.solver import SolverOptions
+from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.autopar.runtime.test_donation import on, pipeline_of
+from tests.autopar.runtime.test_pipeline import OPTIMIZERS, mlp, squared, step_of
 from tests.autopar.test_memory_limit import momentum_step, wide
-from tests.autopar.test_microbatch import assert_close
-from tests.autopar.test_pipeline import OPTIMIZERS, mlp, squared, step_of
 
 WEIGHT = jax.ShapeDtypeStruct((65536, 65536), jnp.float32)  # 16 GiB
 GIB = 2**30

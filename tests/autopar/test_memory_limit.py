@@ -14,10 +14,10 @@ import pytest
 import autopar
 import passes.plan
 from autopar import Plan
-from autopar.errors import ArgumentError, OverBudgetError
-from passes.errors import PlanningError
-from tests.autopar.test_microbatch import assert_close
-from tests.autopar.test_remat import arguments, train_step
+from autopar.errors import ArgumentError
+from passes.errors import OverBudgetError, PlanningError
+from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.autopar.rewrite.test_remat import arguments, train_step
 
 OPTIMIZER = optax.sgd(0.01, momentum=0.9)
 BRIEF = autopar.Auto(seconds=2.0)

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from jax import lax
 
 import autopar
-from autopar.hlo import UNCOMBINED
-from autopar.verify import verify
+from autopar.checks import verify
+from autopar.checks.hlo import UNCOMBINED
 from tests.autopar.test_stress import Dice
 
 SIZES = (1, 2, 3, 4, 8)

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from models import gpt
-from passes.intra_op import SolverOptions
+from passes.solver import SolverOptions
 
 SMALL = gpt.Config(vocab_size=256, sequence_length=128, hidden=128, layers=2, heads=8, dtype="bfloat16")
 WIDE = gpt.Config(vocab_size=51200, sequence_length=1024, hidden=8192, layers=1, heads=64, dtype="bfloat16")

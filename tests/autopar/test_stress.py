@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import autopar
-from autopar.hlo import UNCOMBINED
-from autopar.verify import verify
-from passes.intra_op import SolverOptions
-from passes.mesh_search import best, named
+from autopar.checks import verify
+from autopar.checks.hlo import UNCOMBINED
+from passes.intra_op import best, named
+from passes.solver import SolverOptions
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
-from autopar.hlo import UNCOMBINED, collectives
-from autopar.verify import verify
+from autopar.checks import verify
+from autopar.checks.hlo import UNCOMBINED, collectives
 from benchmarks.trainings import MODELS, QUICK, Model, make_state, make_step
-from passes.by_hand import most_parts, zero_sizes
 from passes.ir import TensorType
+from passes.planners.manual import most_parts, zero_sizes
 from tests.sample import slow
 
 METRICS_NBYTES = 64

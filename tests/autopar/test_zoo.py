@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.hlo import UNCOMBINED
-from autopar.verify import verify
+from autopar.checks import verify
+from autopar.checks.hlo import UNCOMBINED
 from benchmarks.trainings import MODELS, QUICK
 
 STEPS = 2

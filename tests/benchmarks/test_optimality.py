@@ -17,7 +17,7 @@ from benchmarks.child import Child, CrashError
 from benchmarks.networks import BLOCKS, KINDS, Design, drawn
 from benchmarks.optimality import CLUSTERS, Held, held
 from benchmarks.proof import brute_force, problems, proven
-from passes.devices import parse_cluster
+from passes.cluster import parse_cluster
 
 SOUND = Held(
     nodes=9,

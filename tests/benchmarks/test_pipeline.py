@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.program import Free, Run, Send
+from autopar.runtime.program import Free, Run, Send
 from benchmarks import gpt, loop, pipeline
 from benchmarks.one_device import Pairs
 

@@ -1,0 +1,21 @@
+"""A function and its arguments as a traced program: signatures, types and the planner's graph."""
+
+from autopar.frontend.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
+from autopar.frontend.flattening import Body, Equation, flatten, plain_params
+from autopar.frontend.tracing import Traced, trace
+
+__all__ = [
+    "Body",
+    "Equation",
+    "Names",
+    "Positions",
+    "Signature",
+    "Traced",
+    "Type",
+    "abstract",
+    "flatten",
+    "plain_params",
+    "signature_of",
+    "trace",
+    "types_of",
+]

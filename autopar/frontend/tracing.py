@@ -1,0 +1,143 @@
+"""A function and its arguments as a `Traced` program: the planner's graph, and what lowering needs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from autopar import jax_compat
+from autopar.frontend.arguments import Names, Positions, abstract, signature_of
+from autopar.frontend.flattening import Equation, flatten
+from autopar.jax_compat import PyTreeDef
+from passes.gc_pause import uncollected
+from passes.ir import Graph, TensorType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A function at given argument types; `equations` are parallel to `graph.nodes`, `constants` to `graph.constants`.
+
+    `in_tree` is the tree of (args, kwargs) without static arguments. `donated` has one flag a flat input, `weak` one a
+    flat output: whether `jax.jit` would return it weakly typed. `tied` pairs flat outputs with the flat inputs that the
+    next call takes them for. The inputs at `stacked` come as microbatches: [count, rows, ...] for the caller's
+    [count * rows, ...]. `jaxpr` is what `jax.jit` would run of flat arguments, None where the graph is no longer that
+    function.
+    """
+
+    graph: Graph
+    equations: tuple[Equation, ...]
+    constants: tuple[Any, ...]
+    in_tree: PyTreeDef
+    out_tree: PyTreeDef
+    donated: tuple[bool, ...]
+    weak: tuple[bool, ...]
+    tied: tuple[tuple[int, int], ...]
+    stacked: tuple[int, ...] = ()
+    jaxpr: Any = None
+
+
+@uncollected()
+def trace(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    static_argnums: Positions = None,
+    static_argnames: Names = None,
+    donate_argnums: Positions = None,
+    donate_argnames: Names = None,
+) -> Traced:
+    """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are `jax.jit`'s.
+
+    Raises ArgumentError for an argument that is no array or an unhashable static one, UnsupportedError for an operation
+    that no plan can keep, and whatever `fun` or `jax.jit` raise.
+    """
+    signature = signature_of(fun, static_argnums, static_argnames)
+    dynamic, _ = signature.split(args, kwargs)
+    args, kwargs = signature.merge(abstract(dynamic, signature, len(args)), args, kwargs)
+    jitted = jax.jit(
+        fun,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
+    with jax_compat.no_mesh():
+        found = jitted.trace(*args, **kwargs)
+    paths = tree_flatten_with_path(found.out_info)[0]
+    body = flatten(
+        found.jaxpr,
+        input_names=signature.names(dynamic, len(args)),
+        output_names=tuple("out" + keystr(path) for path, _ in paths),
+    )
+    in_tree = jax.tree.structure(dynamic)
+    out_tree = jax.tree.structure(found.out_info)
+    donated = tuple(info.donated for info in jax.tree.leaves(found.args_info))
+    return Traced(
+        graph=body.graph,
+        equations=body.equations,
+        constants=body.constants,
+        in_tree=in_tree,
+        out_tree=out_tree,
+        donated=donated,
+        weak=tuple(bool(aval.weak_type) for aval in found.jaxpr.out_avals),
+        tied=_tied(body.graph, in_tree, out_tree, donated),
+        jaxpr=found.jaxpr,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Subtree:
+    """Consecutive leaves of a pytree that form a tree of their own."""
+
+    first: int
+    tree: PyTreeDef
+
+    @property
+    def leaves(self) -> range:
+        return range(self.first, self.first + self.tree.num_leaves)
+
+    def children(self) -> Iterator[_Subtree]:
+        first = self.first
+        for child in self.tree.children():
+            yield _Subtree(first, child)
+            first += child.num_leaves
+
+
+def _tied(
+    graph: Graph, in_tree: PyTreeDef, out_tree: PyTreeDef, donated: tuple[bool, ...]
+) -> tuple[tuple[int, int], ...]:
+    """(output, input) leaves of each argument that some part of the output repeats in structure and types.
+
+    Donated arguments choose first, each takes the first match: the whole output, one of its parts, or a part of those.
+    A lone array is taken for state only if it is donated: a loss looks like any other scalar.
+    """
+    args, kwargs = _Subtree(0, in_tree).children()
+    arguments = [a for a in (*args.children(), *kwargs.children()) if a.tree.num_leaves]
+    whole = _Subtree(0, out_tree)
+    parts = list(whole.children())
+    results = [whole, *parts, *(inner for part in parts for inner in part.children())]
+
+    def is_donated(argument: _Subtree) -> bool:
+        return all(donated[i] for i in argument.leaves)
+
+    def types(values: tuple[int, ...], leaves: range) -> list[TensorType]:
+        return [graph.types[values[i]] for i in leaves]
+
+    taken: set[int] = set()
+    pairs: list[tuple[int, int]] = []
+    for argument in sorted(arguments, key=is_donated, reverse=True):
+        if argument.tree.num_leaves == 1 and not is_donated(argument):
+            continue
+        wanted = types(graph.inputs, argument.leaves)
+        for result in results:
+            free = taken.isdisjoint(result.leaves)
+            if free and result.tree == argument.tree and types(graph.outputs, result.leaves) == wanted:
+                taken.update(result.leaves)
+                pairs.extend(zip(result.leaves, argument.leaves, strict=True))
+                break
+    return tuple(sorted(pairs))

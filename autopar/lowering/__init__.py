@@ -1,0 +1,22 @@
+"""A plan as a program of local pieces: nodes bound on them, collectives between, and rules of the user's own
+primitives.
+"""
+
+from autopar.lowering import localize
+from autopar.lowering.custom_rules import register_rule
+from autopar.lowering.localize import USERS_OWN, Arrays, Cut
+from autopar.lowering.lower import OnPieces, body_of, build, device_mesh, shardings, walk
+
+__all__ = [
+    "USERS_OWN",
+    "Arrays",
+    "Cut",
+    "OnPieces",
+    "body_of",
+    "build",
+    "device_mesh",
+    "localize",
+    "register_rule",
+    "shardings",
+    "walk",
+]

@@ -1,0 +1,67 @@
+"""The same plan lowered a second way, to check the first: whole arrays under `jax.jit`, every placement a constraint.
+
+XLA's partitioner finds the collectives here, from a `with_sharding_constraint` on every result and one for every step
+of every move. Partial sums cannot be said in that language: a partial result is constrained to where it is cut, and
+the steps that would finish it have nothing left to do.
+
+Reference: design/intra_op.md section 1.3: only chains of single-axis constraints are followed exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from autopar.frontend import Traced
+from autopar.jax_compat import Device
+from autopar.lowering.localize import Arrays, Cut, rebind
+from autopar.lowering.lower import Program, body_of, build, device_mesh, scheduled, walk
+from autopar.plan import partition_spec
+from passes.cluster import Mesh
+from passes.placement import Move
+from passes.plan import Plan
+from passes.sharding import ShardingSpec
+
+
+def constrain(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
+    """The program that a plan describes, left to XLA's partitioner; equal to `build`'s but for the collectives."""
+    if not plan.mesh.axes:
+        return build(traced, plan, devices)
+    mesh = device_mesh(plan.mesh, devices)
+    body, schedule = body_of(traced), scheduled(traced, plan)
+    semantics = OnWholes(mesh, plan.mesh)
+    return Program(
+        function=lambda *inputs: walk(body, plan.layout, schedule, semantics, inputs),
+        in_shardings=tuple(NamedSharding(mesh, partition_spec(spec)) for spec in plan.inputs),
+        out_shardings=tuple(NamedSharding(mesh, partition_spec(spec)) for spec in plan.outputs),
+        schedule=schedule,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OnWholes:
+    """Arrays are whole values and moves are constraints on `mesh`."""
+
+    mesh: jax.sharding.Mesh
+    planned: Mesh
+
+    def bind(self, cut: Cut, operands: Arrays) -> Arrays:
+        results = rebind(cut, operands)
+        return [self._constrain(x, spec) for x, spec in zip(results, cut.placement.results, strict=True)]
+
+    def move(self, array: jax.Array, move: Move) -> jax.Array:
+        spec = move.before
+        for step in move.steps:
+            spec = step.apply(spec)
+            array = self._constrain(array, spec)
+        return array
+
+    def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
+        return array
+
+    def _constrain(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
+        return lax.with_sharding_constraint(array, NamedSharding(self.mesh, partition_spec(spec)))

@@ -1,0 +1,303 @@
+"""A traced step rewritten to run a microbatch at a time: what is once before, a loop, and what is once after.
+
+The rewritten program is traced anew, so planning and lowering see an ordinary program with a `scan` in it. Where every
+operator stands in time was decided by `passes.transforms.microbatch`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar import jax_compat
+from autopar.frontend import Body, Equation, Traced, flatten
+from autopar.lowering import Arrays, Cut, body_of, localize, walk
+from passes.errors import InternalError
+from passes.ir import CALLBACKS, LOOP, Graph, Node
+from passes.placement import Layout, Move, Placement, is_free, moves
+from passes.sharding import ShardingSpec, Step, replicated
+from passes.transforms import AXIS, Coupling, Split, Time, split, sums_up_front, whole_layout
+
+_MARK = re.compile(r".*@(\d+)", re.DOTALL)
+"""The last mark of a scope."""
+
+
+def microbatched(
+    traced: Traced, structs: Sequence[jax.ShapeDtypeStruct], count: int, coupling: Coupling = "exact"
+) -> Traced:
+    """The same function of the same flat arguments, `structs`, in `count` microbatches.
+
+    Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
+    """
+    chosen = split(traced.graph, count, tied=traced.tied, coupling=coupling)
+    origins: list[Node] = []
+    body = _marked(body_of(traced), origins)
+    graph = traced.graph
+    structs = [_stacked(x, count) if i in chosen.batch else x for i, x in enumerate(structs)]
+    with jax_compat.no_mesh():
+        jaxpr = jax.make_jaxpr(lambda *inputs: _run(body, chosen, coupling, inputs))(*structs)
+    written = flatten(jaxpr, input_names=graph.input_names, output_names=graph.output_names)
+    restored = _restored(written.graph, origins)
+    return replace(
+        traced,
+        graph=restored,
+        equations=tuple(map(_matching, written.equations, restored.nodes)),
+        constants=written.constants,
+        stacked=chosen.batch,
+        jaxpr=traced.jaxpr if coupling == "exact" else None,
+    )
+
+
+def _stacked(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
+    """A batch as microbatches: microbatch i has consecutive rows."""
+    rows, *rest = struct.shape
+    return jax.ShapeDtypeStruct((count, rows // count, *rest), struct.dtype, weak_type=struct.weak_type)
+
+
+def _run(body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The outputs of a body, from its inputs, the batch as microbatches; traced, it is the rewritten program."""
+    graph = body.graph
+    stacks = {graph.inputs[i]: inputs[i] for i in chosen.batch}
+    known: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    known |= {v: lax.reshape(stack, graph.types[v].shape) for v, stack in stacks.items()}
+    wanted = _read_by(graph, (*chosen.loop, *chosen.after)) | set(graph.outputs)
+    made = [v for i in chosen.before if not is_free(graph, i) for v in graph.nodes[i].outputs if v in wanted]
+    known.update(_up_front(body, chosen, made, known, stacks))
+
+    entering, one = _one_microbatch(body, chosen, coupling, known, stacks)
+    leaving = [value for value, _ in chosen.carried]
+    sums = [bool(spec.partial) for _, spec in chosen.carried]
+
+    def step(totals: tuple[Any, ...], sliced: tuple[Any, tuple[Any, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        found = one(*sliced)
+        with jax.named_scope("accumulate"):
+            added = tuple(map(_add, totals, (x for x, is_sum in zip(found, sums, strict=True) if is_sum)))
+        return added, tuple(x for x, is_sum in zip(found, sums, strict=True) if not is_sum)
+
+    stacked = tuple(stacks[v] for v in entering)
+    zeros = tuple(
+        jnp.zeros(graph.types[v].shape, jnp.dtype(graph.types[v].dtype))
+        for v, is_sum in zip(leaving, sums, strict=True)
+        if is_sum
+    )
+    with jax.named_scope(LOOP):
+        totals, joined = lax.scan(step, zeros, (jnp.arange(chosen.count, dtype=np.int32), stacked))
+    for is_sum, values in ((True, iter(totals)), (False, iter(joined))):
+        for (value, spec), summed in zip(chosen.carried, sums, strict=True):
+            if summed == is_sum:
+                known[value] = next(values) if is_sum else _join(next(values), spec)
+    late = [v for v in dict.fromkeys(graph.outputs) if v not in known and v not in graph.literals]
+    known.update(_whole(body, chosen.after, late, known))
+    return tuple(known[v] if v in known else _lone(body, v) for v in graph.outputs)
+
+
+def _one_microbatch(
+    body: Body, chosen: Split, coupling: Coupling, known: Mapping[int, Any], stacks: Mapping[int, Any]
+) -> tuple[list[int], Callable[[Any, Arrays], tuple[Any, ...]]]:
+    """(the stacks that the loop reads, what makes the values that leave it of a microbatch's number and its batch)."""
+    graph = body.graph
+    inside = {v for i in chosen.loop for v in graph.nodes[i].outputs}
+    entering = sorted(v for v in _read_by(graph, chosen.loop) - inside if v in known)
+    leaving = [value for value, _ in chosen.carried]
+    part = Body(
+        graph=graph.part(chosen.loop, entering, leaving),
+        equations=tuple(body.equations[i] for i in chosen.loop),
+        constants=_constants(body, chosen.loop, leaving),
+    )
+    layout = Layout(
+        inputs=tuple(_spec(graph, v, 0 if v in stacks else None) for v in entering),
+        placements=tuple(chosen.placements.get(i) or _unplaced(graph, i) for i in chosen.loop),
+        outputs=tuple(spec for _, spec in chosen.carried),
+    )
+    time = Time(chosen.count)
+    schedule = moves(part.graph, layout, time)
+
+    def one(index: Any, cut: Arrays) -> tuple[Any, ...]:
+        given = iter(cut)
+        values = [next(given) if v in stacks else known[v] for v in entering]
+        return tuple(walk(part, layout, schedule, OnTime(time, index, coupling), values))
+
+    return [v for v in entering if v in stacks], one
+
+
+def _up_front(
+    body: Body, chosen: Split, outputs: Sequence[int], known: Mapping[int, Any], stacks: Mapping[int, Any]
+) -> dict[int, Any]:
+    """What the loop needs of the whole batch: summed over the stacks as they are, if it is made of sums."""
+    part, inputs = _part(body, chosen.before, outputs, known)
+    batch = tuple(i for i, v in enumerate(inputs) if v in stacks)
+    early = sums_up_front(part.graph, chosen.count, batch) if batch else None
+    if early is None:
+        return _whole(body, chosen.before, outputs, known)
+    given, ours = {v: known[v] for v in inputs}, {inputs[i]: stacks[inputs[i]] for i in batch}
+    unchanged = [v for i in early.before if not is_free(part.graph, i) for v in part.graph.nodes[i].outputs]
+    given.update(_whole(part, early.before, unchanged, given))
+    entering, one = _one_microbatch(part, early, "exact", given, ours)
+    pieces = jax.vmap(one)(jnp.arange(chosen.count, dtype=np.int32), tuple(ours[v] for v in entering))
+    for (value, _), summands in zip(early.carried, pieces, strict=True):
+        given[value] = summands.any(0) if summands.dtype == np.bool_ else summands.sum(0, dtype=summands.dtype)
+    late = [v for v in outputs if v not in given]
+    given.update(_whole(part, early.after, late, given))
+    return {v: given[v] for v in outputs}
+
+
+def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], known: Mapping[int, Any]) -> dict[int, Any]:
+    """The values that some nodes make of whole ones."""
+    part, inputs = _part(body, nodes, outputs, known)
+    layout, time = whole_layout(part.graph), Time(1)
+    semantics = OnTime(time, jnp.int32(0), "exact")
+    found = walk(part, layout, moves(part.graph, layout, time), semantics, [known[v] for v in inputs])
+    return dict(zip(outputs, found, strict=True))
+
+
+def _part(body: Body, nodes: Sequence[int], outputs: Sequence[int], known: Mapping[int, Any]) -> tuple[Body, list[int]]:
+    """(the body of some nodes alone, the known values that are its inputs)."""
+    graph = body.graph
+    produced = {v for i in nodes for v in graph.nodes[i].outputs}
+    inputs = sorted(v for v in _read_by(graph, nodes) | set(outputs) if v in known and v not in produced)
+    part = Body(
+        graph=graph.part(nodes, inputs, outputs),
+        equations=tuple(body.equations[i] for i in nodes),
+        constants=_constants(body, nodes, outputs),
+    )
+    return part, inputs
+
+
+@dataclass(frozen=True, slots=True)
+class OnTime:
+    """Arrays are one microbatch's pieces, of microbatch `index` (int32[])."""
+
+    planned: Time
+    index: jax.Array
+    coupling: Coupling
+
+    def bind(self, cut: Cut, operands: Arrays) -> Arrays:
+        if cut.node.primitive in CALLBACKS:
+            return localize.rebind(cut, operands)  # to be run once a step, wherever the plan has it
+        return localize.bind(replace(cut, coordinate=lambda axis: self.index), operands)
+
+    def move(self, array: jax.Array, move: Move) -> jax.Array:
+        (step,) = move.steps
+        return self._take(step, array)
+
+    def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
+        return self._once(array) if spec.partial else array
+
+    def _take(self, step: Step, array: jax.Array) -> jax.Array:
+        match step.kind:
+            case "slice":
+                extent = array.shape[step.to_dim] // self.planned.count
+                return lax.dynamic_slice_in_dim(array, self.index * extent, extent, step.to_dim)
+            case "keep":
+                return self._once(array)
+            case "all_reduce":
+                # Independent microbatches: each stands for all of them.
+                return array * np.asarray(self.planned.count, array.dtype)
+            case _:
+                raise InternalError(f"{step} between microbatches")
+
+    def _once(self, array: jax.Array) -> jax.Array:
+        """Summands of `array`: all of it in the first microbatch, or equal shares of independent ones."""
+        if self.coupling == "independent" and jnp.issubdtype(array.dtype, np.inexact):
+            return array / np.asarray(self.planned.count, array.dtype)
+        return jnp.where(self.index == 0, array, jnp.zeros_like(array))
+
+
+def _add(total: jax.Array, summand: jax.Array) -> jax.Array:
+    return lax.bitwise_or(total, summand) if total.dtype == np.bool_ else lax.add(total, summand)
+
+
+def _join(stacked: jax.Array, spec: ShardingSpec) -> jax.Array:
+    """Pieces of every microbatch, [count, ...], joined along the dimension that is cut."""
+    (cut,) = (d for d, axes in enumerate(spec.dims) if axes)
+    moved = jnp.moveaxis(stacked, 0, cut)
+    shape = moved.shape
+    return lax.reshape(moved, (*shape[:cut], shape[cut] * shape[cut + 1], *shape[cut + 2 :]))
+
+
+def _read_by(graph: Graph, nodes: Sequence[int]) -> set[int]:
+    return {v for i in nodes for v in graph.nodes[i].inputs if v not in graph.literals and v not in graph.constants}
+
+
+def _constants(body: Body, nodes: Sequence[int], outputs: Sequence[int]) -> tuple[Any, ...]:
+    read = {v for i in nodes for v in body.graph.nodes[i].inputs}.union(outputs)
+    held = zip(body.graph.constants, body.constants, strict=True)
+    return tuple(array for value, array in held if value in read)
+
+
+def _lone(body: Body, value: int) -> Any:
+    """An output that no node makes: a constant or a literal."""
+    return _whole(body, (), (value,), {})[value]
+
+
+def _spec(graph: Graph, value: int, cut: int | None) -> ShardingSpec:
+    rank = graph.types[value].rank
+    if cut is None:
+        return replicated(rank)
+    return ShardingSpec(dims=tuple((AXIS,) if d == cut else () for d in range(rank)))
+
+
+def _unplaced(graph: Graph, index: int) -> Placement:
+    node = graph.nodes[index]
+    specs = (tuple(replicated(graph.types[v].rank) for v in values) for values in (node.inputs, node.outputs))
+    operands, results = specs
+    return Placement(operands=operands, results=results)
+
+
+def _marked(body: Body, origins: list[Node]) -> Body:
+    """The body with a number for every node's scope, by which it is found again in what is traced anew."""
+    nodes: list[Node] = []
+    equations: list[Equation] = []
+    for node, equation in zip(body.graph.nodes, body.equations, strict=True):
+        mark = f"@{len(origins)}"
+        origins.append(node)
+        bodies = tuple(_marked(inner, origins) for inner in equation.bodies)
+        equations.append(replace(equation, bodies=bodies) if bodies else equation)
+        graphs = tuple(inner.graph for inner in bodies) if bodies else node.subgraphs
+        nodes.append(replace(node, scope=mark, subgraphs=graphs))
+    return Body(graph=replace(body.graph, nodes=tuple(nodes)), equations=tuple(equations), constants=body.constants)
+
+
+def _restored(graph: Graph, origins: Sequence[Node]) -> Graph:
+    """The graph with the scopes and source lines of the nodes that its own come from."""
+
+    def restore(node: Node) -> Node:
+        bodies = tuple(_restored(inner, origins) for inner in node.subgraphs)
+        mark = _MARK.search(node.scope)
+        if mark is None:
+            return replace(node, subgraphs=bodies) if bodies else node
+        origin = origins[int(mark[1])]
+        return Node(
+            primitive=node.primitive,
+            inputs=node.inputs,
+            outputs=node.outputs,
+            params=node.params,
+            subgraphs=bodies,
+            source=origin.source,
+            scope=origin.scope,
+        )
+
+    return replace(graph, nodes=tuple(map(restore, graph.nodes)))
+
+
+def _matching(equation: Equation, node: Node) -> Equation:
+    """The equation with the bodies of its restored node."""
+    if not equation.bodies:
+        return equation
+    bodies = zip(equation.bodies, node.subgraphs, strict=False)
+    return replace(equation, bodies=tuple(_with_graph(body, graph) for body, graph in bodies))
+
+
+def _with_graph(body: Body, graph: Graph) -> Body:
+    return Body(
+        graph=graph,
+        equations=tuple(map(_matching, body.equations, graph.nodes)),
+        constants=body.constants,
+    )

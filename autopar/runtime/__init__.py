@@ -1,0 +1,27 @@
+"""Planned programs as they run: one program under `jax.jit`, or a pipeline's instructions on its stages."""
+
+from autopar.runtime import runtime
+from autopar.runtime.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
+from autopar.runtime.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
+from autopar.runtime.instructions import build
+from autopar.runtime.joined import Joined, Pieces
+from autopar.runtime.runtime import Pipeline, load
+
+__all__ = [
+    "Compiled",
+    "Executable",
+    "Joined",
+    "Limit",
+    "Lowered",
+    "Pieces",
+    "Pipeline",
+    "Prepared",
+    "build",
+    "limit_of",
+    "load",
+    "lower",
+    "needed_nbytes",
+    "pipeline_nbytes",
+    "prepare",
+    "runtime",
+]

@@ -1,0 +1,340 @@
+"""Planned programs as JAX runs them: one `jax.jit` of the lowered program, called on the flat arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from autopar import jax_compat
+from autopar.checks import Verification, hlo, verify
+from autopar.errors import ArgumentError, explain
+from autopar.frontend import Signature, Traced, Type, types_of
+from autopar.jax_compat import Device, PyTreeDef
+from autopar.lowering import build, shardings
+from autopar.plan import Plan
+from autopar.runtime.donation import reused
+from autopar.runtime.footprint import Limit, needed_nbytes
+from autopar.runtime.program import Donation
+from autopar.runtime.transforms import own_function, transformable
+from passes.intra_op import product_flops
+from passes.memory import PERSISTENT
+from passes.placement import group
+from passes.plan import text as plan_text
+from passes.sharding import ShardingSpec
+from passes.text import Column, Table, quantities
+
+_SHARDING = attrgetter("sharding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A traced and planned program as a jitted function of flat arguments, nothing lowered yet.
+
+    `signature` reads the calls of the user's function; `platform` is the devices' (`cpu`, `gpu`). `nested` is the
+    function inside another transformation, of the caller's flat arguments wherever they lie.
+    """
+
+    signature: Signature
+    traced: Traced
+    plan: Plan
+    platform: str
+    jitted: Any
+    nested: Any
+    in_shardings: tuple[Sharding, ...]
+    out_shardings: tuple[Sharding, ...]
+
+    def executable(self, run: Callable[..., Sequence[jax.Array]] | None = None) -> Executable:
+        """The program as calls run it, by `run` in place of the jitted function if it is compiled."""
+        return Executable(
+            run=run or self.jitted,
+            nested=run or self.nested,
+            in_shardings=self.in_shardings,
+            donation=Donation(positions=tuple(sorted(reused(self.traced))), names=self.traced.graph.input_names),
+            out_tree=self.traced.out_tree,
+            stacked=_stacked(self.traced),
+        )
+
+
+def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[Device]) -> Prepared:
+    """The jitted function of a plan on its devices."""
+    program = build(traced, plan, devices)
+    # One object for equal shardings: results come back with it, and finding them in place is a test of identity.
+    known: dict[Sharding, Sharding] = {}
+    in_shardings = tuple(known.setdefault(s, s) for s in program.in_shardings)
+    out_shardings = tuple(known.setdefault(s, s) for s in program.out_shardings)
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
+        results = program.function(*leaves)
+        # Weakness decides promotions in the next call's trace, so what jit returns weak must not come back strong.
+        return tuple(map(jax_compat.with_weakness, results, traced.weak))
+
+    flat.__name__ = flat.__qualname__ = signature.function
+    jitted = partial(
+        jax.jit,
+        flat,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=tuple(i for i, donated in enumerate(traced.donated) if donated),
+    )
+    return Prepared(
+        signature=signature,
+        traced=traced,
+        plan=plan,
+        platform=devices[0].platform,
+        jitted=jitted(compiler_options=hlo.compiler_options(devices[0].platform)),
+        nested=_nested(jitted(), in_shardings, signature, traced, plan, devices),
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+    )
+
+
+def _nested(
+    jitted: Any,
+    in_shardings: Sequence[Sharding],
+    signature: Signature,
+    traced: Traced,
+    plan: Plan,
+    devices: Sequence[Device],
+) -> Callable[..., Sequence[jax.Array]]:
+    """The program inside other transformations, where JAX takes no compiler options."""
+    stacked = _stacked(traced)
+
+    def planned(*leaves: Any) -> tuple[jax.Array, ...]:
+        shaped = [leaf.reshape(stacked[i]) if i in stacked else leaf for i, leaf in enumerate(leaves)]
+        return jitted(*jax.device_put(shaped, list(in_shardings)))
+
+    rows = (ShardingSpec(dims=spec.dims[1:]) if i in stacked else spec for i, spec in enumerate(plan.inputs))
+    sides = shardings(tuple(rows), plan.mesh, devices), shardings(plan.outputs, plan.mesh, devices)
+    return transformable(planned, own_function(traced.jaxpr, *sides, signature.function, signature.source))
+
+
+def _stacked(traced: Traced) -> Mapping[int, tuple[int, ...]]:
+    """The inputs that come as microbatches, with the shapes that they have then."""
+    graph = traced.graph
+    return {i: graph.types[graph.inputs[i]].shape for i in traced.stacked}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executable:
+    """A program on flat arguments: each goes where the plan wants it, unless it is there already.
+
+    A donated argument is gone after the call even where it had to move first, and is refused where it is passed again,
+    as with `jax.jit`. Those at `stacked` take these shapes first: the same rows, as microbatches.
+    """
+
+    run: Callable[..., Sequence[jax.Array]]
+    nested: Callable[..., Sequence[jax.Array]]
+    in_shardings: tuple[Sharding, ...]
+    donation: Donation
+    out_tree: PyTreeDef
+    stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        if not jax_compat.has_ambient_mesh():
+            return self._call(leaves)
+        with jax_compat.no_mesh():
+            return self._call(leaves)
+
+    def _call(self, leaves: list[Any]) -> Any:
+        if not leaves or jax_compat.is_staging() or any(map(jax_compat.is_traced, leaves)):
+            return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
+        given = leaves
+        if self.stacked:
+            leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
+        if _shardings_of(leaves) == self.in_shardings:
+            return jax.tree.unflatten(self.out_tree, self.run(*leaves))
+        self.donation.check(given)
+        moving = [i for i, wanted in enumerate(self.in_shardings) if getattr(leaves[i], "sharding", None) != wanted]
+        placed = list(leaves)
+        moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
+        for i, array in zip(moving, moved, strict=True):
+            placed[i] = array
+        results = self.run(*placed)
+        self.donation.delete(given)
+        return jax.tree.unflatten(self.out_tree, results)
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A program in StableHLO for its plan's devices; `compile()` is the next step."""
+
+    _prepared: Prepared
+    _types: tuple[Type | None, ...]
+    _statics: tuple[Any, ...]
+    _lowered: Any
+    _limit: Limit | None = None
+    _again: Callable[[int], Lowered] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self._prepared.plan
+
+    def as_text(self) -> str:
+        """The StableHLO."""
+        return self._lowered.as_text()
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+        """The executable; `compiler_options` are XLA's.
+
+        Raises OverBudgetError where it needs more memory than a device may. A search is given one more try, with as
+        much less to plan for as XLA needed more than was planned: `plan` of the executable is the new plan then.
+        """
+        options = compiler_options and hlo.compiler_options(self._prepared.platform, asked=compiler_options)
+        compiled = self._lowered.compile(compiler_options=options)  # without any, those of the jitted function
+        if self._limit is not None:
+            needed = needed_nbytes(self.plan, compiled.memory_analysis())
+            if needed > self._limit.nbytes:
+                if self._again is None:
+                    raise self._limit.error(self.plan, needed)
+                return self._again(needed).compile(compiler_options)
+        executable = self._prepared.executable(compiled)
+        return Compiled(self._prepared, self._types, self._statics, compiled, executable, self)
+
+    def verify(self) -> Verification:
+        """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
+
+        It is compiled once more, to tell collectives apart.
+        """
+        options = hlo.compiler_options(self._prepared.platform, asked=hlo.UNCOMBINED)
+        text = self._lowered.compile(compiler_options=options).as_text()
+        graph, plan = self._prepared.traced.graph, self.plan
+        flops = product_flops(graph, group(graph), plan.layout.placements, plan.mesh)
+        return verify(plan, text, platform=self._prepared.platform, planned_flops=flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A program compiled for its plan's devices, callable with arguments of the types that it was lowered for.
+
+    Static arguments may be left out, as with `jax.jit`; given, they are those that it was lowered for.
+    """
+
+    _prepared: Prepared
+    _types: tuple[Type | None, ...]
+    _statics: tuple[Any, ...]
+    _compiled: Any
+    _executable: Executable
+    _lowered: Lowered
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dynamic, statics = self._prepared.signature.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        self._check(tree, types_of(leaves))
+        self._check_statics(statics)
+        return self._executable(leaves)
+
+    @property
+    def plan(self) -> Plan:
+        return self._prepared.plan
+
+    @property
+    def input_shardings(self) -> tuple[Any, Any]:
+        """The sharding of each argument, as the pair (args, kwargs) without static arguments."""
+        return jax.tree.unflatten(self._prepared.traced.in_tree, self._prepared.in_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """The sharding of each result, in the function's own pytree."""
+        return jax.tree.unflatten(self._prepared.traced.out_tree, self._prepared.out_shardings)
+
+    def as_text(self) -> str:
+        """The optimized HLO."""
+        return self._compiled.as_text()
+
+    def verify(self) -> Verification:
+        """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
+
+        It is compiled once more, to tell collectives apart.
+        """
+        return self._lowered.verify()
+
+    def memory_analysis(self) -> Any:
+        """XLA's account of one device's memory, as from `jax.stages.Compiled`."""
+        return self._compiled.memory_analysis()
+
+    def memory_report(self) -> str:
+        """The plan's bytes of one device beside those that XLA counts, as text: what is predicted, XLA's, the ratio."""
+        return memory_table(self.plan, self.memory_analysis()).format()
+
+    def executable(self) -> Executable:
+        """The program on flat arguments; inside another transformation it is traced anew."""
+        return replace(self._executable, nested=self._prepared.nested)
+
+    def cost_analysis(self) -> Any:
+        """XLA's estimate of flops and bytes on one device; it counts the body of a loop once."""
+        return self._compiled.cost_analysis()
+
+    def _check(self, tree: PyTreeDef, types: tuple[Type | None, ...]) -> None:
+        traced, source = self._prepared.traced, self._prepared.signature.source
+        again = "lower and compile again for these arguments, or call the function itself, which does"
+        if tree != traced.in_tree:
+            what = f"arguments (args, kwargs) with the structure {tree}"
+            raise ArgumentError(explain(what, f"the program was compiled for {traced.in_tree}", source, again))
+        for name, found, wanted in zip(traced.graph.input_names, types, self._types, strict=True):
+            if found != wanted:
+                rule = f"the program was compiled for {_words(wanted)}"
+                raise ArgumentError(explain(f"argument {name} is {_words(found)}", rule, source, again))
+
+    def _check_statics(self, statics: tuple[Any, ...]) -> None:
+        """Raises ArgumentError for a static value that the program was not compiled for."""
+        held = {name: (kind, value) for name, kind, value in self._statics}
+        for name, kind, value in statics:
+            if name not in held or held[name] != (kind, value):
+                known = f"{name} = {held[name][1]!r:.60}" if name in held else f"no {name}"
+                source = self._prepared.signature.source
+                remedy = "lower and compile again for this value, or call the function itself, which does"
+                rule = f"the program was compiled for {known}"
+                raise ArgumentError(explain(f"static argument {name} = {value!r:.60}", rule, source, remedy))
+
+
+def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct], statics: tuple[Any, ...] = ()) -> Lowered:
+    """The program lowered for flat arguments of these types; `statics` are the (name, type, value)s it is traced of."""
+    graph = prepared.traced.graph
+    inner = [
+        jax.ShapeDtypeStruct(graph.types[v].shape, struct.dtype, weak_type=struct.weak_type)
+        for v, struct in zip(graph.inputs, structs, strict=True)
+    ]
+    with jax_compat.no_mesh():
+        return Lowered(prepared, types_of(structs), statics, prepared.jitted.lower(*inner))
+
+
+def memory_table(plan: Plan, analysis: Any) -> Table:
+    """Predicted bytes of one device beside XLA's `memory_analysis()`; outputs that alias arguments count once."""
+    outputs = plan.nbytes.get("outputs", 0)
+    arguments = sum(plan.nbytes.get(cause, 0) for cause in PERSISTENT)
+    pairs = {
+        "arguments": (arguments, analysis.argument_size_in_bytes),
+        "outputs": (outputs, analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
+        "temporaries": (plan.peak_nbytes - arguments - outputs, analysis.temp_size_in_bytes),
+    }
+    pairs["peak"] = (plan.peak_nbytes, sum(xla for _, xla in pairs.values()))
+    return Table(
+        title="memory of one device",
+        columns=(Column(heading=""), *(Column(heading=name, right=True) for name in ("predicted", "XLA", "ratio"))),
+        rows=tuple(
+            (name, quantities.nbytes(ours), quantities.nbytes(xla), f"{ours / xla:.3f}" if xla else "-")
+            for name, (ours, xla) in pairs.items()
+        ),
+        note=f"predicted peak at {plan_text.short(plan.memory.where)}" if plan.memory and plan.memory.where else "",
+    )
+
+
+def _shardings_of(leaves: list[Any]) -> tuple[Sharding, ...] | None:
+    """Where the arguments lie; None if one lies nowhere yet, as numbers, NumPy arrays and traced values do."""
+    try:
+        return tuple(map(_SHARDING, leaves))
+    except AttributeError:
+        return None
+
+
+def _words(type: Type | None) -> str:
+    if type is None:
+        return "no array"
+    shape, dtype, weak = type
+    return f"{dtype.name}[{','.join(map(str, shape))}]" + (" (weakly typed)" if weak else "")

@@ -1,0 +1,194 @@
+"""Arrays that lie in pieces, one behind the other on the stages of a pipeline, as the caller's whole ones.
+
+An array over stages has a mesh whose first axis are the stages, and is cut along dimension 0. Where the stages' meshes
+are alike, it is made of the very buffers that the stages hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby, islice, pairwise
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from autopar import jax_compat
+from autopar.runtime.program import Donation
+
+STAGE = "stage"
+"""The mesh axis over which the pieces of an array lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """In how many equal pieces along dimension 0 each of the caller's flat inputs and outputs enters and leaves."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def structs(self, structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """The types of the program's inputs, from those of the caller's."""
+        return [piece for struct, n in zip(structs, self.inputs, strict=True) for piece in [_struct(struct, n)] * n]
+
+    def donation(self, of: Donation) -> Donation:
+        """What is gone of the caller's inputs, from what is `of` the program's."""
+        ends = list(accumulate(self.inputs, initial=0))
+        spans = [range(first, last) for first, last in pairwise(ends)]
+        gone = set(of.positions)
+        return Donation(
+            positions=tuple(i for i, span in enumerate(spans) if not gone.isdisjoint(span)),
+            names=tuple(
+                of.names[span[0]] if len(span) == 1 else of.names[span[0]].rpartition("[")[0] for span in spans
+            ),
+        )
+
+
+def _struct(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
+    if count == 1:
+        return struct
+    rows, *rest = struct.shape
+    return jax.ShapeDtypeStruct((rows // count, *rest), struct.dtype, weak_type=struct.weak_type)
+
+
+@dataclass(slots=True)
+class Joined:
+    """A pipeline whose inputs and outputs are in pieces, called on whole arrays; no array is copied if it need not be.
+
+    An output is one array over all stages that hold pieces of it, cut along dimension 0. As an input of the next step
+    it is taken apart where it lies. `donation` is of the caller's arrays. `origins` are the placements of the pieces of
+    such arrays; `fresh` holds, by `id`, the pieces of those that share their buffers, for as long as they live.
+    """
+
+    pipeline: Callable[[list[Any]], Sequence[Any]]
+    pieces: Pieces
+    out_tree: jax_compat.PyTreeDef
+    donation: Donation = field(default_factory=Donation)
+    origins: dict[Sharding, tuple[Sharding, ...]] = field(default_factory=dict)
+    targets: dict[tuple[Sharding, ...], _Target | None] = field(default_factory=dict)
+    fresh: dict[int, tuple[weakref.ref[Any], list[jax.Array]]] = field(default_factory=dict)
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        with jax_compat.no_mesh() if jax_compat.has_ambient_mesh() else nullcontext():
+            self.donation.check(leaves)
+            given = [
+                piece for leaf, n in zip(leaves, self.pieces.inputs, strict=True) for piece in self._apart(leaf, n)
+            ]
+            results = iter(self.pipeline(given))
+            self.donation.delete(leaves)
+            joined = [self._join(list(islice(results, n))) for n in self.pieces.outputs]
+        return jax.tree.unflatten(self.out_tree, joined)
+
+    def _apart(self, leaf: Any, count: int) -> list[Any]:
+        if count == 1:
+            return [leaf]
+        whole, pieces = self.fresh.get(id(leaf), (None, []))
+        if whole is not None and whole() is leaf:
+            return pieces
+        rows = leaf.shape[0] // count
+        origins = self.origins.get(leaf.sharding) if isinstance(leaf, jax.Array) else None
+        if origins is None:
+            return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
+        shape = (leaf.shape[0] // len(origins), *leaf.shape[1:])
+        shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+        chunks = [
+            jax.make_array_from_single_device_arrays(shape, sharding, [shards[d] for d in sharding.addressable_devices])
+            for sharding in origins
+        ]
+        return [piece for chunk in chunks for piece in _split(chunk, count // len(chunks))]
+
+    def _join(self, pieces: list[jax.Array]) -> jax.Array:
+        if len(pieces) == 1:
+            return pieces[0]
+        shardings = tuple(piece.sharding for piece in pieces)
+        if shardings not in self.targets:
+            target = self.targets[shardings] = _target(shardings)
+            if target:
+                self.origins[target.whole] = target.chunks
+        target = self.targets[shardings]
+        if target is None:
+            return jnp.concatenate(jax.device_put(pieces, shardings[0]))
+        shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+        if shardings == target.chunks:
+            joined = _over_stages(shape, target.whole, pieces)
+            key, forget = id(joined), self.fresh.pop
+            self.fresh[key] = weakref.ref(joined, lambda _: forget(key, None)), pieces
+            return joined
+        several, size = iter(pieces), len(pieces) // len(target.chunks)
+        chunks = [jax.device_put(_concatenated(list(islice(several, size))), sharding) for sharding in target.chunks]
+        return _over_stages(shape, target.whole, chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """Where a joined array lies, and where its chunks do, of one or more pieces each."""
+
+    whole: NamedSharding
+    chunks: tuple[Sharding, ...]
+
+
+def _target(pieces: tuple[Sharding, ...]) -> _Target | None:
+    """The placement of an array over the stages that hold its pieces, None if there is none."""
+    runs = [list(run) for _, run in groupby(pieces, key=_ids)]
+    places = [_ids(run[0]) for run in runs]
+    if len({device for ids in places for device in ids}) < sum(map(len, places)):
+        return None  # pieces of one stage that do not follow each other
+    stages = [run[0] for run in runs]
+    if len({len(run) for run in runs}) == 1 and (chunks := _alike(stages)):
+        return _Target(whole=_joined(chunks), chunks=tuple(chunks))
+    # Stages of other sizes, or whose pieces are cut in other ways: every piece lies whole on a device of its stage.
+    if any(len(run) > len(ids) for run, ids in zip(runs, places, strict=True)):
+        return None
+    devices = [device for run in runs for device in sorted(run[0].device_set, key=lambda d: d.id)[: len(run)]]
+    chunks = [SingleDeviceSharding(device) for device in devices]
+    return _Target(whole=_joined(chunks), chunks=tuple(chunks))
+
+
+def _joined(chunks: Sequence[Sharding]) -> NamedSharding:
+    """The placement of chunks one behind the other, which differ in their devices alone."""
+    first = chunks[0]
+    if not isinstance(first, NamedSharding):
+        devices = [next(iter(chunk.device_set)) for chunk in chunks]
+        return NamedSharding(_mesh(np.asarray(devices, dtype=object), ()), PartitionSpec(STAGE))
+    grid = np.stack([np.asarray(cast("NamedSharding", chunk).mesh.devices) for chunk in chunks])
+    along, *others = first.spec or (None,)
+    inner = along if isinstance(along, tuple) else (along,) if along else ()
+    return NamedSharding(_mesh(grid, first.mesh.axis_names), PartitionSpec((STAGE, *inner), *others))
+
+
+def _alike(stages: Sequence[Sharding]) -> Sequence[Sharding]:
+    """The first stage's placement on each stage's mesh; nothing if their meshes differ in more than the devices."""
+    if all(isinstance(sharding, SingleDeviceSharding) for sharding in stages):
+        return stages
+    named = [sharding for sharding in stages if isinstance(sharding, NamedSharding)]
+    kinds = {tuple(sharding.mesh.shape.items()) for sharding in named}
+    if len(named) < len(stages) or len(kinds) > 1:
+        return []
+    return [NamedSharding(cast("Mesh", sharding.mesh), named[0].spec) for sharding in named]
+
+
+def _mesh(grid: Any, names: tuple[str, ...]) -> Mesh:
+    """A mesh whose first axis are stages."""
+    return Mesh(grid, (STAGE, *names), axis_types=(AxisType.Auto,) * (1 + len(names)))
+
+
+def _ids(sharding: Sharding) -> tuple[int, ...]:
+    return tuple(sorted(device.id for device in sharding.device_set))
+
+
+def _over_stages(shape: tuple[int, ...], whole: Sharding, chunks: Sequence[jax.Array]) -> jax.Array:
+    shards = [shard.data for chunk in chunks for shard in chunk.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, whole, shards)
+
+
+def _concatenated(pieces: list[jax.Array]) -> jax.Array:
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
+def _split(chunk: jax.Array, count: int) -> list[jax.Array]:
+    return [chunk] if count == 1 else jnp.split(chunk, count)

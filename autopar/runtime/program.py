@@ -1,0 +1,197 @@
+"""A pipeline's program as values: segments, instructions in one total order, and the rules of slots.
+
+Nothing is decided while a program runs: which segment runs when, what is sent where and when a value dies is all
+written down, and checked here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from autopar import jax_compat
+from autopar.checks import hlo
+from autopar.errors import ArgumentError, explain
+from passes.errors import InternalError
+from passes.inter_op import Task
+from passes.sharding import ShardingSpec
+
+Slot = int
+Held = tuple[int, ShardingSpec]
+"""A value in a placement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A piece of a stage's program: flat arrays in, flat arrays out, `donated` inputs reused for outputs."""
+
+    name: str
+    stage: int
+    function: Any
+    inputs: tuple[Held, ...]
+    outputs: tuple[Held, ...]
+    in_shardings: tuple[Sharding, ...]
+    out_shardings: tuple[Sharding, ...]
+    in_structs: tuple[jax.ShapeDtypeStruct, ...]
+    out_structs: tuple[jax.ShapeDtypeStruct, ...]
+    donated: tuple[int, ...] = ()
+    platform: str = "cpu"
+
+    def compile(self) -> Any:
+        """The executable."""
+        jitted = jax.jit(
+            self.function,
+            in_shardings=self.in_shardings,
+            out_shardings=self.out_shardings,
+            donate_argnums=self.donated,
+            compiler_options=hlo.compiler_options(self.platform),
+        )
+        with jax_compat.no_mesh():
+            return jitted.lower(*self.in_structs).compile()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Runs a segment: `inputs` and `outputs` are slots."""
+
+    segment: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    task: Task | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Brings an array of these `struct` and sharding to another stage's submesh, in another `sharding`."""
+
+    source: Slot
+    target: Slot
+    struct: jax.ShapeDtypeStruct
+    sharding: Sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """Drops arrays that nothing reads any more."""
+
+    slots: tuple[Slot, ...]
+
+
+Instruction = Run | Send | Free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """An argument that a stage reads: the whole of it (a batch as microbatches), or microbatch number `slice`."""
+
+    argument: int
+    slot: Slot
+    sharding: Sharding
+    slice: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Donation:
+    """The positions of the arguments that are gone after a step, as they would be after `jax.jit`; all `names`."""
+
+    positions: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Raises ArgumentError for an array that is donated and passed again."""
+        times = Counter(map(id, leaves)) if self.positions else Counter[int]()
+        for position in self.positions:
+            leaf = leaves[position]
+            if times[id(leaf)] > 1 and isinstance(leaf, jax.Array):
+                same = [self.names[i] for i, other in enumerate(leaves) if other is leaf]
+                what = f"arguments {' and '.join(same)} are one array"
+                rule = f"{self.names[position]} is donated, and what is donated can be passed once"
+                raise ArgumentError(explain(what, rule, "", "pass a copy, or donate none of them"))
+
+    def delete(self, leaves: Sequence[Any]) -> None:
+        """Deletes what is not deleted yet: it had to move first, or no segment has a use for it."""
+        for position in self.positions:
+            leaf = leaves[position]
+            if jax_compat.is_concrete(leaf) and not leaf.is_deleted():
+                leaf.delete()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """All that the runtime does in one step, in order. `results[o]` is the slot of output o."""
+
+    segments: tuple[Segment, ...]
+    feeds: tuple[Feed, ...]
+    constants: tuple[tuple[Slot, Any, Sharding], ...]
+    instructions: tuple[Instruction, ...]
+    results: tuple[Slot, ...]
+    n_slots: int
+    donation: Donation = Donation()
+
+    def verify(self) -> None:
+        """Raises InternalError unless slots are written before they are read, and read before they are gone."""
+        live = {feed.slot for feed in self.feeds} | {slot for slot, _, _ in self.constants}
+        kept = {slot for slot, _, _ in self.constants}
+        kept |= {
+            feed.slot for feed in self.feeds if feed.slice is None and feed.argument not in self.donation.positions
+        }
+        if len(set(self.results)) < len(self.results) or kept & set(self.results):
+            raise InternalError("a result is another's array, or not the step's own")
+        for instruction in self.instructions:
+            match instruction:
+                case Run():
+                    self._known(instruction.inputs, live)
+                    gone = {instruction.inputs[i] for i in self.segments[instruction.segment].donated}
+                    if any(instruction.inputs.count(slot) > 1 for slot in gone) or gone & kept:
+                        raise InternalError(f"{instruction} donates what it reads twice, or what is not the step's own")
+                    live -= gone
+                    live.update(instruction.outputs)
+                case Send():
+                    self._known((instruction.source,), live)
+                    live.add(instruction.target)
+                case Free():
+                    self._known(instruction.slots, live)
+                    live.difference_update(instruction.slots)
+        self._known(self.results, live)
+
+    def _known(self, slots: Iterable[Slot], live: set[Slot]) -> None:
+        missing = [slot for slot in slots if slot not in live]
+        if missing:
+            raise InternalError(f"slots {missing} are read before they are written, or after they are gone")
+
+
+def freed(
+    instructions: Sequence[Instruction],
+    segments: Sequence[Segment],
+    results: Sequence[Slot],
+    constants: Sequence[tuple[Slot, Any, Sharding]],
+) -> list[Instruction]:
+    """The instructions with a `Free` behind the last use of what is neither a result nor donated."""
+    kept = {*results, *(slot for slot, _, _ in constants)}
+    last: dict[Slot, int] = {}
+    for at, instruction in enumerate(instructions):
+        match instruction:
+            case Run():
+                last.update(dict.fromkeys((*instruction.inputs, *instruction.outputs), at))
+            case Send():
+                last.update({instruction.source: at, instruction.target: at})
+            case Free():
+                raise InternalError("values are freed last")
+    ends: dict[int, list[Slot]] = {}
+    for slot, at in last.items():
+        instruction = instructions[at]
+        donated = segments[instruction.segment].donated if isinstance(instruction, Run) else ()
+        gone = {instruction.inputs[i] for i in donated} if isinstance(instruction, Run) else set[Slot]()
+        if slot not in kept and slot not in gone:
+            ends.setdefault(at, []).append(slot)
+    found: list[Instruction] = []
+    for at, instruction in enumerate(instructions):
+        found.append(instruction)
+        if at in ends:
+            found.append(Free(slots=tuple(ends[at])))
+    return found

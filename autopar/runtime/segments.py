@@ -1,0 +1,164 @@
+"""Pieces of a stage's program as functions of arrays: what runs between two waits, on the stage's submesh.
+
+A value that is a partial sum crosses segments with an axis in front, one summand a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from autopar import jax_compat
+from autopar.frontend import Body, Equation
+from autopar.jax_compat import Device
+from autopar.lowering import OnPieces, walk
+from autopar.runtime.program import Held, Segment
+from passes.ir import Graph, TensorType
+from passes.pipeline import piece_of
+from passes.placement import Layout, Placement, moves
+from passes.plan import Plan
+from passes.sharding import Resharder, ShardingSpec
+from passes.transforms import Part
+
+
+@dataclass(slots=True, kw_only=True)
+class Stage:
+    """A stage with its plan, its submesh and the pieces of its program."""
+
+    number: int
+    part: Part
+    plan: Plan
+    body: Body
+    mesh: jax.sharding.Mesh | None
+    device: Device
+    loop_equations: tuple[Equation, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def loop_placement(self) -> Placement:
+        return self.layout.placements[self.part.loop]
+
+    def sharding(self, spec: ShardingSpec) -> Sharding:
+        """Where an array that crosses segments lies; partial sums have an axis in front."""
+        if self.mesh is None:
+            return SingleDeviceSharding(self.device)
+        return NamedSharding(self.mesh, partition(spec))
+
+
+def partition(spec: ShardingSpec) -> PartitionSpec:
+    dims = [axes[0] if len(axes) == 1 else axes or None for axes in spec.dims]
+    return PartitionSpec(spec.partial, *dims) if spec.partial else PartitionSpec(*dims)
+
+
+def counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of a loop's operands are constants and how many are carried."""
+    return params["num_consts"], params["num_carry"]
+
+
+def inner_constants(body: Body, graph: Graph) -> tuple[Any, ...]:
+    arrays = dict(zip(body.graph.constants, body.constants, strict=True))
+    return tuple(arrays[v] for v in graph.constants)
+
+
+def task_nodes(part: Part, sent: Sequence[int], splits: bool) -> dict[str, list[int]]:
+    """The nodes of each kind of task; with a split backward, the first half is what other stages wait for."""
+    body = part.body
+    forward = [i for i in range(len(body.nodes)) if i in part.forward]
+    backward = [i for i in range(len(body.nodes)) if i not in part.forward]
+    if not splits:
+        return {"forward": forward, "backward": backward}
+    late = {v for i in backward for v in body.nodes[i].outputs}
+    live = {v for v in sent if v in late}
+    first: set[int] = set()
+    for index in reversed(backward):
+        if not live.isdisjoint(body.nodes[index].outputs):
+            first.add(index)
+            live.update(body.nodes[index].inputs)
+    return {
+        "forward": forward,
+        "input_gradient": [i for i in backward if i in first],
+        "weight_gradient": [i for i in backward if i not in first],
+    }
+
+
+def segment_of(
+    stage: Stage,
+    name: str,
+    body: Body,
+    nodes: Sequence[int],
+    layout: Layout,
+    home: Mapping[int, ShardingSpec],
+    wanted: Sequence[Held],
+    donated: Iterable[int] = (),
+) -> Segment:
+    """The part of a body that makes `wanted`, of those of its `nodes` that matter."""
+    found, types = piece_of(body.graph, nodes, layout, home, wanted), body.graph.types
+    piece = Body(
+        graph=found.graph,
+        equations=tuple(body.equations[i] for i in found.nodes),
+        constants=_used_constants(body, found.nodes, wanted),
+    )
+    inputs = tuple(zip(found.graph.inputs, found.layout.inputs, strict=True))
+    donated = set(donated)
+    return Segment(
+        name=name,
+        stage=stage.number,
+        function=_function(stage, piece, found.layout),
+        inputs=inputs,
+        outputs=tuple(wanted),
+        in_shardings=tuple(stage.sharding(spec) for _, spec in inputs),
+        out_shardings=tuple(stage.sharding(spec) for _, spec in wanted),
+        in_structs=tuple(struct_of(types[v], spec, stage) for v, spec in inputs),
+        out_structs=tuple(struct_of(types[v], spec, stage) for v, spec in wanted),
+        donated=tuple(i for i, (v, _) in enumerate(inputs) if v in donated),
+        platform=stage.device.platform,
+    )
+
+
+def _used_constants(body: Body, nodes: Sequence[int], wanted: Sequence[Held]) -> tuple[Any, ...]:
+    read = {v for i in nodes for v in body.graph.nodes[i].inputs}.union(v for v, _ in wanted)
+    held = zip(body.graph.constants, body.constants, strict=True)
+    return tuple(array for value, array in held if value in read)
+
+
+def _function(stage: Stage, piece: Body, layout: Layout) -> Any:
+    """A piece on whole arrays, partial sums with an axis in front."""
+    schedule = moves(piece.graph, layout, Resharder(stage.plan.mesh))
+    run = partial(walk, piece, layout, schedule, OnPieces(stage.plan.mesh))
+    if stage.mesh is None:
+        return lambda *inputs: run(inputs)
+
+    def local(*inputs: Any) -> tuple[Any, ...]:
+        given = [x[0] if spec.partial else x for x, spec in zip(inputs, layout.inputs, strict=True)]
+        results = run(given)
+        return tuple(x[None] if spec.partial else x for x, spec in zip(results, layout.outputs, strict=True))
+
+    return jax.shard_map(
+        local,
+        mesh=stage.mesh,
+        in_specs=tuple(map(partition, layout.inputs)),
+        out_specs=tuple(map(partition, layout.outputs)),
+        check_vma=False,
+    )
+
+
+def crossing_shape(type: TensorType, spec: ShardingSpec, stage: Stage) -> tuple[int, ...]:
+    if not spec.partial or stage.mesh is None:
+        return type.shape
+    parts = 1
+    for axis in spec.partial:
+        parts *= stage.plan.mesh.axis_size(axis)
+    return (parts, *type.shape)
+
+
+def struct_of(type: TensorType, spec: ShardingSpec, stage: Stage) -> jax.ShapeDtypeStruct:
+    """An array that crosses segments."""
+    return jax.ShapeDtypeStruct(crossing_shape(type, spec, stage), jax_compat.dtype_of(type.dtype))

@@ -1,0 +1,289 @@
+"""Who sends which part of which shard to whom, as plain data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+
+from autopar.errors import ArgumentError, explain
+from autopar.jax_compat import Device
+from passes.errors import InternalError
+
+Box = tuple[tuple[int, int], ...]
+"""The (start, stop) of each dimension."""
+
+
+Kind = Literal["alias", "put", "reshard", "tiles"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A part of the source device's shard that becomes a part of the target device's; slices count within shards."""
+
+    source_device: Device
+    source_slice: Box
+    target_device: Device
+    target_slice: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self.source_slice)
+
+    def __str__(self) -> str:
+        giver, taker = self.source_device.id, self.target_device.id
+        return f"{giver}[{_text(self.source_slice)}] -> {taker}[{_text(self.target_slice)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A whole target shard that another target device has already and hands on."""
+
+    source_device: Device
+    target_device: Device
+
+    def __str__(self) -> str:
+        return f"{self.source_device.id} => {self.target_device.id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPlan:
+    """How an array of one type gets from `source` to `target`.
+
+    alias     it is there already
+    put       shard by shard: the i-th devices of both hold the same part
+    reshard   the same devices in the same order, which exchange what they hold by collectives
+    tiles     everything else: first the tiles, then the copies of what they made
+
+    A put lists its tiles too, one whole shard each.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    source: Sharding
+    target: Sharding
+    kind: Kind
+    tiles: tuple[Tile, ...] = ()
+    copies: tuple[Copy, ...] = ()
+
+    @property
+    def shares(self) -> bool:
+        """Whether the result may have buffers in common with the operand."""
+        if self.kind == "alias":
+            return True
+        shards = blocks_of(self.source, self.shape)
+        return any(
+            t.source_device == t.target_device and t.shape == shape_of(shards[t.source_device]) for t in self.tiles
+        )
+
+    def sent_nbytes(self) -> Mapping[Device, int]:
+        """Bytes that each device sends to others, without what a reshard's collectives send."""
+        sent: Counter[Device] = Counter()
+        for tile in self.tiles:
+            if tile.source_device != tile.target_device:
+                sent[tile.source_device] += math.prod(tile.shape) * self.dtype.itemsize
+        nbytes = math.prod(self.target.shard_shape(self.shape)) * self.dtype.itemsize
+        for copy in self.copies:
+            sent[copy.source_device] += nbytes
+        return sent
+
+    def verify(self) -> None:
+        """Raises InternalError unless every element of every target shard comes from its place exactly once."""
+        if self.kind in ("alias", "reshard"):
+            there = self.source == self.target if self.kind == "alias" else _same_devices(self.source, self.target)
+            _require(there and not self.tiles and not self.copies, f"{self.kind} between other devices, or with tiles")
+            return
+        shards, wanted = blocks_of(self.source, self.shape), blocks_of(self.target, self.shape)
+        covers: dict[Device, list[Box]] = {device: [] for device in wanted}
+        for tile in self.tiles:
+            held, block = shards.get(tile.source_device), wanted.get(tile.target_device)
+            if held is None or block is None:
+                raise InternalError(f"a transfer's plan is wrong: tile {tile} is between devices of neither side")
+            inside = _within(tile.source_slice, shape_of(held)) and _within(tile.target_slice, shape_of(block))
+            _require(inside, f"tile {tile} leaves a shard")
+            _require(
+                _globally(tile.source_slice, held) == _globally(tile.target_slice, block), f"tile {tile} displaces"
+            )
+            covers[tile.target_device].append(tile.target_slice)
+        made = {device for device, boxes in covers.items() if boxes}
+        for device in made:
+            boxes = covers[device]
+            apart = all(_overlap(a, b) is None for a, b in itertools.combinations(boxes, 2))
+            whole = sum(math.prod(shape_of(box)) for box in boxes) == math.prod(shape_of(wanted[device]))
+            _require(apart and whole, f"device {device.id} gets its shard not exactly once from {len(boxes)} tiles")
+        copied = [copy.target_device for copy in self.copies]
+        _require(
+            sorted(d.id for d in (*made, *copied)) == sorted(d.id for d in wanted),
+            "tiles and copies together do not reach every target device once",
+        )
+        for copy in self.copies:
+            same = copy.source_device in made and wanted[copy.source_device] == wanted[copy.target_device]
+            _require(same, f"copy {copy} hands on another shard")
+
+    def format(self) -> str:
+        """The plan as text: a line for the whole, then one for each tile and copy, with device numbers."""
+        sides = " -> ".join(where(sharding) for sharding in (self.source, self.target))
+        head = f"{self.kind} {type_text(self.shape, self.dtype)}: {sides}"
+        return "\n".join([head, *(f"  {part}" for part in (*self.tiles, *self.copies))])
+
+
+def plan_transfer(shape: Sequence[int], dtype: Any, source: Sharding, target: Sharding) -> TransferPlan:
+    """The plan for arrays of this type.
+
+    An element that several devices hold is taken from the target device itself if it is one of them, else from the one
+    that sends least so far. A shard that several target devices want is sent to one of them, which hands it on.
+
+    Raises ArgumentError for a sharding that does not divide the shape or that is not in its devices' default memory.
+    """
+    shape = tuple(shape)
+    dtype = jax.ShapeDtypeStruct((), dtype).dtype
+    for sharding in (source, target):
+        _check(shape, dtype, sharding)
+    make = partial(TransferPlan, shape=shape, dtype=dtype, source=source, target=target)
+    if source == target:
+        return make(kind="alias")
+    held, wanted = blocks_of(source, shape), blocks_of(target, shape)
+    if tuple(held.values()) == tuple(wanted.values()):
+        pairs = zip(held, wanted.items(), strict=True)
+        whole = (_tile(a, held[a], b, block, block) for a, (b, block) in pairs)
+        return make(kind="put", tiles=tuple(whole))
+    if _same_devices(source, target):
+        return make(kind="reshard")
+    tiles, copies = _spread(held, wanted, dtype.itemsize)
+    return make(kind="tiles", tiles=tiles, copies=copies)
+
+
+def _spread(
+    held: Mapping[Device, Box], wanted: Mapping[Device, Box], itemsize: int
+) -> tuple[tuple[Tile, ...], tuple[Copy, ...]]:
+    holders = _by_block(held)
+    sent: Counter[Device] = Counter()
+    tiles: list[Tile] = []
+    copies: list[Copy] = []
+    for block, devices in _by_block(wanted).items():
+        parts = [(part, who) for shard, who in holders.items() if (part := _overlap(shard, block)) is not None]
+
+        def here(device: Device, parts: list[tuple[Box, list[Device]]] = parts) -> int:
+            return sum(math.prod(shape_of(part)) for part, who in parts if device in who)
+
+        volume = math.prod(shape_of(block))
+        complete = [device for device in devices if here(device) == volume and len(parts) == 1]
+        roots = complete or [max(devices, key=here)]
+        for root in roots:
+            for part, who in parts:
+                giver = root if root in who else min(who, key=sent.__getitem__)
+                tiles.append(_tile(giver, held[giver], root, block, part))
+                sent[giver] += itemsize * math.prod(shape_of(part)) * (giver != root)
+        for device in devices:
+            if device not in roots:
+                giver = min(roots, key=sent.__getitem__)
+                copies.append(Copy(source_device=giver, target_device=device))
+                sent[giver] += itemsize * volume
+    return tuple(tiles), tuple(copies)
+
+
+def blocks_of(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
+    """What each device holds, in the order of the sharding's devices."""
+    return {
+        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        for device, index in sharding.devices_indices_map(shape).items()
+        if index is not None
+    }
+
+
+def _by_block(blocks: Mapping[Device, Box]) -> dict[Box, list[Device]]:
+    found: dict[Box, list[Device]] = {}
+    for device, block in blocks.items():
+        found.setdefault(block, []).append(device)
+    return found
+
+
+def _same_devices(a: Sharding, b: Sharding) -> bool:
+    """In the same order: a program has one."""
+    return devices_of(a) == devices_of(b)
+
+
+def devices_of(sharding: Sharding) -> tuple[Device, ...]:
+    if isinstance(sharding, NamedSharding):
+        grid: Any = sharding.mesh.devices
+        return tuple(grid.flat)
+    return tuple(sharding.device_set)
+
+
+def _tile(giver: Device, held: Box, taker: Device, block: Box, part: Box) -> Tile:
+    """The tile for a part of the whole array."""
+    return Tile(
+        source_device=giver, source_slice=_locally(part, held), target_device=taker, target_slice=_locally(part, block)
+    )
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None if nothing. A dimension of size 0 that both have whole is in common."""
+    both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    parts = zip(both, a, b, strict=True)
+    return both if all(start < stop or p == q for (start, stop), p, q in parts) else None
+
+
+def _within(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+
+
+def _locally(part: Box, block: Box) -> Box:
+    return tuple((a - start, b - start) for (a, b), (start, _) in zip(part, block, strict=True))
+
+
+def _globally(part: Box, block: Box) -> Box:
+    return tuple((a + start, b + start) for (a, b), (start, _) in zip(part, block, strict=True))
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise InternalError(f"a transfer's plan is wrong: {otherwise}")
+
+
+def _check(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> None:
+    what = f"a transfer of {type_text(shape, dtype)} with {where(sharding)}"
+    if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
+        rule = f"{type(sharding).__name__} is neither a NamedSharding nor a SingleDeviceSharding"
+        raise ArgumentError(explain(what, rule, "", "give the sharding over a mesh that says the same"))
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+        rule = f"the dimensions of {sharding.spec} are more than the array's {len(shape)}"
+        raise ArgumentError(explain(what, rule, "", "name mesh axes only for dimensions that the array has"))
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        remedy = "shard only dimensions that the mesh axes divide"
+        raise ArgumentError(explain(what, f"every shard must have the same size; {error}", "", remedy)) from error
+    default = devices_of(sharding)[0].default_memory().kind
+    if sharding.memory_kind not in (None, default):
+        rule = f"memory {sharding.memory_kind!r} is not the devices' default, {default!r}"
+        raise ArgumentError(explain(what, rule, "", f"use .with_memory_kind({default!r})"))
+
+
+def where(sharding: Any) -> str:
+    if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
+        return str(sharding)
+    ids = ",".join(str(device.id) for device in devices_of(sharding))
+    if isinstance(sharding, SingleDeviceSharding):
+        return f"device {ids}"
+    axes = "x".join(f"{axis}{size}" for axis, size in sharding.mesh.shape.items())
+    return f"{sharding.spec} on {axes} of devices {ids}"
+
+
+def type_text(shape: tuple[int, ...], dtype: Any) -> str:
+    return f"{dtype.name}[{','.join(map(str, shape))}]"
+
+
+def _text(box: Box) -> str:
+    return ",".join(f"{a}:{b}" for a, b in box)

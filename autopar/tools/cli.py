@@ -1,0 +1,381 @@
+"""The command line: make a plan without the devices it is for, look at one, compare two, measure what is here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from autopar.api import ParallelFunction, parallelize
+from autopar.tools import fit, fit_text, targets
+from autopar.tools.largest import Largest
+from autopar.tools.largest import largest as find_largest
+from autopar.tools.measurement import measure
+from autopar.tools.plot import blank, plot_memory
+from autopar.tools.progress_bar import shown
+from autopar.tools.targets import TARGET, UsageError
+from passes.cluster import Cluster, known, parse_cluster
+from passes.errors import PlanningError, explain
+from passes.plan import PipelinePlan, Plan, differences, load_plan
+from passes.plan import json as plan_json
+from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Planner, Zero
+from passes.text import Column, Table, quantities
+
+DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
+
+_PLANNERS = """\
+planners:
+  auto                  the cheapest placements that the solver finds (default)
+  stages                the same, in stages of a pipeline where that is cheaper
+  dp                    data parallel: the batch over all devices
+  zero3                 ZeRO stage 3: cuts parameters and optimizer state too;
+                        zero1 and zero2 cut the optimizer state alone
+  megatron:DATAxTENSOR  the batch over DATA devices, weights over TENSOR
+  pipeline:STAGESxN     STAGES on submeshes, N microbatches one forward, one
+                        backward (1F1B); gpipe:STAGESxN all forwards first
+  manual:PATH           the saved plan in PATH, checked against the function"""
+
+_PLAN_HELP = f"""\
+Plan a train step for a cluster that need not be here, and show the plan.
+
+{TARGET}"""
+
+_CLUSTERS = f"""\
+clusters:
+  8:h100                one host of 8 devices
+  2x8:a100-80g          two hosts of 8
+  PATH                  a JSON file
+  kinds: {textwrap.fill(", ".join(known()), 70, subsequent_indent=" " * 9)}"""
+
+_PLAN_MORE = f"""\
+{_CLUSTERS}
+
+{_PLANNERS}
+
+example:
+  autopar plan train:example --cluster 2x8:a100-80g --out plan.json
+
+Plans are kept in ~/.cache/autopar/plans (in $XDG_CACHE_HOME if that is set) and
+found there when the same step is planned again; --no-cache does without. Ctrl-C
+ends the search with the best plan until then, marked as interrupted.
+
+exit status: 0 planned, 2 no plan (the reason is on stderr), 130 ended by Ctrl-C
+before there was one."""
+
+_SHOW_MORE = """\
+example:
+  autopar show plan.json --operators
+
+exit status: 0 shown, 2 the plan cannot be read."""
+
+_DIFF_MORE = """\
+example:
+  autopar diff before.json after.json
+
+exit status: 0 the plans are alike, 1 they differ, 2 one cannot be read."""
+
+
+_FIT_HELP = f"""\
+Show what fits in the memory of a cluster that need not be here: plain jit on
+one device, data parallel, ZeRO, Megatron and the searched plan, each with the
+predicted peak of one device by cause; then the largest batch, and of presets
+the largest. ZeRO-1 and 2 are one plan: gradients are scattered when summed.
+
+{TARGET}
+
+The batch is what microbatches would be cut from, and is tried in multiples of
+the devices: FUNCTION's step must take any. With --presets, or where MODULE has
+a function `presets`, that returns {{name: example}}, smallest first, where an
+example is what FUNCTION returns, or a function that returns it."""
+
+_FIT_MORE = f"""\
+{_CLUSTERS}
+
+example:
+  autopar fit train:example --cluster 8:a100-80g --memory-limit "40 GiB"
+
+exit status: 0 a plan fits, 1 none does, 2 nothing could be planned,
+130 ended by Ctrl-C, after what was found by then is printed."""
+
+_MEASURE_MORE = """\
+example:
+  autopar measure --devices 8 --out here.json
+  autopar plan train:example --cluster here.json
+
+exit status: 0 measured, 2 not measured or not saved."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status of a command line: 0 done, 1 the plans differ, 2 trouble, told on stderr, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (PlanningError, UsageError) as error:
+        _tell(f"autopar {arguments.command}: {error}")
+        return TROUBLE
+    except KeyboardInterrupt:
+        _tell(f"autopar {arguments.command}: interrupted before there was anything to show")
+        return INTERRUPTED
+
+
+def plans_folder() -> str:
+    """The folder of the plans that commands keep, in the user's own cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "autopar", "plans")
+
+
+def _tell(message: str) -> None:
+    """Prints a message on stderr."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autopar", description="Plan an ordinary JAX train step for many devices.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str, description: str, epilog: str):
+        raw = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=help, description=description, epilog=epilog, formatter_class=raw)
+        command.set_defaults(run=run)
+        return command
+
+    plan = add("plan", _plan, "make a plan", _PLAN_HELP, _PLAN_MORE)
+    plan.add_argument("target", metavar="MODULE:FUNCTION", help="what to plan; see above")
+    plan.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
+    plan.add_argument("--planner", default="auto", help="who plans; see below")
+    plan.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
+    plan.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
+    plan.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)')
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
+    plan.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing; see below")
+    show = add("show", _show, "show a saved plan", "Show a saved plan.", _SHOW_MORE)
+    show.add_argument("plan", type=Path, metavar="PLAN", help="a file that `autopar plan --out` wrote")
+    show.add_argument("--operators", action="store_true", help="every operator, and every line that communicates")
+    show.add_argument("--json", action="store_true", help="print the plan as JSON")
+    show.add_argument("--trace", type=Path, metavar="PATH", help="save a pipeline's timeline for Perfetto here")
+    diff = add("diff", _diff, "compare two plans", "Show what changes from plan A to plan B.", _DIFF_MORE)
+    diff.add_argument("before", type=Path, metavar="A", help="a saved plan")
+    diff.add_argument("after", type=Path, metavar="B", help="another")
+    diff.add_argument(
+        "--json", action="store_true", help="print the differences as JSON; seconds and bytes are numbers"
+    )
+    show.add_argument("--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg)")
+    _add_fit(add)
+    measured = add(
+        "measure",
+        _measure,
+        "measure the devices here",
+        "Time products, copies and collectives on the devices that are here, and save them as a cluster to plan for.",
+        _MEASURE_MORE,
+    )
+    measured.add_argument("--devices", type=int, metavar="N", help="this many virtual CPU devices (default: JAX's own)")
+    measured.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")
+    return parser
+
+
+def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """The arguments of `fit`."""
+    fits = add("fit", _fit, "show what fits in memory", _FIT_HELP, _FIT_MORE)
+    fits.add_argument("target", metavar="MODULE:FUNCTION", help="what should fit; see above")
+    fits.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
+    fits.add_argument("--memory-limit", metavar="SIZE", help="of one device, as '40 GiB' (default: its own less 6 %%)")
+    fits.add_argument("--presets", metavar="MODULE:FUNCTION", help="sizes of the model to choose from; see above")
+    fits.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="that the search may take, and again the largest batch and preset; 0: look for none (default: so much "
+        "work, whatever time that takes)",
+    )
+    fits.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step (png, svg)")
+    fits.add_argument("--json", action="store_true", help="print JSON; seconds and bytes are numbers")
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    if arguments.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", arguments.devices)
+    console = Console(stderr=True, highlight=False)
+    with console.status("measuring") as status:
+        cluster = measure(said=lambda what: status.update(f"measuring {what}"))
+    try:
+        arguments.out.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{arguments.out}: the cluster cannot be written: {error.strerror}") from error
+    _print([cluster_table(cluster)])
+    return DONE
+
+
+def cluster_table(cluster: Cluster) -> Table:
+    """What was measured, one row a number."""
+    group = cluster.group()
+    rates = (
+        (f"{dtype} products", f"{rate / 1e9:,.3g} Gflop/s") for dtype, rate in group.device.flops_per_second.items()
+    )
+    rows = [*rates, ("memory", f"{group.device.memory_bytes_per_second / 1e9:,.3g} GB/s")]
+    rows.append(("one operator at least", quantities.seconds(group.device.launch_seconds)))
+    rows += [
+        (f"{m.kind} among {m.ranks}", f"{quantities.seconds(m.alpha_seconds)} + {m.bytes_per_second / 1e9:,.3g} GB/s")
+        for m in group.measured
+    ]
+    return Table(
+        title=f"{cluster.name}: each of {quantities.count(cluster.n_devices, 'device')}, all at work",
+        columns=(Column(heading=""), Column(heading="", right=True)),
+        rows=tuple(rows),
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    planner = _planner(arguments.planner)
+    jax.config.update("jax_platforms", "cpu")
+    step, args, kwargs = targets.example(arguments.target)
+    with shown(Console(stderr=True, quiet=arguments.json)) as report:
+        options: dict[str, Any] = {
+            "cluster": arguments.cluster,
+            "planner": planner,
+            "microbatches": arguments.microbatches,
+            "memory_limit": _limit(arguments.memory_limit),
+            "cache": False if arguments.no_cache else plans_folder(),
+            "progress": report,
+        }
+        step = step.replan(**options) if isinstance(step, ParallelFunction) else parallelize(step, **options)
+        plan = step.plan(*args, **kwargs)
+    if plan.is_interrupted:
+        _tell(f"autopar {arguments.command}: interrupted; this is the best plan until then")
+    if arguments.out:
+        plan.save(arguments.out)
+    _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables())
+    return DONE
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    plan = load_plan(arguments.plan)
+    if arguments.trace:
+        _save_trace(plan, arguments.trace)
+    if arguments.plot:
+        _plot(plan, arguments.plot)
+    _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables(operators=arguments.operators))
+    return DONE
+
+
+def _plot(plan: Plan | PipelinePlan, path: Path) -> None:
+    """Draws a plan's memory; of a pipeline, that of each stage for one microbatch."""
+    staged = isinstance(plan, PipelinePlan)
+    plans = {p.solution.planner: p for p in plan.stages} if staged else {plan.solution.planner: plan}
+    plot_memory(plans, path, Auto().limit(plan.cluster))
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    if arguments.plot:
+        blank(arguments.plot)  # what is wrong with it is better known before than after all the planning
+    jax.config.update("jax_platforms", "cpu")
+    cluster = parse_cluster(arguments.cluster)
+    limit = Auto(memory_limit=_limit(arguments.memory_limit)).limit(cluster)
+    room = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or None)
+    rows: list[fit.Row] = []
+    largest: list[Largest] = []
+    note = ""
+    with Console(stderr=True, highlight=False).status("tracing") as status:
+        try:
+            example = fit.Example.of(*targets.example(arguments.target))
+            presets = targets.presets(arguments.target, arguments.presets)
+            step = fit.traced_step(example)
+            rows.extend(fit.plans(step, room, status.update))
+            if arguments.seconds != 0:
+                largest.extend(find_largest(example, step, room, rows, presets, status.update))
+        except KeyboardInterrupt:
+            note = "Ended by Ctrl-C: rows are missing."
+    if arguments.plot:
+        plot_memory({row.name: row.plan for row in rows if row.plan}, arguments.plot, limit)
+    _print(
+        fit_text.json_text(room, rows, largest, note) if arguments.json else fit_text.tables(room, rows, largest, note)
+    )
+    return INTERRUPTED if note else DONE if any(row.fits for row in rows) else DIFFERENT
+
+
+def _limit(written: str | None) -> int | None:
+    """The bytes that `--memory-limit` names. Raises UsageError for what is no size."""
+    nbytes = quantities.parse_nbytes(written) if written else None
+    if written is not None and not nbytes:
+        rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
+        raise UsageError(explain(f"--memory-limit {written!r}", rule, "", "leave it out for the device's own memory"))
+    return None if nbytes is None else int(nbytes)
+
+
+def _save_trace(plan: Plan | PipelinePlan, path: Path) -> None:
+    """Writes a pipeline's predicted timeline as a Chrome trace. Raises UsageError where there is none."""
+    if not isinstance(plan, PipelinePlan):
+        raise UsageError("--trace: only a pipeline has a timeline; plan one with --planner pipeline:4x8")
+    try:
+        path.write_text(json.dumps(plan.timeline.to_trace()) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: the trace cannot be written: {error.strerror}") from error
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    found = differences(load_plan(arguments.before), load_plan(arguments.after))
+    _print(json.dumps(found.to_json(), indent=2) if arguments.json else found.tables() or str(found))
+    return DONE if found.is_empty else DIFFERENT
+
+
+def _planner(written: str) -> Planner:
+    """The planner that `--planner` names. Raises UsageError for a name that is none."""
+    name, _, option = written.partition(":")
+    match name, option:
+        case "auto", "":
+            return Auto(interruptible=True)
+        case "stages", "":
+            return Auto(pipeline=True, interruptible=True)
+        case "dp", "":
+            return DataParallel()
+        case "zero1" | "zero2" | "zero3", "":
+            return Zero(int(name[-1]))
+        case "megatron", sizes:
+            data, _, tensor = sizes.partition("x")
+            if data.isdecimal() and tensor.isdecimal():
+                return Megatron(data=int(data), tensor=int(tensor))
+        case "pipeline" | "gpipe", sizes:
+            stages, _, microbatches = sizes.partition("x")
+            if stages.isdecimal() and microbatches.isdecimal():
+                schedule = "gpipe" if name == "gpipe" else "1f1b"
+                return Pipeline(stages=int(stages), microbatches=int(microbatches), schedule=schedule)
+        case "manual", path if path:
+            return Manual(path)
+    raise UsageError(f"--planner {written!r} is not a planner\n{_PLANNERS}")
+
+
+def _print(found: str | Sequence[Table]) -> None:
+    """Prints text as it is and tables as rich tables."""
+    if isinstance(found, str):
+        print(found.rstrip())
+        return
+    console = Console(highlight=False)
+    for table in found:
+        console.print(Text(table.title, style="bold"))
+        if table.rows:
+            console.print(_rich(table.fitted(console.width)))
+        console.print(Text(f"{table.note}\n" if table.note else ""))
+
+
+def _rich(table: Table) -> RichTable:
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_header=table.is_headed, show_edge=False, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        drawn.add_column(Text(column.heading), justify="right" if column.right else "left", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""What fits in the memory of a cluster that need not be here: plans by hand beside the searched one.
+
+No device is touched. `autopar.tools.largest` stretches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+import jax
+
+from autopar.api import ParallelFunction, parallelize
+from autopar.frontend import Traced, abstract, trace
+from autopar.rewrite import TracedForms, microbatched, recomputed
+from passes.cluster import Cluster, HostGroup
+from passes.errors import OverBudgetError, PlanningError
+from passes.intra_op import best, named
+from passes.plan import Plan
+from passes.planners import Auto, DataParallel, Megatron, Planner, Zero
+from passes.transforms import split
+
+TENSOR = (2, 4, 8)
+"""The degrees of tensor parallelism that are tried for Megatron."""
+
+Said = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A step, plain or parallel, and what it is called with: arrays or their shapes."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
+        """An example from its parts."""
+        return cls(step=step, args=args, kwargs=kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What plans are made for: a cluster, the bytes that a device may hold, and seconds to search (None: no end)."""
+
+    cluster: Cluster
+    limit_nbytes: float
+    seconds: float | None = None
+
+    @property
+    def auto(self) -> Auto:
+        """The search under the limit."""
+        return Auto(memory_limit=int(self.limit_nbytes), seconds=self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What came of one planner: the plan, or for a search that found none the leanest; else why there is none."""
+
+    name: str
+    limit_nbytes: float
+    plan: Plan | None = None
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.over_nbytes <= 0
+
+    @property
+    def over_nbytes(self) -> float:
+        """Bytes of a device above the limit; negative where there is room."""
+        return self.plan.peak_nbytes - self.limit_nbytes if self.plan else float("inf")
+
+    def to_json(self) -> dict[str, object]:
+        """The row as JSON data; of the plan, what it costs and chose."""
+        found: dict[str, object] = {"plan": self.name, "fits": self.fits}
+        if self.refusal:
+            found["refusal"] = self.refusal
+        if (plan := self.plan) is None:
+            return found
+        return found | {
+            "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
+            "microbatches": plan.microbatches,
+            "remat": list(plan.remat),
+            "offloaded": [plan.input_names[i] for i in plan.offloaded],
+            "step_seconds": plan.step_seconds,
+            "peak_nbytes": plan.peak_nbytes,
+            "over_nbytes": max(0, int(self.over_nbytes)),
+            "nbytes": dict(plan.nbytes),
+            "where": plan.memory.where if plan.memory else "",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A traced step and what its forms are made of; `structs` are its flat arguments."""
+
+    parallel: ParallelFunction
+    traced: Traced
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    fixed: bool
+
+    def forms(self) -> TracedForms:
+        """The forms that a search chooses among."""
+        return TracedForms(
+            traced=self.traced,
+            structs=self.structs,
+            coupling=self.parallel._coupling,
+            count=self.parallel._microbatches,
+            fixed=self.fixed,
+        )
+
+    def by_hand(self) -> Traced:
+        """The form that plans by hand are of: as written, in the microbatches that it asks for."""
+        count = self.parallel._microbatches or 1
+        return microbatched(self.traced, self.structs, count, self.parallel._coupling) if count > 1 else self.traced
+
+    def batch(self) -> tuple[int, ...]:
+        """The flat arguments that make up the batch. Raises PlanningError where none does."""
+        return split(self.traced.graph, 1, tied=self.traced.tied, coupling="independent").batch
+
+
+def traced_step(example: Example, rows: Mapping[int, int] | None = None) -> Step:
+    """An example as planners take it, with the leading dimensions of the flat arguments at `rows` as they say."""
+    step = example.step if isinstance(example.step, ParallelFunction) else parallelize(example.step)
+    signature = step._signature
+    dynamic, _ = signature.split(example.args, dict(example.kwargs))
+    leaves, tree = jax.tree.flatten(abstract(dynamic, signature, len(example.args)))
+    for position, extent in (rows or {}).items():
+        leaf = leaves[position]
+        leaves[position] = jax.ShapeDtypeStruct((extent, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
+    args, kwargs = signature.merge(jax.tree.unflatten(tree, leaves), example.args, dict(example.kwargs))
+    found = trace(step._fun, args, kwargs, **step._options)
+    kept = step._kept(found)
+    return Step(
+        parallel=step,
+        traced=recomputed(found, kept) if kept else found,
+        structs=tuple(leaves),
+        fixed=bool(kept),
+    )
+
+
+def quiet(what: str) -> None:
+    """Says nothing."""
+
+
+def plans(step: Step, room: Room, said: Said = quiet) -> Iterator[Row]:
+    """A row for each planner, from the plainest; `said` is told what is planned now."""
+    for name in PLANNERS:
+        said(f"planning {name}")
+        yield row(name, step, room, said)
+
+
+def row(name: str, step: Step, room: Room, said: Said = quiet) -> Row:
+    """What one planner makes of a step."""
+    try:
+        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=PLANNERS[name](step, room, said))
+    except OverBudgetError as error:
+        leanest = error.leanest if isinstance(error.leanest, Plan) else None
+        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=leanest, refusal=str(error))
+    except PlanningError as error:
+        return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))
+
+
+def _jit(step: Step, room: Room, said: Said) -> Plan:
+    """The step as it is, on one device."""
+    group, found = room.cluster.group(), step.by_hand()
+    alone = HostGroup(hosts=1, devices_per_host=1, device=group.device, intra=group.intra, inter=group.inter)
+    cluster = Cluster(name=f"one of {room.cluster.name}", groups=(alone,))
+    return best("jit", found.graph, [named(cluster)], found.tied, found.donated, room.auto.solver)
+
+
+def _planned(planner: Planner, step: Step, room: Room) -> Plan:
+    found = step.by_hand()
+    return cast("Plan", planner.plan(found.graph, room.cluster, tied=found.tied, donated=found.donated))
+
+
+def _by(planner: Planner) -> Planned:
+    return lambda step, room, said: _planned(planner, step, room)
+
+
+def _megatron(step: Step, room: Room, said: Said) -> Plan:
+    """The cheapest that fits of Megatron's shapes within a host, else the leanest."""
+    devices, group = room.cluster.n_devices, room.cluster.group()
+    sizes = [t for t in TENSOR if group.devices_per_host % t == 0] or [1]
+    found, refused = [], None
+    for tensor in sizes:
+        said(f"planning Megatron, {devices // tensor} x {tensor}")
+        try:
+            found.append(_planned(Megatron(data=devices // tensor, tensor=tensor), step, room))
+        except PlanningError as error:
+            refused = error
+    if refused is not None and not found:
+        raise refused
+    fitting = [plan for plan in found if plan.peak_nbytes <= room.limit_nbytes]
+    if fitting:
+        return min(fitting, key=lambda plan: plan.step_seconds)
+    return min(found, key=lambda plan: plan.peak_nbytes)
+
+
+def _searched(step: Step, room: Room, said: Said) -> Plan:
+    """The cheapest that fits of all forms and meshes; an error says what would fit."""
+    return room.auto.choose(step.forms(), room.cluster, lambda now: said(f"planning searched: {now.phase}"))
+
+
+Planned = Callable[[Step, Room, Said], Plan]
+
+PLANNERS: dict[str, Planned] = {
+    "jit": _jit,
+    "data parallel": _by(DataParallel()),
+    "ZeRO-1/2": _by(Zero(2)),
+    "ZeRO-3": _by(Zero(3)),
+    "Megatron": _megatron,
+    "searched": _searched,
+}
+"""The rows of the table, by name. ZeRO's stages 1 and 2 are one plan: gradients are scattered as soon as summed."""

@@ -1,0 +1,215 @@
+"""The largest batch and the largest preset that plans fit in memory: double, bisect, plan anew at every size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from autopar.tools.fit import PLANNERS, Example, Planned, Room, Row, Said, Step, quiet, traced_step
+from passes.errors import PlanningError
+from passes.intra_op import MOST_OPERATORS, VariantSearch
+from passes.plan import Plan
+from passes.progress import Deadline, Progress
+
+MOST_PLANS = 8
+"""Plans of one planner in search of its largest batch or preset, where no seconds are given: most need 4 to 7."""
+
+
+class _OutOfTime(Exception):
+    """The end of a search that was given no more time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest batch or preset that one planner fits, None if it fits none; not `certain` where it was given up."""
+
+    name: str
+    what: Literal["batch", "preset"]
+    size: int | str | None = None
+    certain: bool = False
+    row: Row | None = None
+    refusal: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """The answer as JSON data."""
+        row = self.row.to_json() if self.row else {}
+        refusal = {"refusal": self.refusal} if self.refusal else {}
+        return {"what": self.what, "size": self.size, "certain": self.certain, **row, "plan": self.name, **refusal}
+
+
+def _tried(step: Step, room: Room, said: Said) -> Plan:
+    """As `_searched` with as much work for all plans as that has for one, and an error says nothing of other clusters.
+
+    There are no seconds beyond the room's: raises _OutOfTime when they are over.
+    """
+    end = Deadline(room.seconds)
+
+    def report(progress: Progress) -> None:
+        if end.is_over():
+            raise _OutOfTime
+
+    return VariantSearch(
+        forms=step.forms(),
+        limit=room.limit_nbytes,
+        most=MOST_OPERATORS // MOST_PLANS,
+        end=end,
+        search=lambda form, offload, beneath, told: room.auto._search(form, room.cluster, told, offload, beneath),
+        report=report,
+    ).run()
+
+
+STRETCHED: dict[str, Planned] = {
+    name: _tried if name == "searched" else PLANNERS[name] for name in ("data parallel", "ZeRO-3", "searched")
+}
+"""The planners whose largest batch and preset are looked for."""
+
+_SHARES = {"searched": 3}
+"""Of the time, one each for the others."""
+
+
+def largest(
+    example: Example,
+    step: Step,
+    room: Room,
+    rows: Sequence[Row],
+    presets: Mapping[str, Callable[[], Example]],
+    said: Said = quiet,
+) -> Iterator[Largest]:
+    """The largest batch, and of `presets` (smallest first) the largest, of some planners; `room.seconds` are for all.
+
+    `rows` are those of the example as it is.
+    """
+    end = Deadline(room.seconds)
+    turns = [(name, what) for what in ("batch", "preset")[: 1 + bool(presets)] for name in STRETCHED]
+    known = {row.name: row for row in rows}
+    for turn, (name, what) in enumerate(turns):
+        left = sum(_SHARES.get(other, 1) for other, _ in turns[turn:])
+        until = Deadline(None if end.left is None else end.left * _SHARES.get(name, 1) / left)
+        if what == "preset":
+            yield _largest_preset(name, presets, room, until, said)
+            continue
+        try:
+            yield _largest_batch(name, example, step, room, known.get(name), until, said)
+        except PlanningError as error:
+            yield Largest(name=name, what="batch", refusal=str(error))
+
+
+def _largest_batch(
+    name: str, example: Example, step: Step, room: Room, known: Row | None, end: Deadline, said: Said
+) -> Largest:
+    """The largest batch in multiples of the devices, and of microbatches; `known` is the row of the batch as it is."""
+    unit = math.lcm(room.cluster.n_devices, step.parallel._microbatches or 1)
+    batch = step.batch()
+    given = step.structs[batch[0]].shape[0]
+
+    def planned(multiple: int) -> Row:
+        if known is not None and multiple * unit == given:
+            return known
+        said(f"planning {name} for a batch of {multiple * unit:,}")
+        rows = dict.fromkeys(batch, multiple * unit)
+        return _stretched(name, lambda: traced_step(example, rows), room, end, said)
+
+    found = reach(planned, max(1, given // unit), end)
+    return Largest(
+        name=name,
+        what="batch",
+        size=found.number * unit or None,
+        certain=found.certain,
+        row=found.row,
+        refusal=found.refusal,
+    )
+
+
+def _largest_preset(
+    name: str, presets: Mapping[str, Callable[[], Example]], room: Room, end: Deadline, said: Said
+) -> Largest:
+    """The largest preset, if each needs more than those before it."""
+    names = tuple(presets)
+
+    def planned(number: int) -> Row:
+        said(f"planning {name} for preset {names[number - 1]}")
+        return _stretched(name, lambda: traced_step(presets[names[number - 1]]()), room, end, said)
+
+    found = reach(planned, 1, end, len(names))
+    return Largest(
+        name=name,
+        what="preset",
+        size=names[found.number - 1] if found.number else None,
+        certain=found.certain,
+        row=found.row,
+        refusal=found.refusal,
+    )
+
+
+def _stretched(name: str, make: Callable[[], Step], room: Room, end: Deadline, said: Said) -> Row:
+    """A row for a step of another size. Raises PlanningError where the user's function takes no such size."""
+    left = replace(room, seconds=end.left)
+    try:
+        step = make()
+    except PlanningError:
+        raise
+    except Exception as error:
+        raise PlanningError(f"the step cannot be traced at other sizes: {type(error).__name__}: {error}") from error
+    try:
+        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=STRETCHED[name](step, left, said))
+    except PlanningError as error:
+        return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """The largest `number` whose `row` fits, 0 if none does; `certain` that no larger one does, else maybe why not."""
+
+    number: int = 0
+    row: Row | None = None
+    certain: bool = False
+    refusal: str = ""
+
+
+def reach(
+    planned: Callable[[int], Row], start: int, end: Deadline, most: int | None = None, plans: int = MOST_PLANS
+) -> Reached:
+    """The largest number from 1 to `most` whose row fits.
+
+    From `start` it doubles, then bisects, two of three times where a line through the peaks at both ends meets the
+    limit: a hand-made plan's peak is nearly that. It gives up at `end`, or after so many `plans` if there is none, and
+    where a number cannot be planned at all.
+    """
+    low, high = 0, most + 1 if most else None
+    rows: dict[int, Row] = {}
+    at, steps = start, 0
+    while high is None or high - low > 1:
+        if rows and (end.is_over() or (end.left is None and len(rows) >= plans)):
+            return Reached(number=low, row=rows.get(low))
+        try:
+            rows[at] = planned(at)
+        except _OutOfTime:
+            return Reached(number=low, row=rows.get(low))
+        except PlanningError as error:
+            return Reached(number=low, row=rows.get(low), refusal=str(error))
+        if rows[at].fits:
+            low = at
+        else:
+            high = at
+        at = 2 * low if high is None else _between(rows, low, high, by_line=steps % 3 < 2)
+        steps += high is not None
+    return Reached(number=low, row=rows.get(low), certain=True)
+
+
+def _between(rows: Mapping[int, Row], low: int, high: int, *, by_line: bool) -> int:
+    """The number to try next: where a line through the peaks at both ends meets the limit, or in the middle."""
+    if by_line and all(n in rows and rows[n].plan for n in (low, high)):
+        room, over = -rows[low].over_nbytes, rows[high].over_nbytes
+        return min(max(low + 1, low + int((high - low) * room / (room + over))), high - 1)
+    return (low + high) // 2
+
+
+def presets_of(found: Mapping[str, Any], read: Callable[[Any], Example]) -> dict[str, Callable[[], Example]]:
+    """Examples by name, each made when it is wanted; `read` tells what a value stands for."""
+
+    def later(value: Any) -> Callable[[], Example]:
+        return lambda: read(value() if callable(value) else value)
+
+    return {name: later(value) for name, value in found.items()}

@@ -1,0 +1,116 @@
+"""Memory of one device over a step, drawn with matplotlib, which is optional: `pip install 'autopar[plot]'`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import explain
+from passes.errors import PlanningError
+from passes.memory import PERSISTENT
+from passes.plan import Plan
+from passes.plan import text as plan_text
+from passes.text import quantities
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+_NEAR = 4
+"""A limit is drawn if it is at most so many times the peak; a higher one would leave the rest flat."""
+
+
+def plot_memory(plans: Mapping[str, Plan], path: str | os.PathLike[str], limit_nbytes: float | None = None) -> None:
+    """Draws the bytes of one device over the step into a file, the limit as a line.
+
+    One plan is stacked: what stays for the whole step by cause, the rest on top. Of several, each is a line, and the
+    peak of the last is named by its source line. Raises PlanningError without matplotlib, for another kind of file,
+    and where no plan says how its memory goes over time.
+    """
+    figure = blank(path)
+    drawn = {name: plan for name, plan in plans.items() if plan.memory and plan.memory.over_time}
+    if not drawn:
+        rule = "a plan of an earlier autopar, or of no program, does not say how its memory goes over time"
+        raise PlanningError(explain(f"plot {path}", rule, "", "plan again, or show the plan without a plot"))
+    axes = figure.subplots()
+    most = max(max(_over_time(plan)) for plan in drawn.values())
+    scale, unit = _scale(most)
+    if len(drawn) == 1:
+        _stack(axes, next(iter(drawn.values())), scale)
+    else:
+        for name, plan in drawn.items():
+            axes.step(*_curve(plan, scale), where="post", label=name, linewidth=1.5)
+    if limit_nbytes:
+        label = f"limit, {quantities.nbytes(limit_nbytes)}"
+        if limit_nbytes <= _NEAR * most:
+            axes.axhline(limit_nbytes / scale, color="black", linestyle="--", linewidth=1, label=label)
+        else:
+            axes.plot([], [], color="black", linestyle="--", linewidth=1, label=f"{label}: far above")
+    _annotate(axes, list(drawn.values())[-1], scale)
+    axes.set(xlabel="% of the step's kernels", ylabel=f"{unit} of one device", xlim=(0, 100))
+    axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.15)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise PlanningError(f"{path}: the plot cannot be written: {error.strerror}") from error
+
+
+def blank(path: str | os.PathLike[str]) -> Any:
+    """An empty figure for a file. Raises PlanningError without matplotlib and for another kind of file."""
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        rule = f"a plot is a file that ends in {' or '.join(SUFFIXES)}"
+        raise PlanningError(explain(f"plot {path}", rule, "", f"write, say, {path.stem or 'memory'}.png"))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        rule = "plots are drawn with matplotlib, which is not installed"
+        raise PlanningError(explain(f"plot {path}", rule, "", "pip install 'autopar[plot]'")) from error
+    return Figure(figsize=(9, 4), dpi=150, layout="constrained")
+
+
+def _scale(nbytes: float) -> tuple[float, str]:
+    """(bytes, name) of the unit in which a number of bytes is written."""
+    unit = quantities.nbytes(nbytes).split(" ")[1]
+    return 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit), unit
+
+
+def _over_time(plan: Plan) -> tuple[int, ...]:
+    return plan.memory.over_time if plan.memory else ()
+
+
+def _curve(plan: Plan, scale: float) -> tuple[list[float], list[float]]:
+    """Where each part of the step begins, in percent, and its bytes; the last is there twice, to its end."""
+    held = [nbytes / scale for nbytes in _over_time(plan)]
+    return [100 * part / len(held) for part in range(len(held) + 1)], [*held, *held[-1:]]
+
+
+def _stack(axes: Any, plan: Plan, scale: float) -> None:
+    """What stays for the whole step, cause by cause, and the rest over it."""
+    begins, held = _curve(plan, scale)
+    stays = {cause: plan.nbytes.get(cause, 0) for cause in (*PERSISTENT, "outputs")}
+    layers = {cause: nbytes / scale for cause, nbytes in stays.items() if nbytes > 0}
+    rest = [max(0.0, total - sum(layers.values())) for total in held]
+    series = [[nbytes] * len(begins) for nbytes in layers.values()]
+    axes.stackplot(begins, *series, rest, labels=[*layers, "the rest"], step="post", alpha=0.8)
+
+
+def _annotate(axes: Any, plan: Plan, scale: float) -> None:
+    """The peak and the source line that it is at."""
+    begins, held = _curve(plan, scale)
+    at = max(range(len(held)), key=held.__getitem__)
+    where = plan_text.short(plan.memory.where) if plan.memory else ""
+    words = f"{quantities.nbytes(plan.peak_nbytes)} {where}".strip()
+    centre, left = begins[min(at, len(begins) - 2)] + 50 / (len(begins) - 1), begins[at] < 50
+    axes.annotate(
+        words,
+        (centre, held[at]),
+        xytext=(0, 12),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        fontsize=8,
+        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
+        arrowprops={"arrowstyle": "-", "linewidth": 0.8},
+    )

@@ -1,0 +1,78 @@
+"""What the command line plans: the step and its arguments that a `MODULE:FUNCTION` of the user's returns."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from autopar.errors import explain
+from autopar.tools.fit import Example
+from autopar.tools.largest import presets_of
+
+TARGET = """\
+FUNCTION takes no arguments and returns (step, args) or (step, args, kwargs):
+step is the train step, plain or under @autopar.parallelize; args are what it
+is called with, arrays or jax.ShapeDtypeStructs: only shapes and dtypes count.
+
+  # train.py
+  def example():
+      state = jax.eval_shape(make_state)
+      batch = jax.ShapeDtypeStruct((64, 1024), "int32")
+      return train_step, (state, batch)
+
+MODULE is imported from the current folder, on the CPU."""
+
+
+class UsageError(Exception):
+    """A command that cannot be carried out as written; the message says what to write."""
+
+
+def example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The step and its arguments that `MODULE:FUNCTION` returns. Raises UsageError where it does not."""
+    return _read(target, called(target))
+
+
+def _read(target: str, found: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A step and its arguments. Raises UsageError for anything else."""
+    match found:
+        case (step, tuple() | list() as args) if callable(step):
+            return step, tuple(args), {}
+        case (step, tuple() | list() as args, dict(kwargs)) if callable(step):
+            return step, tuple(args), kwargs
+        case other:
+            raise UsageError(f"{target} returned {type(other).__name__}, not a step and its arguments\n{TARGET}")
+
+
+def called(target: str) -> Any:
+    """What `MODULE:FUNCTION` returns. Raises UsageError where there is no such function."""
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise UsageError(f"{target!r} is not MODULE:FUNCTION\n{TARGET}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A missing module inside the user's own module is theirs to see, with its traceback.
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed") from error
+    if not callable(function := getattr(module, name, None)):
+        raise UsageError(f"{module_name} ({module.__file__}) has no function {name!r}")
+    return function()
+
+
+def presets(target: str, named: str | None) -> dict[str, Callable[[], Example]]:
+    """The presets that `named` returns; without it those of the `target`'s module, if it has any. Raises UsageError."""
+    source = named or f"{target.partition(':')[0]}:presets"
+    module, name = source.partition(":")[::2]
+    if not named and not callable(getattr(sys.modules.get(module), name, None)):
+        return {}
+    match called(source):
+        case dict() as found:
+            return presets_of(found, lambda value: Example.of(*_read(source, value)))
+        case other:
+            rule = f"it returned {type(other).__name__}, and presets are a dict of examples by name, smallest first"
+            raise UsageError(explain(f"--presets {source}", rule, "", "return {name: (step, args)}"))

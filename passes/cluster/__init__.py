@@ -1,0 +1,30 @@
+"""What a plan is made for: devices, hosts and the links between them, meshes over them, and the seconds that
+collectives and arrays sent between neighbours take there.
+"""
+
+from passes.cluster import collectives
+from passes.cluster.accelerators import CPU
+from passes.cluster.boundaries import boundary_seconds
+from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Measured
+from passes.cluster.collectives import Collective, Kind
+from passes.cluster.devices import known, local_cluster, parse_cluster, register_device
+from passes.cluster.mesh import Axes, Mesh, shapes
+
+__all__ = [
+    "CPU",
+    "Axes",
+    "Cluster",
+    "Collective",
+    "DeviceSpec",
+    "HostGroup",
+    "Kind",
+    "Measured",
+    "Mesh",
+    "boundary_seconds",
+    "collectives",
+    "known",
+    "local_cluster",
+    "parse_cluster",
+    "register_device",
+    "shapes",
+]

@@ -1,0 +1,376 @@
+"""Known accelerators and the hosts they come in, each number with its source; clusters from text, JSON and JAX devices.
+
+Peaks of matrix units and memory are data-sheet values. What is reached of them, and what links give, is measured:
+
+- Inside a host: bandwidth fitted where a collective was measured, else `LINK_SHARE` of the data sheet.
+- Between hosts: `LINK_SHARE` of the data sheet on a fabric without congestion, except for H100, where both are fitted.
+- Latency: 10 us a hop. From 5 to 15 us the published measurements fit about equally well.
+
+`python -m benchmarks.collectives --fit` fits them again, to measurements that papers and repositories have published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Link
+
+MATMUL_EFFICIENCY = 0.80
+"""Where it was not measured: the median of where it was (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
+
+
+LINK_SHARE = 0.74
+"""What collectives get of a link's data sheet: H200 0.81, B200 0.76, A100 0.68 on NVLink, H100 0.74 between hosts."""
+
+
+ALPHA_SECONDS = 10e-6
+
+
+PCIE_SHARE = 0.5
+"""Of PCIe without peer access, assumed: what one device sends another crosses the host's memory."""
+
+
+ICI_SHARE = 0.65
+"""Of all of a TPU's links: 236 of 360 GB/s, psum on 256 v6e chips (AI-Hypercomputer/tpu-recipes), as bus bandwidth.
+
+An axis of the mesh that rides on one dimension of the torus has a half (2D) or a third (3D) of it: not modelled.
+"""
+
+
+ICI_ALPHA_SECONDS = 1e-6
+
+
+CPU = "cpu"
+"""The name of virtual CPU devices, which share the memory of their machine."""
+
+
+CPU_CORE_FLOPS_PER_SECOND = 85e9
+
+
+CPU_MEMORY_BYTES_PER_SECOND = 24e9
+"""Of a machine, which its virtual devices share; measured like the rest of `cpu`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """A device and the host it usually comes in; `kinds` are the names that JAX gives it (`Device.device_kind`)."""
+
+    device: DeviceSpec
+    devices_per_host: int
+    intra: Link
+    inter: Link
+    kinds: tuple[str, ...] = ()
+
+    def cluster(self, hosts: int, devices_per_host: int | None = None, name: str = "") -> Cluster:
+        """So many of these hosts, named `2x8:h100` unless told otherwise."""
+        each = devices_per_host or self.devices_per_host
+        group = HostGroup(hosts=hosts, devices_per_host=each, device=self.device, intra=self.intra, inter=self.inter)
+        text = f"{each}:{self.device.name}" if hosts == 1 else f"{hosts}x{each}:{self.device.name}"
+        return Cluster(name=name or text, groups=(group,))
+
+
+def virtual_cpu(cores: int, memory_nbytes: int, devices: int) -> DeviceSpec:
+    """One of `devices` virtual CPU devices that share a machine."""
+    return DeviceSpec(
+        name=CPU,
+        flops_per_second={"float32": cores * CPU_CORE_FLOPS_PER_SECOND / devices},
+        matmul_efficiency=1.0,
+        memory_nbytes=memory_nbytes // devices,
+        memory_bytes_per_second=CPU_MEMORY_BYTES_PER_SECOND / devices,
+        launch_seconds=6e-6,
+        source="measured on 2 cores (Xeon, 2.5 GHz, AVX-512) with 8 virtual devices at once: "
+        "python -m benchmarks.collectives --local; between processes assumed: loopback; "
+        "widened: float-normalization-bf16 in the CPU compiler's pipeline, xla_dump_hlo_pass_re, jaxlib 0.10",
+        widened={"bfloat16": "float32"},
+    )
+
+
+def _link(gb_per_second: float, *, alpha_seconds: float = ALPHA_SECONDS, reduces: bool = False) -> Link:
+    return Link(alpha_seconds=alpha_seconds, bytes_per_second=gb_per_second * 1e9, reduces=reduces)
+
+
+def _network(gb_per_second: float) -> Link:
+    """A host's link by its data sheet, on a fabric that gives every host its own."""
+    return _link(LINK_SHARE * gb_per_second)
+
+
+def _gpu(
+    name: str,
+    *kinds: str,
+    tflops: Mapping[str, float],
+    memory_gib: int,
+    memory_gb_per_second: float,
+    intra: Link,
+    inter: Link,
+    source: str,
+    matmul_efficiency: float = MATMUL_EFFICIENCY,
+    devices_per_host: int = 8,
+    launch_seconds: float = 3e-6,
+) -> HostSpec:
+    return HostSpec(
+        device=DeviceSpec(
+            name=name,
+            flops_per_second={dtype: rate * 1e12 for dtype, rate in tflops.items()},
+            matmul_efficiency=matmul_efficiency,
+            memory_nbytes=memory_gib * 2**30,
+            memory_bytes_per_second=memory_gb_per_second * 1e9,
+            launch_seconds=launch_seconds,
+            source=source,
+        ),
+        devices_per_host=devices_per_host,
+        intra=intra,
+        inter=inter,
+        kinds=kinds,
+    )
+
+
+def _tensor_cores(half: float, float32: float, float8: float = 0.0) -> Mapping[str, float]:
+    """Dense peaks in TFLOP/s; JAX multiplies float32 as TF32 by default where there is TF32."""
+    eights = {"float8_e4m3fn": float8, "float8_e5m2": float8} if float8 else {}
+    return {"bfloat16": half, "float16": half, "float32": float32, **eights}
+
+
+def _tpu(
+    name: str,
+    *kinds: str,
+    tflops: float,
+    memory_gib: int,
+    memory_gb_per_second: float,
+    ici_gb_per_second: float,
+    devices_per_host: int,
+    source: str,
+    matmul_efficiency: float = MATMUL_EFFICIENCY,
+) -> HostSpec:
+    """A slice of one pod: hosts, too, are joined by ICI. JAX multiplies float32 in one bfloat16 pass by default."""
+    ici = ICI_SHARE * ici_gb_per_second
+    return _gpu(
+        name,
+        *kinds,
+        tflops={"bfloat16": tflops, "float32": tflops},
+        memory_gib=memory_gib,
+        memory_gb_per_second=memory_gb_per_second,
+        intra=_link(ici, alpha_seconds=ICI_ALPHA_SECONDS),
+        inter=_link(ici * devices_per_host, alpha_seconds=ICI_ALPHA_SECONDS),
+        source=source,
+        matmul_efficiency=matmul_efficiency,
+        devices_per_host=devices_per_host,
+        launch_seconds=1.6e-6,
+    )
+
+
+_H100_NETWORK = Link(alpha_seconds=ALPHA_SECONDS, bytes_per_second=296e9, congestion=0.57)
+
+
+TABLE = (
+    _gpu(
+        "v100-16g",
+        "Tesla V100-SXM2-16GB",
+        tflops={"float16": 125, "float32": 15.7},
+        memory_gib=16,
+        memory_gb_per_second=900,
+        intra=_link(LINK_SHARE * 150),
+        inter=_network(3.125),
+        source="data sheet; AWS p3.16xlarge (25 Gb/s); no bfloat16 units, so bfloat16 runs at the float32 rate",
+    ),
+    _gpu(
+        "v100-32g",
+        "Tesla V100-SXM2-32GB",
+        "Tesla V100-SXM3-32GB",
+        tflops={"float16": 125, "float32": 15.7},
+        memory_gib=32,
+        memory_gb_per_second=900,
+        intra=_link(LINK_SHARE * 150),
+        inter=_network(12.5),
+        source="data sheet; AWS p3dn.24xlarge (100 Gb/s); no bfloat16 units, so bfloat16 runs at the float32 rate",
+    ),
+    _gpu(
+        "a100-40g",
+        "NVIDIA A100-SXM4-40GB",
+        tflops=_tensor_cores(312, 156),
+        memory_gib=40,
+        memory_gb_per_second=1555,
+        intra=_link(204),
+        inter=_network(50),
+        source="data sheet; AWS p4d.24xlarge (4 x 100 Gb/s); matmul 271.2 TFLOP/s: stas00/ml-engineering; "
+        "NVLink fitted: Galvatron's 8-GPU nodes",
+        matmul_efficiency=271.2 / 312,
+    ),
+    _gpu(
+        "a100-80g",
+        "NVIDIA A100-SXM4-80GB",
+        tflops=_tensor_cores(312, 156),
+        memory_gib=80,
+        memory_gb_per_second=2039,
+        intra=_link(204),
+        inter=_network(200),
+        source="data sheet; DGX A100 (8 x 200 Gb/s); matmul 271.2 TFLOP/s: stas00/ml-engineering; "
+        "NVLink fitted: Galvatron's 8-GPU nodes",
+        matmul_efficiency=271.2 / 312,
+    ),
+    _gpu(
+        "h100",
+        "NVIDIA H100 80GB HBM3",
+        tflops=_tensor_cores(989, 494.5, 1979),
+        memory_gib=80,
+        memory_gb_per_second=3350,
+        intra=_link(366, reduces=True),
+        inter=_H100_NETWORK,
+        source="data sheet; matmul 794.5 TFLOP/s: stas00/ml-engineering; NVLink as on H200; network fitted: nanotron "
+        "playbook, medians on 1 to 64 AWS p5 hosts of a shared cluster, which is congested",
+        matmul_efficiency=794.5 / 989,
+    ),
+    _gpu(
+        "h200",
+        "NVIDIA H200",
+        tflops=_tensor_cores(989, 494.5, 1979),
+        memory_gib=140,
+        memory_gb_per_second=4800,
+        intra=_link(366, reduces=True),
+        inter=_network(400),
+        source="data sheet; AWS p5en.48xlarge (3200 Gb/s); matmul as on H100; NVLink fitted: stas00/ml-engineering",
+        matmul_efficiency=794.5 / 989,
+    ),
+    _gpu(
+        "b200",
+        "NVIDIA B200",
+        tflops=_tensor_cores(2250, 1125, 4500),
+        memory_gib=179,
+        memory_gb_per_second=8000,
+        intra=_link(680, reduces=True),
+        inter=_network(400),
+        source="data sheet; AWS p6-b200.48xlarge (3200 Gb/s); matmul 1745 TFLOP/s and NVLink (fitted): "
+        "stas00/ml-engineering",
+        matmul_efficiency=1745 / 2250,
+    ),
+    _gpu(
+        "gb200",
+        "NVIDIA GB200",
+        tflops=_tensor_cores(2500, 1250, 5000),
+        memory_gib=185,
+        memory_gb_per_second=8000,
+        intra=_link(680, reduces=True),
+        inter=_link(4 * 680),
+        source="data sheet; matmul 1822 TFLOP/s: stas00/ml-engineering; NVLink as on B200, also between the trays of "
+        "an NVL72 (18), which is as far as this entry reaches",
+        matmul_efficiency=1822 / 2500,
+        devices_per_host=4,
+    ),
+    _gpu(
+        "gb300",
+        "NVIDIA GB300",
+        tflops=_tensor_cores(2500, 1250, 5000),
+        memory_gib=277,
+        memory_gb_per_second=8000,
+        intra=_link(680, reduces=True),
+        inter=_link(4 * 680),
+        source="data sheet, memory of B300 assumed; matmul and NVLink as on GB200, up to one NVL72",
+        matmul_efficiency=1822 / 2500,
+        devices_per_host=4,
+    ),
+    _gpu(
+        "l4",
+        "NVIDIA L4",
+        tflops=_tensor_cores(121, 60, 242.5),
+        memory_gib=22,
+        memory_gb_per_second=300,
+        intra=_link(PCIE_SHARE * 31),
+        inter=_network(12.5),
+        source="data sheet; AWS g6.48xlarge (100 Gb/s); half of the peak assumed: a 72 W card does not sustain it",
+        matmul_efficiency=0.5,
+    ),
+    _gpu(
+        "a10g",
+        "NVIDIA A10G",
+        tflops=_tensor_cores(70, 35),
+        memory_gib=22,
+        memory_gb_per_second=600,
+        intra=_link(PCIE_SHARE * 31),
+        inter=_network(12.5),
+        source="data sheet (70 TFLOP/s; the A10's says 125); AWS g5.48xlarge (100 Gb/s)",
+    ),
+    _gpu(
+        "4090",
+        "NVIDIA GeForce RTX 4090",
+        tflops=_tensor_cores(165.2, 82.6, 330.3),
+        memory_gib=24,
+        memory_gb_per_second=1008,
+        intra=_link(PCIE_SHARE * 31),
+        inter=_network(1.25),
+        source="NVIDIA Ada white paper; no peer access, so data goes through the host; 10 Gb/s Ethernet assumed",
+    ),
+    _tpu(
+        "tpu-v3",
+        "TPU v3",
+        tflops=61.5,
+        memory_gib=16,
+        memory_gb_per_second=450,
+        ici_gb_per_second=200,
+        devices_per_host=8,
+        source="vendor figures, halved: each of a chip's two cores is a JAX device",
+    ),
+    _tpu(
+        "tpu-v4",
+        "TPU v4",
+        tflops=275,
+        memory_gib=32,
+        memory_gb_per_second=1200,
+        ici_gb_per_second=270,
+        devices_per_host=4,
+        source="vendor figures: jax-ml/scaling-book, tpus.md",
+    ),
+    _tpu(
+        "tpu-v5e",
+        "TPU v5 lite",
+        "TPU v5e",
+        tflops=197,
+        memory_gib=16,
+        memory_gb_per_second=810,
+        ici_gb_per_second=180,
+        devices_per_host=8,
+        source="vendor figures: jax-ml/scaling-book, tpus.md",
+    ),
+    _tpu(
+        "tpu-v5p",
+        "TPU v5",
+        "TPU v5p",
+        tflops=459,
+        memory_gib=95,
+        memory_gb_per_second=2765,
+        ici_gb_per_second=540,
+        devices_per_host=4,
+        source="vendor figures: jax-ml/scaling-book, tpus.md",
+    ),
+    _tpu(
+        "tpu-v6e",
+        "TPU v6 lite",
+        "TPU v6e",
+        tflops=918,
+        memory_gib=32,
+        memory_gb_per_second=1640,
+        ici_gb_per_second=360,
+        devices_per_host=8,
+        source="vendor figures: jax-ml/scaling-book, tpus.md; matmul 827.5 TFLOP/s: AI-Hypercomputer/tpu-recipes",
+        matmul_efficiency=827.5 / 918,
+    ),
+    _tpu(
+        "tpu-7x",
+        "TPU7x",
+        "TPU v7x",
+        tflops=1153.5,
+        memory_gib=96,
+        memory_gb_per_second=3690,
+        ici_gb_per_second=300,
+        devices_per_host=8,
+        source="vendor figures, halved: each half of a chip is a JAX device; matmul 956 TFLOP/s: "
+        "AI-Hypercomputer/tpu-recipes",
+        matmul_efficiency=956 / 1153.5,
+    ),
+    HostSpec(
+        device=virtual_cpu(cores=2, memory_nbytes=16 * 2**30, devices=8),
+        devices_per_host=8,
+        intra=_link(0.93, alpha_seconds=15e-6),
+        inter=_link(1, alpha_seconds=100e-6),
+        kinds=("cpu",),
+    ),
+)

@@ -1,0 +1,106 @@
+"""A named grid over the devices of a cluster, and who a device talks to along its axes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from passes.cluster.cluster import Cluster, Link, Measured
+from passes.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Devices that run one collective together.
+
+    `ranks` devices over `hosts` hosts; `intra` is a device's link inside its host; `inter` is the group's share of one
+    host's network link when all groups of the mesh communicate at once. `measured` is what was seen inside a host.
+    """
+
+    ranks: int
+    hosts: int
+    intra: Link
+    inter: Link
+    measured: tuple[Measured, ...] = ()
+
+
+class Axes(Protocol):
+    """Named axes with sizes, which is all that the shape of a piece depends on."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    def axis_size(self, axis: str) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Named axes over the first `size` devices of a cluster, row-major: the last axis joins neighbours."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    cluster: Cluster
+
+    def __hash__(self) -> int:
+        """Of what tells meshes apart that are met together: meshes are keys wherever something is remembered."""
+        return hash((self.axes, self.sizes, self.cluster.name))
+
+    @cached_property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def axis_size(self, axis: str) -> int:
+        return self.sizes[self.axes.index(axis)]
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The devices that differ only in their coordinates along `axes`."""
+        return _group(self, tuple(sorted(axes, key=self.axes.index)))
+
+    def verify(self) -> None:
+        """Raises InternalError unless the axes are distinct and fit the cluster."""
+        if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.sizes):
+            raise InternalError(f"mesh axes {self.axes} and sizes {self.sizes} do not match")
+        if self.size > self.cluster.n_devices:
+            raise InternalError(f"a mesh of {self.size} devices on a cluster of {self.cluster.n_devices}")
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)) or "1 device"
+
+
+@lru_cache(maxsize=4096)
+def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
+    """The widest of the groups along `axes`: they need not fall on hosts alike, and the mesh waits for the slowest."""
+    hosts = mesh.cluster.group()
+    ranks = math.prod(mesh.axis_size(axis) for axis in axes)
+    host_of = (np.arange(mesh.size) // hosts.devices_per_host).reshape(mesh.sizes)
+    last = range(-len(axes), 0)
+    rows = np.moveaxis(host_of, [mesh.axes.index(axis) for axis in axes], list(last)).reshape(-1, ranks)
+    spans = [set(row.tolist()) for row in rows]
+    talkers = Counter(host for span in spans if len(span) > 1 for host in span)
+    sharing = max(talkers.values(), default=1)
+    inter = replace(hosts.inter, bytes_per_second=hosts.inter.bytes_per_second / sharing)
+    return Group(ranks=ranks, hosts=max(map(len, spans)), intra=hosts.intra, inter=inter, measured=hosts.measured)
+
+
+def shapes(n_devices: int, *, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
+    """Every factorisation of `n_devices` into at most `max_axes` ordered sizes above 1, fewest axes first.
+
+    A single device gives one shape without axes.
+    """
+    if n_devices == 1:
+        return ((),)
+    found: list[tuple[int, ...]] = [(n_devices,)]
+    for axes in range(2, max_axes + 1):
+        found.extend(_factorisations(n_devices, axes))
+    return tuple(found)
+
+
+def _factorisations(n: int, parts: int) -> list[tuple[int, ...]]:
+    if parts == 1:
+        return [(n,)] if n > 1 else []
+    return [(d, *rest) for d in range(2, n) if n % d == 0 for rest in _factorisations(n // d, parts - 1)]

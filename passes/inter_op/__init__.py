@@ -1,0 +1,31 @@
+"""Pipeline schedules, their simulation, and the search for stages by dynamic programming over a table of stage costs.
+It knows neither graphs nor meshes.
+"""
+
+from passes.inter_op.choices import Candidate, Floor, Partition, Submesh, submeshes
+from passes.inter_op.partitions import even, partition
+from passes.inter_op.schedule_table import SCHEDULES, build, is_chunked, register
+from passes.inter_op.schedules import Schedule, Task, in_flight
+from passes.inter_op.simulator import StageCost, Timeline, Transfer, peaks, simulate
+
+__all__ = [
+    "SCHEDULES",
+    "Candidate",
+    "Floor",
+    "Partition",
+    "Schedule",
+    "StageCost",
+    "Submesh",
+    "Task",
+    "Timeline",
+    "Transfer",
+    "build",
+    "even",
+    "in_flight",
+    "is_chunked",
+    "partition",
+    "peaks",
+    "register",
+    "simulate",
+    "submeshes",
+]

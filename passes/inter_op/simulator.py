@@ -1,0 +1,254 @@
+"""What a schedule costs: a schedule, the seconds and bytes of its stages and transfers -> a timeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from passes.errors import InternalError
+from passes.inter_op.schedules import LETTERS, Kind, Schedule, Span, Task, in_flight, play
+from passes.text import GAP, Column, Table, quantities
+
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What one stage takes: seconds of each kind of task for one microbatch, and bytes of one device.
+
+    `finish_seconds` are spent once a step when all is done: reduced gradients, applied updates. `in_flight_nbytes` are
+    kept of every microbatch from its forward to its backward or weight gradient, `persistent_nbytes` all the time.
+    `working_nbytes` are needed while a task runs, `finish_nbytes` at the end of a step, when nothing is in flight.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    input_gradient_seconds: float | None = None
+    weight_gradient_seconds: float | None = None
+    finish_seconds: float = 0.0
+    in_flight_nbytes: int = 0
+    persistent_nbytes: int = 0
+    working_nbytes: int = 0
+    finish_nbytes: int = 0
+
+    @classmethod
+    def split(cls, forward_seconds: float, input_gradient_seconds: float, weight_gradient_seconds: float) -> Self:
+        """The cost of a stage whose backward takes as long as its halves."""
+        return cls(
+            forward_seconds=forward_seconds,
+            backward_seconds=input_gradient_seconds + weight_gradient_seconds,
+            input_gradient_seconds=input_gradient_seconds,
+            weight_gradient_seconds=weight_gradient_seconds,
+        )
+
+    def seconds(self, kind: Kind) -> float:
+        """Seconds of one task. Raises InternalError for a half of the backward that has none."""
+        match kind:
+            case "forward":
+                found = self.forward_seconds
+            case "backward":
+                found = self.backward_seconds
+            case "input_gradient":
+                found = self.input_gradient_seconds
+            case "weight_gradient":
+                found = self.weight_gradient_seconds
+        if found is None:
+            raise InternalError(f"a schedule splits the backward of a stage without {kind}_seconds")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Seconds that one microbatch takes across a boundary of two stages: outputs forward, their gradients backward."""
+
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When each task ran, in order of start, ties by stage; and per device group [groups] what that comes to.
+
+    A group starts with its first task and is at its end when the last is done and the once-a-step `finish_seconds` are
+    over; in between it is busy or waits. `peak_nbytes` are those of one of its devices.
+    """
+
+    schedule: Schedule
+    spans: tuple[Span, ...]
+    start_seconds: tuple[float, ...]
+    end_seconds: tuple[float, ...]
+    finish_seconds: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
+    peak_nbytes: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return max(self.end_seconds)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks in an order in which they can be issued one by one."""
+        return tuple(span.task for span in self.spans)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The share of the step that each group is idle."""
+        return tuple(_idle(busy, self.seconds) for busy in self.busy_seconds)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step that the groups are idle on average."""
+        return _idle(sum(self.busy_seconds), self.seconds * len(self.busy_seconds))
+
+    def table(self, width: int = 80) -> Table:
+        """A line of at most `width` characters for each device group, drawn to scale."""
+        tails = [("bubble", [quantities.share(bubble, 1) for bubble in self.bubbles])]
+        if any(self.peak_nbytes):
+            tails.append(("peak", [quantities.nbytes(peak) for peak in self.peak_nbytes]))
+        widths = [max(map(len, (heading, *cells))) for heading, cells in tails]
+        chart = width - sum(len(GAP) + size for size in (len("group"), *widths)) - len(GAP)
+        rows = self._draw(max(1, chart))
+        columns = (Column(heading="group", right=True), Column(heading="time"))
+        return Table(
+            title=f"{self.schedule}: {quantities.seconds(self.seconds)}, bubble {quantities.share(self.bubble, 1)}",
+            columns=(*columns, *(Column(heading=heading, right=True) for heading, _ in tails)),
+            rows=tuple(zip(map(str, range(len(rows))), rows, *(cells for _, cells in tails), strict=True)),
+            note=self._legend(),
+        )
+
+    def format(self, width: int = 80) -> str:
+        """The timeline as plain text."""
+        return self.table(width).format(width)
+
+    def _legend(self) -> str:
+        """What the letters mean that are drawn."""
+        letters = [f"{LETTERS[kind]} {kind.replace('_', ' ')}" for kind in _kinds(self.schedule)]
+        numbers = "F3/5, F3 or f of microbatch 3 on stage 5" if self.schedule.chunks > 1 else "F3 or f of microbatch 3"
+        finish = ["= end of step"] if any(self.finish_seconds) else []
+        return ", ".join((*letters, numbers, *finish, ". idle"))
+
+    def _draw(self, width: int) -> list[str]:
+        """A text of `width` characters for each group; a character shows what runs in the middle of its time."""
+        scale = width / self.seconds if self.seconds else 0.0
+        rows = [["."] * width for _ in self.schedule.groups]
+
+        def draw(group: int, start: float, end: float, texts: Sequence[str], fill: str) -> None:
+            first, last = (math.ceil(seconds * scale - 0.5) for seconds in (start, end))
+            text = next((text for text in texts if len(text) <= last - first), "")
+            rows[group][first:last] = text.ljust(last - first, fill)
+
+        for span in self.spans:
+            label = self.schedule.label(span.task)
+            texts = (label, label.partition("/")[0], label[0].lower())
+            draw(self.schedule.group_of(span.task.stage), span.start_seconds, span.end_seconds, texts, "-")
+        for group, (end, finish) in enumerate(zip(self.end_seconds, self.finish_seconds, strict=True)):
+            draw(group, end - finish, end, (), "=")
+        return ["".join(row) for row in rows]
+
+    def to_trace(self) -> list[dict[str, object]]:
+        """The events of a Chrome or Perfetto trace, in microseconds, one track for each device group.
+
+        Reference: Trace Event Format, complete events (`X`) and metadata (`M`).
+        """
+        names: list[dict[str, object]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": group, "args": {"name": f"device group {group}"}}
+            for group in range(len(self.schedule.groups))
+        ]
+        tasks = [
+            _event(self.schedule.group_of(span.task.stage), str(span.task), span.start_seconds, span.end_seconds)
+            | {"cat": span.task.kind, "args": {"stage": span.task.stage, "microbatch": span.task.microbatch}}
+            for span in self.spans
+        ]
+        ends = [
+            _event(group, "end of step", end - finish, end)
+            for group, (end, finish) in enumerate(zip(self.end_seconds, self.finish_seconds, strict=True))
+            if finish
+        ]
+        return [*names, *tasks, *ends]
+
+
+def simulate(
+    schedule: Schedule,
+    stages: Sequence[StageCost],
+    transfers: Sequence[Transfer] = (),
+    *,
+    dispatch_seconds: float = 0.0,
+    blocking: bool = False,
+) -> Timeline:
+    """The timeline of a schedule whose stages [stages] and boundaries [stages - 1] cost that much.
+
+    Every task takes `dispatch_seconds` more. Transfers, none by default, delay who receives and overlap with compute;
+    where they are `blocking`, who sends waits for them too. Stages of one group need no transfer. Raises PlanningError
+    for a schedule that does not come to an end, InternalError for costs that are not of its stages.
+    """
+    if len(stages) != schedule.n_stages or len(transfers) not in (0, schedule.n_stages - 1):
+        raise InternalError(f"{len(stages)} stage costs and {len(transfers)} transfers for {schedule}")
+    durations = {kind: [dispatch_seconds + stage.seconds(kind) for stage in stages] for kind in _kinds(schedule)}
+    hops = _hops(transfers if len(schedule.groups) > 1 else (), schedule.n_stages)
+    spans = play(
+        schedule,
+        lambda task: durations[task.kind][task.stage],
+        lambda task: hops[task.kind][task.stage],
+        blocking=blocking,
+    )
+    groups = range(len(schedule.groups))
+    starts, ends, busy = [math.inf] * len(groups), [0.0] * len(groups), [0.0] * len(groups)
+    for span in spans:
+        group = schedule.group_of(span.task.stage)
+        starts[group] = min(starts[group], span.start_seconds)
+        ends[group] = span.end_seconds
+        busy[group] += durations[span.task.kind][span.task.stage]
+    finish = [sum(stage.finish_seconds for stage in stages[group :: len(groups)]) for group in groups]
+    nbytes = peaks(schedule, stages)
+    return Timeline(
+        schedule=schedule,
+        spans=spans,
+        start_seconds=tuple(starts),
+        end_seconds=tuple(ends[group] + finish[group] for group in groups),
+        finish_seconds=tuple(finish),
+        busy_seconds=tuple(busy[group] + finish[group] for group in groups),
+        peak_nbytes=tuple(sum(causes.values()) for causes in nbytes),
+    )
+
+
+def peaks(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[dict[str, int], ...]:
+    """Peak bytes of a device of each group [groups] by cause: while tasks run or, if more, at the end of the step."""
+    saved = in_flight(schedule, [stage.in_flight_nbytes for stage in stages])
+    found: list[dict[str, int]] = []
+    for group, kept in enumerate(saved):
+        own = stages[group :: len(saved)]
+        working, finish = max(stage.working_nbytes for stage in own), sum(stage.finish_nbytes for stage in own)
+        held = {"state, arguments and sums": sum(stage.persistent_nbytes for stage in own)}
+        if finish > kept + working:
+            found.append({**held, "new state and its update": finish})
+        else:
+            found.append({**held, "microbatches in flight": kept, "working memory": working})
+    return tuple(found)
+
+
+def _kinds(schedule: Schedule) -> list[Kind]:
+    """The kinds of task that a schedule has."""
+    found = {task.kind for tasks in schedule.groups for task in tasks}
+    return [kind for kind in LETTERS if kind in found]
+
+
+def _hops(transfers: Sequence[Transfer], n_stages: int) -> dict[Kind, list[float]]:
+    """Seconds from the end of a task of each kind to its result on the neighbouring stage [stages]."""
+    if not transfers:
+        nothing = [0.0] * n_stages
+        return dict.fromkeys(LETTERS, nothing)
+    onward = [*(transfer.forward_seconds for transfer in transfers), 0.0]
+    back = [0.0, *(transfer.backward_seconds for transfer in transfers)]
+    return {"forward": onward, "backward": back, "input_gradient": back, "weight_gradient": [0.0] * n_stages}
+
+
+def _idle(busy: float, whole: float) -> float:
+    return max(0.0, 1 - busy / whole) if whole else 0.0
+
+
+def _event(group: int, name: str, start: float, end: float) -> dict[str, object]:
+    times = {"ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS}
+    return {"ph": "X", "name": name, "pid": 0, "tid": group, **times}

@@ -1,0 +1,35 @@
+"""One program on one mesh, or on the best of several: its strategies and reshardings as a sharding problem, memory as
+budgets of it, and the answer as a plan.
+"""
+
+from passes.intra_op import restrictions
+from passes.intra_op.assembly import Assembly
+from passes.intra_op.build_problem import assemble
+from passes.intra_op.extract import accounted, move_seconds
+from passes.intra_op.flops import product_flops
+from passes.intra_op.mesh_search import MeshSearch, Tied, away, best, layouts, named, stopped
+from passes.intra_op.roles import in_forward
+from passes.intra_op.variants import MOST_OPERATORS, Form, Forms, Variant, VariantSearch, variant_of
+
+__all__ = [
+    "MOST_OPERATORS",
+    "Assembly",
+    "Form",
+    "Forms",
+    "MeshSearch",
+    "Tied",
+    "Variant",
+    "VariantSearch",
+    "accounted",
+    "assemble",
+    "away",
+    "best",
+    "in_forward",
+    "layouts",
+    "move_seconds",
+    "named",
+    "product_flops",
+    "restrictions",
+    "stopped",
+    "variant_of",
+]

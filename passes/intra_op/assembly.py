@@ -1,0 +1,222 @@
+"""What a sharding problem's nodes stand for, and back from an answer to placements.
+
+A graph on a mesh is a region: its bundles are nodes, its values live at their borders, its loops and branches hold
+regions of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from passes.cluster import Mesh
+from passes.intra_op.strategies import Table
+from passes.ir import Body, Control, Graph, Phase, TensorType, Wire
+from passes.placement import Grouping, Layout, Placement
+from passes.rules import Assignment, ShardingRule
+from passes.sharding import Resharder, ShardingSpec, replicated
+from passes.solver import ShardingProblem
+
+Specs = tuple[ShardingSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """Where a value is made: the node of the problem, and the value's placement under each of its strategies."""
+
+    node: int
+    specs: Specs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """A loop or branch in the problem: a node for every slot, a region for every body."""
+
+    control: Control
+    slots: tuple[Border, ...]
+    bodies: tuple[Region, ...]
+
+    def wired(self, wire: Wire, choice: Sequence[int]) -> ShardingSpec:
+        """The placement of an operand or result that hangs on a slot."""
+        border = self.slots[wire.slot]
+        return stacked(border.specs[choice[border.node]], wire)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Region:
+    """A graph in the problem: its bundles are nodes `first` and on, and `borders[v]` says where value v lives.
+
+    `tables[b]` holds the strategies of bundle b, whose seconds count `weight` times; `joints` are its loops and
+    branches, by node.
+    """
+
+    number: int
+    graph: Graph
+    grouping: Grouping
+    first: int
+    weight: float
+    tables: tuple[Table, ...]
+    borders: Mapping[int, Border]
+    joints: Mapping[int, Joint]
+
+    def all(self) -> Iterator[Region]:
+        """This region and those inside it."""
+        yield self
+        for joint in self.joints.values():
+            for body in joint.bodies:
+                yield from body.all()
+
+    def compute_seconds(self, choice: Sequence[int]) -> dict[Phase, float]:
+        """Seconds of all bundles by phase, reshardings apart; what microbatches add up is part of their backward."""
+        totals: dict[Phase, float] = {}
+        for region in self.all():
+            chosen = choice[region.first : region.first + len(region.tables)]
+            for bundle, table, c in zip(region.grouping.bundles, region.tables, chosen, strict=True):
+                spent = region.weight * table.strategies[c].compute_seconds
+                when: Phase = "backward" if bundle.phase == "apply" and region.number else bundle.phase
+                totals[when] = totals.get(when, 0.0) + spent
+        return totals
+
+    def assigned(self, choice: Sequence[int]) -> dict[int, Placement]:
+        """The placement of every graph node that belongs to a bundle; equal bundles share theirs."""
+        found: dict[int, Placement] = {}
+        known: dict[tuple[int, int], list[Placement]] = {}
+        for index, (bundle, table) in enumerate(zip(self.grouping.bundles, self.tables, strict=True)):
+            members, chosen = sorted(bundle.members), choice[self.first + index]
+            key = (id(table), chosen)
+            if key not in known:
+                rules = [self.grouping.rules[member] for member in members]
+                known[key] = list(map(_placement, rules, table.strategies[chosen].assignments))
+            found |= zip(members, known[key], strict=True)
+        return found
+
+    def placed(self, choice: Sequence[int]) -> tuple[dict[int, ShardingSpec], tuple[Placement, ...]]:
+        """(home of every value, one placement per graph node) of an answer."""
+        graph = self.graph
+        assigned = self.assigned(choice)
+        home = {value: border.specs[choice[border.node]] for value, border in self.borders.items()}
+        home |= {value: replicated(graph.types[value].rank) for value in (*graph.constants, *graph.literals)}
+        placements: list[Placement] = []
+        for index, node in enumerate(graph.nodes):
+            if index in assigned:
+                placements.append(assigned[index])
+                home.update(zip(node.outputs, assigned[index].results, strict=True))
+                continue
+            bodies: tuple[Layout, ...] = ()
+            if index in self.joints:
+                joint = self.joints[index]
+                operands, results = (
+                    tuple(joint.wired(wire, choice) for wire in wires)
+                    for wires in (joint.control.operands, joint.control.results)
+                )
+                bodies = tuple(
+                    region.inside(joint, body, choice)
+                    for region, body in zip(joint.bodies, joint.control.bodies, strict=True)
+                )
+            elif self.grouping.rules[index].alias:
+                operands = results = self._passed(index, home, choice, assigned)
+            else:
+                operands = tuple(replicated(graph.types[v].rank) for v in node.inputs)
+                results = tuple(replicated(graph.types[v].rank) for v in node.outputs)
+            home.update(zip(node.outputs, results, strict=True))
+            placements.append(Placement(operands=operands, results=results, bodies=bodies))
+        return home, tuple(placements)
+
+    def settled(self, value: int, home: Mapping[int, ShardingSpec], choice: Sequence[int]) -> ShardingSpec:
+        """Where a value is had outside the node that makes it: at `home`, or where it was reduced to."""
+        border = self.borders.get(self.grouping.roots.get(value, value))
+        return border.specs[choice[border.node]] if border else home[value]
+
+    def _passed(
+        self, index: int, home: Mapping[int, ShardingSpec], choice: Sequence[int], assigned: Mapping[int, Placement]
+    ) -> tuple[ShardingSpec, ...]:
+        """Where a barrier lets its operands through: where they are, or where they were reduced to before it.
+
+        Else what reads them behind it, as recomputation does, would reduce them again; where something there wants
+        the summands, they stay summands.
+        """
+        node, found = self.graph.nodes[index], list[ShardingSpec]()
+        for value, result in zip(node.inputs, node.outputs, strict=True):
+            at = self.settled(value, home, choice)
+            if at.partial and value in home and not home[value].partial:
+                at = home[value]  # a barrier before this one let it through reduced
+            if at.partial and not any(spec.partial for _, spec in self._read(result, assigned)):
+                sums = (spec for reader, spec in self._read(value, assigned) if reader < index and not spec.partial)
+                at = next(sums, at)
+            found.append(at)
+        return tuple(found)
+
+    def _read(self, value: int, assigned: Mapping[int, Placement]) -> Iterator[tuple[int, ShardingSpec]]:
+        """(reader, where it wants the value) of the operators of bundles that read it, in order."""
+        for reader in sorted(set(self.graph.consumers.get(value, ()))):
+            if reader in assigned:
+                wanted = zip(self.graph.nodes[reader].inputs, assigned[reader].operands, strict=True)
+                yield from ((reader, spec) for operand, spec in wanted if operand == value)
+
+    def inside(self, joint: Joint, body: Body, choice: Sequence[int]) -> Layout:
+        """The layout of a body, which takes its inputs from the slots and brings its outputs back to them."""
+        _, placements = self.placed(choice)
+        inputs, outputs = (
+            tuple(joint.slots[s].specs[choice[joint.slots[s].node]] for s in slots)
+            for slots in (body.inputs, body.outputs)
+        )
+        return Layout(inputs=inputs, placements=placements, outputs=outputs)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Assembly:
+    """A sharding problem and what its nodes stand for.
+
+    `groups` are the edge groups by (number of the region, value, whether its readers fetch it for the backward pass).
+    """
+
+    mesh: Mesh
+    root: Region
+    problem: ShardingProblem
+    tied: tuple[tuple[int, int], ...]
+    groups: Mapping[tuple[int, int, bool], int]
+
+    def layout(self, choice: Sequence[int]) -> Layout:
+        """Where everything is under an answer."""
+        graph = self.root.graph
+        home, placements = self.root.placed(choice)
+        inputs = tuple(home[value] for value in graph.inputs)
+        back = dict(self.tied)
+        outputs = tuple(
+            inputs[back[o]]
+            if o in back
+            else full_target(graph.types[v], self.root.settled(v, home, choice), Resharder(self.mesh))
+            for o, v in enumerate(graph.outputs)
+        )
+        return Layout(inputs=inputs, placements=placements, outputs=outputs)
+
+
+def _placement(rule: ShardingRule, assignment: Assignment) -> Placement:
+    """Where a node's operands and results are under an assignment."""
+    return Placement(
+        operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
+        results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
+    )
+
+
+def stacked(spec: ShardingSpec, wire: Wire) -> ShardingSpec:
+    """A slice's placement as that of the stack, whose first dimension is never cut."""
+    return replace(spec, dims=((), *spec.dims)) if wire.stacked else spec
+
+
+def full_target(type: TensorType, spec: ShardingSpec, resharder: Resharder) -> ShardingSpec:
+    """The placement without partial axes that is cheapest to reach."""
+    if not spec.partial:
+        return spec
+    return min(full_placements(type, resharder), key=lambda target: resharder.cost(type, spec, target))
+
+
+def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec]:
+    """Every placement without partial axes whose axes divide, replicated first. Typed keys stay whole."""
+    seconds = resharder.seconds(type)[0]
+    every = resharder.placements(type.rank)
+    if type.dtype.startswith("key<"):
+        return [every[0]]
+    return [spec for spec, reach in zip(every, seconds, strict=True) if not spec.partial and np.isfinite(reach)]

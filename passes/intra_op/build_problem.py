@@ -1,0 +1,374 @@
+"""From a graph on a mesh to the sharding problem that is solved.
+
+Bundles, the loose inputs and the slots of loops and branches are the problem's nodes; every value that one of them
+makes and another reads is an edge. A body is a region of the same problem, its seconds counted once an iteration, so
+what a loop carries and what is brought in before it are decided together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from passes.cluster import Mesh
+from passes.gc_pause import uncollected
+from passes.intra_op.assembly import Assembly, Border, Joint, Region, Specs, full_placements, stacked
+from passes.intra_op.strategies import Table, Tabulator, outline
+from passes.ir import Control, Graph, Slot, TensorType
+from passes.placement import Bundle, Grouping, weights
+from passes.sharding import Resharder, ShardingSpec, replicated
+from passes.solver import Edge, Floats, Indices, Memory, ShardingProblem
+
+__all__ = ["Assembly", "Region", "assemble", "visible"]
+
+
+def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
+    """Every placement of a slot; what can be summed may stay partial, and is reduced once after the loop."""
+    full = full_placements(slot.type, resharder)
+    if slot.whole:
+        return full[:1]
+    if not (slot.carry or slot.stacked) or not slot.type.dtype.startswith(("float", "bfloat")):
+        return full
+    seconds = resharder.seconds(slot.type)
+    every = resharder.placements(slot.type.rank)
+    return full + [s for s, reach in zip(every, seconds.T, strict=True) if s.partial and np.isfinite(reach[0])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matrix:
+    """Seconds between the placements of two nodes, as an `Edge` has them; `free` if no resharding costs anything."""
+
+    seconds: Floats
+    before: Indices
+    after: Indices
+    origins: tuple[object, ...]
+    labels: Specs
+    free: bool
+
+    def only(self, rows: Sequence[int]) -> _Matrix:
+        """The seconds from these rows alone: from any other, which share a row without a name, nothing is paid."""
+        number = np.full(len(self.origins), len(rows))
+        number[rows] = np.arange(len(rows))
+        seconds = np.vstack([self.seconds[rows], np.zeros(len(self.labels))])
+        return replace(
+            self,
+            seconds=seconds,
+            before=number[self.before],
+            origins=(*[self.origins[row] for row in rows], None),
+            free=not np.any(seconds > 0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rim:
+    """The border of a table: its ports and what it makes, placements that are equal being one object."""
+
+    ports: tuple[tuple[int, Specs], ...]
+    makes: tuple[tuple[int, Specs], ...]
+    kind: str
+
+
+class _Common:
+    """What the problems on one mesh have in common, for as long as they are planned with one resharder.
+
+    Placements under each strategy are interned (`one`), so that the many equal ones of a model's layers are told apart
+    by identity and never compared.
+    """
+
+    def __init__(self, resharder: Resharder) -> None:
+        self.resharder = resharder
+        self.memory = Memory()
+        self._specs: dict[Specs, Specs] = {}
+        self._full: dict[TensorType, Specs] = {}
+        self._rims: dict[int, tuple[Table, _Rim]] = {}
+        self._matrices: dict[tuple[TensorType, int, int], _Matrix] = {}
+        self._halves: dict[tuple[TensorType, int, int], tuple[_Matrix, _Matrix]] = {}
+
+    def one(self, specs: Specs) -> Specs:
+        """The one object for these placements."""
+        return self._specs.setdefault(specs, specs)
+
+    def full(self, type: TensorType) -> Specs:
+        """Every placement of a value without partial axes."""
+        if type not in self._full:
+            self._full[type] = self.one(tuple(full_placements(type, self.resharder)))
+        return self._full[type]
+
+    def rim(self, table: Table, graph: Graph, bundle: Bundle) -> _Rim:
+        """The border of a table, found once; tables stay referenced, so their ids stay theirs."""
+        if id(table) not in self._rims:
+            rim = _Rim(
+                ports=tuple((position, self.one(specs)) for position, specs in table.ports),
+                makes=tuple((position, self.one(specs)) for position, specs in table.makes.items()),
+                kind=_kind(graph, sorted(bundle.members)),
+            )
+            self._rims[id(table)] = (table, rim)
+        return self._rims[id(table)][1]
+
+    def matrix(self, type: TensorType, before: Specs, after: Specs) -> _Matrix:
+        """The seconds between the placements of two nodes, both interned."""
+        key = (type, id(before), id(after))
+        if key not in self._matrices:
+            sources, targets = dict.fromkeys(before), dict.fromkeys(after)
+            row, column = ({spec: i for i, spec in enumerate(specs)} for specs in (sources, targets))
+            seconds = self.resharder.matrix(type, tuple(sources), tuple(targets))
+            self._matrices[key] = _Matrix(
+                seconds=seconds,
+                before=np.array([row[s] for s in before]),
+                after=np.array([column[s] for s in after]),
+                origins=self.one(tuple(sources)),
+                labels=self.one(tuple(targets)),
+                free=not np.any(seconds > 0),
+            )
+        return self._matrices[key]
+
+    def halves(self, type: TensorType, before: Specs, after: Specs) -> tuple[_Matrix, _Matrix]:
+        """The same seconds, those from placements that are partial apart from those that are not: (sums, others)."""
+        key = (type, id(before), id(after))
+        if key not in self._halves:
+            matrix = self.matrix(type, before, after)
+            origins = list(enumerate(dict.fromkeys(before)))
+            sums, others = (
+                [row for row, spec in origins if bool(spec.partial) == partial] for partial in (True, False)
+            )
+            self._halves[key] = matrix.only(sums), matrix.only(others)
+        return self._halves[key]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Builder:
+    """The nodes and edges of one problem, as regions are laid out and then connected."""
+
+    mesh: Mesh
+    resharder: Resharder
+    refetch: bool
+    regions: int = 0
+    seconds: list[Floats] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    groups: dict[tuple[int, int, bool], int] = field(default_factory=dict)
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    passed: dict[int, frozenset[int]] = field(default_factory=dict)
+    reads: dict[int, list[int]] = field(default_factory=dict)
+    ports: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
+    weights: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def common(self) -> _Common:
+        return self.resharder.kept(_Common)
+
+    def _weights(self, graph: Graph) -> frozenset[int]:
+        """The values that the backward pass fetches again."""
+        if id(graph) not in self.weights:
+            self.weights[id(graph)] = weights(graph) if self.refetch else frozenset()
+        return self.weights[id(graph)]
+
+    def _node(self, seconds: Floats, kind: str) -> int:
+        self.seconds.append(seconds)
+        self.kinds.append(kind)
+        return len(self.seconds) - 1
+
+    def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, Border], weight: float) -> Region:
+        """The nodes of a region, its inputs made elsewhere where `inputs` says so."""
+        seen = visible(graph, grouping)
+        tabulator = self.resharder.kept(Tabulator)
+        operators = tabulator.operators(graph, grouping)
+        number, self.regions = self.regions, self.regions + 1
+        first, tables, borders = len(self.seconds), list[Table](), dict(inputs)
+        for bundle in grouping.bundles:
+            shape, held, read = outline(bundle, graph, grouping, seen, operators)
+            table = tabulator.table(shape, graph.nodes[min(bundle.members)].source)
+            rim = self.common.rim(table, graph, bundle)
+            node = self._node(weight * table.seconds, rim.kind)
+            tables.append(table)
+            self.reads[node], self.ports[node] = read, rim.ports
+            for position, specs in rim.makes:
+                borders[held[position]] = Border(node=node, specs=specs)
+        for value in grouping.loose:
+            if value not in borders:
+                borders[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
+        joints: dict[int, Joint] = {}
+        for index, control in grouping.controls.items():
+            made = zip(graph.nodes[index].outputs, control.results, strict=True)
+            handed_on = {wire.slot for value, wire in made if value in graph.outputs}
+            joints[index] = self._joint(control, grouping.bodies[index], weight, handed_on)
+            slots = joints[index].slots
+            for value, wire in zip(graph.nodes[index].outputs, control.results, strict=True):
+                slot = slots[wire.slot]
+                specs = self.common.one(tuple(stacked(spec, wire) for spec in slot.specs))
+                borders[value] = Border(node=slot.node, specs=specs)
+        return Region(
+            number=number,
+            graph=graph,
+            grouping=grouping,
+            first=first,
+            weight=weight,
+            tables=tuple(tables),
+            borders=borders,
+            joints=joints,
+        )
+
+    def _joint(
+        self, control: Control, groupings: Sequence[Grouping], weight: float, handed_on: Collection[int]
+    ) -> Joint:
+        """The nodes of a loop's or branch's slots and of its bodies; what no body makes as a sum is stacked as none.
+
+        Nor is what the program hands on from slots as it is: another stage may read it after each iteration.
+        """
+        slots = {s: slot_placements(slot, self.resharder) for s, slot in enumerate(control.slots)}
+        borders = {s: self._chosen(slot.type, slots[s]) for s, slot in enumerate(control.slots) if not slot.stacked}
+        bodies: list[Region] = []
+        for body, inner in zip(control.bodies, groupings, strict=True):
+            entering = dict(zip(body.graph.inputs, (borders[s] for s in body.inputs), strict=True))
+            region = self.lay_out(body.graph, inner, entering, weight * max(body.trips, 1) * body.share)
+            bodies.append(region)
+            for value, s in zip(body.graph.outputs, body.outputs, strict=True):
+                if s not in borders:
+                    made = region.borders.get(inner.roots.get(value, value))
+                    sums = made is not None and any(spec.partial for spec in made.specs)
+                    specs = [spec for spec in slots[s] if (sums and s not in handed_on) or not spec.partial]
+                    borders[s] = self._chosen(control.slots[s].type, specs)
+        return Joint(control=control, slots=tuple(borders[s] for s in range(len(slots))), bodies=tuple(bodies))
+
+    def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> Border:
+        """A node that stands for the placement of one value."""
+        return Border(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.one(tuple(specs)))
+
+    def connect(self, region: Region) -> None:
+        """The edges of a region and of those inside it."""
+        for index, bundle in enumerate(region.grouping.bundles):
+            node, late = region.first + index, bundle.phase == "backward"
+            for position, specs in self.ports[node]:
+                self._connect(region, self.reads[node][position], node, specs, late)
+        for index, joint in region.joints.items():
+            operands = zip(region.graph.nodes[index].inputs, joint.control.operands, strict=True)
+            for value, wire in operands:
+                slot = joint.slots[wire.slot]
+                specs = self.common.one(tuple(stacked(spec, wire) for spec in slot.specs))
+                self._connect(region, value, slot.node, specs)
+            for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+                self.connect(inner)
+                for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
+                    self._connect(inner, value, joint.slots[slot].node, joint.slots[slot].specs)
+
+    def _connect(self, region: Region, value: int, target: int, after: Specs, late: bool = False) -> None:
+        """The cost of bringing `value` to where `target` reads it: an edge, or a cost of the target alone."""
+        graph, grouping = region.graph, region.grouping
+        root = grouping.roots.get(value, value)
+        type = graph.types[value]
+        if root in grouping.free or root in graph.literals:
+            return
+        if root in graph.constants:
+            whole = replicated(type.rank)
+            self.seconds[target] += region.weight * np.array([self.resharder.cost(type, whole, s) for s in after])
+            return
+        border = region.borders[root]
+        matrix = self.common.matrix(type, border.specs, after)
+        if border.node == target:
+            self.seconds[target] += region.weight * matrix.seconds[matrix.before, matrix.after]
+        elif not matrix.free:
+            if root in self._passed(region) and any(spec.partial for spec in border.specs):
+                # What is summed up before a barrier is let through as a sum; anything else is brought again behind it.
+                sums, matrix = self.common.halves(type, border.specs, after)
+                group = self.sums.setdefault((region.number, root), len(self.groups) + len(self.sums))
+                self._edge(border.node, target, sums, group, region.weight)
+            # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
+            share = (region.number, value, late and value in self._weights(graph))
+            group = self.groups.setdefault(share, len(self.groups) + len(self.sums))
+            self._edge(border.node, target, matrix, group, region.weight)
+
+    def _edge(self, source: int, target: int, matrix: _Matrix, group: int, weight: float) -> None:
+        if not matrix.free:
+            self.edges.append(
+                Edge(
+                    source=source,
+                    target=target,
+                    before=matrix.before,
+                    after=matrix.after,
+                    seconds=matrix.seconds,
+                    labels=matrix.labels,
+                    origins=matrix.origins,
+                    group=group,
+                    weight=weight,
+                )
+            )
+
+    def _passed(self, region: Region) -> frozenset[int]:
+        """The values that operators read on both sides of a barrier."""
+        if region.number not in self.passed:
+            graph, rules = region.graph, region.grouping.rules
+            roots = set(region.grouping.roots.values())
+            self.passed[region.number] = frozenset(
+                v for v in roots if not all(rules[reader].alias for reader in graph.consumers.get(v, ()))
+            )
+        return self.passed[region.number]
+
+    def finish(self, root: Region, tied: tuple[tuple[int, int], ...]) -> Assembly:
+        """The problem, its outputs back where they are state or at least whole."""
+        graph, back = root.graph, dict(tied)
+        for position, value in enumerate(graph.outputs):
+            root_value = root.grouping.roots.get(value, value)
+            if root_value not in root.borders:
+                continue
+            border = root.borders[root_value]
+            if position in back:
+                state = root.borders[graph.inputs[back[position]]]
+                self._connect(root, value, state.node, state.specs)
+                continue
+            type = graph.types[value]
+            reach = [0.0 if not s.partial else self._finish_seconds(type, s) for s in border.specs]
+            self.seconds[border.node] += np.array(reach)
+        return Assembly(
+            mesh=self.mesh,
+            root=root,
+            problem=ShardingProblem(
+                seconds=tuple(self.seconds),
+                edges=tuple(self.edges),
+                kinds=tuple(self.kinds),
+                memory=self.common.memory,
+            ),
+            tied=tied,
+            groups=self.groups,
+        )
+
+    def _finish_seconds(self, type: TensorType, spec: ShardingSpec) -> float:
+        return min(self.resharder.cost(type, spec, target) for target in self.common.full(type))
+
+
+def _kind(graph: Graph, members: Sequence[int]) -> str:
+    """The operators of a bundle and their types."""
+    nodes = (graph.nodes[m] for m in members)
+    return "; ".join(" ".join((n.primitive, *(str(graph.types[v]) for v in (*n.inputs, *n.outputs)))) for n in nodes)
+
+
+def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
+    """Values that leave their bundle: outputs, and what another bundle or an alias reads."""
+    seen = set(graph.outputs)
+    for index, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            outside = grouping.rules[index].alias or grouping.home.get(value) != grouping.bundle_of(node)
+            if value in grouping.home and outside:
+                seen.add(value)
+    return frozenset(seen)
+
+
+@uncollected()
+def assemble(
+    graph: Graph,
+    mesh: Mesh,
+    grouping: Grouping,
+    resharder: Resharder,
+    tied: tuple[tuple[int, int], ...],
+    *,
+    refetch: bool = True,
+) -> Assembly:
+    """The sharding problem of a graph on one mesh; `tied` pairs (output, input) positions that are one state.
+
+    With `refetch`, a weight is brought to where the backward pass wants it anew, and paid for again.
+    """
+    builder = _Builder(mesh=mesh, resharder=resharder, refetch=refetch)
+    root = builder.lay_out(graph, grouping, {}, 1.0)
+    builder.connect(root)
+    return builder.finish(root, tied)

@@ -1,0 +1,126 @@
+"""An answer of the integer program as a plan: placements, the moves between them, what both cost and what is held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from passes.gc_pause import uncollected
+from passes.intra_op.assembly import Assembly
+from passes.intra_op.computing import compute_seconds
+from passes.ir import PHASES, Graph, Phase
+from passes.memory import memory
+from passes.placement import Grouping, Schedule, due, group, moves
+from passes.placement import collectives as collectives_of
+from passes.plan import MemoryReport, Plan, Solution, operators
+from passes.sharding import Resharder
+from passes.solver import Answer
+
+EQUAL = 1e-6
+"""How far seconds that are added up in another order may differ, of themselves."""
+
+
+@uncollected()
+def read_off(
+    name: str,
+    assembly: Assembly,
+    answer: Answer,
+    resharder: Resharder,
+    tied: Sequence[tuple[int, int]],
+    donated: Sequence[bool],
+    phases: dict[str, float],
+    refetch: bool,
+) -> Plan:
+    """The plan that an answer stands for: placements, the moves between them, and what both cost."""
+    graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
+    layout = assembly.layout(answer.choice)
+    schedule = moves(graph, layout, resharder, refetch=refetch)
+    donated = donated or (False,) * len(graph.inputs)
+    compute = assembly.root.compute_seconds(answer.choice)
+    moving, moved = move_seconds(graph, schedule, resharder)
+    held = memory(graph, grouping, mesh, layout, schedule, tied, donated)
+    return Plan(
+        fingerprint=graph.fingerprint,
+        cluster=mesh.cluster,
+        mesh=mesh,
+        operators=operators(graph, layout.placements),
+        inputs=layout.inputs,
+        outputs=layout.outputs,
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+        input_types=tuple(graph.types[v] for v in graph.inputs),
+        output_types=tuple(graph.types[v] for v in graph.outputs),
+        collectives=collectives_of(graph, schedule, mesh),
+        seconds={"compute": sum(compute.values()), **moving},
+        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
+        nbytes={cause: size for cause, size in held.nbytes.items() if size},
+        memory=MemoryReport.of(held),
+        solution=Solution(
+            planner=name,
+            status=answer.status,
+            objective=answer.objective,
+            bound=answer.bound,
+            phase_seconds=phases,
+        ),
+        replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
+        refetch=refetch,
+    )
+
+
+@uncollected()
+def accounted(plan: Plan, graph: Graph, tied: Sequence[tuple[int, int]], donated: Sequence[bool]) -> Plan:
+    """The plan with the collectives, seconds and bytes that follow from its placements, if it says otherwise.
+
+    An edited plan keeps the numbers of the one that it was made of; how far it is from the best is unknown.
+    """
+    layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
+    schedule = moves(graph, layout, resharder, refetch=plan.refetch)
+    sent = collectives_of(graph, schedule, mesh)
+    held = memory(graph, grouping, mesh, layout, schedule, tied, donated or (False,) * len(graph.inputs))
+    nbytes = {cause: size for cause, size in held.nbytes.items() if size}
+    away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
+    compute = compute_seconds(graph, grouping, mesh, layout)
+    same = math.isclose(sum(compute.values()), plan.seconds.get("compute", 0.0), rel_tol=EQUAL)
+    if same and sent == plan.collectives and nbytes | away == plan.nbytes:
+        return replace(plan, counted_for="") if plan.is_stale else plan
+    moving, moved = move_seconds(graph, schedule, resharder)
+    kept = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
+    seconds = {"compute": sum(compute.values()), **kept, **moving}
+    found = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
+    report = MemoryReport.of(held)
+    return replace(
+        plan,
+        collectives=sent,
+        seconds=seconds,
+        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
+        nbytes=nbytes | away,
+        memory=report.less(-sum(away.values())) if away else report,
+        solution=found,
+        counted_for="",
+    )
+
+
+def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
+    """The operators that no rule cuts, those of loops and branches included."""
+    for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
+        if rule.reason and not rule.once:
+            yield f"{node.primitive} at {node.source}"
+        if index in grouping.controls:
+            for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
+                yield from _uncut(body.graph, inner)
+
+
+def move_seconds(graph: Graph, schedule: Schedule, resharder: Resharder) -> tuple[dict[str, float], dict[Phase, float]]:
+    """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
+    by_kind: dict[str, float] = {}
+    by_phase: dict[Phase, float] = {}
+    for one in due(graph, schedule):
+        spec = one.move.before
+        for step in one.move.steps:
+            before, spec = spec, step.apply(spec)
+            spent = one.trips * one.share * resharder.cost(one.type, before, spec)
+            cause = "copies" if step.is_local else step.kind
+            by_kind[cause] = by_kind.get(cause, 0.0) + spent
+            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + spent
+    return by_kind, by_phase

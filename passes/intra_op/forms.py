@@ -1,0 +1,314 @@
+"""The forms of a bundle: which dimensions its members cut together, found by a walk through them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from passes.rules import Assignment, ShardingRule, in_order
+from passes.sharding import ShardingSpec, placed
+
+PARTIAL = -2
+"""The class of an axis over which a bundle of linear operators keeps its values partial."""
+
+
+Picks = tuple[tuple[str, int], ...]
+"""(mesh axis, class) pairs in the order in which axes of one class stand."""
+
+
+Where = tuple[Literal["in", "out"], int]
+"""The k-th value that a bundle holds, or the k-th that it reads from elsewhere."""
+
+
+Role = Literal["port", "first", "again"]
+"""Whether an operand is read from elsewhere, is an absorbed value met for the first time, or lives somewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A member's rule without sizes: 1 stands for that of any dimension.
+
+    `grows[o]` says whether the result is larger than operand o; it is empty where nothing may come in partial.
+    """
+
+    rule: ShardingRule
+    grows: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """All that the ways of a bundle depend on; positions are those of `passes.intra_op.strategies.Outline`."""
+
+    axes: tuple[str, ...]
+    options: tuple[int, ...]
+    forms: tuple[Form, ...]
+    operands: tuple[tuple[Where | None, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    visible: tuple[int, ...]
+    absorbed: tuple[int, ...]
+    classes: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=1024)
+def picks(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Picks, ...]:
+    """Every way to give each axis an option or none, axes of one class in every order."""
+    found: dict[Picks, None] = {}
+    for order in itertools.permutations(axes):
+        for chosen in itertools.product((None, *options), repeat=len(axes)):
+            pairs = [(axis, cls) for axis, cls in zip(order, chosen, strict=True) if cls is not None]
+            pairs.sort(key=lambda pair: (pair[1], 0 if pair[1] >= 0 else axes.index(pair[0])))
+            found[tuple(pairs)] = None
+    return tuple(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class Way:
+    """One walk: where values live, in what placements ports and operands are read, and what is moved inside.
+
+    `moved` is (member, operand) -> (held value, where it should be); it lives at `home`. `reduced` are partial values
+    that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
+    """
+
+    picks: Picks
+    reduced: dict[int, ShardingSpec]
+    assignments: list[Assignment] = field(default_factory=list[Assignment])
+    cuts: list[int] = field(default_factory=list[int])
+    home: dict[int, ShardingSpec] = field(default_factory=dict[int, ShardingSpec])
+    ports: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
+    reads: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
+    moved: dict[tuple[int, int], tuple[int, ShardingSpec]] = field(
+        default_factory=dict[tuple[int, int], tuple[int, ShardingSpec]]
+    )
+
+    def at(self, value: int) -> ShardingSpec:
+        """Where a held value is had without a further reduction."""
+        spec = self.home[value]
+        return self.reduced.get(value, spec) if spec.partial else spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A form under one assignment: the placements of operands and results, and the axes that divide its work."""
+
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+    mask: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """A member as every walk of a pattern meets it, since all walks place values in one order.
+
+    `factors` are its factors by class, `operands` (operand, role, value). `held` are the operands (operand, value) that
+    may come in partial; `fresh` is the linear factor that takes values from elsewhere partial.
+    """
+
+    form: Form
+    factors: dict[int, int]
+    operands: tuple[tuple[int, Role, int], ...]
+    makes: tuple[int, ...]
+    held: tuple[tuple[int, int], ...]
+    fresh: int | None
+
+
+def _members(pattern: Pattern) -> list[_Member]:
+    """The members of a pattern, in order."""
+    found: list[_Member] = []
+    home: set[int] = set()
+    for form, operands, makes, classes in zip(
+        pattern.forms, pattern.operands, pattern.makes, pattern.classes, strict=True
+    ):
+        held = [(o, where[1]) for o, where in enumerate(operands) if where and where[0] == "in"]
+        settled = home.issuperset(value for _, value in held)
+        roles: list[tuple[int, Role, int]] = []
+        for operand, where in enumerate(operands):
+            if where:
+                role = "port" if where[0] == "out" else "again" if where[1] in home else "first"
+                roles.append((operand, role, where[1]))
+                home.update([where[1]] if role == "first" else [])
+        home.update(makes)
+        found.append(
+            _Member(
+                form=form,
+                factors={cls: classes.index(cls) for cls in classes if cls >= 0},
+                operands=tuple(roles),
+                makes=makes,
+                held=tuple(held) if settled and form.grows else (),
+                fresh=_fresh(form, operands),
+            )
+        )
+    return found
+
+
+def _fresh(form: Form, operands: tuple[Where | None, ...]) -> int | None:
+    """The first linear factor whose operands all come from elsewhere."""
+    for factor, properties in enumerate(form.rule.factors):
+        sources = {where[0] for o in properties.partial if (where := operands[o]) is not None}
+        if not properties.size and sources == {"out"}:
+            return factor
+    return None
+
+
+class Walker:
+    """Walks through the members of one pattern; every form is cut in each way once."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.members = _members(pattern)
+        self.visible = frozenset(pattern.visible)
+        self._bits = {axis: 1 << i for i, axis in enumerate(pattern.axes)}
+        self._cuts: dict[tuple[int, Assignment], _Cut] = {}
+        self._extended: dict[tuple[int, Assignment, str, int], Assignment | None] = {}
+
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """The (member, operand) pairs that read from memory: all from elsewhere, and absorbed values once."""
+        roles = ((p, operand, role) for p, member in enumerate(self.members) for operand, role, _ in member.operands)
+        return [(position, operand) for position, operand, role in roles if role != "again"]
+
+    def ways(self, choice: Picks) -> Iterator[Way]:
+        """The bundle under one choice: partial values reduced as late as can be, and where they fork if that is less.
+
+        None where an axis that should stay partial is reduced inside: without it the choice does the same.
+        """
+        late = self._way(choice, {})
+        early = self._way(choice, forks) if late is not None and (forks := self._forks(late)) else None
+        for way in (late, early):
+            if way is not None:
+                kept = frozenset[str]().union(*(way.at(v).partial for v in self.pattern.visible))
+                if all(cls != PARTIAL or axis in kept for axis, cls in choice):
+                    yield way
+
+    def _way(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> Way | None:
+        """The bundle under one choice where these partial values, and those that a member wants whole, are reduced.
+
+        None where a result would mix reductions or an input would be partial.
+        """
+        while (way := self._walked(choice, reduced)) is not None:
+            known = len(reduced)
+            for value, spec in way.moved.values():
+                if way.home[value].partial and not spec.partial:
+                    reduced.setdefault(value, spec)
+            if len(reduced) == known:
+                break
+        return way
+
+    def _forks(self, way: Way) -> dict[int, ShardingSpec]:
+        """Partial values from which several are made that are reduced, some of them inside, with what they reduce to.
+
+        Empty unless they are fewer than those.
+        """
+        inside = {value for value, spec in way.moved.values() if way.home[value].partial and not spec.partial}
+        if not inside:
+            return {}
+        ends: dict[int, frozenset[int]] = {}
+        below: dict[int, list[int]] = {}
+        for member, assignment in zip(reversed(self.members), reversed(way.assignments), strict=True):
+            cut = self._cut(member.form, assignment)
+            for value in member.makes:
+                if way.home[value].partial:
+                    here = [value] if value in inside or value in self.visible else []
+                    ends[value] = frozenset(here).union(*(ends[made] for made in below.get(value, ())))
+            carried = [made for made in member.makes if way.home[made].partial]
+            for operand, role, value in member.operands:
+                if carried and role == "again" and cut.operands[operand].partial and way.at(value).partial:
+                    below.setdefault(value, []).extend(carried)
+        forks = {
+            value: found
+            for value, found in ends.items()
+            if len(found) > 1 and found & inside and all(ends[made] < found for made in below.get(value, ()))
+        }
+        widest = [value for value, found in forks.items() if not any(found < other for other in forks.values())]
+        if len(widest) >= len(frozenset[int]().union(*(forks[value] for value in widest))):
+            return {}
+        return {value: placed(way.home[value].dims, (), "add") for value in widest}
+
+    def _walked(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> Way | None:
+        """The members placed one after the other, where these partial values are reduced."""
+        way = Way(picks=choice, reduced=dict(reduced))
+        for position, member in enumerate(self.members):
+            assignment = self._assign(member, choice, way)
+            if assignment is None or not self._step(position, member, assignment, way):
+                return None
+        return way
+
+    def _step(self, position: int, member: _Member, assignment: Assignment, way: Way) -> bool:
+        """Adds a member to a way; whether it may be placed so."""
+        cut, home = self._cut(member.form, assignment), way.home
+        way.assignments.append(assignment)
+        way.cuts.append(cut.mask)
+        for operand, role, value in member.operands:
+            spec = cut.operands[operand]
+            if role == "again":
+                if home[value] != spec and (value, spec) not in way.moved.values():
+                    way.moved[position, operand] = (value, spec)
+                continue
+            way.reads.append(spec)
+            if role == "port":
+                way.ports.append(spec)
+            elif spec.partial:
+                return False
+            else:
+                home[value] = spec
+        for value, spec in zip(member.makes, cut.results, strict=True):
+            home[value] = spec
+        return True
+
+    def _cut(self, form: Form, assignment: Assignment) -> _Cut:
+        key = (id(form), assignment)
+        if key not in self._cuts:
+            rule = form.rule
+            self._cuts[key] = _Cut(
+                operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
+                results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
+                mask=sum(self._bits[axis] for axis, factor in assignment if rule.factors[factor].size),
+            )
+        return self._cuts[key]
+
+    def _assign(self, member: _Member, choice: Picks, way: Way) -> Assignment | None:
+        """The member's assignment under the bundle's choice; None where its result would mix reductions.
+
+        An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
+        """
+        form, found = member.form, ()
+        if form.rule.once:
+            return tuple((axis, 0) for axis in self.pattern.axes)
+        for axis, cls in choice:
+            factor = member.factors.get(cls)
+            if factor is None:
+                factor = self._linear(member, axis, cls, way)
+            if factor is None:
+                continue
+            extended = self._extend(form, found, axis, factor)
+            if extended is not None:
+                found = extended
+            elif form.rule.factors[factor].size:
+                return None
+        return found
+
+    def _extend(self, form: Form, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
+        """An assignment with one more axis; None where one result would mix reductions."""
+        key = (id(form), assignment, axis, factor)
+        if key not in self._extended:
+            candidate = in_order((*assignment, (axis, factor)), self.pattern.axes)
+            reductions = {form.rule.factors[f].reduction for _, f in candidate} - {""}
+            self._extended[key] = candidate if len(reductions) <= 1 else None
+        return self._extended[key]
+
+    def _linear(self, member: _Member, axis: str, cls: int, way: Way) -> int | None:
+        """The linear factor that carries `axis` through a member, if its operands are partial over it or may be.
+
+        Where the result is larger than what comes in partial, reducing first is cheaper.
+        """
+        incoming = [operand for operand, value in member.held if axis in way.at(value).partial]
+        if not incoming:
+            return member.fresh if cls == PARTIAL else None
+        if all(member.form.grows[operand] for operand in incoming):
+            return None
+        for factor, properties in enumerate(member.form.rule.factors):
+            if not properties.size and properties.partial and set(properties.partial).issuperset(incoming):
+                return factor
+        return None

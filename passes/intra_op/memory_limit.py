@@ -1,0 +1,139 @@
+"""The cheapest answer that fits in memory: solve, look where it does not fit, forbid that, solve again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
+from passes.intra_op.assembly import Assembly
+from passes.intra_op.memory_rows import budget, live
+from passes.intra_op.peak_node import Path
+from passes.solver import Answer, ShardingProblem, SolverOptions, leanest, solve
+
+_ROUNDS = 8
+_PROGRESS = 0.99
+"""A peak this much below the lowest one so far is progress; two rounds without any are the last."""
+
+LOOSE = 2e-2
+"""The gap at which a round may end: what it finds is mostly forbidden by the next one."""
+
+Peak = Callable[[Sequence[int]], "Point"]
+"""Where an answer's memory is highest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Where most is live, and the bytes."""
+
+    at: Path
+    nbytes: float
+
+
+class HopelessError(OverBudgetError):
+    """No answer at all keeps a budget: the smallest strategies of all nodes together do not."""
+
+
+class DearError(OverBudgetError):
+    """No answer that keeps the budgets takes less time than what is known already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """An answer that fits, and the problem with the budgets that led to it."""
+
+    problem: ShardingProblem
+    answer: Answer
+
+
+def within(
+    assembly: Assembly,
+    first: Answer,
+    limit: float,
+    options: SolverOptions,
+    peak: Peak,
+    offloaded: Sequence[int] = (),
+    seen: list[Path] | None = None,
+    at_most: float = math.inf,
+) -> Fitted:
+    """The cheapest answer whose peak is at most `limit`, to a gap of `LOOSE`, starting from one without a limit.
+
+    The inputs at `offloaded` are kept elsewhere. Budgets are stated from the first at the places `seen` to be busiest
+    on other meshes, and places found here are added.
+
+    Raises OverBudgetError where the program proves that there is none, or comes no nearer; HopelessError where that
+    takes no solver to see; DearError where none takes less than `at_most` seconds.
+    """
+    options = replace(options, gap=max(options.gap, LOOSE))
+    answer, lowest, stalled = first, float("inf"), 0
+    seen = [] if seen is None else seen
+    rows = {at: live(assembly, at, limit, offloaded) for at in seen}
+    problem = replace(assembly.problem, budgets=tuple(rows.values()))
+    if is_hopeless(problem, limit):
+        raise HopelessError("no combination of strategies keeps the memory limit")
+    for _ in range(_ROUNDS):
+        point = peak(answer.choice)
+        if point.nbytes <= limit:
+            return Fitted(problem=problem, answer=answer)
+        stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
+        lowest = min(lowest, point.nbytes)
+        if stalled > 1:
+            break
+        row = budget(assembly, point.at, answer.choice, point.nbytes, limit, offloaded)
+        rows[point.at] = min(row, rows.get(point.at, row), key=lambda one: one.limit)
+        if point.at not in seen:
+            seen.append(point.at)
+        problem = replace(problem, budgets=tuple(rows.values()))
+        if is_hopeless(problem, limit):
+            raise HopelessError("no combination of strategies keeps the memory limit")
+        try:
+            answer = solve(problem, options)
+        except (NoLegalPlanError, OverBudgetError):
+            raise
+        except PlanningError as error:
+            raise OverBudgetError(str(error)) from error
+        if answer.bound >= at_most:
+            raise DearError("what fits takes more time than another plan")
+    raise OverBudgetError("no plan below the memory limit was found")
+
+
+def is_hopeless(problem: ShardingProblem, limit: float) -> bool:
+    """Whether some budget's arrays, each as small as it can be, need more than `limit` bytes."""
+    return any(problem.least(row) > limit for row in problem.budgets)
+
+
+def tightened(found: Fitted, limit: float, options: SolverOptions, peak: Peak) -> Answer:
+    """An answer that fits, brought nearer to the optimum, with the time that it took."""
+    start, answer = time.perf_counter(), found.answer
+    if answer.objective - answer.bound > options.gap * answer.objective:
+        try:
+            closer = solve(found.problem, options)
+        except PlanningError:  # out of time: the answer stays as it is
+            return answer
+        if closer.objective <= answer.objective and peak(closer.choice).nbytes <= limit:
+            answer = closer
+        else:
+            bound = max(closer.bound, answer.bound)
+            answer = replace(answer, bound=min(bound, answer.objective))
+    return replace(answer, solve_seconds=answer.solve_seconds + time.perf_counter() - start)
+
+
+def least(
+    assembly: Assembly, first: Answer, options: SolverOptions, peak: Peak, offloaded: Sequence[int] = ()
+) -> tuple[tuple[int, ...], Point]:
+    """The answer that needs the least memory, and its peak: budgets at the busiest points met so far, minimised."""
+    problem, choice = assembly.problem, first.choice
+    best, point = choice, peak(choice)
+    for _ in range(_ROUNDS // 3):
+        there = peak(choice)
+        if there.nbytes < point.nbytes:
+            best, point = choice, there
+        row = budget(assembly, there.at, choice, there.nbytes, there.nbytes / 2, offloaded)
+        problem = replace(problem, budgets=(*problem.budgets, replace(row, limit=max(row.limit, 1.0))))
+        choice = leanest(problem, options)
+        if choice == best:
+            break
+    there = peak(choice)
+    return (choice, there) if there.nbytes < point.nbytes else (best, point)

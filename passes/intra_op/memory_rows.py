@@ -1,0 +1,141 @@
+"""What is live at one point of a program, as a budget of the integer program.
+
+A plan that does not fit is cut off by a budget at its busiest point, and the program is solved again: of all points
+only those that bind are ever stated. Values count where they are made; what the apply phase reads of the backward pass
+counts as its reader wants it, since it is brought there as soon as it is made; copies count from their first reader to
+their last; a loop's body counts at its own busiest node. What a budget leaves out (working space of operators) is
+taken to shrink with the rest.
+
+Reference: design/compiler.md section 4, memory rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from passes.cluster import Mesh
+from passes.intra_op.assembly import Assembly, Joint, Region
+from passes.intra_op.peak_node import Path
+from passes.ir import phase
+from passes.sharding import ShardingSpec
+from passes.solver import Budget, Edge
+
+
+def budget(
+    assembly: Assembly, at: Path, choice: Sequence[int], nbytes: float, limit: float, offloaded: Sequence[int] = ()
+) -> Budget:
+    """The budget at a node that rules out `choice`, which needs `nbytes` there where `limit` are to be had.
+
+    The inputs at `offloaded` are not on the device.
+    """
+    row = live(assembly, at, limit, offloaded)
+    used = assembly.problem.usage(row, choice)
+    return replace(row, limit=max(limit - (nbytes - used), used * limit / nbytes))
+
+
+def live(assembly: Assembly, at: Path, limit: float, offloaded: Sequence[int] = ()) -> Budget:
+    """What is live at a node: that and what is live around the loops and branches that it is in, at most `limit`."""
+    row = Budget(nbytes={}, copies={}, limit=limit)
+    region = assembly.root
+    away = frozenset(region.graph.inputs[i] for i in offloaded)
+    for depth, (point, body) in enumerate(at):
+        _Live(assembly, region, point, away, row).hold(whole=depth == 0)
+        if body >= 0:
+            joint = region.joints[point]
+            region, away = joint.bodies[body], _unsliced(joint, body)
+    return row
+
+
+def _unsliced(joint: Joint, body: int) -> frozenset[int]:
+    """The inputs of a body that are the very arrays around it, not slices."""
+    sliced = {wire.slot for wire in joint.control.operands if wire.stacked}
+    inside = joint.control.bodies[body]
+    return frozenset(v for v, slot in zip(inside.graph.inputs, inside.inputs, strict=True) if slot not in sliced)
+
+
+class _Live:
+    """The values of one region that are live when one of its nodes runs, added to a budget.
+
+    Those `away` take no room of their own.
+    """
+
+    def __init__(self, assembly: Assembly, region: Region, point: int, away: frozenset[int], row: Budget) -> None:
+        self.assembly = assembly
+        self.away = away
+        self.point = point
+        self.region = region
+        self.graph = region.graph
+        self.mesh: Mesh = assembly.mesh
+        self.readers = _readers(region)
+        self.nbytes, self.copies = row.nbytes, row.copies
+
+    def hold(self, *, whole: bool) -> None:
+        """Adds them; inputs of the `whole` program live as long as it runs."""
+        late = {v for v in self.readers if self._is_gradient(v)}
+        for value, border in self.region.borders.items():
+            if value not in late and value not in self.away and self._is_live(value, whole):
+                self._hold(border.node, value, border.specs)
+        for (number, value, fetched), group in self.assembly.groups.items():
+            if number != self.region.number or not (edges := self.assembly.problem.groups.get(group)):
+                continue
+            if value in late:
+                self._hold_gradient(value, edges, whole)
+            elif self._is_copied(value, fetched):
+                labels = dict.fromkeys(label for edge in edges for label in edge.labels)  # in an order of their own
+                self.copies[group] = {s: self._local(value, s) for s in labels if isinstance(s, ShardingSpec)}
+
+    def _local(self, value: int, spec: ShardingSpec) -> float:
+        return float(spec.local_nbytes(self.graph.types[value], self.mesh))
+
+    def _hold(self, node: int, value: int, specs: Sequence[ShardingSpec]) -> None:
+        known: dict[ShardingSpec, float] = {}
+        own = np.array([known.setdefault(spec, self._local(value, spec)) for spec in specs])
+        self.nbytes[node] = self.nbytes[node] + own if node in self.nbytes else own
+
+    def _is_live(self, value: int, whole: bool) -> bool:
+        if value not in self.graph.producers and whole:
+            return True
+        made = self.graph.producers.get(value, 0)
+        last = max(self.readers.get(value, ()), default=made)
+        return made <= self.point <= (len(self.graph.nodes) if value in self.graph.outputs else last)
+
+    def _is_gradient(self, value: int) -> bool:
+        """Whether a value of the backward pass is read by the apply phase alone."""
+        made = self.graph.producers.get(value)
+        if made is None or phase(self.graph.nodes[made]) != "backward":
+            return False
+        readers = self.readers[value]
+        return bool(readers) and all(phase(self.graph.nodes[r]) == "apply" for r in readers)
+
+    def _hold_gradient(self, value: int, edges: Sequence[Edge], whole: bool) -> None:
+        """A gradient as its last reader wants it."""
+        if not self._is_live(value, whole):
+            return
+        edge = edges[-1]
+        sizes = np.array([self._local(value, s) if isinstance(s, ShardingSpec) else 0.0 for s in edge.labels])
+        own = sizes[edge.after]
+        self.nbytes[edge.target] = self.nbytes[edge.target] + own if edge.target in self.nbytes else own
+
+    def _is_copied(self, value: int, fetched: bool) -> bool:
+        """Whether copies of a value may be live: between the first and last of the readers that share them."""
+        readers = [r for r in self.readers.get(value, ()) if not fetched or phase(self.graph.nodes[r]) == "backward"]
+        return bool(readers) and min(readers) <= self.point <= max(readers)
+
+
+def _readers(region: Region) -> Mapping[int, Sequence[int]]:
+    """The nodes that read each value, those that read another name of it included."""
+    found: dict[int, list[int]] = {}
+    for index, node in enumerate(region.graph.nodes):
+        for value in _named(region, node.inputs):
+            found.setdefault(value, []).append(index)
+    return found
+
+
+def _named(region: Region, values: Sequence[int]) -> Iterator[int]:
+    for value in values:
+        yield value
+        if (root := region.grouping.roots.get(value, value)) != value:
+            yield root

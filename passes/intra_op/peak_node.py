@@ -1,0 +1,98 @@
+"""The node at which a plan holds most, in the graph's own order: where a budget is stated
+(passes/intra_op/memory_rows.py).
+
+Nodes are counted in the order in which the program was traced, and values that leave their bundle as live, which a
+budget can say too. What a compiler makes of the same plan is in passes/memory/peak.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from passes.cluster import Mesh
+from passes.ir import Graph
+from passes.placement import Grouping, Layout, Move, Placement, Schedule
+
+Path = tuple[tuple[int, int], ...]
+"""A node, after those that it is inside of: (node, which of its bodies), outermost first; the last is -1, no body."""
+
+
+def busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> Path:
+    """The node at which most is live, inside loops and branches where it is there."""
+    return _busiest(graph, grouping, mesh, layout, schedule)[1]
+
+
+def _busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> tuple[int, Path]:
+    """The most that is live after any node, and that node; loops and branches add the most of their largest body."""
+    last = _last_use(graph, grouping)
+    change = [0] * (len(graph.nodes) + 2)
+    paths: dict[int, Path] = {}
+    for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
+        for value, spec in zip(node.outputs, placement.results, strict=True):
+            end = last.get(value, index)
+            if _materialised(graph, grouping, value):
+                nbytes = spec.local_nbytes(graph.types[value], mesh)
+                change[index] += nbytes
+                change[end + 1] -= nbytes
+        for move in schedule.before[index]:
+            nbytes = move.after.local_nbytes(graph.types[move.value], mesh)
+            change[index] += nbytes
+            change[_last_reader(graph, layout.placements, move, index) + 1] -= nbytes
+        if index in schedule.bodies:
+            inside, paths[index] = _inside(grouping, index, mesh, placement, schedule)
+            change[index] += inside
+            change[index + 1] -= inside
+    live = _running(change)
+    at = min(max(range(len(live)), key=live.__getitem__), len(graph.nodes) - 1)
+    return max(live), paths.get(at, ((at, -1),))
+
+
+def _inside(grouping: Grouping, index: int, mesh: Mesh, placement: Placement, schedule: Schedule) -> tuple[int, Path]:
+    """The most that is live in the largest body of a control node, and where."""
+    bodies = zip(
+        grouping.controls[index].bodies,
+        grouping.bodies[index],
+        placement.bodies,
+        schedule.bodies[index],
+        strict=True,
+    )
+    found = [_busiest(b.graph, inner, mesh, inside, due) for b, inner, inside, due in bodies]
+    largest = max(range(len(found)), key=lambda body: found[body][0])
+    nbytes, path = found[largest]
+    return nbytes, ((index, largest), *path)
+
+
+def _running(change: Sequence[int]) -> list[int]:
+    totals: list[int] = []
+    total = 0
+    for step in change:
+        total += step
+        totals.append(total)
+    return totals
+
+
+def _last_use(graph: Graph, grouping: Grouping) -> Mapping[int, int]:
+    """The last node that reads each value, aliases included."""
+    last: dict[int, int] = {}
+    for index, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            last[value] = last[grouping.roots.get(value, value)] = index
+    return last
+
+
+def _materialised(graph: Graph, grouping: Grouping, value: int) -> bool:
+    home = grouping.home.get(value)
+    if graph.producers.get(value) in grouping.controls:
+        return True
+    readers = (graph.nodes[r] for r in graph.consumers.get(value, ()))
+    return home is not None and any(grouping.bundle_of(reader) != home for reader in readers)
+
+
+def _last_reader(graph: Graph, placements: Sequence[Placement], move: Move, index: int) -> int:
+    last = index
+    for reader in graph.consumers.get(move.value, ()):
+        node = graph.nodes[reader]
+        wants = (s for v, s in zip(node.inputs, placements[reader].operands, strict=True) if v == move.value)
+        if reader > last and move.after in wants:
+            last = reader
+    return last

@@ -1,0 +1,275 @@
+"""What the textbook plans forbid: strategies of a sharding problem ruled out, the rest still solved for.
+
+A plan's name says little about its optimizer, its embedding or its loss; ruling out what the textbook does not do and
+solving the rest fills those gaps the best way, and puts the plan on the path that every other plan takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import permutations
+from typing import cast
+
+import numpy as np
+
+from passes.cluster import Cluster, Mesh
+from passes.errors import PlanningError, explain
+from passes.intra_op.assembly import Assembly, Region
+from passes.intra_op.forms import PARTIAL
+from passes.intra_op.roles import Roles, Value, origin, roles
+from passes.intra_op.strategies import Strategy
+from passes.ir import phase
+from passes.placement import weights
+from passes.sharding import ShardingSpec
+
+
+def check_sizes(sizes: Mapping[str, int], cluster: Cluster) -> None:
+    """Raises PlanningError unless the sizes are positive and multiply to the cluster's devices."""
+    asked = f"Megatron({', '.join(f'{name}={size!r}' for name, size in sizes.items())})"
+    if not all(isinstance(cast(object, size), int) and size > 0 for size in sizes.values()):
+        raise PlanningError(explain(asked, "sizes are whole numbers from 1", "", "write, say, data=2, tensor=4"))
+    total = math.prod(sizes.values())
+    if total != cluster.n_devices:
+        rule = f"this makes {total} devices, and cluster {cluster.name!r} has {cluster.n_devices}"
+        raise PlanningError(explain(asked, rule, "", "choose sizes whose product is the number of devices"))
+
+
+def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[str]) -> None:
+    """Raises PlanningError unless the axes divide the batch dimension of every batch input."""
+    graph, parts = assembly.root.graph, math.prod(map(assembly.mesh.axis_size, axes))
+    for position, value in enumerate(graph.inputs):
+        size = graph.types[value].shape[batch[value]] if value in batch else 0
+        if size % parts:
+            name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
+            larger = -(-size // parts) * parts
+            what = "leading dimension" if batch[value] == 0 else "microbatches, which have a dimension"
+            along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
+            raise PlanningError(
+                f"{name} has type {graph.types[value]}: {parts} devices on {along} do not divide its {what} "
+                f"of {size}. Use a batch of {larger}, fewer devices, or planner=Auto()"
+            )
+
+
+def _restrict(
+    assembly: Assembly,
+    allows: Callable[[Region, int, Strategy], bool],
+    allows_input: Callable[[int, ShardingSpec], bool],
+    allows_slot: Callable[[Value, ShardingSpec], bool] = lambda value, spec: True,
+    allows_stacked: Callable[[ShardingSpec], bool] = lambda spec: True,
+    held: Callable[[Value, ShardingSpec], float] = lambda value, spec: 0.0,
+) -> Assembly:
+    """The assembly without the strategies that the predicates refuse; a node that would lose all keeps all.
+
+    Of those that a node keeps, only the ones under which its values take the fewest bytes, as `held` counts them.
+    """
+    root, seconds = assembly.root, list(assembly.problem.seconds)
+
+    def keep(node: int, kept: Sequence[bool], nbytes: Sequence[float]) -> None:
+        if any(kept):
+            least = min(n for one, n in zip(kept, nbytes, strict=True) if one)
+            few = np.array(kept) & (np.array(nbytes) <= least * (1 + 1e-9))
+            seconds[node] = np.where(few, seconds[node], np.inf)
+
+    for region in root.all():
+        made: dict[int, list[tuple[Value, Sequence[ShardingSpec]]]] = defaultdict(list)
+        for value, border in region.borders.items():
+            made[border.node].append(((region.number, value), border.specs))
+        for b, table in enumerate(region.tables):
+            absorbed = {v: region.borders[v].specs for v in region.grouping.bundles[b].inputs}
+            legal = [allows(region, b, strategy) for strategy in table.strategies]
+            fits = [all(allows_input(v, specs[s]) for v, specs in absorbed.items()) for s in range(len(legal))]
+            # Where an input cannot lie as it should beside what reads it, as running statistics of a batch that is cut,
+            # it gives way.
+            both = [one and other for one, other in zip(legal, fits, strict=True)]
+            kept = both if any(both) else legal
+            ours = made[region.first + b]
+            nbytes = [sum(held(value, specs[s]) for value, specs in ours) for s in range(len(kept))]
+            keep(region.first + b, kept, nbytes)
+        for joint in region.joints.values():
+            for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+                for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
+                    border, where = joint.slots[slot], (inner.number, value)
+                    kept = [allows_slot(where, spec) for spec in border.specs]
+                    keep(border.node, kept, [held(where, spec) for spec in border.specs])
+                for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
+                    border, where = joint.slots[slot], (inner.number, inner.grouping.roots.get(value, value))
+                    if joint.control.slots[slot].stacked:
+                        kept = [allows_stacked(spec) for spec in border.specs]
+                        keep(border.node, kept, [held(where, spec) for spec in border.specs])
+    for value in root.grouping.loose:
+        border, where = root.borders[value], (root.number, value)
+        keep(border.node, [allows_input(value, spec) for spec in border.specs], [held(where, s) for s in border.specs])
+    return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
+
+
+def _cut(spec: ShardingSpec, axis: str) -> bool:
+    return any(axis in axes for axes in spec.dims)
+
+
+def _picked(strategy: Strategy, axis: str) -> int | None:
+    return dict(strategy.picks).get(axis)
+
+
+def _on_batch(found: Roles, node: int, strategy: Strategy, axis: str) -> bool:
+    """Whether the axis cuts the batch where there is one, and nothing elsewhere."""
+    classes = found.batch_classes.get(node)
+    pick = _picked(strategy, axis)
+    return pick in classes if classes else pick in (None, PARTIAL)
+
+
+def data_parallel(assembly: Assembly) -> Assembly:
+    """Only strategies of data parallelism along the mesh's one axis."""
+    if not assembly.mesh.axes:
+        return assembly
+    found, axis = roles(assembly), assembly.mesh.axes[0]
+    _check_batch(assembly, found.batch, (axis,))
+    return _restrict(
+        assembly,
+        lambda region, bundle, strategy: _on_batch(found, region.first + bundle, strategy, axis),
+        lambda value, spec: (axis in spec.dims[found.batch[value]]) if value in found.batch else not _cut(spec, axis),
+    )
+
+
+def zero(stage: int) -> Callable[[Assembly], Assembly]:
+    """The restriction of ZeRO's stage 1, 2 or 3 on a mesh of one or more axes: the batch is cut over all of them.
+
+    State is cut over as many devices as its dimensions allow. Raises PlanningError for another stage.
+    """
+    if stage not in (1, 2, 3):
+        raise PlanningError(
+            f"Zero(stage={stage!r}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
+        )
+
+    def restrict(assembly: Assembly) -> Assembly:
+        mesh, axes = assembly.mesh, assembly.mesh.axes
+        if not axes:
+            return assembly
+        found, root = roles(assembly), assembly.root
+        graphs = {region.number: region.graph for region in root.all()}
+        _check_batch(assembly, found.batch, axes)
+        sharded = {(root.number, v) for v in found.state | (found.parameters if stage == 3 else frozenset[int]())}
+        if stage == 3:
+            sharded |= found.weights.keys()
+            sharded |= {(region.number, v) for region in root.all() for v in _made_of_weights(region, found)}
+
+        def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
+            node = region.first + bundle
+            return node not in found.batch_classes or all(_on_batch(found, node, strategy, axis) for axis in axes)
+
+        def allows_input(value: int, spec: ShardingSpec) -> bool:
+            if value in found.batch:
+                return spec.dims[found.batch[value]] == axes
+            return (root.number, value) in sharded or spec.is_replicated
+
+        def held(value: Value, spec: ShardingSpec) -> float:
+            return spec.local_nbytes(graphs[value[0]].types[value[1]], mesh) if value in sharded else 0.0
+
+        # Gradients of a loop's layers are scattered one by one: all of them whole would be what ZeRO is there to avoid.
+        return _restrict(assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, held=held)
+
+    return restrict
+
+
+def _made_of_weights(region: Region, found: Roles) -> Iterator[int]:
+    """What a region makes of one weight, a cast for one: it is a weight as well, cut as that is and fetched for use.
+
+    What is no cast, a transpose for one, of a weight that the forward pass reads as it is too, is none: it is made of
+    the copy that is fetched for the other reader, where it would be fetched a second time itself.
+    """
+    graph, own = region.graph, {value for where, value in found.weights if where == region.number}
+    light, copied = weights(graph), set[int]()
+    whole = {
+        value
+        for node in graph.nodes
+        if phase(node) == "forward" and not node.subgraphs and light.isdisjoint(node.outputs)
+        for value in node.inputs
+    }
+    for node in graph.nodes:  # in order: what is made of a copy is one
+        fetched = copied if node.primitive == "convert_element_type" else copied | whole
+        if not fetched.isdisjoint(node.inputs):
+            copied |= light.intersection(node.outputs)
+    for value in sorted((light - copied) & region.borders.keys()):
+        if origin(region, value, own) is not None:
+            yield value
+
+
+def megatron(assembly: Assembly, data: str = "data", tensor: str = "tensor") -> Assembly:
+    """Only strategies that cut the batch over `data` and every matrix that is multiplied or looked up over `tensor`."""
+    axes = assembly.mesh.axes
+    if tensor not in axes:
+        return data_parallel(assembly)
+    found = roles(assembly)
+    if data in axes:
+        _check_batch(assembly, found.batch, (data,))
+    weighty = {region.first + b: own for region in assembly.root.all() for b, own in _weight_classes(region, found)}
+    multiplied = _multiplied(assembly.root, found)
+    matrices = {value for value in multiplied if found.weights[value] > 1}
+
+    def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
+        node = region.first + bundle
+        if data in axes and not _on_batch(found, node, strategy, data):
+            return False
+        pick = _picked(strategy, tensor)
+        if weighty[node]:
+            return pick in weighty[node]
+        return pick not in found.batch_classes.get(node, ())
+
+    def allows_input(value: int, spec: ShardingSpec) -> bool:
+        if value in found.batch:
+            return (data not in axes or data in spec.dims[found.batch[value]]) and not _cut(spec, tensor)
+        if data in axes and _cut(spec, data):
+            return False
+        return (assembly.root.number, value) not in matrices or _cut(spec, tensor)
+
+    def allows_slot(value: Value, spec: ShardingSpec) -> bool:
+        return value not in matrices or _cut(spec, tensor)
+
+    return _restrict(assembly, allows, allows_input, allows_slot)
+
+
+def textbook(mesh: Mesh) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
+    """What planners by hand forbid on a mesh, whatever its axes are called, and whether each fetches weights anew."""
+    if len(mesh.axes) == 1:
+        yield data_parallel, False
+        yield partial(megatron, data="", tensor=mesh.axes[0]), False
+    for data, tensor in permutations(mesh.axes, 2):
+        if len(mesh.axes) == 2:
+            yield partial(megatron, data=data, tensor=tensor), False
+    for stage in (1, 3):
+        yield zero(stage), stage == 3
+
+
+def _multiplied(region: Region, found: Roles) -> set[Value]:
+    """The weights that heavy operators read; a table of positions, which is merely added, is none of them."""
+    graph, grouping, here = region.graph, region.grouping, region.number
+    weights = {value for where, value in found.weights if where == here}
+    read = [v for b in grouping.bundles if not b.light for member in b.members for v in graph.nodes[member].inputs]
+    for index, joint in region.joints.items():
+        inside = set[Value]().union(*(_multiplied(inner, found) for inner in joint.bodies))
+        bodies = zip(joint.control.bodies, joint.bodies, strict=True)
+        entering = [(n.number, v, slot) for b, n in bodies for v, slot in zip(b.graph.inputs, b.inputs, strict=True)]
+        slots = {slot for number, value, slot in entering if (number, value) in inside}
+        operands = zip(graph.nodes[index].inputs, joint.control.operands, strict=True)
+        read += [value for value, wire in operands if wire.slot in slots]
+    return {(here, source) for v in read if (source := origin(region, v, weights)) is not None}.union(
+        *(_multiplied(inner, found) for joint in region.joints.values() for inner in joint.bodies)
+    )
+
+
+def _weight_classes(region: Region, found: Roles) -> Iterator[tuple[int, frozenset[int]]]:
+    """Every bundle of a region with the classes of its heavy members that stand on a weight matrix."""
+    graph, grouping = region.graph, region.grouping
+    weights = {value: rank for (where, value), rank in found.weights.items() if where == region.number}
+    for index, bundle in enumerate(grouping.bundles):
+        classes: set[int] = set()
+        for member in bundle.members if not bundle.light else ():
+            own = [bundle.find(cls) for cls in bundle.factor_classes[member]]
+            operands = zip(graph.nodes[member].inputs, grouping.rules[member].operands, strict=True)
+            for value, factors in operands:
+                if graph.types[value].rank > 1 and origin(region, value, weights) is not None:
+                    classes |= {own[f] for f in factors if f >= 0}
+        yield index, frozenset(classes)

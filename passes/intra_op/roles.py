@@ -1,0 +1,171 @@
+"""What the values of a training step are: weights, what the batch is a dimension of, what is shared."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from passes.errors import PlanningError
+from passes.intra_op.assembly import Assembly, Region
+from passes.ir import Graph, phase
+from passes.transforms import loop_of, microbatch_stacks
+
+Value = tuple[int, int]
+"""(`Region.number`, value): a value of the program or of a loop's or branch's body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """What values are: `batch` inputs and the dimension that the batch is on (those in microbatches, if any are);
+    `parameters` are state that the loss reads, be it updated in another stage, `state` is the rest of what the step
+    returns again; `weights` are parameters and their slices inside loops, with the dimensions that are their own.
+    `batch_classes[n]` are the classes of bundle node n on the batch.
+    """
+
+    batch: Mapping[int, int]
+    parameters: frozenset[int]
+    state: frozenset[int]
+    weights: Mapping[Value, int]
+    batch_classes: Mapping[int, frozenset[int]]
+
+
+def roles(assembly: Assembly) -> Roles:
+    """The roles of a step's inputs. Raises PlanningError when no input looks like a batch."""
+    graph = assembly.root.graph
+    stacks = microbatch_stacks(graph)
+    returned = {graph.inputs[i] for _, i in assembly.tied} - stacks
+    shared = _shared(graph, returned, stacks)
+    parameters = {value for value in returned if in_forward(graph, value)} | shared
+    batch = {
+        v: int(v in stacks)
+        for v in graph.inputs
+        if v in stacks or (v not in returned and not stacks)
+        if graph.types[v].rank > int(v in stacks) and not graph.types[v].dtype.startswith("key<")
+    }
+    if not batch:
+        raise PlanningError(
+            "data parallelism needs an input that is not returned as state and has a batch dimension; this function "
+            "has none: return the state that the step updates, or use planner=Auto()"
+        )
+    return Roles(
+        batch=batch,
+        parameters=frozenset(parameters),
+        state=frozenset(returned - parameters),
+        weights=_weights(assembly.root, {v: graph.types[v].rank for v in parameters}),
+        batch_classes=_batch_classes(assembly.root, batch),
+    )
+
+
+def in_forward(graph: Graph, value: int) -> bool:
+    """Whether the forward pass reads a value, in the loop over microbatches if there is one."""
+    loop = loop_of(graph)
+    for reader in graph.consumers.get(value, ()):
+        node = graph.nodes[reader]
+        if phase(node) == "forward":
+            return True
+        if reader == loop:
+            (body,) = node.subgraphs
+            entering = zip(node.inputs, body.inputs, strict=True)
+            if any(outer == value and in_forward(body, inner) for outer, inner in entering):
+                return True
+    return False
+
+
+def _shared(graph: Graph, returned: Collection[int], stacks: Collection[int]) -> frozenset[int]:
+    """The parameters that another stage updates: this one reads them in each microbatch and hands on a gradient."""
+    loop = loop_of(graph)
+    if loop is None:
+        return frozenset()
+    ours = set(graph.inputs) - set(returned) - set(stacks)
+    gradients = {graph.types[v] for v in graph.outputs if v in graph.nodes[loop].outputs}
+    return frozenset(v for v in ours if graph.types[v] in gradients and in_forward(graph, v))
+
+
+def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
+    """The weights of a region and of those inside it: a parameter's slice in a loop has a dimension less.
+
+    What a loop stacks of its weights, casts that it keeps for the backward pass, is a weight again.
+    """
+    found, known = {(region.number, value): rank for value, rank in entering.items()}, dict(entering)
+    for index, joint in region.joints.items():
+        node, control = region.graph.nodes[index], joint.control
+        slots: dict[int, int] = {}
+        for value, wire in zip(node.inputs, control.operands, strict=True):
+            if (source := origin(region, value, known)) is not None and not control.slots[wire.slot].carry:
+                slots[wire.slot] = known[source] - wire.stacked
+                found[region.number, source] = slots[wire.slot]
+        for body, inner in zip(control.bodies, joint.bodies, strict=True):
+            inside = {v: slots[slot] for v, slot in zip(body.graph.inputs, body.inputs, strict=True) if slot in slots}
+            found |= _weights(inner, inside)
+            for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
+                if control.slots[slot].stacked and (source := origin(inner, value, inside)) is not None:
+                    slots[slot] = inside[source]
+        for value, wire in zip(node.outputs, control.results, strict=True):
+            if wire.stacked and wire.slot in slots:
+                known[value], found[region.number, value] = slots[wire.slot] + 1, slots[wire.slot]
+    return found
+
+
+def _batch_classes(root: Region, batch: Mapping[int, int]) -> dict[int, frozenset[int]]:
+    """The classes of every bundle that the batch dimension reaches through the operators' factors."""
+    dims: set[tuple[int, int, int]] = {(root.number, value, dim) for value, dim in batch.items()}
+    classes: set[tuple[int, int]] = set()
+    while True:
+        before = len(dims) + len(classes)
+        for region in root.all():
+            _spread(region, dims, classes)
+        if len(dims) + len(classes) == before:
+            break
+    found: dict[int, set[int]] = defaultdict(set)
+    for node, cls in classes:
+        found[node].add(cls)
+    return {node: frozenset(own) for node, own in found.items()}
+
+
+def _spread(region: Region, dims: set[tuple[int, int, int]], classes: set[tuple[int, int]]) -> None:
+    """Adds the dimensions and classes that one pass over a region's nodes reaches."""
+    graph, grouping, here = region.graph, region.grouping, region.number
+    for index, node in enumerate(graph.nodes):
+        rule, home = grouping.rules[index], grouping.bundle_of(node)
+        if index in region.joints:
+            _through_slots(region, index, dims)
+        elif rule.alias:
+            pairs = zip(node.inputs, node.outputs, strict=True)
+            dims |= {(here, b, d) for a, b in pairs for d in range(graph.types[a].rank) if (here, a, d) in dims}
+        elif home is not None:
+            bundle, at = grouping.bundles[home], region.first + home
+            own = [bundle.find(cls) for cls in bundle.factor_classes[index]]
+            for value, factors in zip(node.inputs, rule.operands, strict=True):
+                classes |= {(at, own[f]) for d, f in enumerate(factors) if f >= 0 and (here, value, d) in dims}
+            for value, factors in zip(node.outputs, rule.results, strict=True):
+                dims |= {(here, value, d) for d, f in enumerate(factors) if f >= 0 and (at, own[f]) in classes}
+
+
+def _through_slots(region: Region, index: int, dims: set[tuple[int, int, int]]) -> None:
+    """Carries batch dimensions from operands to slots, into and out of bodies, and to results."""
+    joint, node, here = region.joints[index], region.graph.nodes[index], region.number
+    slots: set[tuple[int, int]] = set()
+    for value, wire in zip(node.inputs, joint.control.operands, strict=True):
+        slots |= {(wire.slot, d - wire.stacked) for r, v, d in dims if (r, v) == (here, value) and d >= wire.stacked}
+    for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+        for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
+            slots |= {(slot, d) for r, v, d in dims if (r, v) == (inner.number, value)}
+    for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+        for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
+            dims |= {(inner.number, value, d) for s, d in slots if s == slot}
+    for value, wire in zip(node.outputs, joint.control.results, strict=True):
+        dims |= {(here, value, d + wire.stacked) for s, d in slots if s == wire.slot}
+
+
+def origin(region: Region, value: int, weights: Collection[int]) -> int | None:
+    """The weight that a value is, or is once it is transposed, reshaped or cast; None for anything else."""
+    graph, roots = region.graph, region.grouping.roots
+    value = roots.get(value, value)
+    while value in graph.producers:
+        node = graph.nodes[graph.producers[value]]
+        arrays = [v for v in node.inputs if v not in graph.literals]
+        if node.subgraphs or len(arrays) != 1 or graph.types[arrays[0]].size != graph.types[value].size:
+            return None
+        value = roots.get(arrays[0], arrays[0])
+    return value if value in weights else None

@@ -1,0 +1,313 @@
+"""The legal ways to place one bundle on a mesh, each with its seconds and with the placements at its border.
+
+A strategy fixes the assignment of every member. Reshardings inside the bundle (the mean of a cut dimension, say) are
+part of its cost; reshardings between bundles belong to the edges of the integer program.
+
+Which strategies there may be does not depend on sizes, so it is found once for bundles of one pattern, on whatever mesh
+(`passes.intra_op.strategy_space`); here those whose axes divide are priced, all of a bundle at once. Equal bundles of
+one program or of several share a table as long as these are planned with one resharder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.errors import NoLegalPlanError, explain
+from passes.intra_op.forms import PARTIAL, Form, Pattern, Picks, Where
+from passes.intra_op.roofline import is_slowed, local_flops
+from passes.intra_op.strategy_space import Ways, subsets, ways_of
+from passes.ir import Graph, TensorType
+from passes.placement import Bundle, Grouping
+from passes.rules import Assignment, ShardingRule
+from passes.sharding import Resharder, ShardingSpec
+
+__all__ = ["PARTIAL", "Outline", "Picks", "Strategy", "Table", "Tabulator"]
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Types = tuple[TensorType, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One choice: what each axis cuts, the members' assignments, and seconds by cause."""
+
+    picks: Picks
+    assignments: tuple[Assignment, ...]
+    compute_seconds: float
+    reshard_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """All strategies of a bundle: `reads[port][s]` and `makes[value][s]` are the placements at the border.
+
+    A port is (position of the value among the bundle's operands, placements); values are positions too, so that bundles
+    of one shape share a table. `seconds` [strategies] counts each bundle once.
+    """
+
+    strategies: tuple[Strategy, ...]
+    ports: tuple[tuple[int, tuple[ShardingSpec, ...]], ...]
+    makes: dict[int, tuple[ShardingSpec, ...]]
+    seconds: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """A primitive by name, its rule, and the types it is applied to."""
+
+    primitive: str
+    rule: ShardingRule
+    reads: Types
+    writes: Types
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """The shape of a bundle without its value numbers: equal outlines have equal tables.
+
+    `operators` are numbers of one tabulator. `operands` holds, per member, positions of its operands: (`in`, k) for the
+    k-th value that the bundle holds, (`out`, k) for the k-th value read from elsewhere, None for literals and free
+    values. `options` are the classes that an axis may have, `classes` those of the members' factors.
+    """
+
+    operators: tuple[int, ...]
+    operands: tuple[tuple[Where | None, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    visible: tuple[int, ...]
+    absorbed: tuple[int, ...]
+    classes: tuple[tuple[int, ...], ...]
+    options: tuple[int, ...]
+    light: bool
+
+
+class Tabulator:
+    """Tables of bundles on one mesh; equal outlines are tabulated once, whatever program they are of."""
+
+    def __init__(self, resharder: Resharder) -> None:
+        self.resharder = resharder
+        self.mesh = resharder.mesh
+        self._numbers: dict[Operator, int] = {}
+        self._operators: list[Operator] = []
+        self._forms: list[Form] = []
+        self._known: dict[Outline, Table] = {}
+        parts = [math.prod(map(self.mesh.axis_size, axes)) for axes in subsets(self.mesh.axes)]
+        self._parts: Indices = np.array(parts, dtype=np.intp)
+
+    def operators(self, graph: Graph, grouping: Grouping) -> list[int]:
+        """The number of every node's operator; nodes that share a rule are one operator."""
+        numbers: dict[int, int] = {}
+        for node, rule in zip(graph.nodes, grouping.rules, strict=True):
+            if id(rule) not in numbers:
+                reads, writes = (tuple([graph.types[v] for v in values]) for values in (node.inputs, node.outputs))
+                operator = Operator(primitive=node.primitive, rule=rule, reads=reads, writes=writes)
+                numbers[id(rule)] = self._number(operator)
+        return [numbers[id(rule)] for rule in grouping.rules]
+
+    def table(self, shape: Outline, source: str) -> Table:
+        """The table of a bundle with this outline. Raises NoLegalPlanError, naming its `source`, if it has none."""
+        if shape not in self._known:
+            found = _Pricing(self, shape).run()
+            if found is None:
+                raise NoLegalPlanError(self._unmet(shape, source))
+            self._known[shape] = found
+        return self._known[shape]
+
+    def members(self, shape: Outline) -> list[Operator]:
+        """The operators of an outline."""
+        return [self._operators[number] for number in shape.operators]
+
+    def ways(self, shape: Outline) -> Ways:
+        """The ways of an outline, legal or not on this mesh."""
+        return ways_of(
+            Pattern(
+                axes=self.mesh.axes,
+                options=(*shape.options, PARTIAL) if shape.light else shape.options,
+                forms=tuple([self._forms[number] for number in shape.operators]),
+                operands=shape.operands,
+                makes=shape.makes,
+                visible=shape.visible,
+                absorbed=shape.absorbed,
+                classes=shape.classes,
+            )
+        )
+
+    def pieces(self, masks: Indices) -> Indices:
+        """The devices along sets of axes."""
+        return self._parts[masks]
+
+    def divided(self, nbytes: Floats, axes: Indices) -> Floats:
+        """Bytes [..., 1] cut by one axis after the other, `axes` [..., depth]; -1 is none."""
+        sizes = np.array((*self.mesh.sizes, 1), dtype=np.float64)
+        for depth in range(axes.shape[-1]):
+            nbytes = nbytes / sizes[axes[..., depth]]
+        return nbytes
+
+    def _number(self, operator: Operator) -> int:
+        if operator not in self._numbers:
+            self._numbers[operator] = len(self._operators)
+            self._operators.append(operator)
+            self._forms.append(self._form(operator))
+        return self._numbers[operator]
+
+    def _form(self, operator: Operator) -> Form:
+        rule = operator.rule
+        factors = tuple(replace(factor, size=min(factor.size, 1)) for factor in rule.factors)
+        grows = ()
+        if any(factor.partial and not factor.size for factor in factors):
+            grows = tuple(operator.writes[0].size > type.size for type in operator.reads)
+        bare = replace(rule, factors=factors, flops=0.0, light=True, reason="", pieces=())
+        return Form(rule=bare, grows=grows)
+
+    def _unmet(self, shape: Outline, source: str) -> str:
+        """Why no strategy is left: the first constraint of the user's that this mesh cannot meet."""
+        members = self.members(shape)
+        wanted = next((member.rule.pieces for member in members if member.rule.pieces), ())
+        pieces = ", ".join("any" if count is None else f"{count}" for count in wanted)
+        return explain(
+            f"a sharding constraint to [{pieces}] pieces of {members[0].writes[0]}",
+            f"no axes of the mesh cut it so; the last one tried is {self.mesh}",
+            f"at {source}",
+            "ask for pieces that the mesh's axes make, drop the constraint, or plan with Auto(max_axes=3)",
+        )
+
+
+class _Pricing:
+    """One outline on one mesh: seconds of all its ways, and the cheapest of those that meet their neighbours alike."""
+
+    def __init__(self, tabulator: Tabulator, shape: Outline) -> None:
+        self.tabulator = tabulator
+        self.shape = shape
+        self.members = tabulator.members(shape)
+        self.ways = tabulator.ways(shape)
+        self.held = dict[int, TensorType]()
+        for member, operands, made in zip(self.members, shape.operands, shape.makes, strict=True):
+            read = ((w, type) for w, type in zip(operands, member.reads, strict=True) if w and w[0] == "in")
+            self.held |= {where[1]: type for where, type in read} | dict(zip(made, member.writes, strict=True))
+
+    def run(self) -> Table | None:
+        """The table, None if nothing is legal."""
+        ways = self.ways
+        if not ways.picks:
+            return None
+        compute, reshard = self._compute_seconds(), self._reshard_seconds()
+        seconds = np.where(self._legal(), compute + reshard, np.inf)
+        best: dict[int, int] = {}
+        for way, (border, spent) in enumerate(zip(ways.kinds, seconds.tolist(), strict=True)):
+            if spent < np.inf and (border not in best or spent < seconds[best[border]]):
+                best[border] = way
+        if not best:
+            return None
+        chosen = list(best.values())
+        codes: list[list[int]] = ways.border[:, chosen].tolist()
+        rows = [tuple([ways.specs[code] for code in row]) for row in codes]
+        count = len(ways.ports)
+        return Table(
+            strategies=tuple(
+                Strategy(
+                    picks=ways.picks[way],
+                    assignments=ways.assignments[way],
+                    compute_seconds=float(compute[way]),
+                    reshard_seconds=float(reshard[way]),
+                )
+                for way in chosen
+            ),
+            ports=tuple(dict.fromkeys(zip(ways.ports, rows[:count], strict=True))),
+            makes=dict(zip((*self.shape.visible, *self.shape.absorbed), rows[count:], strict=True)),
+            seconds=seconds[chosen],
+        )
+
+    def _legal(self) -> NDArray[np.bool_]:
+        """Whether axes divide what they cut and make what the user asks for."""
+        ways, mesh = self.ways, self.tabulator.mesh
+        sizes = [self.members[position].rule.factors[factor].size for position, factor in ways.factors]
+        whole = np.array(sizes, dtype=np.intp)[:, None]
+        legal = (whole % self.tabulator.pieces(ways.masks) == 0).all(axis=0)
+        for position, member in enumerate(self.members):
+            if member.rule.pieces:
+                legal &= [member.rule.fulfils(one[position], mesh) for one in ways.assignments]
+        return legal
+
+    def _compute_seconds(self) -> Floats:
+        """Seconds of every way by a roofline: the larger of compute and memory time, plus one launch."""
+        device = self.tabulator.mesh.cluster.group().device
+        rate = device.matmul_flops_per_second(self._dtype())
+        spent = np.maximum(self._flops() / rate, self._nbytes() / device.memory_bytes_per_second)
+        return spent + device.launch_seconds
+
+    def _dtype(self) -> str:
+        """The dtype that the first member computes in: its first operand's, or its result's, if it has any."""
+        return next((type.dtype for type in (*self.members[0].reads, *self.members[0].writes)), "float32")
+
+    def _flops(self) -> Floats:
+        mesh = self.tabulator.mesh
+        whole = np.array([member.rule.flops for member in self.members])
+        rows = whole[:, None] / self.tabulator.pieces(self.ways.cuts)
+        for position, member in enumerate(self.members):
+            if is_slowed(member.rule, mesh):
+                rows[position] = [local_flops(member.rule, one[position], mesh) for one in self.ways.assignments]
+        return _added(rows)
+
+    def _nbytes(self) -> Floats:
+        """What a device reads of the operands, then what it writes of the values that leave the bundle."""
+        ways, rows = self.ways, list[Floats]()
+        read = [self._read_nbytes(position, operand) for position, operand in ways.reads]
+        made = [self.held[value].nbytes for value in self.shape.visible]
+        whole = np.array([*read, *made], dtype=np.float64)[:, None]
+        rows = self.tabulator.divided(whole, ways.depths[ways.pieces])
+        return _added(rows[: len(read)]) + _added(rows[len(read) :])
+
+    def _read_nbytes(self, position: int, operand: int) -> int:
+        member = self.members[position]
+        nbytes = member.reads[operand].nbytes
+        return min(nbytes, member.writes[0].nbytes) if operand in member.rule.sparse else nbytes
+
+    def _reshard_seconds(self) -> Floats:
+        total = np.zeros(len(self.ways.picks))
+        for moved in self.ways.moves:
+            type = self.held[moved.value]
+            costs = [0.0, *(self.tabulator.resharder.cost(type, before, after) for before, after in moved.pairs)]
+            total += np.array(costs)[moved.which]
+        return total
+
+
+def _added(rows: Floats) -> Floats:
+    """The sum of rows, added one after the other: equal costs stay equal, which a pairwise sum does not promise."""
+    return sum(rows, np.zeros(rows.shape[1]))
+
+
+def outline(
+    bundle: Bundle, graph: Graph, grouping: Grouping, visible: frozenset[int], operators: Sequence[int]
+) -> tuple[Outline, list[int], list[int]]:
+    """The outline of a bundle with the values that its positions stand for: (outline, held values, read values)."""
+    members = sorted(bundle.members)
+    nodes = [graph.nodes[member] for member in members]
+    held = {value: k for k, value in enumerate(dict.fromkeys(bundle.inputs))}
+    for node in nodes:
+        for value in node.outputs:
+            held.setdefault(value, len(held))
+    read: dict[int, int] = {}
+
+    def where(value: int) -> Where | None:
+        if value in held:
+            return "in", held[value]
+        if value in graph.literals or value in grouping.free:
+            return None
+        return "out", read.setdefault(value, len(read))
+
+    made = Outline(
+        operators=tuple([operators[member] for member in members]),
+        operands=tuple([tuple([where(value) for value in node.inputs]) for node in nodes]),
+        makes=tuple([tuple([held[value] for value in node.outputs]) for node in nodes]),
+        visible=tuple([k for value, k in held.items() if value in visible]),
+        absorbed=tuple([held[value] for value in bundle.inputs]),
+        classes=tuple([tuple([bundle.find(cls) for cls in bundle.factor_classes[member]]) for member in members]),
+        options=tuple(bundle.classes),
+        light=bundle.light,
+    )
+    return made, list(held), list(read)

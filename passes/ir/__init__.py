@@ -1,0 +1,25 @@
+"""The program as planning sees it: nodes over typed values; their loops and branches, effects and phases."""
+
+from passes.ir.control import Body, Control, Slot, Wire, control_of
+from passes.ir.effects import CALLBACKS, has_effect, is_ordered
+from passes.ir.graph import Graph, Node, TensorType, item_nbytes
+from passes.ir.phases import LOOP, PHASES, Phase, phase
+
+__all__ = [
+    "CALLBACKS",
+    "LOOP",
+    "PHASES",
+    "Body",
+    "Control",
+    "Graph",
+    "Node",
+    "Phase",
+    "Slot",
+    "TensorType",
+    "Wire",
+    "control_of",
+    "has_effect",
+    "is_ordered",
+    "item_nbytes",
+    "phase",
+]

@@ -1,0 +1,132 @@
+"""Loops and branches as planning sees them: bodies joined to the program around them by *slots*.
+
+A slot is a value that lives as long as its node: a constant of a loop, a carry, a slice of a stacked operand, a result
+of a branch. It has one placement, chosen once, in which every body finds it and to which every body brings it back, so
+carries are at a fixed point by construction. A stacked operand holds one slice an iteration along dimension 0, which
+is never cut.
+
+Reference: design/compiler.md section 2 (control flow).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from passes.ir.effects import is_ordered
+from passes.ir.graph import Graph, Node, TensorType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A value at the border of bodies.
+
+    A `carry` may stay a sum over devices from one iteration to the next, and so may what is `stacked` as it is made;
+    `whole` ones are never cut.
+    """
+
+    type: TensorType
+    carry: bool = False
+    stacked: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """The slot of an operand or result of the node; `stacked` ones hold its slices along dimension 0."""
+
+    slot: int
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A graph with the slots of its inputs and outputs; it runs `trips` times, or once with probability `share`."""
+
+    graph: Graph
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    trips: int = 1
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A control node: its slots, how its operands and results hang on them, and its bodies."""
+
+    slots: tuple[Slot, ...]
+    operands: tuple[Wire, ...]
+    results: tuple[Wire, ...]
+    bodies: tuple[Body, ...]
+
+
+def control_of(node: Node, graph: Graph) -> Control | None:
+    """The node as control flow, None for an ordinary operator."""
+    if node.primitive not in _READERS or not node.subgraphs:
+        return None
+    return _READERS[node.primitive](node, graph)
+
+
+def _scan(node: Node, graph: Graph) -> Control:
+    (body,) = node.subgraphs
+    constants, carries = cast("int", node.params["num_consts"]), cast("int", node.params["num_carry"])
+    entering, fixed = len(body.inputs), constants + carries
+    slots = [Slot(type=body.types[v], carry=constants <= i < fixed) for i, v in enumerate(body.inputs)]
+    slots += [Slot(type=body.types[v], stacked=True) for v in body.outputs[carries:]]
+    leaving = (*range(constants, fixed), *range(entering, len(slots)))
+    return Control(
+        slots=tuple(slots),
+        operands=tuple(Wire(slot=s, stacked=s >= fixed) for s in range(entering)),
+        results=tuple(Wire(slot=s, stacked=s >= entering) for s in leaving),
+        bodies=(
+            Body(graph=body, inputs=tuple(range(entering)), outputs=leaving, trips=cast("int", node.params["length"])),
+        ),
+    )
+
+
+def _while(node: Node, graph: Graph) -> Control:
+    """The number of iterations is unknown: one is counted, as XLA does.
+
+    Under `vmap` the test has one truth value a row, and rows that are done keep what they carry: then nothing is cut.
+    """
+    test, body = node.subgraphs
+    for_test, for_body = cast("int", node.params["cond_nconsts"]), cast("int", node.params["body_nconsts"])
+    fixed, count = for_test + for_body, len(node.inputs)
+    # JAX runs a test with ordered effects once before the loop and then at the end of its body.
+    tests = 2 if any(map(is_ordered, test.nodes)) else 1
+    going = test.types[test.outputs[0]]
+    whole = going.rank > 0
+    slots = [
+        Slot(type=graph.types[v], carry=i >= fixed and not whole, whole=i >= fixed and whole)
+        for i, v in enumerate(node.inputs)
+    ]
+    slots.append(Slot(type=going, whole=True))
+    carries = tuple(range(fixed, count))
+    return Control(
+        slots=tuple(slots),
+        operands=tuple(Wire(slot=s) for s in range(count)),
+        results=tuple(Wire(slot=s) for s in carries),
+        bodies=(
+            Body(graph=test, inputs=(*range(for_test), *carries), outputs=(count,), trips=tests),
+            Body(graph=body, inputs=(*range(for_test, fixed), *carries), outputs=carries),
+        ),
+    )
+
+
+def _cond(node: Node, graph: Graph) -> Control:
+    """Every branch is taken equally often."""
+    count = len(node.inputs)
+    slots = tuple(Slot(type=graph.types[v]) for v in (*node.inputs, *node.outputs))
+    leaving = tuple(range(count, len(slots)))
+    return Control(
+        slots=slots,
+        operands=tuple(Wire(slot=s) for s in range(count)),
+        results=tuple(Wire(slot=s) for s in leaving),
+        bodies=tuple(
+            Body(graph=branch, inputs=tuple(range(1, count)), outputs=leaving, share=1 / len(node.subgraphs))
+            for branch in node.subgraphs
+        ),
+    )
+
+
+_READERS = {"scan": _scan, "while": _while, "cond": _cond}

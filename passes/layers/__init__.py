@@ -1,0 +1,25 @@
+"""The forward pass of a step as layers: where little crosses, which blocks repeat, and the same step with fewer of
+them.
+"""
+
+from passes.layers.cuts import crossing_nbytes, work
+from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
+from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
+from passes.layers.sample import KEPT, abridge
+
+__all__ = [
+    "KEPT",
+    "Cuts",
+    "abridge",
+    "adds_up",
+    "after_backward",
+    "blocks",
+    "crossing_nbytes",
+    "everywhere",
+    "forward_nodes",
+    "forward_scope",
+    "in_blocks",
+    "most_layers",
+    "stage_cuts",
+    "work",
+]

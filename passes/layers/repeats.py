@@ -1,0 +1,176 @@
+"""Where a forward pass repeats itself: the first operator of every one of its equal blocks.
+
+A model's layers do the same in the same order, so the sequence of their operators and types has a period. Which
+operators begin a block is settled by what crosses there: as little as can be. Blocks found here look alike; whether
+they are alike, with their backward pass and their updates, is for `passes.pipeline.structural_hash` to say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.errors import PlanningError
+from passes.inter_op import even
+from passes.ir import Graph
+from passes.layers.cuts import crossing_nbytes, even_cuts, work
+from passes.layers.forward import forward_nodes
+
+FEWEST = 3
+"""So many equal blocks are a repetition."""
+
+COVERED = 0.5
+"""The share of the forward pass's work that blocks must hold to be cut there."""
+
+RARE = 256
+"""Operators that occur more often say little about the period."""
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """Parts of a forward pass by their first nodes; the blocks of a step in order, by part; each layer's first block.
+
+    A part stands for several blocks if some were left out. `even` has the first block of each of so many stages, made
+    as `stage_cuts` makes them.
+    """
+
+    firsts: tuple[int, ...]
+    blocks: tuple[int, ...]
+    layers: tuple[int, ...]
+    even: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+
+
+def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int] = ()) -> Cuts:
+    """A forward pass in blocks, and those in layers of even work; where nothing repeats, layers are made of blocks that
+    are cut where layers or even stages begin, of which there are `also` these numbers, as far as they can be had.
+
+    `left_out` blocks are missing after the second that repeats. Raises PlanningError where there are too few places to
+    cut into layers.
+    """
+    nodes = forward_nodes(body)
+    flops = work(body, nodes)
+    repeated = _blocks(body, nodes, flops, 0.0 if left_out else COVERED)
+    firsts = tuple(sorted({0, *repeated}))
+    if len(firsts) + left_out < n_layers:
+        return _uneven(body, n_layers, also)
+    order = list(range(len(firsts)))
+    if left_out:
+        second = firsts.index(repeated[1])
+        order[second:second] = [second] * left_out
+    each = np.add.reduceat(flops, np.searchsorted(nodes, firsts))[order].tolist()
+    evenly = {n: tuple(first for first, _ in even(each, n)) for n in {n_layers, *also} if n <= len(order)}
+    return Cuts(firsts=firsts, blocks=tuple(order), layers=evenly[n_layers], even=evenly)
+
+
+def _uneven(body: Graph, n_layers: int, also: Sequence[int]) -> Cuts:
+    """Layers and even stages of a forward pass that does not repeat itself that often."""
+    evenly = {n_layers: even_cuts(body, n_layers)}
+    for n_stages in also:
+        if n_stages < n_layers:
+            with suppress(PlanningError):  # it cannot be cut into so many
+                evenly[n_stages] = stage_cuts(body, n_stages)
+    firsts = sorted(set(itertools.chain.from_iterable(evenly.values())))
+    number = {first: block for block, first in enumerate(firsts)}
+    numbered = {n: tuple(number[first] for first in begins) for n, begins in evenly.items()}
+    return Cuts(firsts=tuple(firsts), blocks=tuple(range(len(firsts))), layers=numbered[n_layers], even=numbered)
+
+
+def most_layers(body: Graph, at_most: int, left_out: int = 0) -> int:
+    """In how many layers a forward pass can be cut, up to so many; 1 where it cannot."""
+    for n_layers in range(at_most, 1, -1):
+        with suppress(PlanningError):
+            return len(in_blocks(body, n_layers, left_out).layers)
+    return 1
+
+
+def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
+    """The first body node of each of `n_stages` stages: between blocks where a model repeats itself often enough.
+
+    Else, or with a `pattern` of module names, as `even_cuts` has it, which raises PlanningError.
+    """
+    if pattern or n_stages == 1:
+        return even_cuts(body, n_stages, pattern)
+    found = in_blocks(body, n_stages)
+    return tuple(found.firsts[found.blocks[block]] for block in found.layers)
+
+
+def blocks(body: Graph, covered: float = COVERED) -> tuple[int, ...]:
+    """The node of the body with which each equal block begins, and what comes after them; empty if nothing repeats."""
+    nodes = forward_nodes(body)
+    return _blocks(body, nodes, work(body, nodes), covered)
+
+
+def _blocks(body: Graph, nodes: Sequence[int], each: Floats, covered: float) -> tuple[int, ...]:
+    """The blocks of the forward `nodes`, which have so many flops `each`."""
+    flops = np.concatenate([[0.0], np.cumsum(each)])
+    found = _run(_words(body, nodes), flops)
+    if found is None:
+        return ()
+    begin, end, period = found
+    crossing = crossing_nbytes(body, nodes)
+
+    def order(start: int) -> tuple[float, int]:
+        return float(crossing[start + period]), -_count(start, end, period)
+
+    start = min(range(begin, min(begin + period, end - period + 1)), key=order)
+    cuts = range(start, end + 1, period)
+    if len(cuts) - 1 < FEWEST or flops[cuts[-1]] - flops[cuts[0]] < covered * flops[-1]:
+        return ()
+    return tuple(nodes[cut] for cut in cuts if cut < len(nodes))
+
+
+def _count(begin: int, end: int, period: int) -> int:
+    """How many whole blocks there are."""
+    return (end - begin) // period
+
+
+def _words(body: Graph, nodes: Sequence[int]) -> Numbers:
+    """A number for every node, equal for equal operators on equal types."""
+    known: dict[object, int] = {}
+    found: list[int] = []
+    for index in nodes:
+        node = body.nodes[index]
+        types = (body.types[value] for value in (*node.inputs, *node.outputs))
+        found.append(known.setdefault((node.primitive, *types), len(known)))
+    return np.array(found, dtype=np.int64)
+
+
+def _run(words: Numbers, flops: Floats) -> tuple[int, int, int] | None:
+    """(begin, end, period) of the stretch that repeats with the most work; the shortest period of nearly as much."""
+    stretches = [(*_longest(words[:-period] == words[period:]), period) for period in _periods(words)]
+    held = {
+        (begin, end + period, period): flops[begin + _count(begin, end + period, period) * period] - flops[begin]
+        for begin, end, period in stretches
+        if end - begin >= (FEWEST - 1) * period
+    }
+    most = max(held.values(), default=0.0)
+    near = [stretch for stretch, covered in held.items() if covered >= 0.9 * most]
+    return min(near, key=lambda stretch: stretch[2], default=None)
+
+
+def _periods(words: Numbers) -> list[int]:
+    """Distances at which rare operators occur again."""
+    numbers, counts = np.unique(words, return_counts=True)
+    rare = numbers[(counts >= FEWEST) & (counts <= RARE)]
+    places = (np.flatnonzero(words == number) for number in rare)
+    distances = [np.unique(at[1:] - at[0]) for at in places]
+    every = np.unique(np.concatenate(distances)) if distances else np.zeros(0, dtype=np.int64)
+    return [int(distance) for distance in every if distance <= len(words) // FEWEST]
+
+
+def _longest(equal: NDArray[np.bool_]) -> tuple[int, int]:
+    """[begin, end) of the longest run of truth."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], equal, [False]]).astype(np.int8)))
+    begins, ends = edges[::2], edges[1::2]
+    if not len(begins):
+        return 0, 0
+    at = int(np.argmax(ends - begins))
+    return int(begins[at]), int(ends[at])

@@ -1,0 +1,367 @@
+"""What one device runs under a plan: the graph on local shapes, operation by operation, with the moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from passes.cluster import Mesh
+from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
+from passes.memory.all_reduces import combined
+from passes.memory.operations import Operation, Operations
+from passes.memory.widening import round_to, spell_widened, widen
+from passes.memory.xla_operations import joined_by_copies
+from passes.placement import FREE, Layout, Move, Placement, Schedule, is_free, shared
+from passes.rules import ShardingRule
+from passes.sharding import ShardingSpec, Step, replicated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProgram:
+    """The operations in order, and which are its inputs, constants and outputs.
+
+    `hoisted` are those that do not change from one iteration to the next, which XLA moves out of the loop.
+    """
+
+    operations: tuple[Operation, ...]
+    inputs: tuple[int, ...]
+    constants: tuple[int, ...]
+    outputs: tuple[int, ...]
+    hoisted: tuple[int, ...] = ()
+
+
+IN_PLACE = frozenset({"literal", "bitcast", "broadcast", "iota", "transpose"})
+"""Kinds that XLA leaves inside a loop though they do not change there, as it does with slices."""
+
+FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "update"})
+"""Kinds that stay where they are: what comes from outside, loops and what they fill."""
+
+PIECES = 8
+"""Into how many pieces an all-to-all is cut at most, for what that does to memory: more change little."""
+
+Inside = Callable[[int, Placement, Mapping[int, object]], None]
+"""Sees to the bodies of a control node, by its index, its placement and the numbers that slots hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a graph is lowered with: its rules, its control nodes, and what sees to their bodies."""
+
+    rules: Sequence[ShardingRule]
+    controls: Mapping[int, Control]
+    mesh: Mesh
+    inside: Inside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """How a body's inputs and outputs hang on what is around it, by position.
+
+    Inputs `sliced` are slices of a stack, outputs `stacked` are written into one, `numbers` are what inputs hold in
+    every element, output o takes the place of input `carried[o]`. In a body that is `repeated`, inputs `fixed` are the
+    same in every iteration.
+    """
+
+    sliced: frozenset[int] = frozenset()
+    stacked: tuple[int, ...] = ()
+    numbers: Mapping[int, object] = field(default_factory=dict[int, object])
+    fixed: tuple[int, ...] = ()
+    carried: Mapping[int, int] = field(default_factory=dict[int, int])
+    repeated: bool = False
+
+
+WHOLE = Border()
+"""The border of a program that is no body."""
+
+
+def border_of(body: Body, control: Control, known: Mapping[int, object]) -> Border:
+    """The border of a body, given what its slots are known to hold."""
+    sliced = {wire.slot for wire in control.operands if wire.stacked}
+    stacked = {wire.slot for wire in control.results if wire.stacked}
+    entering = {slot: position for position, slot in enumerate(body.inputs)}
+    fixed = entering.keys() - sliced - known.keys() - set(body.outputs)
+    return Border(
+        sliced=frozenset(entering[slot] for slot in sliced if slot in entering),
+        stacked=tuple(position for position, slot in enumerate(body.outputs) if slot in stacked),
+        numbers={entering[slot]: number for slot, number in known.items() if slot in entering},
+        fixed=tuple(sorted(entering[slot] for slot in fixed)),
+        carried={position: entering[slot] for position, slot in enumerate(body.outputs) if slot in entering},
+        repeated=body.share == 1,
+    )
+
+
+def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, border: Border = WHOLE) -> DeviceProgram:
+    """The program of a graph, or of the body of a loop or branch."""
+    layout = shared(layout)
+    lowering = _Lowering(graph, context, schedule.same)
+    for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
+        lowering.enter(value, spec, sliced=position in border.sliced, number=border.numbers.get(position))
+    for value in graph.constants:
+        lowering.enter(value, replicated(graph.types[value].rank))
+    for index, placement in enumerate(layout.placements):
+        if schedule.before[index]:
+            lowering.bring(index, schedule.before[index])
+        if graph.nodes[index].primitive in FREE and is_free(graph, index):
+            lowering.free.update(dict.fromkeys(graph.nodes[index].outputs, index))
+        else:
+            lowering.run(index, placement)
+    lowering.bring(len(graph.nodes), schedule.before[-1])
+    outputs = [lowering.read(v, s, "forward") for v, s in zip(graph.outputs, layout.outputs, strict=True)]
+    outputs = [lowering.written(o) for o in outputs]
+    for position in border.stacked:
+        outputs[position] = lowering.operations.add("update", (outputs[position],), (0,), "bool", ("stack", position))
+    operations, moved = lowering.operations.every, list[int]()
+    if border.repeated:
+        operations, moved = _hoisted(operations, {lowering.entered[position] for position in border.fixed}, outputs)
+    operations, place = combined(operations)
+    entered = [place[o] for o in lowering.entered]
+    return DeviceProgram(
+        operations=operations,
+        inputs=tuple(entered[: len(graph.inputs)]),
+        constants=tuple(entered[len(graph.inputs) :]),
+        outputs=tuple(place[o] for o in outputs),
+        hoisted=tuple(place[o] for o in moved),
+    )
+
+
+def _hoisted(
+    operations: list[Operation], same: set[int], outputs: Collection[int]
+) -> tuple[list[Operation], list[int]]:
+    """The operations of a loop with what is the `same` in every iteration as inputs, and which of them it computes.
+
+    What is left in place reads what was moved out, as a transposed view of a gathered weight does.
+
+    Reference: XLA's WhileLoopInvariantCodeMotion, which the CPU compiler runs without a limit on sizes.
+    """
+    moved: set[int] = set()
+    for index, operation in enumerate(operations):
+        if operation.kind not in FIXTURES and same.issuperset(operation.operands):
+            same.add(index)
+            if operation.kind not in IN_PLACE and operation.name not in ("slice", "rev"):
+                moved.add(index)
+    replaced, read, left = list(operations), set(outputs), set[int]()
+    for index in reversed(range(len(operations))):
+        if index in moved and index in read:
+            left.add(index)
+            replaced[index] = operations[index]._replace(kind="input", operands=())
+        elif index not in moved and (index in read or index not in same):
+            read.update(operations[index].operands)
+    return replaced, sorted(left)
+
+
+class _Lowering:
+    """Every value as an operation, where it is at home and where it was moved to; as `autopar.lowering.lower` walks
+    it."""
+
+    def __init__(self, graph: Graph, context: Context, same: Mapping[int, int]) -> None:
+        self.graph, self.context, self.same = graph, context, same
+        self.operations = Operations()
+        self.home: dict[int, ShardingSpec] = {}
+        self.made: dict[int, int] = {}
+        self.moved: dict[tuple[int, ShardingSpec, Phase], int] = {}
+        self.free: dict[int, int] = {}
+        self.literals: dict[int, int] = {}
+        self.entered: list[int] = []
+        self.needed = _needed(graph)
+        self.widened = context.mesh.cluster.group().device.widened
+        self.types: dict[tuple[int, int], tuple[TensorType, TensorType, ShardingSpec]] = {}
+        self.local: dict[tuple[int, int], tuple[TensorType, ...]] = {}
+
+    def _type(self, value: int, spec: ShardingSpec) -> TensorType:
+        """What is left of a value on one device; equal layers mostly share types and specs, which are kept with it."""
+        type = self.graph.types[value]
+        known = self.types.get((id(type), id(spec)))
+        if known is None:
+            local = TensorType(shape=spec.local_shape(type.shape, self.context.mesh), dtype=type.dtype)
+            known = self.types[id(type), id(spec)] = (local, type, spec)
+        return known[0]
+
+    def enter(self, value: int, spec: ShardingSpec, *, sliced: bool = False, number: object = None) -> None:
+        """A value from outside."""
+        type = self._type(value, spec)
+        self.operations.value = value
+        made = self.operations.add("input", (), type.shape, type.dtype, value)
+        self.entered.append(made)
+        if number is not None:
+            made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
+        elif sliced:
+            wide = widen(self.operations, made, self.widened)
+            made = self.operations.add("rearrange", (wide,), type.shape, self.operations[wide].dtype, "slice")
+            made = round_to(self.operations, made, type.dtype)
+        self.home[value], self.made[value] = spec, made
+
+    def bring(self, index: int, due: Sequence[Move]) -> None:
+        """Makes moves, each from its value's home or from where that was reduced to."""
+        self.operations.at = index
+        for move in due:
+            self.operations.value = move.value
+            made = self.read(move.value, move.before, move.phase)
+            if move.after_value is not None:
+                # What is behind a barrier is in the place of what was before it, so an argument is copied first.
+                waited = (self.operations.copied(made), self.made[move.after_value])
+                made, self.made[move.after_value] = self.operations.barrier(waited)
+            self.moved[move.value, move.after, move.phase] = self._moved(made, move)
+
+    def _moved(self, made: int, move: Move) -> int:
+        spec = move.before
+        for step in move.steps:
+            spec = step.apply(spec)
+            type = self._type(move.value, spec)
+            number = self.operations.number(made)
+            if number is not None and (step.kind == "slice" or number == 0):
+                made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
+            else:
+                stepped = self._stepped(widen(self.operations, made, self.widened), step, type.shape, move)
+                made = round_to(self.operations, stepped, type.dtype)
+        return made
+
+    def _stepped(self, made: int, step: Step, shape: tuple[int, ...], move: Move) -> int:
+        """A step of a move; the dimension that a collective joins or cuts comes first in memory."""
+        dtype = self.operations[made].dtype
+        if step.kind in ("slice", "keep"):
+            return self.operations.add(
+                "rearrange" if step.kind == "slice" else "elementwise", (made,), shape, dtype, str(step)
+            )
+        tag = (step.kind, step.axes, move.before.reduction, step.dim, step.to_dim)
+        if step.kind == "all_to_all":
+            return self._exchanged(made, step, shape, tag)
+        along = {"all_gather": step.dim, "reduce_scatter": step.to_dim}.get(step.kind, -1)
+        if along < 0:
+            return self.operations.add("collective", (made,), shape, dtype, tag)
+        order = (along, *(d for d in range(len(shape)) if d != along))
+        moved = tuple(shape[d] for d in order)
+        made = self.operations.add("collective", (self.operations.transpose(made, order),), moved, dtype, tag)
+        return self.operations.transpose(made, sorted(range(len(shape)), key=order.__getitem__))
+
+    def _exchanged(self, made: int, step: Step, shape: tuple[int, ...], tag: tuple[object, ...]) -> int:
+        """An all-to-all: pieces are cut out one by one, sent, joined where they were cut, and then brought to place.
+
+        Reference: XLA's AllToAllDecomposer, and what XlaBuilder makes of an all-to-all of arrays.
+        """
+        operations, cut = self.operations, step.to_dim
+        whole, dtype = operations[made].shape, operations[made].dtype
+        count = whole[cut] // shape[cut]
+        few = min(count, PIECES)
+        sizes = [whole[cut] * (i + 1) // few - whole[cut] * i // few for i in range(few)]
+        parts = [(*whole[:cut], size, *whole[cut + 1 :]) for size in sizes]
+        pieces = [operations.add("rearrange", (made,), p, dtype, ("slice", tag, i)) for i, p in enumerate(parts)]
+        sent = operations.add("collective", pieces, (0,), dtype, (*tag, pieces[0]))
+        received = [operations.add("result", (sent,), p, dtype, i) for i, p in enumerate(parts)]
+        joined = joined_by_copies(operations, received, whole, dtype, cut, count)
+        grid = operations.reshape(joined, (*whole[:cut], count, shape[cut], *whole[cut + 1 :]))
+        order = [d for d in range(len(whole) + 1) if d != cut]
+        order.insert(step.dim, cut)
+        moved = [d for d in order if operations[grid].shape[d] > 1]
+        if moved != sorted(moved):  # a change of layout, which the library of kernels does not take in
+            between = tuple(operations[grid].shape[d] for d in order)
+            grid = operations.add("rearrange", (grid,), between, dtype, ("transpose", tuple(order)))
+        return operations.reshape(grid, shape)
+
+    def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
+        """A value in the placement that its reader wants; literals and free values are made for each placement."""
+        if value in self.graph.literals:
+            number, dtype = self.graph.literals[value], self.graph.types[value].dtype
+            made = self.literals[value] = self.operations.literal(number, dtype)
+            return made
+        if value in self.free:
+            return self._make(value, spec)
+        if (home := self.home[value]) is spec or home == spec:
+            return self.made[value]
+        value = self.same.get(value, value)
+        again = (value, spec, "backward")
+        return self.moved[again] if when == "backward" and again in self.moved else self.moved[value, spec, "forward"]
+
+    def written(self, operation: int) -> int:
+        """An operation as a result: a literal has to be written somewhere."""
+        held = self.operations.every[operation]
+        if held.kind != "literal":
+            return operation
+        return self.operations.add("elementwise", (operation,), held.shape, held.dtype, "copy")
+
+    def _make(self, value: int, spec: ShardingSpec) -> int:
+        type, node = self._type(value, spec), self.graph.nodes[self.free[value]]
+        if node.primitive == "iota":
+            return self.operations.add("iota", (), type.shape, type.dtype, node.params.get("dimension"))
+        return self.operations.broadcast(self.read(node.inputs[0], spec, "forward"), type.shape, ())
+
+    def run(self, index: int, placement: Placement) -> None:
+        """Adds the operations of a node and keeps its results."""
+        node, rule = self.graph.nodes[index], self.context.rules[index]
+        self.operations.at = index
+        if rule.alias:
+            placed = zip(node.inputs, placement.operands, strict=True)
+            made = [self.read(v, spec, phase(node)) for v, spec in placed]
+            if node.primitive == "optimization_barrier":
+                made = self._held(node.outputs, made)
+        else:
+            operands, results = self._operands(node, placement), self._results(node, rule, placement)
+            self.operations.value = node.outputs[0] if node.outputs else -1
+            if placement.bodies and index in self.context.controls:
+                made = self._control(index, placement, operands, results)
+            else:
+                made = spell_widened(self.operations, node, operands, results, self.widened)
+        self.made.update(zip(node.outputs, made, strict=True))
+        self.home.update(zip(node.outputs, placement.results, strict=True))
+
+    def _operands(self, node: Node, placement: Placement) -> list[int]:
+        """What a node reads; most of it is known, and where it is wanted."""
+        home, operands = self.home, list[int]()
+        for value, spec in zip(node.inputs, placement.operands, strict=True):
+            if home.get(value) is spec:
+                operands.append(self.made[value])
+            elif value in self.literals:
+                operands.append(self.literals[value])
+            else:
+                operands.append(self.read(value, spec, phase(node)))
+        return operands
+
+    def _results(self, node: Node, rule: ShardingRule, placement: Placement) -> tuple[TensorType, ...]:
+        """The local types of what a node makes, found once for all nodes that share their rule and their placement."""
+        known = self.local.get(key := (id(rule), id(placement)))
+        if known is None:
+            known = tuple([self._type(v, s) for v, s in zip(node.outputs, placement.results, strict=True)])
+            self.local[key] = known
+        return known
+
+    def _held(self, outputs: Sequence[int], made: list[int]) -> list[int]:
+        """What a barrier lets through; what nothing needs of it is left out."""
+        wanted = [position for position, value in enumerate(outputs) if value in self.needed]
+        passed = dict(zip(wanted, self.operations.barrier([made[position] for position in wanted]), strict=True))
+        return [passed.get(position, operation) for position, operation in enumerate(made)]
+
+    def _control(
+        self, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
+    ) -> list[int]:
+        """A loop keeps its carries where they are and has room for what it stacks; a branch makes new results."""
+        node, control = self.graph.nodes[index], self.context.controls[index]
+        entering = {wire.slot: o for wire, o in zip(control.operands, operands, strict=True)}
+        room: list[int] = []
+        for position, (wire, type) in enumerate(zip(control.results, results, strict=True)):
+            held = () if node.primitive == "cond" or wire.slot not in entering else (entering[wire.slot],)
+            kind = "carry" if held else "fresh"
+            room.append(self.operations.add(kind, held, type.shape, type.dtype, (index, position)))
+        fixed = {w.slot for w in control.operands} - {w.slot for w in control.results}
+        known = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
+        self.context.inside(index, placement, known)
+        fixed -= known.keys()
+        read = [
+            widen(self.operations, o, self.widened) if wire.stacked else o  # a whole stack is widened before the loop
+            for wire, o in zip(control.operands, operands, strict=True)
+            if wire.slot in fixed
+        ]
+        loop = self.operations.add("loop", (*read, *room), (0,), "bool", index)
+        return [
+            self.operations.add("part", (one, loop), type.shape, type.dtype, (index, position))
+            for position, (one, type) in enumerate(zip(room, results, strict=True))
+        ]
+
+
+def _needed(graph: Graph) -> set[int]:
+    """The values that outputs depend on, through each barrier one by one."""
+    needed = set(graph.outputs)
+    for node in reversed(graph.nodes):
+        if node.primitive == "optimization_barrier":
+            needed.update(v for v, made in zip(node.inputs, node.outputs, strict=True) if made in needed)
+        elif not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+    return needed

@@ -1,0 +1,279 @@
+"""Which operations XLA's CPU compiler makes one kernel of: what is never written to memory, and what is, once or twice.
+
+Two passes, as XLA has them. First every large sum or maximum takes in what it alone reads, and what alone reads it
+(`library`). Then, from the last operation to the first, every operation takes in the producers that may be computed
+again where they are read (`loops`): any cheap one, an expensive one only if nobody else reads it and no element is
+needed twice. A producer of several large operands whose readers cannot all take it in is written to memory for all.
+
+Reference: xla/service/instruction_fusion.cc, xla/service/cpu/cpu_instruction_fusion.cc and
+xla/backends/cpu/transforms/library_rewriter.cc, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from passes.memory.operations import Operation
+
+PRODUCERS = frozenset(
+    {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "reduce"}
+)
+ELEMENTWISE = frozenset({"elementwise", "expensive"})
+ONCE = frozenset({"expensive", "gather", "reduce"})
+REPEATING = frozenset({"broadcast", "gather", "rearrange"})
+LIBRARY_ELEMENTS = 4096
+LIBRARY_DTYPES = frozenset({"float32", "float64"})
+LIBRARY_NAMES = frozenset(
+    "abs add add_any ceil cos div erf exp expm1 floor log log1p max min mul neg pow round rsqrt sign sin sqrt square "
+    "sub tan tanh".split()
+)
+LIBRARY_SHAPES = frozenset({"bitcast", "broadcast", "transpose", "iota"})
+SEARCHED = 256
+"""How many operations between a producer and its reader are looked at, before they count as in the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What is run at once and writes one array, that of `operation`.
+
+    `reads` are the operations that it reads from memory, `over` those of them that it may write its result over. In the
+    order of `turn` the readers of one array are told that it is there.
+    """
+
+    operation: int
+    reads: tuple[int, ...]
+    over: tuple[int, ...]
+    turn: tuple[int, int]
+
+
+def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
+    """The kernels of a program, in the order of its operations; without what no output needs."""
+    outputs = tuple(outputs)
+    fusion = _Fusion(operations, frozenset(outputs), _post_order(operations, outputs))
+    fusion.library()
+    fusion.loops()
+    return fusion.kernels()
+
+
+class _Fusion:
+    """Who reads what, as kernels grow; `members` are those of library kernels, by the operation they write."""
+
+    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], place: Sequence[int]) -> None:
+        self.operations = operations
+        self.place = place
+        self.kinds = [operation.kind for operation in operations]
+        shapes = {operation.shape: math.prod(operation.shape) for operation in operations}
+        self.sizes = [shapes[operation.shape] for operation in operations]
+        self.alive = _needed(operations, outputs)
+        self.reads: list[dict[int, bool]] = []
+        self.readers: list[set[int]] = [set() for _ in operations]
+        literals = {index for index, kind in enumerate(self.kinds) if kind == "literal"}
+        for index, (operation, alive) in enumerate(zip(operations, self.alive, strict=True)):
+            pure = operation.kind in ELEMENTWISE
+            self.reads.append({o: pure for o in operation.operands if o not in literals})
+            if alive:
+                for o in self.reads[index]:
+                    self.readers[o].add(index)
+        for index in outputs:
+            self.readers[index].add(-1)
+        self.flexible = [kind in PRODUCERS for kind in self.kinds]
+        self.fused: set[int] = set()
+
+    def library(self) -> None:
+        """Sums and maxima with what surrounds them."""
+        for index in reversed(range(len(self.operations))):
+            if self.kinds[index] == "reduce" and self.alive[index] and self.flexible[index] and self._large(index):
+                self._grow(index)
+
+    def _grow(self, index: int) -> None:
+        members, root, changed = {index}, index, True
+        while changed:
+            changed = False
+            for member in sorted(members, reverse=True):
+                for o in self.reads[member]:
+                    if o not in members and self.readers[o] <= members and self._supported(o):
+                        members.add(o)
+                        changed = True
+            if len(self.readers[root]) == 1 and (reader := min(self.readers[root])) >= 0 and self._supported(reader):
+                members.add(reader)
+                root, changed = reader, True
+        outside = dict.fromkeys((o for m in sorted(members) for o in self.reads[m] if o not in members), False)
+        for member in members:
+            for o in self.reads[member]:
+                self.readers[o].discard(member)
+            self.alive[member] = member == root
+        self.reads[root] = outside
+        for o in outside:
+            self.readers[o].add(root)
+        self.flexible[root] = False
+
+    def _supported(self, index: int) -> bool:
+        operation = self.operations[index]
+        if not self.flexible[index] or not self.alive[index]:
+            return False
+        if operation.kind in LIBRARY_SHAPES:
+            return operation.dtype in LIBRARY_DTYPES or operation.dtype == "int32"
+        if operation.kind == "rearrange":
+            return operation.name == "pad"
+        known = operation.name in LIBRARY_NAMES or operation.name.startswith(("power", "convert"))
+        return operation.kind in ELEMENTWISE and known and self._large(index)
+
+    def _large(self, index: int) -> bool:
+        """Whether the library is worth its overhead, and has the types."""
+        around = (index, *self.operations[index].operands)
+        large = max(self.sizes[o] for o in around) >= LIBRARY_ELEMENTS
+        return large and all(self.operations[o].dtype in LIBRARY_DTYPES for o in around)
+
+    def loops(self) -> None:
+        """Every operation with the producers that it computes itself."""
+        single = self._single()
+        for index in reversed(range(len(self.operations))):
+            if self.alive[index] and self.flexible[index] and self.reads[index]:
+                self._take_in(index, single)
+
+    def _take_in(self, index: int, single: set[int]) -> None:
+        reads, reused, readers = self.reads[index], self._reused(index), self.readers
+        queue = [-o for o in reads if self.flexible[o]]
+        heapq.heapify(queue)
+        while queue:
+            producer = -heapq.heappop(queue)
+            if not self._fusible(producer, index, reused) or producer in single:
+                continue
+            pure = reads.pop(producer) and self.kinds[producer] in ELEMENTWISE
+            self.fused.add(index)
+            readers[producer].discard(index)
+            below = self.reads[producer]
+            if producer in reused:
+                reused.update(below)
+            elif self.kinds[producer] in REPEATING:
+                reused |= self._reused(producer)
+            for o in below:
+                if o not in reads:
+                    readers[o].add(index)
+                    if self.flexible[o]:
+                        heapq.heappush(queue, -o)
+                reads[o] = reads.get(o, True) and pure
+            if not readers[producer]:
+                self.alive[producer] = False
+                for o in below:
+                    readers[o].discard(producer)
+
+    def _fusible(self, producer: int, consumer: int, reused: set[int]) -> bool:
+        if not self.flexible[producer]:
+            return False
+        if self.kinds[producer] in ONCE:
+            return self.readers[producer] == {consumer} and producer not in reused
+        return True
+
+    def _reused(self, index: int) -> set[int]:
+        """The operands whose elements an operation reads more than once."""
+        kind, reads = self.kinds[index], self.reads[index]
+        if kind == "broadcast":
+            return set(reads)
+        return set(list(reads)[1:]) if kind in REPEATING else set()
+
+    def _single(self) -> set[int]:
+        """Producers of several large operands that are written to memory, since not all readers can take them in."""
+        found: set[int] = set()
+        for index in reversed(range(len(self.operations))):
+            if len(self.readers[index]) < 2 or len(self.reads[index]) < 2:
+                continue
+            if not self.alive[index] or not self.flexible[index]:
+                continue
+            rank = _rank(self.operations[index])
+            large = [
+                o
+                for o in self.reads[index]
+                if self.kinds[o] not in ("broadcast", "iota") and _rank(self.operations[o]) >= rank
+            ]
+            read = sum(self.sizes[o] for o in self.reads[index])
+            if len(large) <= 1 or read <= self.sizes[index]:
+                continue
+            if not all(self._on_all_paths(index, reader, found) for reader in self.readers[index]):
+                found.add(index)
+        return found
+
+    def _on_all_paths(self, producer: int, reader: int, found: set[int]) -> bool:
+        """Whether a reader can take in the producer and everything between them."""
+        left, pending, seen = SEARCHED, [reader], {reader}
+        while pending:
+            current = pending.pop()
+            if current < 0 or not self.flexible[current]:
+                return False
+            for o in self.reads[current]:
+                if o < producer or o in seen or not self._reaches(producer, o):
+                    continue
+                if o in found or not self._fusible(o, current, self._reused(current)):
+                    return False
+                left -= 1
+                if left == 0:
+                    return False
+                if o != producer:
+                    seen.add(o)
+                    pending.append(o)
+        return True
+
+    def _reaches(self, producer: int, index: int) -> bool:
+        pending, seen = [index], {index}
+        while pending:
+            current = pending.pop()
+            if current == producer or len(seen) > SEARCHED:
+                return True
+            for o in self.reads[current]:
+                if o >= producer and o not in seen:
+                    seen.add(o)
+                    pending.append(o)
+        return False
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What is left, each with what it reads."""
+        found: list[Kernel] = []
+        for index, reads in enumerate(self.reads):
+            if self.alive[index] and self.kinds[index] != "literal":
+                ordered = tuple(sorted(reads))
+                over = tuple([o for o in ordered if reads[o]])
+                found.append(Kernel(operation=index, reads=ordered, over=over, turn=self._turn(index)))
+        return tuple(found)
+
+    def _turn(self, index: int) -> tuple[int, int]:
+        """What is no loop comes first, in order; then what is fused, the last first; then what is wrapped alone."""
+        if index in self.fused:
+            return 1, -self.place[index]
+        if self.kinds[index] in PRODUCERS and not (self.flexible[index] and self.kinds[index] == "bitcast"):
+            return 2, self.place[index]
+        return 0, index
+
+
+def _post_order(operations: Sequence[Operation], outputs: Iterable[int]) -> list[int]:
+    """Where each operation comes when all are visited behind their operands, the first operand and output first."""
+    place, count, pending = [-1] * len(operations), 0, list(outputs)[::-1]
+    opened = bytearray(len(operations))
+    while pending:
+        index = pending[-1]
+        if not opened[index]:
+            opened[index] = True
+            pending.extend([o for o in reversed(operations[index].operands) if not opened[o]])
+            continue
+        pending.pop()
+        if place[index] < 0:
+            place[index], count = count, count + 1
+    return place
+
+
+def _rank(operation: Operation) -> int:
+    return sum(size > 1 for size in operation.shape)
+
+
+def _needed(operations: Sequence[Operation], outputs: Iterable[int]) -> list[bool]:
+    """Whether each operation is an input, or something that outputs depend on."""
+    needed = [operation.kind == "input" for operation in operations]
+    for index in outputs:
+        needed[index] = True
+    for index in reversed(range(len(operations))):
+        if needed[index]:
+            for o in operations[index].operands:
+                needed[o] = True
+    return needed

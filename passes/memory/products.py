@@ -1,0 +1,130 @@
+"""What XLA makes of a product of matrices: operands transposed to where a kernel wants them, and folded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, cast
+
+from passes.ir import Node, TensorType
+from passes.memory.operations import Operations, Shape
+
+
+def _as_sent(operations: Operations, operand: int) -> int:
+    """An operand of a batch of products, which is read as a collective has laid it out."""
+    held = operations[operand]
+    if held.kind == "transpose" and operations[held.operands[0]].kind == "collective":
+        return operations.add("bitcast", held.operands, held.shape, held.dtype, held.tag)
+    return operand
+
+
+def contraction(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """Unless each side has at most one dimension of every sort, both are brought to (batch, free, contracted) order."""
+    numbers = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", node.params["dimension_numbers"])
+    type = results[0]
+    if numbers[1][0]:
+        operands = [_as_sent(operations, o) for o in operands]
+    operands, numbers = _folded(operations, operands, numbers)
+    product = _product(operations[operands[0]].shape, operations[operands[1]].shape, numbers)
+    if product is None:
+        return [operations.add("dot", operands, type.shape, type.dtype, numbers)]
+    reads: list[int] = []
+    for operand, order, matrix, by_columns in zip(
+        operands, product.orders, product.read, product.by_columns, strict=True
+    ):
+        arranged = operations.transpose(operand, order)
+        if operations[arranged].kind == "transpose" and by_columns:
+            arranged = operand  # read by columns as well as by rows
+        reads.append(operations.reshape(arranged, matrix))
+    made = operations.add("dot", reads, product.made, type.dtype, ("merged", numbers))
+    return [operations.reshape(made, type.shape)]
+
+
+def _folded(
+    operations: Operations, operands: Sequence[int], numbers: tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
+) -> tuple[Sequence[int], tuple[tuple[Shape, Shape], tuple[Shape, Shape]]]:
+    """The operands of a product with those that are transposed matrices as they were before: either way is read."""
+    read, contracted = list(operands), list(numbers[0])
+    for side, operand in enumerate(operands):
+        held, batch = operations[operand], numbers[1][side]
+        order = cast("Shape", held.tag) if held.kind == "transpose" else ()
+        leads = len(order) - 2
+        if not order or _is_laid_out(operations, held.operands[0]):
+            continue
+        if leads >= 0 and order == (*range(leads), leads + 1, leads) and tuple(batch) == tuple(range(leads)):
+            read[side] = held.operands[0]
+            contracted[side] = tuple(order[d] for d in contracted[side])
+    return read, ((contracted[0], contracted[1]), numbers[1])
+
+
+def _is_laid_out(operations: Operations, operation: int) -> bool:
+    """Whether it is a collective along another dimension than the first, which has brought that to the front."""
+    held = operations[operation]
+    return held.kind == "collective" and max(cast("tuple[int, ...]", held.tag)[3:5]) > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """How each side of a product is transposed and then read, whether its columns may be, and the shape it makes."""
+
+    orders: tuple[Shape, Shape]
+    read: tuple[Shape, Shape]
+    by_columns: tuple[bool, bool]
+    made: Shape
+
+
+@lru_cache(maxsize=1024)
+def _product(one: Shape, other: Shape, numbers: tuple[tuple[Shape, Shape], tuple[Shape, Shape]]) -> _Product | None:
+    """The product of two shapes, None where a kernel takes both as they lie; equal layers ask for the same ones."""
+    left, right = (_Side.of(s, c, b) for s, c, b in zip((one, other), *numbers, strict=True))
+    if left.is_canonical and right.is_canonical:
+        return None
+    rows, columns = (left.size("free"), left.size("contracted")), (right.size("contracted"), right.size("free"))
+    batches = [tuple(side.shape[d] for d in side.batch) for side in (left, right)]
+    return _Product(
+        orders=((*left.batch, *left.free, *left.contracted), (*right.batch, *right.contracted, *right.free)),
+        read=((*batches[0], *rows), (*batches[1], *columns)),
+        by_columns=(left.is_matrix and len(left.shape) == 2, right.is_matrix),
+        made=(*batches[0], left.size("free"), right.size("free")),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One side of a product, its dimensions by sort."""
+
+    shape: Shape
+    batch: Shape
+    free: Shape
+    contracted: Shape
+
+    @classmethod
+    def of(cls, shape: Shape, contracted: Shape, batch: Shape) -> _Side:
+        free = tuple(d for d in range(len(shape)) if d not in (*contracted, *batch))
+        return cls(shape=shape, batch=tuple(batch), free=free, contracted=tuple(contracted))
+
+    def size(self, sort: Literal["free", "contracted"]) -> int:
+        return math.prod(self.shape[d] for d in (self.free if sort == "free" else self.contracted))
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is one matrix, or a batch of them one after the other."""
+        others = [d for d in (*self.free, *self.contracted) if self.shape[d] > 1]
+        wide = [d for d in self.batch if self.shape[d] > 1]
+        return len(others) <= 2 and bool(wide) == bool(self.batch) and all(d < min(others, default=d + 1) for d in wide)
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether a kernel takes it as it lies; in a batch of products, dimensions of size 1 do not count."""
+        free, contracted, batch = (
+            [d for d in dims if not self.batch or self.shape[d] > 1]
+            for dims in (self.free, self.contracted, self.batch)
+        )
+        ordered = not batch or (
+            batch == sorted(batch) and batch[-1] < min((*free, *contracted), default=len(self.shape))
+        )
+        return len(contracted) <= 1 and len(free) <= 1 and ordered

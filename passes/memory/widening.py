@@ -1,0 +1,56 @@
+"""What a node turns into on a device whose compiler has no arithmetic for some of its dtypes, but in wider ones only.
+
+Every operation that computes or copies reads its operands widened and rounds what it makes back again; what is only
+another view of an array stays as narrow as it is. Where the program itself widens what was just rounded, neither
+happens: it reads what was there before.
+
+Reference: XLA's FloatNormalization under FloatSupport, as the CPU compiler uses it for bfloat16, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from passes.ir import Node, TensorType
+from passes.memory.operations import Operations
+from passes.memory.xla_operations import spell
+
+NARROW = frozenset(
+    "bitcast_convert_type broadcast_in_dim clz convert_element_type copy copy_p device_put expand_dims name reshape "
+    "sharding_constraint shift_left shift_right_arithmetic shift_right_logical squeeze stop_gradient transpose".split()
+)
+"""Primitives that take any dtype as it is: views, what makes no operation, and what would mean something else wider."""
+
+
+def spell_widened(
+    operations: Operations,
+    node: Node,
+    operands: Sequence[int],
+    results: Sequence[TensorType],
+    widened: Mapping[str, str],
+) -> list[int]:
+    """The operations that hold a node's results, where arithmetic on the keys of `widened` is done in its values."""
+    if node.primitive == "convert_element_type" and widened.get(operations[operands[0]].dtype) == results[0].dtype:
+        return [operations.before_rounding.get(operands[0]) or operations.converted(operands[0], results[0].dtype)]
+    if node.primitive in NARROW:
+        return spell(operations, node, operands, results)
+    read = [widen(operations, operand, widened) for operand in operands]
+    made = spell(
+        operations, node, read, [TensorType(shape=t.shape, dtype=widened.get(t.dtype, t.dtype)) for t in results]
+    )
+    return [round_to(operations, o, type.dtype) for o, type in zip(made, results, strict=True)]
+
+
+def widen(operations: Operations, operation: int, widened: Mapping[str, str]) -> int:
+    """An operation as what reads it computes with it."""
+    wide = widened.get(operations[operation].dtype)
+    return operation if wide is None else operations.converted(operation, wide)
+
+
+def round_to(operations: Operations, operation: int, dtype: str) -> int:
+    """What was computed in a wider dtype, rounded to the one that the program says."""
+    if operations[operation].dtype == dtype:
+        return operation
+    rounded = operations.converted(operation, dtype)
+    operations.before_rounding[rounded] = operation
+    return rounded

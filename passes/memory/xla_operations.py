@@ -1,0 +1,333 @@
+"""What each primitive turns into, as XLA comes to see it, on the shapes of one device.
+
+What a dot or a convolution takes is transposed to where its kernel wants it, quotients by a broadcast become products,
+logistic functions are spelled out, and the transpose of max-pooling finds every window's choice before it scatters.
+
+Reference: XLA's dot decomposer, transpose folding, logistic and select-and-scatter expanders, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import cast
+
+from passes.ir import Node, TensorType, item_nbytes
+from passes.memory.operations import Kind, Operations, Shape, is_number
+from passes.memory.products import contraction
+
+CHEAP = frozenset(
+    "abs add add_any and ceil clamp clz complex conj convert_element_type cos eq eq_to floor ge gt imag is_finite le "
+    "le_to lt lt_to max min mul mulhi ne neg not one_minus_square or population_count real reduce_precision round "
+    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub xor".split()
+)
+"""Elementwise primitives that XLA computes again for every reader."""
+
+EXPENSIVE = frozenset(
+    "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cosh digamma erf erf_inv erfc exp exp2 expm1 "
+    "igamma igamma_grad_a igammac lgamma log log1p log2 nextafter polygamma pow regularized_incomplete_beta rem rsqrt "
+    "sinh sqrt tan tanh threefry2x32 zeta".split()
+)
+"""Elementwise primitives that XLA computes once, however many readers they have."""
+
+SLICES = frozenset({"slice", "dynamic_slice", "split"})
+"""Primitives that take a part of an array."""
+
+Spelling = Callable[[Operations, Node, Sequence[int], Sequence[TensorType]], list[int]]
+
+
+def spell(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The operations that hold a node's results, given those of its operands, on local types."""
+    if node.primitive in SPELLINGS:
+        return SPELLINGS[node.primitive](operations, node, operands, results)
+    if node.primitive in CHEAP or node.primitive in EXPENSIVE:
+        expensive = node.primitive in EXPENSIVE
+        return [operations.elementwise(node.primitive, operands, type, expensive=expensive) for type in results]
+    tag = (node.primitive, operations.at)
+    return [operations.add("opaque", operands, t.shape, t.dtype, (*tag, i)) for i, t in enumerate(results)]
+
+
+def _same(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return list(operands)
+
+
+def _converted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return [operations.converted(operands[0], results[0].dtype)]
+
+
+def _divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """A quotient by something known or broadcast is a product."""
+    (type,), (above, below) = results, operands
+    if "float" not in type.dtype:
+        return [operations.elementwise("div", operands, type, expensive=operations.number(below) is None)]
+    if (number := operations.number(below)) is not None:
+        if is_number(number, 1.0):
+            return [operations.broadcast(above, type.shape)]
+        return [operations.elementwise("mul", (above, operations.literal(("1/", number), type.dtype)), type)]
+    spread = operations[operations.broadcast(below, type.shape)]
+    if spread.kind != "broadcast" or operations.number(above) is not None:
+        return [operations.elementwise("div", operands, type, expensive=True)]
+    narrow = TensorType(shape=operations[spread.operands[0]].shape, dtype=type.dtype)
+    one = operations.literal(1.0, type.dtype)
+    inverse = operations.elementwise("div", (one, spread.operands[0]), narrow, expensive=True)
+    wide = operations.broadcast(inverse, type.shape, cast("tuple[int, ...]", spread.tag))
+    return [operations.elementwise("mul", (above, wide), type)]
+
+
+def _power(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    (type,), exponent = results, cast("int", node.params["y"])
+    raised = operands[0]
+    if abs(exponent) != 1:
+        raised = operations.elementwise(f"power {abs(exponent)}", operands, type)
+    if exponent < 0:
+        one = operations.literal(1.0, type.dtype)
+        raised = operations.elementwise("div", (one, raised), type, expensive=True)
+    return [raised]
+
+
+def _logistic(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    (type,), one = results, operations.literal(1.0, results[0].dtype)
+    negative = operations.elementwise("neg", operands, type)
+    exponential = operations.elementwise("exp", (negative,), type, expensive=True)
+    below = operations.elementwise("add", (one, exponential), type)
+    return [operations.elementwise("div", (one, below), type, expensive=True)]
+
+
+def _reshaped(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return [operations.reshape(operands[0], results[0].shape)]
+
+
+def _broadcast(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    dims = cast("tuple[int, ...]", node.params["broadcast_dimensions"])
+    return [operations.broadcast(operands[0], results[0].shape, dims)]
+
+
+def _transposed(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """A product is transposed by swapping its sides."""
+    order, held = cast("tuple[int, ...]", node.params["permutation"]), operations[operands[0]]
+    if held.kind == "dot" and order == (1, 0):
+        return [operations.add("bitcast", operands, results[0].shape, held.dtype, "transposed")]
+    return [operations.transpose(operands[0], order)]
+
+
+def _iota(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return [operations.add("iota", operands, t.shape, t.dtype, node.params.get("dimension")) for t in results]
+
+
+def _rearranged(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """A slice of everything is what was there."""
+    if node.primitive in SLICES and results[0].shape == operations[operands[0]].shape:
+        return list(operands[:1])
+    tag = (node.primitive, repr(node.params))
+    return [operations.add("rearrange", operands, t.shape, t.dtype, (*tag, i)) for i, t in enumerate(results)]
+
+
+def _concatenated(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    (type,), dimension = results, cast("int", node.params["dimension"])
+    return [joined_by_copies(operations, operands, type.shape, type.dtype, dimension, len(operands))]
+
+
+def joined_by_copies(
+    operations: Operations, operands: Sequence[int], shape: Shape, dtype: str, dimension: int, count: int
+) -> int:
+    """`count` arrays one after another: XLA fuses a concatenation unless it joins many arrays, or long rows."""
+    nbytes = math.prod(shape) * item_nbytes(dtype)
+    minor = dimension == len(shape) - 1 and len(shape) > 1 and shape[-1] * item_nbytes(dtype) >= 64
+    kind: Kind = "opaque" if count > 8 or (minor and nbytes >= 2048) else "rearrange"
+    return operations.add(kind, operands, shape, dtype, ("concatenate", dimension))
+
+
+def _sorted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Every operand is sorted in place, or in a copy; all of them are there until the last is done."""
+    rooms = [
+        operations.add("update", (operand,), type.shape, type.dtype, ("sort", operations.at, i))
+        for i, (operand, type) in enumerate(zip(operands, results, strict=True))
+    ]
+    if len(rooms) == 1:
+        return rooms
+    return [
+        operations.add("part", (room, *rooms), type.shape, type.dtype, ("sort", operations.at, i))
+        for i, (room, type) in enumerate(zip(rooms, results, strict=True))
+    ]
+
+
+def _by_columns(operations: Operations, operand: int) -> int:
+    """Matrices as LAPACK takes them, column after column."""
+    rank = len(operations[operand].shape)
+    return operations.transpose(operand, (*range(rank - 2), rank - 1, rank - 2))
+
+
+def _in_place(operations: Operations, room: int, name: str, *others: int) -> int:
+    """What a kernel writes over `room`, or over a copy of what is an argument under another name."""
+    held = operations[room]
+    source = held.operands[0] if held.kind == "bitcast" else room
+    if operations[source].kind == "input":
+        room = operations.add("opaque", (room,), held.shape, held.dtype, ("copy", operations.at))
+    return operations.add("update", (room, *others), held.shape, held.dtype, (name, operations.at))
+
+
+def _factored(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Reflectors take the place of a copy; R is cut out of it, Q is made in another copy."""
+    orthogonal, triangle = results
+    packed = _in_place(operations, _by_columns(operations, operands[0]), "geqrf")
+    by_columns = (*orthogonal.shape[:-2], orthogonal.shape[-1], orthogonal.shape[-2])
+    room = operations.add("opaque", (packed,), by_columns, orthogonal.dtype, ("reflectors", operations.at))
+    made = _by_columns(operations, _in_place(operations, room, "orgqr"))
+    return [made, operations.add("rearrange", (packed,), triangle.shape, triangle.dtype, ("triangle", operations.at))]
+
+
+def _cholesky(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """In the place of a copy, and not a number where there is none."""
+    made = _in_place(operations, _by_columns(operations, operands[0]), "potrf")
+    masked = operations.elementwise(
+        "checked", (made,), TensorType(shape=operations[made].shape, dtype=results[0].dtype)
+    )
+    return [_by_columns(operations, masked)]
+
+
+def _solved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """In the place of the right-hand side."""
+    matrix, right = (_by_columns(operations, operand) for operand in operands)
+    return [_by_columns(operations, _in_place(operations, right, "trsm", matrix))]
+
+
+def _random(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Two words of a counter for each word of the result go round a loop, copied once, and then become one.
+
+    Reference: jax.random, threefry2x32 with partitionable counters.
+    """
+    (type,) = results
+    words = TensorType(shape=type.shape, dtype="uint64" if type.item_nbytes == 8 else "uint32")
+    both = [operations.add("fresh", (), words.shape, words.dtype, ("counter", operations.at, i)) for i in range(2)]
+    copies = [operations.add("opaque", (o,), words.shape, words.dtype, ("copy", operations.at)) for o in both]
+    loop = operations.add("opaque", (*both, *copies), (0,), "bool", ("threefry2x32", operations.at))
+    made = [operations.add("part", (o, loop), words.shape, words.dtype, ("words", operations.at)) for o in both]
+    return [operations.elementwise("xor", made, type)]
+
+
+def _gathered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Where indices may lie outside, what they select is masked."""
+    (type,) = results
+    found = operations.add("gather", operands, type.shape, type.dtype, repr(node.params))
+    if "FILL" not in str(node.params.get("mode")):
+        return [found]
+    return [operations.add("elementwise", (found, operands[1]), type.shape, type.dtype, "masked")]
+
+
+def _scattered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    return [operations.add("update", operands, results[0].shape, results[0].dtype, (node.primitive, operations.at))]
+
+
+def _reduced(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Nothing to do along dimensions of size 1; a sum of negatives is a negative sum.
+
+    What is reduced is read as it was before dimensions were joined to a reduced one, or brought into another order.
+    """
+    (type,), held = results, operations[operands[0]]
+    axes = sorted(cast("tuple[int, ...]", node.params["axes"]))
+    if all(held.shape[d] == 1 for d in axes):
+        return [operations.reshape(operands[0], type.shape)]
+    if node.primitive == "reduce_sum" and held.tag == "neg":
+        made = _reduced(operations, node, held.operands, results)
+        return [operations.elementwise("neg", made, type)]
+    (operand,) = operands
+    if held.kind == "bitcast" and held.tag is None:
+        before = _axes_before(operations[held.operands[0]].shape, held.shape, axes)
+        if before is not None:
+            operand, axes = held.operands[0], before
+    held = operations[operand]
+    if held.name == "transpose" or held.kind == "transpose":
+        tag = cast("tuple[object, ...]", held.tag)
+        order = cast("Shape", tag[1] if held.kind == "rearrange" else tag)
+        kept = [d for position, d in enumerate(order) if position not in axes]
+        if kept == sorted(kept):
+            operand, axes = held.operands[0], sorted(order[d] for d in axes)
+    return [operations.add("reduce", (operand,), type.shape, type.dtype, (node.primitive, tuple(axes)))]
+
+
+def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] | None:
+    """The dimensions that were joined to `axes`, and only to those; None where a reshape did anything else."""
+    found: list[int] = []
+    position = 0
+    for dimension, size in enumerate(after):
+        joined = [position]
+        while position < len(before) and math.prod(before[d] for d in joined) < size and joined[-1] + 1 < len(before):
+            joined.append(joined[-1] + 1)
+        if position >= len(before) or math.prod(before[d] for d in joined) != size:
+            return None
+        if dimension in axes:
+            found.extend(joined)
+        elif len(joined) > 1:
+            return None
+        position = joined[-1] + 1
+    return found if position == len(before) else None
+
+
+def _convolved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """Batch first and features last, the kernel's spatial dimensions first: whatever lies otherwise is copied."""
+    numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
+    (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
+    (first, last, *between), (type,) = numbers["out_spec"], results
+    left = operations.transpose(operands[0], (batch, *spatial, feature))
+    right = operations.transpose(operands[1], (*window, into, out))
+    order = (first, *between, last)
+    shape = tuple(type.shape[d] for d in order)
+    made = operations.add("opaque", (left, right), shape, type.dtype, ("convolution", operations.at))
+    return [operations.transpose(made, sorted(range(type.rank), key=order.__getitem__))]
+
+
+def _selected(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The place of every window's choice, found among counters along each dimension, and a scatter to those places."""
+    source, operand = operands
+    held, (type,), windows = operations[operand], results, operations[source]
+    counters = [operations.add("iota", (), held.shape, "int32", d) for d in range(len(held.shape))]
+    found = [
+        operations.add("opaque", (operand, *counters), windows.shape, dtype, ("window", operations.at, i))
+        for i, dtype in enumerate((held.dtype, *("int32" for _ in counters)))
+    ]
+    places = operations.add("rearrange", found[1:], (windows.size, len(counters)), "int32", ("places", operations.at))
+    zeros = operations.broadcast(operations.literal(0.0, type.dtype), type.shape, ())
+    reads = (zeros, places, operations.reshape(source, (windows.size,)))
+    return [operations.add("update", reads, type.shape, type.dtype, ("scatter", operations.at))]
+
+
+SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("stop_gradient", "copy", "copy_p", "name", "device_put", "sharding_constraint"),
+            _same,
+        ),
+        **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
+        **dict.fromkeys(("slice", "dynamic_slice", "rev", "pad", "split", "unstack", "stack", "tile"), _rearranged),
+        **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
+        **dict.fromkeys(
+            ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scattered
+        ),
+        "broadcast_in_dim": _broadcast,
+        "cholesky": _cholesky,
+        "concatenate": _concatenated,
+        "conv_general_dilated": _convolved,
+        "convert_element_type": _converted,
+        "div": _divided,
+        "dot_general": contraction,
+        "dynamic_update_slice": _scattered,
+        "gather": _gathered,
+        "integer_pow": _power,
+        "iota": _iota,
+        "logistic": _logistic,
+        "qr": _factored,
+        "random_bits": _random,
+        "select_and_scatter_add": _selected,
+        "sort": _sorted,
+        "transpose": _transposed,
+        "triangular_solve": _solved,
+    }
+)
+"""What the primitives that are more or less than one operation turn into."""

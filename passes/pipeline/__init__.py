@@ -1,0 +1,22 @@
+"""A step in stages: prices of its blocks as stages, the table and the search over them, and the plan of a pipeline."""
+
+from passes.pipeline.assemble import body_of, check_submeshes, pipelined, recounted
+from passes.pipeline.samples import Step, layers_of, samples_of
+from passes.pipeline.search import StagedSearch, interrupted
+from passes.pipeline.segments import homes, piece_of
+from passes.pipeline.stage_table import Sample
+
+__all__ = [
+    "Sample",
+    "StagedSearch",
+    "Step",
+    "body_of",
+    "check_submeshes",
+    "homes",
+    "interrupted",
+    "layers_of",
+    "piece_of",
+    "pipelined",
+    "recounted",
+    "samples_of",
+]

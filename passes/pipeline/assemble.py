@@ -1,0 +1,233 @@
+"""From stages with plans to a pipeline with costs: seconds of tasks, bytes in flight, transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from passes.cluster import Cluster, Mesh, boundary_seconds
+from passes.errors import InternalError, PlanningError, explain
+from passes.inter_op import StageCost, Transfer
+from passes.intra_op import accounted
+from passes.ir import Graph
+from passes.memory import memory
+from passes.pipeline.segments import Needs, needs
+from passes.placement import Layout, collectives, group, is_free, moves
+from passes.plan import MemoryReport, PipelinePlan, Plan, operators
+from passes.sharding import Resharder
+from passes.text import count
+from passes.transforms import Part, Stages, loop_of, stages
+
+
+def body_of(graph: Graph) -> Graph:
+    """What a microbatch computes."""
+    index = loop_of(graph)
+    if index is None:
+        raise InternalError("a pipeline is planned from a step in microbatches")
+    return graph.nodes[index].subgraphs[0]
+
+
+def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+    """The devices of each stage. Raises PlanningError unless they fit the cluster."""
+    asked = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
+    if stages < 1:
+        raise PlanningError(explain(asked, "a pipeline has one stage or more", "", "write, say, stages=2"))
+    if submeshes and (len(submeshes) != stages or min(submeshes) < 1):
+        rule = "there is one submesh for each stage, of one device or more"
+        raise PlanningError(explain(asked, rule, "", "leave submeshes out for equal ones"))
+    devices = cluster.n_devices
+    if not submeshes and devices % stages:
+        rule = f"{count(devices, 'device')} of cluster {cluster.name!r} do not spread evenly over {stages} stages"
+        raise PlanningError(explain(asked, rule, "", "say how many each stage has: submeshes=(4, 2, 2)"))
+    sizes = tuple(submeshes) or (devices // stages,) * stages
+    if sum(sizes) > devices:
+        rule = f"these are {sum(sizes)} devices, and cluster {cluster.name!r} has {devices}"
+        raise PlanningError(explain(asked, rule, "", "give the stages fewer devices"))
+    return sizes
+
+
+def pipelined(
+    name: str,
+    graph: Graph,
+    cluster: Cluster,
+    tied: tuple[tuple[int, int], ...],
+    donated: Sequence[bool],
+    firsts: Sequence[int],
+    schedule: str,
+    plan_stage: Callable[[Part, int], Plan],
+    chunks: int = 1,
+) -> PipelinePlan:
+    """The pipeline whose stages begin at body nodes `firsts`, each planned by itself."""
+    parts = stages.cut(graph, firsts, tied)
+    plans = [plan_stage(part, k) for k, part in enumerate(parts.parts)]
+    return joined(name, graph, cluster, tied, donated, parts, firsts, plans, schedule, chunks)
+
+
+def restated(
+    plan: Plan, planned: Graph, graph: Graph, tied: tuple[tuple[int, int], ...], donated: Sequence[bool]
+) -> Plan:
+    """The plan of a stage, `planned`, for another of the same fingerprint, whose operators and arrays it names."""
+    named = replace(
+        plan,
+        operators=operators(graph, plan.layout.placements),
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+    )
+    if sources(planned) == sources(graph):
+        names = dict(
+            zip((*plan.output_names, *plan.input_names), (*graph.output_names, *graph.input_names), strict=True)
+        )
+        return replace(named, memory=plan.memory and plan.memory.renamed(names))
+    layout, mesh = plan.layout, plan.mesh
+    schedule = moves(graph, layout, Resharder(mesh), refetch=plan.refetch)
+    held = memory(graph, group(graph), mesh, layout, schedule, tied, donated)
+    return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(held))
+
+
+def sources(graph: Graph) -> list[object]:
+    """Where each operator was written, those of loops and branches included."""
+    return [(node.source, *map(sources, node.subgraphs)) for node in graph.nodes]
+
+
+def joined(
+    planner: str,
+    graph: Graph,
+    cluster: Cluster,
+    tied: tuple[tuple[int, int], ...],
+    donated: Sequence[bool],
+    cut: Stages,
+    firsts: Sequence[int],
+    plans: Sequence[Plan],
+    schedule: str,
+    chunks: int,
+    known: dict[object, Needs] | None = None,
+) -> PipelinePlan:
+    """The pipeline of these stages; what each needs is added to what is `known`."""
+    found = {} if known is None else known
+
+    def cost(part: Part, plan: Plan) -> StageCost:
+        own, given = stages.ties(part, graph, tied), stages.donations(part, graph, donated)
+        key = part.graph.fingerprint, plan.layout, plan.mesh, own, given
+        if key not in found:  # most stages of a deep model are alike
+            found[key] = needs(part, plan.layout, plan.mesh, own, given)
+        return stage_cost(part, plan, found[key])
+
+    sent = [_sent_nbytes(cut, k) for k in range(len(plans))]
+    plan = PipelinePlan(
+        fingerprint=graph.fingerprint,
+        cluster=cluster,
+        planner=planner,
+        schedule_name=schedule,
+        chunks=chunks,
+        microbatches=cut.microbatches,
+        firsts=tuple(firsts),
+        stages=tuple(plans),
+        costs=tuple(cost(part, plan) for part, plan in zip(cut.parts, plans, strict=True)),
+        transfers=tuple(_transfer(cluster, plans, chunks, sent, k) for k in range(len(plans) - 1)),
+        sent_nbytes=tuple(forward + backward for forward, backward in sent),
+        input_names=graph.input_names,
+        output_names=graph.output_names,
+    )
+    plan.verify()
+    return plan
+
+
+def recounted(
+    plan: PipelinePlan, graph: Graph, tied: tuple[tuple[int, int], ...], donated: Sequence[bool]
+) -> PipelinePlan:
+    """The pipeline with the numbers that follow from its stages' placements."""
+    cut = stages.cut(graph, plan.firsts, tied)
+    plans = [
+        accounted(stage, part.graph, stages.ties(part, graph, tied), stages.donations(part, graph, donated))
+        for part, stage in zip(cut.parts, plan.stages, strict=True)
+    ]
+    about = plan.planner, graph, plan.cluster, tied, donated, cut, plan.firsts, plans
+    return joined(*about, plan.schedule_name, plan.chunks)
+
+
+def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
+    """What a stage costs by its plan, with what it needs besides what lies there."""
+    found = priced(part, plan.layout, plan.mesh, plan.phases)
+    return replace(
+        found,
+        persistent_nbytes=found.persistent_nbytes + needed.entering,
+        working_nbytes=needed.working,
+        finish_nbytes=needed.finish,
+    )
+
+
+def microbatches_of(part: Part) -> int:
+    """How often a stage's loop runs."""
+    length = part.graph.nodes[part.loop].params["length"]
+    if not isinstance(length, int):
+        raise InternalError(f"a loop of {length!r} microbatches")
+    return length
+
+
+def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float]) -> StageCost:
+    """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
+    length = microbatches_of(part)
+    backward = seconds.get("backward", 0.0) / length
+    return StageCost(
+        forward_seconds=seconds.get("forward", 0.0) / length,
+        backward_seconds=backward,
+        input_gradient_seconds=backward / 2,
+        weight_gradient_seconds=backward / 2,
+        finish_seconds=seconds.get("apply", 0.0),
+        in_flight_nbytes=_kept_nbytes(part, layout, mesh),
+        persistent_nbytes=_persistent_nbytes(part, layout, mesh),
+    )
+
+
+def kept(part: Part) -> frozenset[int]:
+    """The values of the body that a microbatch's forward keeps for its backward, what it received included."""
+    body = part.body
+    home = set(part.streams.values()) & set(body.inputs)
+    for index in part.forward:
+        if not is_free(body, index):
+            home |= set(body.nodes[index].outputs)
+    read = {v for i, node in enumerate(body.nodes) if i not in part.forward for v in node.inputs}
+    return frozenset(read & home)
+
+
+def _kept_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
+    """Bytes of one device that a microbatch's forward keeps for its backward, what it received included."""
+    body, inside = part.body, layout.placements[part.loop].bodies[0]
+    home = dict(zip(body.inputs, inside.inputs, strict=True))
+    for index in part.forward:
+        home |= zip(body.nodes[index].outputs, inside.placements[index].results, strict=True)
+    return sum(home[v].local_nbytes(body.types[v], mesh) for v in kept(part))
+
+
+def _persistent_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
+    """Bytes of one device of parameters, state and summed gradients."""
+    graph = part.graph
+    inputs = zip(graph.inputs, layout.inputs, strict=True)
+    held = sum(s.local_nbytes(graph.types[v], mesh) for v, s in inputs if v not in part.streams)
+    loop = graph.nodes[part.loop]
+    results = zip(loop.outputs, layout.placements[part.loop].results, strict=True)
+    return held + sum(s.local_nbytes(graph.types[v], mesh) for v, s in results if v not in part.streams)
+
+
+def _sent_nbytes(cut: Stages, stage: int) -> tuple[int, int]:
+    """Bytes that a stage sends on with each microbatch, and back."""
+    part = cut.parts[stage]
+    onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
+    sent = [(v, inner) for v, inner in part.streams.items() if v in part.graph.outputs]
+    forward = sum(part.body.types[inner].nbytes for _, inner in sent if inner in onward)
+    backward = sum(part.body.types[inner].nbytes for _, inner in sent if inner not in onward)
+    return forward, backward
+
+
+def _transfer(
+    cluster: Cluster, plans: Sequence[Plan], chunks: int, sent: Sequence[tuple[int, int]], left: int
+) -> Transfer:
+    """Seconds between a stage and the next."""
+    hosts, groups = cluster.group(), len(plans) // chunks
+    ends = [0, *accumulate(plan.mesh.size for plan in plans[:groups])]
+    here, there = (range(ends[k % groups], ends[k % groups + 1]) for k in (left, left + 1))
+    return Transfer(
+        forward_seconds=boundary_seconds(hosts, here, there, sent[left][0]),
+        backward_seconds=boundary_seconds(hosts, there, here, sent[left + 1][1]),
+    )

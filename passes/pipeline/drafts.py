@@ -1,0 +1,303 @@
+"""Pipelines by their prices, before any stage of them is planned: stages that a search found, and those made by hand.
+
+A shape says where stages begin and on how many devices they run; even stages on equal submeshes are what is made by
+hand. In some number of microbatches and under each schedule it is simulated with the prices of its blocks.
+
+A pipeline of p groups in m microbatches takes, with the floors c_j of stages (forward and backward of a microbatch),
+P_g of all stages of a group with their share of the end of a step, and transfers x_j onward and y_j back, at least
+
+    max over g of  sum over j < g of (c_j + x_j + y_j) + m sum over stages of g of c      a backward being one task
+    max over g of  sum over j < g of x_j + m P_g
+
+for a group begins when the first microbatch has come to it. Drafts are priced in the order of that bound, which rises
+as blocks are priced, until none is left that may be the best.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate, pairwise
+
+from passes.cluster import HostGroup, boundary_seconds
+from passes.inter_op import Floor, Partition, StageCost, Transfer, build, in_flight, is_chunked, simulate
+from passes.pipeline.stage_table import StageCosts
+from passes.plan import DISPATCH_SECONDS
+
+CHUNKS = (1, 2, 3, 4)
+"""Stages that a submesh has in turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Stages that begin at blocks `begins`; group g of `devices` has stages g, g + groups, ... in turn."""
+
+    begins: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each group."""
+        return len(self.begins) // len(self.devices)
+
+    def places(self) -> list[range]:
+        """The devices of each stage."""
+        ends = [0, *accumulate(self.devices)]
+        return [range(ends[k % len(self.devices)], ends[k % len(self.devices) + 1]) for k in range(len(self.begins))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A shape in so many microbatches under a schedule, with what it takes by its prices.
+
+    Prices are those of `table`, which is one of restricted placements where a pipeline by hand restricts them.
+    """
+
+    shape: Shape
+    microbatches: int
+    schedule: str
+    seconds: float
+    peak_nbytes: int
+    table: StageCosts
+
+    @property
+    def key(self) -> object:
+        """What its stages are planned by: all but the schedule."""
+        return self.shape, self.microbatches, id(self.table)
+
+
+def evenly(n_devices: int, chunks: Sequence[int] = CHUNKS) -> list[tuple[int, int]]:
+    """Every (groups, chunks) in which so many devices have equal submeshes."""
+    groups = [n for n in range(2, n_devices + 1) if n_devices % n == 0]
+    return [(n, each) for n in groups for each in chunks]
+
+
+def by_hand(table: StageCosts, n_devices: int, microbatches: int) -> Iterator[Shape]:
+    """The shapes of even stages on equal submeshes, cut as the step is in so many microbatches."""
+    even = table.cuts(microbatches).even
+    for groups, chunks in evenly(n_devices):
+        if begins := even.get(groups * chunks):
+            yield Shape(begins=begins, devices=(n_devices // groups,) * groups)
+
+
+def found(table: StageCosts, partition: Partition, microbatches: int) -> Shape:
+    """The shape of a partition."""
+    layers = table.cuts(microbatches).layers
+    return Shape(
+        begins=tuple(layers[stage.first] for stage in partition.stages),
+        devices=tuple(stage.submesh.n_devices for stage in partition.stages),
+    )
+
+
+def drafted(table: StageCosts, partition: Partition) -> Draft:
+    """A partition as a draft."""
+    return Draft(
+        shape=found(table, partition, partition.microbatches),
+        microbatches=partition.microbatches,
+        schedule=partition.schedule,
+        seconds=partition.seconds,
+        peak_nbytes=max(partition.timeline.peak_nbytes),
+        table=table,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftSearch:
+    """The drafts that were `found`, each with the seconds that it takes by its prices.
+
+    `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
+    `reach` times that or more, or `most` seconds, or that is seen to need more than `most_nbytes` before it is. `has`
+    makes a sample in so many microbatches, and says whether there is one; `leaner(n, tensor)` has Megatron's prices on
+    n devices of which so many cut the weights.
+    """
+
+    table: StageCosts
+    schedules: Sequence[str]
+    limit: float
+    most_nbytes: float
+    most: float
+    reach: float
+    has: Callable[[int], bool]
+    leaner: Callable[[int, int], StageCosts]
+    best: float = math.inf
+    found: list[Draft] = field(default_factory=list[Draft])
+    _seen: set[object] = field(default_factory=set[object])
+
+    @property
+    def beneath(self) -> float:
+        """Seconds that a draft must stay beneath."""
+        return min(self.reach * self.best, self.most)
+
+    def take(self, draft: Draft) -> None:
+        if draft.seconds < self.beneath:
+            self.found.append(draft)
+            if draft.peak_nbytes <= self.limit:
+                self.best = min(self.best, draft.seconds)
+
+    def add(self, wanted: Iterable[tuple[Shape, int]]) -> None:
+        """Prices these shapes in so many microbatches under each schedule, in the order of their bounds."""
+        left: list[tuple[float, int, Shape, int, tuple[str, ...]]] = []
+        for shape, count in dict.fromkeys(wanted):
+            for names in _families(shape, count, self.schedules):
+                if (shape, count, names) not in self._seen:
+                    self._seen.add((shape, count, names))
+                    left.append((self._bound(shape, count, names), len(left), shape, count, names))
+        heapq.heapify(left)
+        while left and left[0][0] < self.beneath:
+            bound, number, shape, count, names = heapq.heappop(left)
+            if not self.has(count):
+                continue
+            least = self._bound(shape, count, names)
+            if left and least > left[0][0] and least > bound:
+                heapq.heappush(left, (least, number, shape, count, names))
+                continue
+            names = tuple(name for name in names if self.least_nbytes(shape, count, name) <= self.most_nbytes)
+            if not names:
+                continue
+            over: list[Draft] = []
+            for draft in drafts(shape, self.table, count, names, self.beneath):
+                self.take(draft)
+                over += [draft] if draft.peak_nbytes > self.limit else []
+            self._add_lean(shape, count, over)
+
+    def _add_lean(self, shape: Shape, count: int, over: Sequence[Draft]) -> None:
+        """Adds what does not fit with every submesh laid out as Megatron does, weights cut over all or some of it."""
+        size = shape.devices[0]
+        if not over or len(set(shape.devices)) > 1:
+            return
+        held = _most_held(shape, self.table, count)
+        for tensor in (parts for parts in range(size, 0, -1) if size % parts == 0):
+            names = tuple(one.schedule for one in over if one.seconds < self.beneath)
+            if names and held <= tensor * self.limit:
+                for draft in drafts(shape, self.leaner(size, tensor), count, names, self.beneath):
+                    self.take(draft)
+
+    def is_tight(self, n_devices: int) -> bool:
+        """Whether some even stages are seen not to fit in as many microbatches as there are samples of."""
+        names, count = [name for name in self.schedules if not is_chunked(name)], max(self.table.samples)
+        shapes = (shape for shape in by_hand(self.table, n_devices, count) if shape.chunks == 1)
+        needed = (min((self.least_nbytes(one, count, name) for name in names), default=0.0) for one in shapes)
+        return any(nbytes > self.most_nbytes for nbytes in needed)
+
+    def least_nbytes(self, shape: Shape, count: int, schedule: str) -> float:
+        """What some group of a shape needs at least of a device: what it holds, and what is in flight."""
+        runs, groups = _runs(shape, self.table, count), len(shape.devices)
+        held = [self.table.floor(*run, count).nbytes for run in runs]
+        each = [self.table.kept_nbytes(*run, count) for run in runs]
+        flying = in_flight(build(schedule, len(runs), count, shape.chunks), each)
+        return max(nbytes + sum(held[group::groups]) for group, nbytes in enumerate(flying))
+
+    def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
+        known = count if count in self.table.samples else min(self.table.samples, key=lambda one: abs(one - count))
+        floors = [self.table.floor(*run, count) for run in _runs(shape, self.table, known)]
+        return least_seconds(floors, _transfers(shape, self.table, known, count), shape, count, _splits(names[0]))
+
+
+def least_seconds(
+    floors: Sequence[Floor], transfers: Sequence[Transfer], shape: Shape, microbatches: int, split: bool
+) -> float:
+    """Seconds that a shape takes at least; with the backward `split` nothing need follow a group's last task."""
+    groups, before, onward, least = len(shape.devices), 0.0, 0.0, 0.0
+    for group in range(groups):
+        own = floors[group::groups]
+        busy, pace = sum(one.seconds for one in own), sum(one.pace for one in own)
+        least = max(least, onward + microbatches * pace, before + microbatches * busy)
+        if group + 1 < groups:
+            hop = transfers[group]
+            onward += hop.forward_seconds
+            before += hop.forward_seconds
+            before += 0.0 if split else hop.backward_seconds + floors[group].seconds
+    return least
+
+
+def _families(shape: Shape, microbatches: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The schedules that a shape can have, those with a whole backward apart from those with halves of it."""
+    if shape.chunks > 1 and microbatches % len(shape.devices):
+        return
+    names = [name for name in schedules if is_chunked(name) == (shape.chunks > 1)]
+    for split in (False, True):
+        if own := tuple(name for name in names if _splits(name) == split):
+            yield own
+
+
+@cache
+def _splits(schedule: str) -> bool:
+    """Whether a schedule has halves of the backward."""
+    return any(task.kind == "weight_gradient" for task in build(schedule, 1, 1).groups[0])
+
+
+def _most_held(shape: Shape, table: StageCosts, microbatches: int) -> int:
+    """The most bytes of state that the stages of a group have, all devices together."""
+    state = [table.state_nbytes(begin, end, microbatches) for begin, end, _ in _runs(shape, table, microbatches)]
+    return max(sum(state[group :: len(shape.devices)]) for group in range(len(shape.devices)))
+
+
+def _runs(shape: Shape, table: StageCosts, microbatches: int) -> list[tuple[int, int, int]]:
+    """The first block of each stage, the one after its last, and its devices."""
+    ends = (*shape.begins[1:], len(table.cuts(microbatches).blocks))
+    sizes = (shape.devices[stage % len(shape.devices)] for stage in range(len(ends)))
+    return list(zip(shape.begins, ends, sizes, strict=True))
+
+
+def drafts(
+    shape: Shape, table: StageCosts, microbatches: int, schedules: Sequence[str], beneath: float
+) -> Iterator[Draft]:
+    """A shape under each of these schedules; none once it is seen that it takes `beneath` seconds or more."""
+    costs = _costs(shape, table, microbatches, beneath)
+    if costs is None:
+        return
+    transfers = _transfers(shape, table, microbatches, microbatches)
+    for schedule in schedules:
+        timeline = simulate(
+            build(schedule, len(shape.begins), microbatches, shape.chunks),
+            costs,
+            transfers,
+            dispatch_seconds=DISPATCH_SECONDS,
+        )
+        if timeline.seconds < beneath:
+            yield Draft(
+                shape=shape,
+                microbatches=microbatches,
+                schedule=schedule,
+                seconds=timeline.seconds,
+                peak_nbytes=max(timeline.peak_nbytes),
+                table=table,
+            )
+
+
+def _costs(shape: Shape, table: StageCosts, microbatches: int, beneath: float) -> list[StageCost] | None:
+    """What each stage costs; None once one of them cannot be had, or takes too long for all microbatches."""
+    costs: list[StageCost] = []
+    for begin, end, n_devices in _runs(shape, table, microbatches):
+        stage_found = table.stage(begin, end, n_devices, microbatches, beneath / microbatches)
+        if stage_found is None:
+            return None
+        costs.append(stage_found.cost())
+    return costs
+
+
+def _transfers(shape: Shape, table: StageCosts, known: int, microbatches: int) -> list[Transfer]:
+    """What crosses between stages; in so many microbatches as there are of a sample, or the like of that in others."""
+    hosts, places = table.cluster.group(), shape.places()
+    edges = [table.edge_nbytes(block, known) * known // microbatches for block in shape.begins[1:]]
+    return [
+        _transfer(hosts, here, there, nbytes) for (here, there), nbytes in zip(pairwise(places), edges, strict=True)
+    ]
+
+
+def _transfer(hosts: HostGroup, here: range, there: range, nbytes: int) -> Transfer:
+    return Transfer(
+        forward_seconds=boundary_seconds(hosts, here, there, nbytes),
+        backward_seconds=boundary_seconds(hosts, there, here, nbytes),
+    )
+
+
+def first_of_each(ordered: Sequence[Draft]) -> list[Draft]:
+    """The first draft of each shape in each number of microbatches: its other schedules are tried with its plan."""
+    firsts: dict[object, Draft] = {}
+    for draft in ordered:
+        firsts.setdefault(draft.key, draft)
+    return list(firsts.values())

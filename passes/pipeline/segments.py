@@ -1,0 +1,148 @@
+"""Segments of a stage's program: the part of a graph that runs between two waits, and what a stage needs to run them.
+
+A stage runs a segment for each kind of task and one when all microbatches are done (autopar/runtime/instructions.py).
+Bytes are those of one device: what stays all the time, what a task works with, and what the end of a step does, when
+nothing is in flight any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.cluster import Mesh
+from passes.ir import Graph
+from passes.memory import PERSISTENT, memory
+from passes.placement import Layout, group, is_free, moves
+from passes.sharding import Resharder, ShardingSpec
+from passes.transforms import Part
+
+Held = tuple[int, ShardingSpec]
+"""A value in a placement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some nodes of a graph as a program of their own: they are its `nodes`, and `layout` has their placements."""
+
+    graph: Graph
+    nodes: tuple[int, ...]
+    layout: Layout
+
+
+def piece_of(
+    graph: Graph, nodes: Iterable[int], layout: Layout, home: Mapping[int, ShardingSpec], wanted: Sequence[Held]
+) -> Piece:
+    """The part of a graph that makes `wanted`, of those of its `nodes` that matter; `home` is where values are."""
+    live, allowed = {v for v, _ in wanted}, set(nodes)
+    chosen: list[int] = []
+    for index in reversed(range(len(graph.nodes))):
+        node = graph.nodes[index]
+        if (index in allowed or is_free(graph, index)) and not live.isdisjoint(node.outputs):
+            chosen.append(index)
+            live.update(node.inputs)
+    picked = tuple(reversed(chosen))
+    made = {v for i in picked for v in graph.nodes[i].outputs}
+    entering = sorted(v for v in live - made if v not in graph.literals and v not in graph.constants)
+    return Piece(
+        graph=graph.part(picked, entering, [v for v, _ in wanted]),
+        nodes=picked,
+        layout=Layout(
+            inputs=tuple(home[v] for v in entering),
+            placements=tuple(layout.placements[i] for i in picked),
+            outputs=tuple(spec for _, spec in wanted),
+        ),
+    )
+
+
+def homes(graph: Graph, layout: Layout) -> dict[int, ShardingSpec]:
+    """Where every value of a graph is at home."""
+    found = dict(zip(graph.inputs, layout.inputs, strict=True))
+    for node, placement in zip(graph.nodes, layout.placements, strict=True):
+        found |= zip(node.outputs, placement.results, strict=True)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Bytes of one device besides arguments, sums and what microbatches keep.
+
+    `entering` are copies that the loop reads in place of arguments, all the time; `working` is what a task needs while
+    it runs, `finish` what the end of a step does: results that take no donated argument's room, and working space.
+    """
+
+    entering: int
+    working: int
+    finish: int
+
+
+def needs(part: Part, layout: Layout, mesh: Mesh, ties: Sequence[tuple[int, int]], donated: Sequence[bool]) -> Needs:
+    """What a stage needs; `ties` pairs (output, input) positions that are one state, of which some are `donated`."""
+    resharder = Resharder(mesh)
+    return Needs(
+        entering=entering(part, layout, mesh),
+        working=_working(part, layout.placements[part.loop].bodies[0], mesh, resharder),
+        finish=_finish(part, layout, mesh, resharder, {o for o, i in ties if donated[i]}),
+    )
+
+
+def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
+    """Bytes of one device of what a stage's loop reads in place of arguments that lie elsewhere."""
+    graph = part.graph
+    node, placement = graph.nodes[part.loop], layout.placements[part.loop]
+    there = set(zip(graph.inputs, layout.inputs, strict=True))
+    n_constants = node.params["num_consts"]
+    assert isinstance(n_constants, int)
+    read = dict.fromkeys(zip(node.inputs[:n_constants], placement.operands[:n_constants], strict=True))
+    fixed = {*graph.literals, *graph.constants}
+    return sum(s.local_nbytes(graph.types[v], mesh) for v, s in read if (v, s) not in there and v not in fixed)
+
+
+def _working(part: Part, inside: Layout, mesh: Mesh, resharder: Resharder) -> int:
+    """What a task needs besides what it reads and what is kept of it: the forward, or the backward."""
+    body, loop = part.body, part.graph.nodes[part.loop]
+    n_constants, n_carries = loop.params["num_consts"], loop.params["num_carry"]
+    assert isinstance(n_constants, int)
+    assert isinstance(n_carries, int)
+    home, ends = homes(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
+    sums = dict(zip(body.outputs[:n_carries], body.inputs[n_constants:], strict=False))
+    late = [i for i in range(len(body.nodes)) if i not in part.forward]
+    read = {v for i in late for v in body.nodes[i].inputs}
+    found: list[int] = []
+    for nodes in (sorted(part.forward), late):
+        made = dict.fromkeys(v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs)
+        kept: list[Held] = [(v, home[v]) for v in made if v in read and nodes is not late]
+        sent: list[Held] = [(v, ends[v]) for v in made if v in ends and (v, ends[v]) not in kept]
+        piece = piece_of(body, nodes, inside, home, [*kept, *sent])
+        places = {v: i for i, v in enumerate(piece.graph.inputs)}
+        ties = [(o, places[sums[v]]) for o, (v, _) in enumerate((*kept, *sent)) if sums.get(v) in places]
+        onward = [(v, spec) for v, spec in sent if v not in sums]
+        found.append(
+            _temporary(piece, mesh, resharder, ties) + sum(spec.local_nbytes(body.types[v], mesh) for v, spec in onward)
+        )
+    return max(found)
+
+
+def _finish(part: Part, layout: Layout, mesh: Mesh, resharder: Resharder, in_place: set[int]) -> int:
+    graph, home = part.graph, homes(part.graph, layout)
+    outputs = list(zip(graph.outputs, layout.outputs, strict=True))
+    wanted = [(v, spec) for v, spec in outputs if v not in part.streams]
+    piece = piece_of(graph, range(part.loop + 1, len(graph.nodes)), layout, home, wanted)
+    loop = set(graph.nodes[part.loop].outputs)  # a sum that is a result as it is has its room already
+    made = [
+        spec.local_nbytes(graph.types[v], mesh)
+        for o, (v, spec) in enumerate(outputs)
+        if v not in part.streams and o not in in_place and v not in loop
+    ]
+    return _temporary(piece, mesh, resharder, ()) + sum(made)
+
+
+def _temporary(piece: Piece, mesh: Mesh, resharder: Resharder, ties: Sequence[tuple[int, int]]) -> int:
+    """Bytes of a segment besides its inputs and outputs."""
+    graph = piece.graph
+    if not graph.nodes:
+        return 0
+    schedule = moves(graph, piece.layout, resharder)
+    donated = (True,) * len(graph.inputs)
+    found = memory(graph, group(graph), mesh, piece.layout, schedule, ties, donated)
+    return sum(nbytes for cause, nbytes in found.nbytes.items() if cause not in (*PERSISTENT, "outputs"))

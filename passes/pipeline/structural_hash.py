@@ -1,0 +1,93 @@
+"""Whether two stages are the same program but for names, numbers and the order of arguments and updates.
+
+A model's layers do the same in the same order, but what they read and the updates of it come in the order of their
+names, in which layer 10 stands before layer 2. Values are therefore named as the loop over microbatches meets them,
+then as those that are named lead to others: each node by way of the first named value that it reads, what else it reads
+just before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from passes.ir import Graph, Node, phase
+from passes.transforms import Part
+
+
+def likeness(part: Part, tied: Sequence[tuple[int, int]]) -> str:
+    """16 hex digits that differ where stages do; `tied` are the (output, input) positions that are one state.
+
+    Those of equal digits have the same nodes with the same operands, in the same phases of a step, and send and keep
+    the same.
+    """
+    graph, body, loop = part.graph, part.body, part.graph.nodes[part.loop]
+    names, inside = _Names(graph), _Names(body)
+    lines = [f"{inside.line(node)} {index in part.forward}" for index, node in enumerate(body.nodes)]
+    fixed, carried = (int(str(loop.params[name])) for name in ("num_consts", "num_carry"))
+    roles = ["fixed"] * fixed + [f"until {inside.of(value)}" for value in body.outputs[:carried]]
+    entering = _paired(inside, body.inputs, loop.inputs, roles)
+    leaving = _paired(inside, body.outputs, loop.outputs, ["carried"] * carried)
+    lines += [f"{inner} {role} is {names.of(outer)}" for inner, role, outer in (*entering, *leaving)]
+    order = _reached(graph, part.loop, [outer for _, _, outer in (*entering, *leaving)])
+    lines += [names.line(graph.nodes[index]) for index in order]
+    lines += [repr(sorted(map(inside.of, body.constants))), repr(sorted(loop.params.items()))]
+    for values in (graph.inputs, graph.constants, graph.outputs, part.streams):
+        lines.append(repr(sorted(map(names.of, values))))
+    lines.append(repr(sorted((names.of(graph.outputs[o]), names.of(graph.inputs[i])) for o, i in tied)))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _paired(
+    inside: _Names, inner: Sequence[int], outer: Sequence[int], roles: Sequence[str]
+) -> list[tuple[str, str, int]]:
+    """What a loop's body calls its ends, what they are to it (a microbatch's own by default), and the step's value."""
+    given = (*roles, *["each"] * (len(inner) - len(roles)))
+    return sorted(zip(map(inside.of, inner), given, outer, strict=True))
+
+
+class _Names:
+    """Values by the order in which they are first asked for, with their types; numbers in words."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.known: dict[int, str] = {}
+
+    def of(self, value: int) -> str:
+        if value not in self.known:
+            type, literals = self.graph.types[value], self.graph.literals
+            name = repr(literals[value]) if value in literals else f"%{len(self.known):06}"
+            self.known[value] = f"{name}:{type}"
+        return self.known[value]
+
+    def line(self, node: Node) -> str:
+        """A node in words, bodies by their fingerprints."""
+        reads, writes = (" ".join(map(self.of, values)) for values in (node.inputs, node.outputs))
+        bodies = " ".join(body.fingerprint for body in node.subgraphs)
+        return f"{writes}={node.primitive} {reads} {sorted(node.params.items())!r} {phase(node)} {bodies}"
+
+
+def _reached(graph: Graph, loop: int, named: Iterable[int]) -> Iterator[int]:
+    """The nodes beside a loop, each once, in an order that follows from that of the `named` values."""
+    done, pending = {loop}, list(named)
+    for value in pending:
+        for index in (graph.producers.get(value), *graph.consumers.get(value, ())):
+            for found in _with_makers(graph, index, done):
+                pending.extend(graph.nodes[found].outputs)
+                yield found
+    for index in range(len(graph.nodes)):
+        yield from _with_makers(graph, index, done)
+
+
+def _with_makers(graph: Graph, index: int | None, done: set[int]) -> Iterator[int]:
+    """A node after the makers of what it reads, in the order of its operands, without those that are done."""
+    stack = [] if index is None else [index]
+    while stack:
+        makers = [graph.producers.get(value) for value in graph.nodes[stack[-1]].inputs]
+        missing = [maker for maker in makers if maker is not None and maker not in done]
+        if missing:
+            stack.append(missing[0])
+            continue
+        if (last := stack.pop()) not in done:
+            done.add(last)
+            yield last

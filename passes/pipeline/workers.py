@@ -1,0 +1,202 @@
+"""Processes that share work: each has a copy of one object, whose methods are called with arguments of their own.
+
+The caller works too, so nothing waits for a process to start, and what is found does not depend on who found it.
+Processes are fresh interpreters that import nothing of the caller's script and nothing of JAX; they end with the crew,
+or when the caller does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+_GOODBYE_SECONDS = 2.0
+_MOST = 8
+"""More processes than this are not started, however many processors there are."""
+
+Task = tuple[Any, ...]
+
+
+def processors() -> int:
+    """How many processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Crew:
+    """Copies of `one` in processes of their own, as many as there are processors, the caller's among them.
+
+    They start when `call` first has enough to share, unless there is one processor; `with` ends them.
+    """
+
+    def __init__(self, one: object, count: int | None = None) -> None:
+        self.one = one
+        self.count = min(processors() if count is None else count, _MOST) - 1
+        self.members: list[_Member] = []
+
+    def call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
+        """`one.method(*task)` of every task, in order. Raises what the first failing one raised."""
+        if len(tasks) > 1 and not self.members:
+            self.members = [_Member(self.one) for _ in range(self.count)]
+        turn = _Turn(method, tasks)
+        for member in self.members:
+            member.join(turn)
+        for number in turn.left():
+            turn.done(number, _tried(self.one, method, tasks[number]))
+        return turn.results()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in self.members:
+            member.end()
+        self.members.clear()
+
+
+class _Turn:
+    """The tasks of one call, and who has which."""
+
+    def __init__(self, method: str, tasks: Sequence[Task]) -> None:
+        self.method, self.tasks = method, tasks
+        self.waiting = deque(range(len(tasks)))
+        self.found: dict[int, tuple[bool, Any]] = {}
+        self.news = threading.Condition()
+
+    def left(self) -> Iterator[int]:
+        """Tasks that nobody has taken yet, in order; what a member gives back comes again."""
+        while True:
+            with self.news:
+                while not self.waiting and len(self.found) < len(self.tasks):
+                    self.news.wait()
+                if not self.waiting:
+                    return
+                number = self.waiting.popleft()
+            yield number
+
+    def take(self) -> int | None:
+        """The next task for a member, None if there is none."""
+        with self.news:
+            return self.waiting.popleft() if self.waiting else None
+
+    def give_back(self, number: int) -> None:
+        """A task that a member could not do."""
+        with self.news:
+            self.waiting.append(number)
+            self.news.notify_all()
+
+    def done(self, number: int, outcome: tuple[bool, Any]) -> None:
+        with self.news:
+            self.found[number] = outcome
+            self.news.notify_all()
+
+    def results(self) -> list[Any]:
+        for _, (failed, outcome) in sorted(self.found.items()):
+            if failed:
+                raise outcome
+        return [outcome for _, (_, outcome) in sorted(self.found.items())]
+
+
+class _Member:
+    """One process, and the thread that talks to it."""
+
+    def __init__(self, one: object) -> None:
+        root = str(Path(__file__).parents[2])
+        script = f"import sys; sys.path.insert(0, {root!r}); from passes.pipeline.workers import serve; serve()"
+        self.process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.one = one
+        self.turns: deque[_Turn] = deque()
+        self.news = threading.Condition()
+        self.ended = False
+        threading.Thread(target=self._talk, daemon=True).start()
+
+    def join(self, turn: _Turn) -> None:
+        """Takes part in a turn, as long as there is something left of it."""
+        with self.news:
+            self.turns.append(turn)
+            self.news.notify()
+
+    def end(self) -> None:
+        """Ends the process, whatever it is at."""
+        with self.news:
+            self.ended = True
+            self.news.notify()
+        self.process.terminate()
+        try:
+            self.process.wait(_GOODBYE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def _talk(self) -> None:
+        """One task after the other; what it has taken goes back if the process is gone."""
+        there, back = self.process.stdin, self.process.stdout
+        assert there is not None
+        assert back is not None
+        turn, number = None, None
+        try:
+            _send(there, self.one)
+            pickle.load(back)  # it is there
+            while (turn := self._turn()) is not None:
+                while (number := turn.take()) is not None:
+                    _send(there, (turn.method, turn.tasks[number]))
+                    turn.done(number, pickle.load(back))
+        except Exception:  # whatever it is, the caller does the task itself and sees what comes of it
+            self.ended = True
+            if turn is not None and number is not None:
+                turn.give_back(number)
+
+    def _turn(self) -> _Turn | None:
+        """The latest turn that there is; None at the end."""
+        with self.news:
+            while not self.turns and not self.ended:
+                self.news.wait()
+            if self.ended:
+                return None
+            turn = self.turns.pop()
+            self.turns.clear()
+            return turn
+
+
+def _send(there: IO[bytes], what: object) -> None:
+    there.write(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL))
+    there.flush()
+
+
+def _tried(one: object, method: str, task: Task) -> tuple[bool, Any]:
+    """Whether a call failed, and what it returned or raised."""
+    try:
+        return False, getattr(one, method)(*task)
+    except Exception as error:
+        return True, error
+
+
+def serve() -> None:
+    """A member's side: the object, then calls of it until there are no more. Ctrl-C is for the caller to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with _channel() as (calls, answers), suppress(EOFError, BrokenPipeError):
+        one = pickle.load(calls)
+        _send(answers, True)
+        while True:
+            method, task = pickle.load(calls)
+            _send(answers, _tried(one, method, task))
+
+
+@contextmanager
+def _channel() -> Generator[tuple[IO[bytes], IO[bytes]]]:
+    """Where calls come from and answers go; what a solver prints goes to where errors do."""
+    with os.fdopen(os.dup(0), "rb") as calls, os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        yield calls, answers

@@ -1,0 +1,35 @@
+"""Placements of all values of a program: the reshardings that a choice of them implies, in order, and which operators
+are placed together.
+"""
+
+from passes.placement.bundles import Bundle, Grouping, group
+from passes.placement.reshardings import (
+    FREE,
+    Layout,
+    Move,
+    Placement,
+    Schedule,
+    collectives,
+    due,
+    is_free,
+    moves,
+    shared,
+    weights,
+)
+
+__all__ = [
+    "FREE",
+    "Bundle",
+    "Grouping",
+    "Layout",
+    "Move",
+    "Placement",
+    "Schedule",
+    "collectives",
+    "due",
+    "group",
+    "is_free",
+    "moves",
+    "shared",
+    "weights",
+]

@@ -1,0 +1,293 @@
+"""Operators that are decided together: each heavy operator alone, light operators with the value they follow.
+
+XLA fuses elementwise operators, reductions and reshapes into their neighbours, and a plan that reshards between them
+gains nothing, so one choice covers them all. Inside a bundle, dimensions that the members' rules identify form one
+*class*; a strategy gives every mesh axis one class, or none, or lets the bundle's values stay partial over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from passes.gc_pause import uncollected
+from passes.ir import Control, Graph, Node, Phase, control_of, phase
+from passes.placement.reshardings import FREE, is_free
+from passes.rules import ShardingRule, replicate, rule_of
+
+
+@dataclass(slots=True, kw_only=True)
+class Bundle:
+    """Members in order, the graph inputs they absorb, and the class of every member factor and value dimension.
+
+    Classes are kept as their representatives: classes that become one are renamed wherever they stand.
+    `value_classes` covers values that members read from elsewhere too: two readers of one value agree on its
+    dimensions, on whichever side of a barrier they stand. A `rooted` bundle transforms graph inputs only. One that
+    `adds` only adds up what heavy operators make, and what reads the sum is another: so summands may be added first and
+    reduced once, before the rest cuts the sum. Built up by `group` and not changed afterwards.
+    """
+
+    phase: Phase
+    light: bool
+    rooted: bool = True
+    adds: bool = False
+    members: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    factor_classes: dict[int, list[int]] = field(default_factory=dict)
+    value_classes: dict[int, list[int]] = field(default_factory=dict)
+
+    def find(self, cls: int) -> int:
+        """The representative of a class."""
+        while cls >= 0 and self.parents[cls] != cls:
+            cls = self.parents[cls]
+        return cls
+
+    def new_class(self) -> int:
+        self.parents.append(len(self.parents))
+        return len(self.parents) - 1
+
+    def unite(self, a: int, b: int) -> bool:
+        """Makes two classes one, unless some value or operator has both; says whether they are one now."""
+        a, b = self.find(a), self.find(b)
+        if a == b:
+            return True
+        kept, gone = min(a, b), max(a, b)
+        renamed: list[list[int]] = []
+        for rows in (self.value_classes, self.factor_classes):
+            for row in rows.values():
+                if gone in row:
+                    if kept in row:
+                        return False
+                    renamed.append(row)
+        self.parents[gone] = kept
+        for row in renamed:
+            row[:] = [kept if cls == gone else cls for cls in row]
+        return True
+
+    @property
+    def classes(self) -> list[int]:
+        """The distinct classes, in order of appearance."""
+        return list(dict.fromkeys(cls for classes in self.factor_classes.values() for cls in classes if cls >= 0))
+
+    def join(self, index: int, graph: Graph, rule: ShardingRule, roots: Mapping[int, int]) -> None:
+        """Adds a node; its dimensions take the classes of the operands that the bundle already holds.
+
+        `roots` says of what passed a barrier what it was before: both are one array, and have one set of classes.
+        """
+        node = graph.nodes[index]
+        reads = [roots.get(value, value) for value in node.inputs]
+        self.factor_classes[index] = classes = [-1] * len(rule.factors)
+        agreed: tuple[list[int], tuple[int, ...]] | None = None
+        for value, factors in zip(reads, rule.operands, strict=True):
+            row = self.value_classes.get(value)
+            if not row or (agreed and agreed == (row, factors)):
+                continue  # nothing to agree on, or all of it is agreed on already
+            agreed = row, factors
+            for held, factor in zip(row, factors, strict=False):
+                if held < 0 or factor < 0 or held in classes:
+                    continue  # nothing to agree on, or another factor has it already
+                if classes[factor] < 0:
+                    classes[factor] = held
+                else:
+                    self.unite(classes[factor], held)
+        if -1 in classes:
+            for factor, properties in enumerate(rule.factors):
+                if properties.size and classes[factor] < 0:
+                    classes[factor] = self.new_class()
+        self.members.append(index)
+        for values, dims in ((reads, rule.operands), (node.outputs, rule.results)):
+            for value, factors in zip(values, dims, strict=True):
+                if value not in self.value_classes and value not in graph.literals:
+                    self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors] if factors else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouping:
+    """The bundles of a graph; `home[v]` is the bundle that makes or absorbs value v; `roots` sees through aliases.
+
+    `rules` are the nodes' sharding rules; `loose` are graph inputs that several operators read: each is decided alone.
+    `controls` are the loops and branches by node, no members of any bundle, and `bodies` the groupings of their bodies.
+    """
+
+    bundles: tuple[Bundle, ...]
+    home: dict[int, int]
+    roots: dict[int, int]
+    rules: tuple[ShardingRule, ...]
+    free: frozenset[int]
+    loose: tuple[int, ...]
+    controls: Mapping[int, Control]
+    bodies: Mapping[int, tuple[Grouping, ...]]
+
+    def bundle_of(self, node: Node) -> int | None:
+        """The bundle that makes what a node makes."""
+        return self.home.get(node.outputs[0]) if node.outputs else None
+
+
+class _Grouper:
+    def __init__(
+        self, graph: Graph, rules: Sequence[ShardingRule], controls: Mapping[int, Control], inside: bool
+    ) -> None:
+        self.graph = graph
+        self.rules = rules
+        self.controls = controls
+        self.bundles: list[Bundle] = []
+        self.home: dict[int, int] = {}
+        self.roots: dict[int, int] = {}
+        self.free: set[int] = set()
+        self.followers: dict[tuple[int, Phase, bool], int] = {}
+        self.outputs = frozenset(graph.outputs)
+        once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in self.outputs)
+        self.single = {v for v in once if not inside and graph.consumers[v][0] not in controls}
+        self.sizes = {id(type): type.size for type in {id(type): type for type in graph.types}.values()}
+        self.scalar: dict[int, bool] = {}
+
+    def run(self) -> Grouping:
+        for index, node in enumerate(self.graph.nodes):
+            if node.primitive in FREE and is_free(self.graph, index):
+                self.free.update(node.outputs)
+            elif self.rules[index].alias:
+                for value, result in zip(node.inputs, node.outputs, strict=True):
+                    self.roots[result] = self.roots.get(value, value)
+            elif index not in self.controls:
+                self._place(index)
+        bundles = [bundle for bundle in self.bundles if bundle.members]
+        renumbered = {id(bundle): i for i, bundle in enumerate(bundles)}
+        home = {value: renumbered[id(self.bundles[b])] for value, b in self.home.items()}
+        return Grouping(
+            bundles=tuple(bundles),
+            home=home,
+            roots=self.roots,
+            rules=tuple(self.rules),
+            free=frozenset(self.free),
+            loose=tuple(value for value in self.graph.inputs if value not in home),
+            controls=self.controls,
+            bodies={i: tuple(group(b.graph, inside=True) for b in c.bodies) for i, c in self.controls.items()},
+        )
+
+    def _place(self, index: int) -> None:
+        node, rule, home = self.graph.nodes[index], self.rules[index], self.home
+        when = phase(node)
+        host = self._host(index, when) if rule.light else None
+        if host is None:
+            self.bundles.append(Bundle(phase=when, light=rule.light))
+            host = len(self.bundles) - 1
+        bundle = self.bundles[host]
+        for value in node.inputs if rule.light else ():
+            other = home.get(value, host)
+            if other != host and self.bundles[other].rooted:
+                self._absorb_bundle(host, other, index)
+        bundle.join(index, self.graph, rule, self.roots)
+        # What a heavy operator alone reads, as a half-precision copy of a weight, may lie otherwise than it is read.
+        for value in node.inputs if rule.light else ():
+            if value in self.single and value not in home:
+                bundle.inputs.append(value)
+                home[value] = host
+        if bundle.rooted:
+            makers = [(v, self.graph.producers[v]) for v in node.inputs if v in self.graph.producers]
+            bundle.rooted = all(home.get(v, host) == host and maker not in self.controls for v, maker in makers)
+        for value in node.outputs:
+            home[value] = host
+
+    def _host(self, index: int, when: Phase) -> int | None:
+        """The bundle that a light node joins: that of its largest operand, the latest of equals, in its own phase."""
+        graph, node = self.graph, self.graph.nodes[index]
+        producers, literals, roots = graph.producers, graph.literals, self.roots
+        operands = [roots.get(v, v) for v in node.inputs if v not in literals and v not in self.free]
+        made = [value for value in operands if value in producers]
+        scalar = self._is_scalar(index)
+        if len(made) > 1:
+            made = sorted(made, key=self._rank, reverse=True) if scalar else [max(made, key=self._rank)]
+        adds = not scalar and self._adds(index, operands, when)
+        for value in made:
+            made_by = self.home.get(value)
+            bundle = self.bundles[made_by] if made_by is not None else None
+            if bundle and bundle.light and bundle.phase == when and bundle.adds == adds:
+                if scalar and any(bundle.value_classes.values()):
+                    continue
+                return made_by
+            if not scalar:
+                key = (value, when, adds)
+                if key not in self.followers:
+                    self.bundles.append(Bundle(phase=when, light=True, adds=adds))
+                    self.followers[key] = len(self.bundles) - 1
+                return self.followers[key]
+        return None
+
+    def _adds(self, index: int, operands: Sequence[int], when: Phase) -> bool:
+        """Whether a node adds up what heavy operators of its own phase make, or sums of that."""
+        if not self.rules[index].adds:
+            return False
+        homes = [self.bundles[home] if (home := self.home.get(value)) is not None else None for value in operands]
+        return all(home and home.phase == when and (home.adds or not home.light) for home in homes)
+
+    def _rank(self, value: int) -> tuple[int, bool, int]:
+        home = self.home.get(value)
+        rooted = home is not None and self.bundles[home].rooted
+        return self.sizes[id(self.graph.types[value])], not rooted, self.graph.producers[value]
+
+    def _is_scalar(self, index: int) -> bool:
+        """Whether a node reads and makes numbers alone, found once for all that share their rule."""
+        known = self.scalar.get(id(self.rules[index]))
+        if known is None:
+            node = self.graph.nodes[index]
+            known = all(self.graph.types[v].rank == 0 for v in (*node.inputs, *node.outputs))
+            self.scalar[id(self.rules[index])] = known
+        return known
+
+    def _absorb_bundle(self, host: int, other: int, index: int) -> None:
+        """Moves a bundle that only transforms inputs for this node (a moment scaled by its decay) into the host."""
+        source, target = self.bundles[other], self.bundles[host]
+        if not (source.light and source.rooted and source.members and source.phase == target.phase):
+            return
+        graph = self.graph
+        inside = {*source.members, *target.members, index}
+        made = [value for member in source.members for value in graph.nodes[member].outputs]
+        if any(v in self.outputs or not inside.issuperset(graph.consumers.get(v, ())) for v in made):
+            return
+        if target.members and any(source.value_classes.values()) != any(target.value_classes.values()):
+            return
+        offset = len(target.parents)
+        target.parents.extend(parent + offset for parent in source.parents)
+
+        def moved(classes: list[int]) -> list[int]:
+            return [target.find(cls + offset) if cls >= 0 else -1 for cls in classes]
+
+        target.factor_classes |= {member: moved(classes) for member, classes in source.factor_classes.items()}
+        for value, classes in source.value_classes.items():
+            for theirs, ours in zip(
+                moved(classes), target.value_classes.setdefault(value, moved(classes)), strict=True
+            ):
+                if theirs >= 0 and ours >= 0:
+                    target.unite(theirs, ours)
+        target.members.extend(source.members)
+        target.inputs.extend(source.inputs)
+        self.home.update(dict.fromkeys((*made, *source.inputs), host))
+        self.bundles[other] = Bundle(phase=source.phase, light=True)
+
+
+@uncollected()
+def group(graph: Graph, *, inside: bool = False) -> Grouping:
+    """The bundles of a graph, in order of their first member; `inside` a loop or branch no bundle absorbs an input.
+
+    Reference: clusters in design/intra_op.md 3.1 (light operators join the cluster of their largest, latest operand).
+    """
+    known: dict[object, ShardingRule] = {}
+    rules: list[ShardingRule] = []
+    types, ids = graph.types, list(map(id, graph.types))
+    controls = {i: c for i, node in enumerate(graph.nodes) if (c := control_of(node, graph))}
+    for index, node in enumerate(graph.nodes):
+        # Equal nodes mostly hold the same objects, and those need no comparing.
+        same = (node.primitive, id(node.params), *[ids[v] for v in node.inputs], None, *[ids[v] for v in node.outputs])
+        found = None if index in controls else known.get(same)
+        if found is None:
+            reads, writes = (tuple([types[v] for v in values]) for values in (node.inputs, node.outputs))
+            if index in controls:
+                found = replicate(reads, writes, reason="")
+            else:
+                equal = (node.primitive, repr(node.params), reads, writes)
+                if equal not in known:
+                    known[equal] = rule_of(node, graph)
+                found = known[same] = known[equal]
+        rules.append(found)
+    return _Grouper(graph, rules, controls, inside).run()

@@ -1,0 +1,27 @@
+"""Plans as values: what was chosen for one mesh or for the stages of a pipeline, as text, JSON and a difference, and
+whether it is legal.
+"""
+
+from passes.plan import json, text
+from passes.plan.parts import INTERRUPTED, LATE, POINTS, MemoryReport, Operator, Solution, operators
+from passes.plan.pipeline import DISPATCH_SECONDS, PipelinePlan, load_plan
+from passes.plan.pipeline_diff import differences
+from passes.plan.plan import SCHEMA, Plan
+
+__all__ = [
+    "DISPATCH_SECONDS",
+    "INTERRUPTED",
+    "LATE",
+    "POINTS",
+    "SCHEMA",
+    "MemoryReport",
+    "Operator",
+    "PipelinePlan",
+    "Plan",
+    "Solution",
+    "differences",
+    "json",
+    "load_plan",
+    "operators",
+    "text",
+]

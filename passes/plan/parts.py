@@ -1,0 +1,100 @@
+"""What a plan is made of: how it was found, its operators, its stages, what it says of memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from passes.ir import Graph, Node
+from passes.memory import Holder, Memory
+from passes.placement import Placement
+
+INTERRUPTED = "interrupted"
+"""The status of the best plan of a search that its user ended."""
+
+LATE = "time limit"
+"""The status of the best plan of a search that was given seconds which did not do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """How the placements were found: `objective` and `bound` in seconds, `status` in words, phases timed in seconds."""
+
+    planner: str
+    status: str
+    objective: float
+    bound: float
+    phase_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / objective: 0 is proven optimal."""
+        return max(0.0, (self.objective - self.bound) / self.objective) if self.objective else 0.0
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the plan is the best of a search that its user ended."""
+        return self.status == INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One node as the plan's reader sees it: what it is, where it stands in the user's code, how it is placed.
+
+    `bodies` are the operators inside a loop or branch, placed as `placement.bodies` says.
+    """
+
+    primitive: str
+    source: str
+    scope: str
+    placement: Placement
+    bodies: tuple[tuple[Operator, ...], ...] = ()
+
+
+def operators(graph: Graph, placements: Sequence[Placement]) -> tuple[Operator, ...]:
+    """The nodes of a graph with their placements."""
+    return tuple([_operator(node, placement) for node, placement in zip(graph.nodes, placements, strict=True)])
+
+
+def _operator(node: Node, placement: Placement) -> Operator:
+    inner = zip(node.subgraphs, placement.bodies, strict=False)
+    bodies = tuple([operators(body, inside.placements) for body, inside in inner]) if placement.bodies else ()
+    return Operator(primitive=node.primitive, source=node.source, scope=node.scope, placement=placement, bodies=bodies)
+
+
+POINTS = 60
+"""Of a step at which a report has its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """What a plan says of one device's memory: `where` the peak is, its largest `holders`, and bytes `over_time`.
+
+    `over_time` has the busiest kernel of each of at most `POINTS` equal parts of the step, [parts].
+    """
+
+    where: str
+    holders: tuple[Holder, ...]
+    over_time: tuple[int, ...]
+
+    @classmethod
+    def of(cls, memory: Memory) -> Self:
+        """The report of a whole step."""
+        return cls(where=memory.where, holders=memory.holders, over_time=busiest_of(memory.over_time))
+
+    def renamed(self, names: Mapping[str, str]) -> MemoryReport:
+        """The same of a step whose arrays have other names."""
+        return replace(self, holders=tuple(replace(one, name=names.get(one.name, one.name)) for one in self.holders))
+
+    def less(self, nbytes: int) -> MemoryReport:
+        """The same with so many bytes elsewhere all the time."""
+        return replace(self, over_time=tuple(held - nbytes for held in self.over_time))
+
+
+def busiest_of(values: Sequence[int], points: int = POINTS) -> tuple[int, ...]:
+    """The largest of each of at most `points` equal parts of `values`."""
+    points = min(points, len(values))
+    ends = [len(values) * part // points for part in range(points + 1)] if points else []
+    return tuple(max(values[first:end]) for first, end in itertools.pairwise(ends))

@@ -1,0 +1,293 @@
+"""A pipeline's plan: a plan for each stage on its own submesh, and the schedule that runs microbatches through them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Self
+
+from passes.cluster import Cluster, Collective
+from passes.errors import PlanMismatchError, PlanningError, explain
+from passes.inter_op import Schedule, StageCost, Task, Timeline, Transfer, peaks, simulate
+from passes.inter_op import build as build_schedule
+from passes.ir import Graph
+from passes.plan import json as plan_json
+from passes.plan import text as plan_text
+from passes.plan.json import Fields
+from passes.plan.plan import SCHEMA, Plan
+from passes.text import Column, Table, quantities
+from passes.transforms import cut
+
+DISPATCH_SECONDS = 50e-6
+"""Host seconds of one task (design/runtime.md section 3: 25 to 48 µs on one device, 94 to 213 on four)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """Stages on submeshes and how microbatches run through them.
+
+    `stages[k]` plans stage k, which begins at the loop body's forward node `firsts[k]`, on the devices from
+    `offsets[k]`; every submesh has `chunks` stages in turn. `costs` are the stages' seconds and bytes, `transfers` the
+    seconds between neighbours.
+    """
+
+    fingerprint: str
+    cluster: Cluster
+    planner: str
+    schedule_name: str
+    chunks: int
+    microbatches: int
+    firsts: tuple[int, ...]
+    stages: tuple[Plan, ...]
+    costs: tuple[StageCost, ...]
+    transfers: tuple[Transfer, ...]
+    sent_nbytes: tuple[int, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of tasks on every submesh."""
+        return build_schedule(self.schedule_name, len(self.stages), self.microbatches, self.chunks)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each task runs, as simulated."""
+        return simulate(self.schedule, self.costs, self.transfers, dispatch_seconds=DISPATCH_SECONDS)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it is the best until a search was interrupted."""
+        return any(stage.is_interrupted for stage in self.stages)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs the halves of the backward apart."""
+        return any(task.kind == "input_gradient" for group in self.schedule.groups for task in group)
+
+    def order(self) -> tuple[Task, ...]:
+        """All tasks in the one order in which they are issued."""
+        return self.timeline.tasks
+
+    @property
+    def groups(self) -> int:
+        """How many submeshes there are."""
+        return len(self.stages) // self.chunks
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first device of each stage."""
+        ends = [0, *accumulate(plan.mesh.size for plan in self.stages[: self.groups])]
+        return tuple(ends[k % self.groups] for k in range(len(self.stages)))
+
+    @property
+    def n_devices(self) -> int:
+        return sum(plan.mesh.size for plan in self.stages[: self.groups])
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+        return self.timeline.seconds
+
+    @property
+    def bubble(self) -> float:
+        """The share of all device seconds in which a stage waits."""
+        return self.timeline.bubble
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Predicted peak bytes on the fullest device."""
+        return max(self.timeline.peak_nbytes)
+
+    @property
+    def nbytes(self) -> Mapping[str, int]:
+        """Predicted peak bytes on the fullest device by cause."""
+        return max(peaks(self.schedule, self.costs), key=lambda causes: sum(causes.values()))
+
+    @property
+    def gap(self) -> float:
+        """The largest gap of a stage's plan; the cut into stages has none to state."""
+        return max(plan.gap for plan in self.stages)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives of all stages."""
+        return tuple(c for plan in self.stages for c in plan.collectives)
+
+    def verify(self) -> None:
+        """Raises PlanningError unless stages, costs and devices agree and the schedule can run."""
+        if not len(self.stages) == len(self.firsts) == len(self.costs) == len(self.transfers) + 1:
+            raise PlanningError("a pipeline has a cost for each stage and a transfer between neighbours; plan again")
+        if self.chunks < 1 or len(self.stages) % self.chunks:
+            raise PlanningError(f"{len(self.stages)} stages in {self.chunks} chunks a submesh; plan again")
+        sizes = [plan.mesh.size for plan in self.stages]
+        if sizes != sizes[: self.groups] * self.chunks:
+            raise PlanningError(f"stages that share submeshes have {sizes} devices; plan again")
+        if self.n_devices > self.cluster.n_devices:
+            raise PlanningError(f"a pipeline of {self.n_devices} devices on {self.cluster.n_devices}; plan again")
+        self.schedule.verify()
+
+    def check(self, graph: Graph, tied: Sequence[tuple[int, int]]) -> None:
+        """Raises PlanMismatchError unless this plan was made for this step, and every stage's is legal for its part."""
+        if graph.fingerprint != self.fingerprint:
+            raise PlanMismatchError(
+                explain(
+                    f"plan {self.fingerprint} of a pipeline of {len(self.stages)} stages",
+                    f"this function traces to program {graph.fingerprint}, and a plan belongs to one function with its "
+                    "shapes and dtypes",
+                    "",
+                    "plan again, or call the function with the arguments that the plan was made for",
+                )
+            )
+        for part, plan in zip(cut(graph, self.firsts, tied).parts, self.stages, strict=True):
+            plan.check(part.graph)
+
+    def to_json(self) -> dict[str, object]:
+        """The plan as JSON data; `from_json` gives an equal plan back."""
+        return {
+            "autopar": plan_json.version(),
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "cluster": self.cluster.to_json(),
+            "pipeline": {
+                "planner": self.planner,
+                "schedule": self.schedule_name,
+                "chunks": self.chunks,
+                "microbatches": self.microbatches,
+                "firsts": list(self.firsts),
+                "sent_nbytes": list(self.sent_nbytes),
+            },
+            "input_names": list(self.input_names),
+            "output_names": list(self.output_names),
+            "costs": [asdict(cost) for cost in self.costs],
+            "transfers": [asdict(transfer) for transfer in self.transfers],
+            "stages": [plan.to_json() for plan in self.stages],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
+        read = plan_json.as_object(data, "the plan")
+        if "pipeline" not in read.data:
+            raise PlanningError("this is not the plan of a pipeline; autopar.Plan.load reads the others")
+        if read.of("schema") != SCHEMA:
+            raise PlanningError(f"the plan has schema {read.of('schema')!r}, and this autopar reads {SCHEMA}")
+        how = read.object("pipeline")
+
+        def numbers(fields: Fields, name: str) -> tuple[int, ...]:
+            return tuple(plan_json.as_int(x, f"{name}[{i}]") for i, x in enumerate(fields.list(name)))
+
+        def texts(name: str) -> tuple[str, ...]:
+            return tuple(plan_json.as_text(x, f"{name}[{i}]") for i, x in enumerate(read.list(name)))
+
+        plan = cls(
+            fingerprint=read.text("fingerprint"),
+            cluster=Cluster.from_json(read.object("cluster").data),
+            planner=how.text("planner"),
+            schedule_name=how.text("schedule"),
+            chunks=how.int("chunks"),
+            microbatches=how.int("microbatches"),
+            firsts=numbers(how, "firsts"),
+            stages=tuple(Plan.from_json(stage) for stage in read.list("stages")),
+            costs=tuple(_cost(plan_json.as_object(c, f"costs[{i}]")) for i, c in enumerate(read.list("costs"))),
+            transfers=tuple(
+                _transfer(plan_json.as_object(t, f"transfers[{i}]")) for i, t in enumerate(read.list("transfers"))
+            ),
+            sent_nbytes=numbers(how, "sent_nbytes"),
+            input_names=texts("input_names"),
+            output_names=texts("output_names"),
+        )
+        plan.verify()
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan; a reader sees the old file or the whole new one. Raises PlanningError where it cannot."""
+        plan_json.write(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The plan in a file. Raises PlanningError, with the place, for a file that holds none."""
+        try:
+            return cls.from_json(plan_json.read(path))
+        except PlanningError as error:
+            raise type(error)(f"{path}: {error}") from error
+
+    def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
+        """The pipeline as tables, then each stage's own if `operators`."""
+        found = [self._header(), self._stages_table(), self.timeline.table()]
+        if operators:
+            found.extend(table for plan in self.stages for table in plan.tables(operators=True))
+        return tuple(found)
+
+    def format(self, *, operators: bool = False, width: int = 80) -> str:
+        """The plan as text of `width` columns."""
+        return "\n\n".join(table.format(width) for table in self.tables(operators=operators))
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def _header(self) -> Table:
+        facts: Mapping[str, str] = {
+            "program": self.fingerprint,
+            "cluster": self.cluster.name,
+            "planner": self.planner,
+            "schedule": self.schedule_name,
+            "microbatches": f"{self.microbatches:,}",
+            "step": quantities.seconds(self.step_seconds),
+            "bubble": f"{self.bubble:.1%}",
+        }
+        columns = (Column(heading=""), Column(heading="", flexible=True))
+        stale = any(plan.is_stale for plan in self.stages)
+        note = plan_text.STALE if stale else ""
+        return Table(title="Pipeline", columns=columns, rows=tuple(facts.items()), note=note)
+
+    def _stages_table(self) -> Table:
+        headings = ("stage", "mesh", "forward", "backward", "update", "sent", "peak")
+        columns = tuple(Column(heading=heading, right=heading != "mesh") for heading in headings)
+        rows = tuple(
+            (
+                str(k),
+                str(plan.mesh),
+                quantities.seconds(cost.forward_seconds),
+                quantities.seconds(cost.backward_seconds),
+                quantities.seconds(cost.finish_seconds),
+                quantities.nbytes(sent),
+                quantities.nbytes(self.timeline.peak_nbytes[k % self.groups]),
+            )
+            for k, (plan, cost, sent) in enumerate(zip(self.stages, self.costs, self.sent_nbytes, strict=True))
+        )
+        return Table(title="Stages, a microbatch", columns=columns, rows=rows)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan | PipelinePlan:
+    """The plan in a file, of one program or of a pipeline. Raises PlanningError for a file that holds none."""
+    try:
+        data = plan_json.read(path)
+        read = plan_json.as_object(data, "the plan")
+        return PipelinePlan.from_json(data) if "pipeline" in read.data else Plan.from_json(data)
+    except PlanningError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _cost(fields: Fields) -> StageCost:
+    def half(name: str) -> float | None:
+        return None if fields.of(name) is None else fields.float(name)
+
+    return StageCost(
+        forward_seconds=fields.float("forward_seconds"),
+        backward_seconds=fields.float("backward_seconds"),
+        input_gradient_seconds=half("input_gradient_seconds"),
+        weight_gradient_seconds=half("weight_gradient_seconds"),
+        finish_seconds=fields.float("finish_seconds"),
+        in_flight_nbytes=fields.int("in_flight_nbytes"),
+        persistent_nbytes=fields.int("persistent_nbytes"),
+        working_nbytes=fields.int("working_nbytes"),
+        finish_nbytes=fields.int("finish_nbytes"),
+    )
+
+
+def _transfer(fields: Fields) -> Transfer:
+    return Transfer(forward_seconds=fields.float("forward_seconds"), backward_seconds=fields.float("backward_seconds"))

@@ -1,0 +1,244 @@
+"""The whole algorithm: group operators, lay out a mesh, tabulate strategies, solve, and read the plan off the answer.
+
+    group      light operators follow heavy ones                                     passes/placement/bundles.py
+    enter      bodies of loops and branches join the program by slots                passes/ir/control.py
+    lay out    every way to arrange the devices as one or two axes                   passes/cluster/mesh.py
+    tabulate   each bundle's legal shardings, priced; reshardings between them       passes/intra_op/build_problem.py
+    solve      one strategy per bundle at the least total seconds: equal layers      passes/solver/search.py, tying.py
+               made one, a bound of the whole, what is open eliminated               lower_bound.py, elimination.py
+    compare    plans by hand where a gap is left or memory binds                     mesh_search.py, restrictions.py
+    read off   placements, then the moves between them, then collectives and bytes   passes/intra_op/extract.py
+
+and where that does not fit in memory:
+
+    forbid     what is live at the busiest point becomes a row of the program        passes/intra_op/memory_limit.py,
+    budgets.py vary       more microbatches; layers that keep less and compute again
+    passes/intra_op/variants.py, remat.py explain    how much is missing, what holds it, and what would help
+      passes/planners/infeasible.py
+
+and for a pipeline, around that:
+
+    microbatch the batch axis in time: what is once before, a loop, once after       passes/transforms/microbatch.py
+    abridge    equal blocks are found, and prices on a step with few of them         passes/layers/repeats.py,
+    abridge.py layers     runs of blocks, or places in the forward pass that little crosses
+    passes/layers/repeats.py, layers.py price      each block as a stage of its own, on every mesh that may be best
+    passes/pipeline/stage_table.py, pricing.py samples    as many microbatches as are tried at first, and later
+           passes/pipeline/samples.py share      prices and plans of stages are found by several processes
+           passes/pipeline/workers.py
+    partition  layers, submeshes, microbatches and schedules into stages             passes/inter_op/partitions.py
+    draft      those stages and every pipeline by hand, under every schedule         passes/pipeline/drafts.py,
+    staged.py cut        each stage as a program with a loop, planned by the path above
+    passes/transforms/stages.py simulate   tasks in the order of the schedule, transfers between them
+    passes/inter_op/simulator.py
+
+Hand-made planners run the same path on a mesh and under restrictions of their own (passes/intra_op/restrictions.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from passes.cluster import Cluster, Mesh
+from passes.errors import InternalError, OverBudgetError, PlanningError, explain
+from passes.inter_op import SCHEDULES
+from passes.intra_op import Form, Forms, MeshSearch, Tied, Variant, VariantSearch, layouts, restrictions, variant_of
+from passes.ir import Graph
+from passes.pipeline import StagedSearch, Step, interrupted, layers_of, samples_of
+from passes.plan import PipelinePlan, Plan
+from passes.planners.infeasible import leaner, shortage
+from passes.progress import Deadline, Report, silent
+from passes.progress import within as told_of
+from passes.solver import SolverOptions
+
+LAYERS = 8
+"""Layers of a forward pass where nothing else is said."""
+
+RESERVE = 0.06
+"""The share of a device's memory that is left to the framework, its communicators and fragmentation."""
+
+
+class Planner(Protocol):
+    """Anything that turns a graph and a cluster into a plan."""
+
+    def plan(
+        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
+    ) -> Plan | PipelinePlan:
+        """The plan of `graph` on `cluster`; `tied` pairs (output, input) positions that are one state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """The cheapest placements on the best logical mesh of at most `max_axes` axes, in stages where that is cheaper.
+
+    With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, or fewer, and numbers of
+    microbatches and `schedules` (all, where none are named) are tried; pipelines by hand are among what is compared. A
+    plan without stages competes, in all its forms; for a deep model that repeats itself it does so by its price, and is
+    made where that is near or no stages fit. A large model takes minutes. Without a number there are 8 layers, or as
+    many as 32 where a deep model repeats itself.
+
+    No device may need more than `memory_limit` bytes, by default its own memory less a reserve of 6 %. Where the step
+    as it is written does not fit, it is tried in more microbatches and with less kept. That ends after so much work: a
+    plan does not depend on how busy the machine is. With `seconds` it ends by then, too, once a plan fits, whose
+    `solution.status` is `time limit` if there was more to try.
+
+    If `interruptible`, Ctrl-C ends the search as soon as there is a plan; its `solution.status` is `interrupted` then.
+    """
+
+    max_axes: int = 2
+    memory_limit: int | None = None
+    pipeline: bool = False
+    layers: int | None = None
+    schedules: tuple[str, ...] = ()
+    seconds: float | None = None
+    solver: SolverOptions = field(default_factory=SolverOptions)
+    interruptible: bool = field(default=False, compare=False, repr=False)
+
+    @property
+    def pieces(self) -> int:
+        """In how many layers a forward pass is cut that does not repeat itself."""
+        return self.layers or LAYERS
+
+    def searches(self, cluster: Cluster) -> bool:
+        """Whether stages are searched on this cluster."""
+        return self.pipeline and cluster.n_devices > 1
+
+    def plan(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        *,
+        tied: Tied = (),
+        donated: Sequence[bool] = (),
+        report: Report = silent,
+    ) -> Plan:
+        form = Form(graph=graph, tied=tied, donated=donated)
+        search = self._search(form, cluster, report)
+        plan, limit = search.cheapest, self.limit(cluster)
+        if plan.peak_nbytes <= limit:
+            return plan
+        if search.interrupted:
+            raise KeyboardInterrupt
+        try:
+            return search.within(limit) or plan
+        except OverBudgetError as error:
+            raise shortage(error, limit, cluster) from None
+
+    def choose(self, forms: Forms, cluster: Cluster, report: Report = silent) -> Plan:
+        """The cheapest plan of a step in any of its forms. Raises OverBudgetError, with what would help."""
+        limit = self.limit(cluster)
+        search = VariantSearch(
+            forms=forms,
+            limit=limit,
+            end=Deadline(self.seconds),
+            search=lambda form, offload, beneath, told: self._search(form, cluster, told, offload, beneath),
+            report=report,
+            interruptible=self.interruptible,
+        )
+        try:
+            return search.run()
+        except OverBudgetError as error:
+            lean = search.leanest
+
+            def elsewhere(cluster: Cluster) -> Plan | None:
+                """The leanest form on another cluster."""
+                form = forms.form(variant_of(lean)) if lean else forms.form(Variant())
+                offload = bool(lean and lean.offloaded)
+                return self._search(form, cluster, report, offload, beneath=limit).within(limit)
+
+            raise shortage(error, limit, cluster, elsewhere) from None
+
+    def limit(self, cluster: Cluster) -> float:
+        """Bytes that a plan may need on one device."""
+        return self.memory_limit or (1 - RESERVE) * cluster.group().device.memory_nbytes
+
+    def _search(
+        self, form: Form, cluster: Cluster, report: Report, offload: bool = False, beneath: float = math.inf
+    ) -> MeshSearch:
+        """The program on every mesh on which plans beneath so many bytes may be; the limit is not kept."""
+        if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
+            rule = "a mesh has a whole number of axes, one or more"
+            raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
+        search = MeshSearch(
+            name="auto",
+            textbook=restrictions.textbook,
+            graph=form.graph,
+            tied=form.tied,
+            donated=form.donated,
+            options=self.solver,
+            offload=offload,
+            beneath=beneath,
+            report=report,
+            interruptible=self.interruptible,
+        )
+        search.over(self._laid_out(cluster, cluster.n_devices))
+        return search
+
+    def search(self, forms: Forms, cluster: Cluster, step: Step, report: Report = silent) -> Plan | PipelinePlan:
+        """The cheapest of what `choose` finds, without stages, and what a search over stages of the `step` does.
+
+        Raises OverBudgetError where nothing fits, with the leanest plan of all.
+        """
+        staging = self._staging(cluster, step, told_of("stages", report, best=lambda _: None))
+        whole: Plan | None = None
+        refused: PlanningError | None = None
+        staged: PipelinePlan | None = None
+        if staging is None or not staging.is_deep:
+            try:
+                whole = self.choose(forms, cluster, report)
+            except PlanningError as error:
+                refused = error
+            if staging is None or (whole is not None and whole.is_interrupted):
+                return _or_raise(whole, refused)
+        best = whole.step_seconds if whole else math.inf
+        staging.report = told_of("stages", report, best=lambda _: best if math.isfinite(best) else None)
+        try:
+            staged = staging.run(beneath=best)
+            if staging.is_deep and (staged is None or staging.rivals(staged.step_seconds)):
+                whole = self.choose(forms, cluster, report)
+        except PlanningError as error:
+            refused = error
+        except KeyboardInterrupt:
+            if not self.interruptible or (whole or staged) is None:
+                raise
+            return interrupted(_or_raise(staged or whole, None))
+        found = [plan for plan in (whole, staged) if plan is not None]
+        if not found and refused is not None:
+            raise leaner(refused, staging.leanest, self.limit(cluster), cluster)
+        return min(found, key=lambda plan: plan.step_seconds)
+
+    def _staging(self, cluster: Cluster, step: Step, report: Report) -> StagedSearch | None:
+        """The search over stages; None for a step that has no batch, or that cannot be cut."""
+        samples = samples_of(step)
+        layers = layers_of(samples, self.layers, LAYERS)
+        if layers < 2:
+            return None
+        return StagedSearch(
+            step=step,
+            cluster=cluster,
+            samples=samples,
+            layers=layers,
+            schedules=self.schedules or tuple(SCHEDULES),
+            limit=self.limit(cluster),
+            solver=self.solver,
+            meshes=lambda n_devices: self._laid_out(cluster, n_devices),
+            report=report,
+            interruptible=self.interruptible,
+        )
+
+    def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
+        """The meshes of so many devices that differ; within a host the order of axes is naming."""
+        meshes = layouts(cluster, n_devices, self.max_axes)
+        if n_devices > cluster.group().devices_per_host:
+            return meshes
+        return list({tuple(sorted(mesh.sizes)): mesh for mesh in reversed(meshes)}.values())[::-1]
+
+
+def _or_raise(plan: Plan | PipelinePlan | None, refused: PlanningError | None) -> Plan | PipelinePlan:
+    """The plan, or the reason why there is none."""
+    if plan is None:
+        raise refused or InternalError("neither a plan nor a reason why there is none")
+    return plan

@@ -1,0 +1,138 @@
+"""Why a plan does not fit in memory or why none does, and the smallest changes with which one does, each planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from passes.cluster import CPU, Cluster
+from passes.errors import OverBudgetError, PlanningError, explain
+from passes.plan import PipelinePlan, Plan
+from passes.text import count, nbytes
+
+_MOST = 8
+"""Times the devices that are tried."""
+
+
+def shortage(
+    error: OverBudgetError,
+    limit: float,
+    cluster: Cluster,
+    plan: Callable[[Cluster], Plan | None] | None = None,
+) -> OverBudgetError:
+    """The error in four parts; `plan` plans for other clusters, to see how many devices would do."""
+    lean = error.leanest
+    what = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
+    if not isinstance(lean, Plan):
+        return OverBudgetError(explain(what, str(error), "", "give each device more memory, or plan for more devices"))
+    words = held(lean)
+    if lean.offloaded:
+        words += f"; {nbytes(sum(lean.offloaded_nbytes))} of state are with the host between steps"
+    ways = [f"{nbytes(_up(lean.peak_nbytes - limit))} more on each device (memory_limit={lean.peak_nbytes:,} bytes)"]
+    if plan is not None:
+        ways.extend(_more_devices(cluster, plan))
+    return OverBudgetError(
+        explain(
+            what,
+            f"the leanest plan found needs {nbytes(lean.peak_nbytes)} ({words})",
+            f"it has {_form(lean)} on mesh ({lean.mesh})",
+            f"what would do, as planned: {', or '.join(ways)}; a smaller batch or model needs less as well",
+        ),
+        leanest=lean,
+    )
+
+
+def held(plan: Plan | PipelinePlan) -> str:
+    """What holds a device's memory at the peak, largest first, in words; a hundredth of it or less is left out."""
+    least = plan.peak_nbytes / 100
+    causes = sorted(((size, cause) for cause, size in plan.nbytes.items() if size > least), reverse=True)
+    return ", ".join(f"{nbytes(size)} of {cause}" for size, cause in causes)
+
+
+def own_nbytes(cluster: Cluster) -> float:
+    """Bytes of a device's own memory; virtual CPU devices share their machine's, and have no bound of their own."""
+    device = cluster.group().device
+    return math.inf if device.name == CPU else float(device.memory_nbytes)
+
+
+def allowed(cluster: Cluster, asked: float | None) -> tuple[float, str]:
+    """(bytes that a device may need, in words): as asked for, else the device's own."""
+    if asked is not None:
+        return asked, f"memory_limit={asked:,} bytes"
+    own = own_nbytes(cluster)
+    return own, f"cluster {cluster.name!r}, whose devices have {nbytes(own)} each" if own < math.inf else ""
+
+
+def check(plan: Plan | PipelinePlan, cluster: Cluster, asked: float | None, where: str) -> None:
+    """Raises OverBudgetError for a plan that needs more than was asked for, or than a device has.
+
+    `where` is the function in the user's source.
+    """
+    limit, words = allowed(cluster, asked)
+    if plan.peak_nbytes <= limit:
+        return
+    name = plan.planner if isinstance(plan, PipelinePlan) else plan.solution.planner
+    needed = f"{plan.peak_nbytes:,} bytes ({nbytes(plan.peak_nbytes)})"
+    raise OverBudgetError(
+        explain(
+            words,
+            f"the plan {name!r} needs {needed} on a device ({held(plan)})",
+            where,
+            "use planner=autopar.Auto(), which looks for a plan that fits, give it more devices or a smaller batch, or "
+            f"plan for what is not there with memory_limit={plan.peak_nbytes:,} (bytes)",
+        ),
+        leanest=plan,
+    )
+
+
+def leaner(refused: PlanningError, staged: PipelinePlan | None, limit: float, cluster: Cluster) -> PlanningError:
+    """Why nothing fits, by what needs the least of all: the plan that was refused, or the stages that were met."""
+    least: object = getattr(refused, "leanest", None)
+    if staged is None or (isinstance(least, Plan) and least.peak_nbytes <= staged.peak_nbytes):
+        return refused
+    what = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
+    words = f"{count(len(staged.stages), 'stage')}, {count(staged.microbatches, 'microbatch', 'microbatches')}"
+    return OverBudgetError(
+        explain(
+            what,
+            f"the leanest plan found needs {nbytes(staged.peak_nbytes)}",
+            f"it is a pipeline of {words} under {staged.schedule_name}",
+            f"what would do, as planned: {nbytes(_up(staged.peak_nbytes - limit))} more on each device "
+            f"(memory_limit={staged.peak_nbytes:,} bytes); more devices, a smaller batch or model need less as well",
+        ),
+        leanest=staged,
+    )
+
+
+def _form(plan: Plan) -> str:
+    kept = sum(choice == "inputs" for choice in plan.remat)
+    words = count(plan.microbatches, "microbatch", "microbatches")
+    return f"{words}, {count(kept, 'layer')} of {len(plan.remat)} keeping inputs alone" if plan.remat else words
+
+
+def _up(size: float) -> float:
+    return float(math.ceil(size))
+
+
+def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> Iterator[str]:
+    """The fewest times as many devices that hold a plan."""
+    times = 2
+    while times <= _MOST:
+        larger = _times(cluster, times)
+        try:
+            found = plan(larger)
+        except OverBudgetError:
+            found = None
+        if found is None:
+            times *= 2
+            continue
+        yield f"{count(larger.n_devices, 'device')} ({nbytes(found.peak_nbytes)} each)"
+        return
+
+
+def _times(cluster: Cluster, times: int) -> Cluster:
+    """The cluster with several times the hosts."""
+    group = cluster.group()
+    hosts = group.hosts * times
+    return Cluster(name=f"{cluster.name} x {times}", groups=(replace(group, hosts=hosts),))

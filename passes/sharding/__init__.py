@@ -1,0 +1,6 @@
+"""How one value lies on a mesh, and the cheapest chain of steps from one sharding spec to another."""
+
+from passes.sharding.resharding import Resharder, Step, placed
+from passes.sharding.spec import ShardingSpec, parse_spec, replicated
+
+__all__ = ["Resharder", "ShardingSpec", "Step", "parse_spec", "placed", "replicated"]

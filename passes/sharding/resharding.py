@@ -1,0 +1,298 @@
+"""Changing how a value lies on one mesh: the cheapest chain of single-axis steps, priced and spelled out alike.
+
+The states of a value are its placements (sharding specs); the steps between them are those of XLA's own collectives.
+`Resharder.seconds` holds the cost of the cheapest chain between any two placements, `Resharder.steps` the chain.
+
+Reference: a chain of single-axis steps compiles exactly as planned where one jump does not (design/intra_op.md 1.3).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.cluster import Mesh, collectives
+from passes.errors import InternalError
+from passes.ir import TensorType
+from passes.sharding.spec import ShardingSpec
+
+StepKind = Literal["slice", "keep", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
+
+Seconds = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+T = TypeVar("T")
+
+_CACHED = 1 << 16
+"""How many numbers a processor has near at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One move. `slice` and `keep` are local; the others are one collective each.
+
+    `slice` cuts dimension `to_dim` by `axes`; `keep` turns copies into partial sums (rank 0 keeps its copy, the others
+    hold zeros); `all_gather` undoes the minor axis of `dim`; `all_to_all` moves it to `to_dim`; `all_reduce` finishes
+    partial `axes`; `reduce_scatter` finishes one and cuts `to_dim` by it.
+    """
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    dim: int = -1
+    to_dim: int = -1
+
+    @property
+    def is_local(self) -> bool:
+        return self.kind in ("slice", "keep")
+
+    def apply(self, spec: ShardingSpec) -> ShardingSpec:
+        """The placement after this step."""
+        dims = [list(axes) for axes in spec.dims]
+        partial = tuple(axis for axis in spec.partial if axis not in self.axes)
+        if self.kind in ("all_gather", "all_to_all") and tuple(dims[self.dim][-1:]) != self.axes:
+            raise InternalError(f"{self} on {spec} gathers an axis that is not the minor one")
+        if self.kind in ("all_gather", "all_to_all"):
+            dims[self.dim].pop()
+        if self.to_dim >= 0:
+            dims[self.to_dim].extend(self.axes)
+        if self.kind == "keep":
+            partial = tuple(sorted((*spec.partial, *self.axes)))
+        return placed(tuple(tuple(axes) for axes in dims), partial, spec.reduction)
+
+    def __str__(self) -> str:
+        where = f" {self.dim}" if self.dim >= 0 else ""
+        return f"{self.kind}@{'+'.join(self.axes)}{where}" + (f"->{self.to_dim}" if self.to_dim >= 0 else "")
+
+
+@lru_cache(maxsize=1 << 16)
+def placed(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...], reduction: str) -> ShardingSpec:
+    """The canonical spec: partial axes sorted, and `add` where nothing is partial."""
+    return ShardingSpec(dims=dims, partial=tuple(sorted(partial)), reduction=reduction if partial else "add")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Routes:
+    """All single steps between the placements of one rank, whatever the mesh's sizes: `source[m]` to `target[m]`.
+
+    `cuts` [placements, dimensions, axes] says which axes cut which dimension. `seams[:, m]` are the dimensions that
+    collective m cuts and joins (-1: none). `classes` are the moves of one kind and axes.
+    """
+
+    placements: tuple[ShardingSpec, ...]
+    index: dict[ShardingSpec, int]
+    cuts: NDArray[np.bool_]
+    steps: tuple[Step, ...]
+    source: Indices
+    target: Indices
+    seams: Indices
+    classes: tuple[tuple[Step, Indices], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moves:
+    """Routes on a mesh: `parts` [placements, dimensions] are the devices that cut each dimension.
+
+    `payload_parts` [moves] are the devices that share what is moved, `seam_parts` those that cut what stands before
+    the seams.
+    """
+
+    routes: _Routes
+    parts: Indices
+    payload_parts: Seconds
+    seam_parts: Seconds
+
+
+class Resharder:
+    """Costs and steps of every resharding on one mesh; remembers what it has computed."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._moves: dict[tuple[int, str], _Moves] = {}
+        self._closures: dict[tuple[TensorType, str], tuple[Seconds, Seconds]] = {}
+        self._kept: dict[object, object] = {}
+
+    def kept(self, make: Callable[[Resharder], T]) -> T:
+        """What `make` makes of this, once: what other passes remember of the mesh, for as long as this lives."""
+        if make not in self._kept:
+            self._kept[make] = make(self)
+        return cast("T", self._kept[make])
+
+    def placements(self, rank: int, reduction: str = "add") -> tuple[ShardingSpec, ...]:
+        """Every placement of a value of this rank, divisible or not; partial ones with this reduction."""
+        return self._moves_of(rank, reduction).routes.placements
+
+    def index(self, spec: ShardingSpec, reduction: str = "add") -> int:
+        """The position of `spec` in `placements` and in the rows of `seconds`."""
+        return self._moves_of(len(spec.dims), reduction).routes.index[spec]
+
+    def seconds(self, type: TensorType, reduction: str = "add") -> Seconds:
+        """Seconds of the cheapest chain, [placements before, placements after]; infinite where no axis divides."""
+        return self._closure(type, reduction)[0]
+
+    def cost(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> float:
+        """Seconds of the cheapest chain from `before` to `after`; infinite where there is none."""
+        if before == after:
+            return 0.0
+        reduction = before.reduction if before.partial else after.reduction
+        if after.partial and after.reduction != reduction:
+            return float("inf")
+        return float(self.seconds(type, reduction)[self.index(before, reduction), self.index(after, reduction)])
+
+    def matrix(self, type: TensorType, before: Sequence[ShardingSpec], after: Sequence[ShardingSpec]) -> Seconds:
+        """`cost` of every pair, [before, after]."""
+        if all(spec.reduction == "add" for spec in (*before, *after)):
+            index = self._moves_of(type.rank, "add").routes.index
+            return self.seconds(type)[np.ix_([index[spec] for spec in before], [index[spec] for spec in after])]
+        return np.array([[self.cost(type, source, target) for target in after] for source in before])
+
+    def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]:
+        """The cheapest chain from `before` to `after`. Raises InternalError where there is none."""
+        reduction = before.reduction if before.partial else after.reduction
+        moves = self._moves_of(type.rank, reduction)
+        total, single = self._closure(type, reduction)
+        here, there = moves.routes.index[before], moves.routes.index[after]
+        if not np.isfinite(total[here, there]):
+            raise InternalError(f"no chain of steps takes {type} from {before} to {after} on mesh {self.mesh}")
+        chain: list[Step] = []
+        while here != there:
+            outgoing: NDArray[np.intp] = np.flatnonzero(moves.routes.source == here)
+            through = single[outgoing] + total[moves.routes.target[outgoing], there]
+            move = int(outgoing[int(np.argmin(through))])
+            chain.append(moves.routes.steps[move])
+            here = int(moves.routes.target[move])
+        return tuple(chain)
+
+    def _moves_of(self, rank: int, reduction: str) -> _Moves:
+        key = (rank, reduction)
+        if key not in self._moves:
+            self._moves[key] = _moves(self.mesh, _routes(self.mesh.axes, rank, reduction))
+        return self._moves[key]
+
+    def _closure(self, type: TensorType, reduction: str) -> tuple[Seconds, Seconds]:
+        key = (type, reduction)
+        if key not in self._closures:
+            moves = self._moves_of(type.rank, reduction)
+            single = self._single_steps(type, moves)
+            count = len(moves.routes.placements)
+            total = np.full((count, count), np.inf)
+            np.minimum.at(total, (moves.routes.source, moves.routes.target), single)
+            np.fill_diagonal(total, 0.0)
+            self._closures[key] = (_shortest(total), single)
+        return self._closures[key]
+
+    def _single_steps(self, type: TensorType, moves: _Moves) -> Seconds:
+        device = self.mesh.cluster.group().device
+        cost = np.zeros(len(moves.routes.steps))
+        payload = type.nbytes / moves.payload_parts
+        rearranged = _strided(type, moves) * payload
+        strided = 1 / device.strided_bytes_per_second if device.strided_bytes_per_second else 0.0
+        for step, members in moves.routes.classes:
+            copied = 2 * payload[members] / device.memory_bytes_per_second
+            if step.kind == "slice" or step.kind == "keep":
+                cost[members] = device.launch_seconds / 4 + copied
+            else:
+                group = self.mesh.group(step.axes)
+                cost[members] = collectives.seconds(step.kind, payload[members], group) + device.launch_seconds
+                cost[members] += strided * rearranged[members]
+        divisible = (np.array(type.shape, dtype=np.int64) % moves.parts == 0).all(axis=1)
+        if 0 in type.shape:  # never cut
+            divisible &= (moves.parts == 1).all(axis=1)
+        cost[~(divisible[moves.routes.source] & divisible[moves.routes.target])] = np.inf
+        return cost
+
+
+def _strided(type: TensorType, moves: _Moves) -> Seconds:
+    """How many of a move's seams run through dimensions that have something before them."""
+    seams = moves.routes.seams
+    leading = np.cumprod((1, *type.shape), dtype=np.float64)[seams] / moves.seam_parts
+    return ((seams >= 0) & (leading > 1)).sum(axis=0).astype(np.float64)
+
+
+def _moves(mesh: Mesh, routes: _Routes) -> _Moves:
+    """The routes between placements on a mesh with its sizes."""
+    parts: Indices = np.where(routes.cuts, np.array(mesh.sizes, dtype=np.intp), 1).prod(axis=2)
+    # [placements, dimensions + 1], the devices that cut what stands before a dimension
+    leading: Indices = np.cumprod(np.insert(parts, 0, 1, axis=1), axis=1, dtype=np.intp)
+    held: Indices = leading[routes.source, -1]
+    left: Indices = leading[routes.target, -1]
+    slices = np.array([step.kind == "slice" for step in routes.steps], dtype=bool)
+    return _Moves(
+        routes=routes,
+        parts=parts,
+        payload_parts=np.where(slices, left, np.minimum(held, left)).astype(np.float64),
+        seam_parts=leading[routes.source, np.maximum(routes.seams, 0)].astype(np.float64),
+    )
+
+
+@lru_cache(maxsize=256)
+def _routes(axes: tuple[str, ...], rank: int, reduction: str) -> _Routes:
+    placements = tuple(_placements(axes, rank, reduction))
+    index = {spec: i for i, spec in enumerate(placements)}
+    found = [
+        (step, index[spec], index[after])
+        for spec in placements
+        for step in _single(spec, axes, rank)
+        if (after := step.apply(spec)) in index
+    ]
+    steps = tuple(step for step, _, _ in found)
+    seams = [(-1, -1) if step.is_local else (step.dim, step.to_dim) for step in steps]
+    groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for i, step in enumerate(steps):
+        groups.setdefault((step.kind, step.axes), []).append(i)
+    cuts = [[[axis in dim for axis in axes] for dim in spec.dims] for spec in placements]
+    source, target = np.array([ends for _, *ends in found], dtype=np.intp).reshape(-1, 2).T
+    return _Routes(
+        placements=placements,
+        index=index,
+        cuts=np.array(cuts, dtype=bool).reshape(len(placements), rank, len(axes)),
+        steps=steps,
+        source=source,
+        target=target,
+        seams=np.array(seams, dtype=np.intp).reshape(-1, 2).T,
+        classes=tuple((steps[members[0]], np.array(members, dtype=np.intp)) for members in groups.values()),
+    )
+
+
+def _placements(axes: tuple[str, ...], rank: int, reduction: str) -> list[ShardingSpec]:
+    """Replicated first; every axis is unused, partial, or on one dimension in every order."""
+    found: dict[ShardingSpec, None] = {}
+    for seats in itertools.product((None, *range(rank), "partial"), repeat=len(axes)):
+        partial = tuple(axis for axis, seat in zip(axes, seats, strict=True) if seat == "partial")
+        by_dim = [[axis for axis, seat in zip(axes, seats, strict=True) if seat == d] for d in range(rank)]
+        for dims in itertools.product(*(itertools.permutations(used) for used in by_dim)):
+            found[placed(tuple(dims), partial, reduction)] = None
+    return list(found)
+
+
+def _single(spec: ShardingSpec, axes: tuple[str, ...], rank: int) -> list[Step]:
+    """Every step that leaves `spec`."""
+    idle = [axis for axis in axes if axis not in spec.axes]
+    found = [Step(kind="slice", axes=(axis,), to_dim=dim) for axis in idle for dim in range(rank)]
+    if spec.reduction == "add":
+        found += [Step(kind="keep", axes=(axis,)) for axis in idle]
+    for dim, held in enumerate(spec.dims):
+        if held:
+            found.append(Step(kind="all_gather", axes=held[-1:], dim=dim))
+            found += [Step(kind="all_to_all", axes=held[-1:], dim=dim, to_dim=to) for to in range(rank) if to != dim]
+    for count in range(1, len(spec.partial) + 1):
+        found += [Step(kind="all_reduce", axes=some) for some in itertools.combinations(spec.partial, count)]
+    if spec.partial and spec.reduction == "add":
+        found += [Step(kind="reduce_scatter", axes=(axis,), to_dim=dim) for axis in spec.partial for dim in range(rank)]
+    return found
+
+
+def _shortest(total: Seconds) -> Seconds:
+    """Min-plus closure by repeated squaring, some rows at a time, so that what is added up stays in the cache."""
+    count = max(1, _CACHED // total.size)
+    while True:
+        blocks = [total[first : first + count] for first in range(0, len(total), count)]
+        through = np.concatenate([np.min(rows[:, :, None] + total, axis=1) for rows in blocks])
+        if np.array_equal(through, total):
+            return total
+        total = through

@@ -1,0 +1,20 @@
+"""A sharding problem as numbers and the search for its answer: one strategy a node, at the least total seconds, within
+budgets of bytes, with a bound. It knows neither graphs nor meshes.
+"""
+
+from passes.solver.problem import Budget, Edge, Floats, Indices, Memory, ShardingProblem
+from passes.solver.search import Answer, Search, SolverOptions, leanest, solve
+
+__all__ = [
+    "Answer",
+    "Budget",
+    "Edge",
+    "Floats",
+    "Indices",
+    "Memory",
+    "Search",
+    "ShardingProblem",
+    "SolverOptions",
+    "leanest",
+    "solve",
+]

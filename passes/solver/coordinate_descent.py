@@ -1,0 +1,132 @@
+"""An answer to a sharding problem made better by small steps: one node at a time, the others staying."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from passes.solver.problem import Edge, Floats, Indices, ShardingProblem
+
+_ROUNDS = 8
+_PENALTY = 1e3
+"""What bytes beyond a budget cost, as a multiple of the whole answer's seconds for the whole budget."""
+
+
+def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
+    """An answer at most as costly: each node in turn takes its best strategy, until none moves.
+
+    Where budgets are exceeded, bytes come first. A node is looked at again once one that it shares a value with has
+    moved, or any at all where budgets tie them together.
+    """
+    current = list(choice)
+    around: list[list[Sequence[Edge]]] = [[] for _ in problem.seconds]
+    for edges in problem.groups.values():
+        for node in {n for edge in edges for n in (edge.source, edge.target)}:
+            around[node].append(edges)
+    usage, paid = _Usage(problem, current), _Paid()
+    stale = [True] * len(current)
+    for node in (node for _ in range(_ROUNDS) if any(stale) for node in range(len(current)) if stale[node]):
+        keep, stale[node] = current[node], False
+        costs = problem.seconds[node] + sum(paid.seconds(edges, node, current) for edges in around[node])
+        if problem.budgets:
+            costs += usage.penalties(node, current, around[node])
+        if costs[keep] <= costs.min():
+            continue
+        current[node] = int(np.argmin(costs))
+        if problem.budgets:
+            usage.change(node, keep, current, around[node])
+            stale = [True] * len(current)
+        for edge in (edge for edges in around[node] for edge in edges):
+            stale[edge.source] = stale[edge.target] = True
+    return tuple(current)
+
+
+class _Paid:
+    """What groups of edges pay under every strategy of a node, the others staying; placements are known by number."""
+
+    def __init__(self) -> None:
+        self.known: dict[object, int] = {}
+        self.numbers: dict[int, Indices] = {}
+
+    def seconds(self, edges: Sequence[Edge], node: int, choice: Sequence[int]) -> Floats | float:
+        """The cost of a group, equal reshardings once."""
+        if len(edges) == 1:
+            edge = edges[0]
+            return edge.weight * edge.seconds[_ends(edge, node, choice)]
+        asked: dict[tuple[object, object], tuple[Indices | int, Floats]] = {}
+        for edge in edges:
+            before, after = _ends(edge, node, choice)
+            label = self._labels(edge)[after]
+            same = (before if edge.source != node else id(before), label if edge.target != node else id(edge.after))
+            if same not in asked:
+                asked[same] = before + len(edge.seconds) * label, edge.weight * edge.seconds[before, after]
+        total, seen = 0.0, list[Indices | int]()
+        for resharding, seconds in asked.values():
+            for other in seen:
+                seconds = np.where(resharding == other, 0.0, seconds)
+            total = total + seconds
+            seen.append(resharding)
+        return total
+
+    def _labels(self, edge: Edge) -> Indices:
+        """The numbers of the placements that an edge's columns stand for; edges mostly share them."""
+        if id(edge.labels) not in self.numbers:
+            numbers = [self.known.setdefault(label, len(self.known)) for label in edge.labels]
+            self.numbers[id(edge.labels)] = np.array(numbers, dtype=np.intp)
+        return self.numbers[id(edge.labels)]
+
+
+def _ends(edge: Edge, node: int, choice: Sequence[int]) -> tuple[Indices | int, Indices | int]:
+    """An edge's row and column, [strategies] of `node` at the ends where that is."""
+    before = edge.before if edge.source == node else edge.before[choice[edge.source]]
+    return before, edge.after if edge.target == node else edge.after[choice[edge.target]]
+
+
+class _Usage:
+    """What an answer takes of every budget, kept up to date while its nodes change."""
+
+    def __init__(self, problem: ShardingProblem, choice: Sequence[int]) -> None:
+        self.problem = problem
+        self.held = [problem.usage(budget, choice) for budget in problem.budgets]
+        seconds = problem.evaluate(choice)
+        self.price = _PENALTY * (seconds if np.isfinite(seconds) and seconds > 0 else 1.0)
+
+    def penalties(self, node: int, choice: list[int], groups: Sequence[Sequence[Edge]]) -> Floats:
+        """Seconds for the bytes beyond the budgets under each strategy of a node."""
+        size = self.problem.seconds[node].size
+        total, own = np.zeros(size), choice[node]
+        for budget, held in zip(self.problem.budgets, self.held, strict=True):
+            nbytes = budget.nbytes.get(node)
+            copied = [edges for edges in groups if edges[0].group in budget.copies]
+            if nbytes is None and not copied:
+                continue
+            after = np.full(size, held) if nbytes is None else held - nbytes[own] + nbytes
+            if copied:
+                made = np.zeros(size)
+                for s in range(size):
+                    choice[node] = s
+                    made[s] = sum(_copied_nbytes(budget.copies[edges[0].group], edges, choice) for edges in copied)
+                choice[node] = own
+                after += made - made[own]
+            total += self.price * np.maximum(after / budget.limit - 1.0, 0.0)
+        return total
+
+    def change(self, node: int, old: int, choice: list[int], groups: Sequence[Sequence[Edge]]) -> None:
+        """Takes over that a node has left its `old` strategy."""
+        new = choice[node]
+        for index, budget in enumerate(self.problem.budgets):
+            if (nbytes := budget.nbytes.get(node)) is not None:
+                self.held[index] += float(nbytes[new] - nbytes[old])
+            for edges in groups:
+                copies = budget.copies.get(edges[0].group)
+                if copies is not None:
+                    self.held[index] += _copied_nbytes(copies, edges, choice)
+                    choice[node] = old
+                    self.held[index] -= _copied_nbytes(copies, edges, choice)
+                    choice[node] = new
+
+
+def _copied_nbytes(copies: Mapping[object, float], edges: Sequence[Edge], choice: Sequence[int]) -> float:
+    made = dict.fromkeys(edge.copies(choice) for edge in edges)
+    return sum(copies.get(label, 0.0) for label in made if label is not None)

@@ -1,0 +1,235 @@
+"""Costs of a few nodes together as tables: the terms that a sharding problem is a sum of.
+
+A table has a dimension for each of its nodes, indexed not by strategies but by *classes* of strategies that the table
+cannot tell apart: a resharding sees the placement of a value, which many strategies have in common. Tables of several
+terms tell apart what one of them does, and stay as small as that allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.solver.problem import Edge, ShardingProblem
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Prices = tuple[Floats, Floats]
+"""Seconds of the rows and of the columns of an edge."""
+
+GROUP_ENTRIES = 200_000
+"""Entries of the table of one group, beyond which its readers are charged in parts: 1.6 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Factor:
+    """Seconds `table` [classes of each node] that `nodes` cost together; `classes[k]` [strategies] are those of node k.
+
+    Strategies are numbered among those that are allowed.
+    """
+
+    nodes: tuple[int, ...]
+    classes: tuple[Indices, ...]
+    table: Floats
+
+    @classmethod
+    def of_node(cls, node: int, seconds: Floats) -> Self:
+        """The seconds of a node's own strategies."""
+        return cls(nodes=(node,), classes=(np.arange(seconds.size),), table=seconds)
+
+    def without(self, node: int) -> Factor:
+        """The least over a node's classes, of the other nodes."""
+        at = self.nodes.index(node)
+        return Factor(
+            nodes=self.nodes[:at] + self.nodes[at + 1 :],
+            classes=self.classes[:at] + self.classes[at + 1 :],
+            table=self.table.min(axis=at),
+        )
+
+    def least(self, node: int) -> Floats:
+        """The least seconds under each strategy of a node."""
+        at = self.nodes.index(node)
+        others = tuple(axis for axis in range(self.table.ndim) if axis != at)
+        return self.table.min(axis=others)[self.classes[at]]
+
+    def at(self, strategies: Mapping[int, Indices]) -> Floats:
+        """The seconds of many choices at once: the nodes' `strategies`, arrays that broadcast together."""
+        index = tuple(own[strategies[node]] for node, own in zip(self.nodes, self.classes, strict=True))
+        return self.table[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """What the readers of one value pay for its reshardings, equal ones once: exactly, and as a sum of factors.
+
+    The factors add up to the exact seconds where all readers fit into one table, and to less where they do not. A
+    `share` of the seconds is paid.
+    """
+
+    nodes: tuple[int, ...]
+    edges: tuple[GroupEdge, ...]
+    factors: tuple[Factor, ...]
+    share: float = 1.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the factors say all."""
+        return len(self.factors) == 1
+
+    def at(self, strategies: Mapping[int, Indices]) -> Floats:
+        """The exact seconds of many choices at once."""
+        total, seen = np.zeros(()), list[Indices]()
+        for edge in self.edges:
+            seconds, label, priced = edge.at(strategies)
+            for other in seen:
+                seconds = np.where(label == other, 0.0, seconds)
+            total = total + self.share * seconds - priced
+            seen.append(label)
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupEdge:
+    """A reader of a group: rows, columns and `seconds` as its edge has them, for the allowed strategies at its ends.
+
+    `labels` [columns] are numbers that equal placements share. `prices` of rows and of columns are what the nodes at
+    the ends have taken over: the edge pays less by that of its row, and more by that of its column.
+    """
+
+    source: int
+    target: int
+    before: Indices
+    after: Indices
+    seconds: Floats
+    labels: Indices
+    prices: Prices | None = None
+
+    def at(self, strategies: Mapping[int, Indices]) -> tuple[Floats, Indices, Floats]:
+        """The seconds, the placement read, and the difference of prices, of many choices at once."""
+        before, after = self.before[strategies[self.source]], self.after[strategies[self.target]]
+        priced = np.zeros(()) if self.prices is None else self.prices[0][before] - self.prices[1][after]
+        return self.seconds[before, after], self.labels[after], priced
+
+
+def classes(wanted: Sequence[Indices]) -> Indices:
+    """The classes of strategies that no class of `wanted` tells apart, numbered from 0."""
+    if all(own is wanted[0] for own in wanted[1:]):
+        return wanted[0]
+    key = wanted[0]
+    for own in wanted[1:]:
+        key = _numbered(key * (int(own.max()) + 1) + own)
+    return key
+
+
+def _numbered(values: Indices) -> Indices:
+    return np.unique(values, return_inverse=True)[1].astype(np.intp)
+
+
+def scope(factors: Iterable[Factor]) -> dict[int, Indices]:
+    """The nodes of several factors, with the classes that their sum tells apart."""
+    wanted: dict[int, list[Indices]] = {}
+    for factor in factors:
+        for node, own in zip(factor.nodes, factor.classes, strict=True):
+            wanted.setdefault(node, []).append(own)
+    return {node: classes(own) for node, own in wanted.items()}
+
+
+def total(factors: Sequence[Factor]) -> Factor:
+    """The sum of factors, one or more."""
+    if len(factors) == 1:
+        return factors[0]
+    among = scope(factors)
+    nodes = tuple(sorted(among))
+    place = {node: axis for axis, node in enumerate(nodes)}
+    table = np.zeros([int(among[node].max()) + 1 for node in nodes])
+    for factor in factors:
+        index: list[Indices] = []
+        for node, own in zip(factor.nodes, factor.classes, strict=True):
+            narrower = np.zeros(table.shape[place[node]], dtype=np.intp)
+            narrower[among[node]] = own
+            index.append(narrower)
+        order = np.argsort([place[node] for node in factor.nodes])
+        part = factor.table[np.ix_(*index)].transpose(order)
+        shape = [1] * len(nodes)
+        for node in factor.nodes:
+            shape[place[node]] = table.shape[place[node]]
+        table += part.reshape(shape)
+    return Factor(nodes=nodes, classes=tuple(among[node] for node in nodes), table=table)
+
+
+def groups(
+    problem: ShardingProblem, allowed: Sequence[Indices], beyond: float, prices: Mapping[int, Prices]
+) -> list[Group]:
+    """The groups of a problem among the `allowed` strategies; what is impossible costs `beyond` seconds.
+
+    `prices` are those of edges, by the edge's `id`, that the nodes have taken over.
+
+    Where the exact table of a group would have more than `GROUP_ENTRIES`, its readers are cut into parts, and a part
+    of k among n readers pays k/n of what it wants: together at most what all of them pay.
+    """
+    numbers: dict[object, int] = {}
+    named: dict[int, tuple[object, Indices]] = {}
+
+    def labels(edge: Edge) -> Indices:
+        if id(edge.labels) not in named:
+            found = [numbers.setdefault(label, len(numbers)) for label in edge.labels]
+            named[id(edge.labels)] = (edge.labels, np.array(found, dtype=np.intp))
+        return named[id(edge.labels)][1]
+
+    found: list[Group] = []
+    for edges in problem.groups.values():
+        own = tuple(
+            GroupEdge(
+                source=edge.source,
+                target=edge.target,
+                before=edge.before[allowed[edge.source]],
+                after=edge.after[allowed[edge.target]],
+                seconds=edge.weight * np.where(np.isfinite(edge.seconds), edge.seconds, beyond),
+                labels=labels(edge),
+                prices=prices.get(id(edge)),
+            )
+            for edge in edges
+        )
+        found.append(_group(own))
+    return found
+
+
+def _group(edges: tuple[GroupEdge, ...]) -> Group:
+    by_target: dict[int, list[GroupEdge]] = {}
+    for edge in edges:
+        by_target.setdefault(edge.target, []).append(edge)
+    rows = _numbered(edges[0].before)
+    reads = {node: classes([_numbered(edge.after) for edge in own]) for node, own in by_target.items()}
+    parts: list[list[int]] = [[]]
+    entries = float(rows.max() + 1)
+    for node, own in reads.items():
+        if parts[-1] and entries * (own.max() + 1) > GROUP_ENTRIES:
+            parts.append([])
+            entries = float(rows.max() + 1)
+        parts[-1].append(node)
+        entries *= own.max() + 1
+    source = edges[0].source
+    factors = tuple(
+        _table(source, rows, [(reads[node], by_target[node]) for node in part], len(part) / len(reads))
+        for part in parts
+    )
+    return Group(nodes=(source, *reads), edges=edges, factors=factors)
+
+
+def _table(source: int, rows: Indices, readers: Sequence[tuple[Indices, Sequence[GroupEdge]]], share: float) -> Factor:
+    """A share of what some readers of a group pay."""
+    own = (rows, *(read for read, _ in readers))
+    nodes = (source, *(edges[0].target for _, edges in readers))
+    counts = [int(each.max()) + 1 for each in own]
+    first = [np.unique(each, return_index=True)[1] for each in own]  # a strategy of every class
+    strategies = {
+        node: one.reshape([-1 if axis == at else 1 for axis in range(len(nodes))])
+        for at, (node, one) in enumerate(zip(nodes, first, strict=True))
+    }
+    part = Group(nodes=nodes, edges=tuple(edge for _, edges in readers for edge in edges), factors=(), share=share)
+    table = np.broadcast_to(part.at(strategies), counts)
+    return Factor(nodes=nodes, classes=own, table=np.ascontiguousarray(table))

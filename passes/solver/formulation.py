@@ -1,0 +1,318 @@
+r"""A sharding problem as an integer program, in columns and rows.
+
+With $x_{n,s} \in \{0,1\}$ for strategy s of node n, $e_{k,i,j} \in [0,1]$ for placements i before and j after edge k:
+
+    minimise    sum_n sum_s c_{n,s} x_{n,s}  +  sum_g sum_{i,j} m_g R_{g,i,j} w_{g,i,j}            (`_cost`)
+    subject to  sum_s x_{n,s} = 1                                   for every node n              (`_one_strategy`)
+                sum_j e_{k,i,j} = sum_{s: before_k(s) = i} x_{u,s}  for every edge k = (u, v), i             (`flows`)
+                sum_i e_{k,i,j} = sum_{t: after_k(t) = j} x_{v,t}   for every edge k = (u, v), j             (`flows`)
+                w_{g,i,j} >= e_{k,i,j}                              for every edge k of group g    (`_share`)
+                sum_n sum_s M_{p,n,s} x_{n,s} + sum_{g,j} K_{p,g,j} z_{g,j} <= 1   for every budget p      (`_within`)
+                z_{g,j} >= sum_{t: after_k(t) = j} x_{v,t} - sum_{s: before_k(s) = j} x_{u,s}, k in g       (`_copied`)
+
+c are the seconds of a node, R those of a resharding, m how often a tied group occurs. M and K are the bytes that a
+strategy and a copy hold at point p of the program, as shares of what may be held there. Edges of a group read one
+value: a resharding that several of them want is paid once. A group of one edge needs no w. Edge variables stand on
+distinct *placements*, not on strategies, and only x is integral: with x fixed, e is a product of marginals that are 0
+or 1. One of the rows of an edge follows from the others, and is left out.
+
+A group pays the mean of its readers' e until `_share` makes it pay the maximum. There w is stated as what it has beyond
+the mean, which leaves the costs of e as they were: where the relaxation ended before is where it goes on. It begins at
+prices near its optimum (passes/solver/dual_ascent.py).
+
+Reshardings are shortest paths, so a pair (i, j) that a third placement lies between needs no variable: the first two
+rows of a placement become one balance, what is made or arrives there equals what is read or goes on (transshipment).
+That leaves a third of the variables and the same optimum. Readers then share legs of a way, which costs no more than
+sharing whole reshardings as `evaluate` does, if all go the same ways: only through placements that every reader of the
+group may want. So it is a bound still, exact where readers agree; branching puts the pairs back.
+
+Reference: the edge formulation of Alpa (Zheng et al., OSDI 2022, eq. 1-4) with equality marginals over placements;
+design/intra_op.md 3.1-3.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.solver import pulp_solver
+from passes.solver.dual_ascent import Messages, Way
+from passes.solver.edge_flows import Flow, flows
+from passes.solver.factors import Prices
+from passes.solver.linear_program import Floats, Indices, LinearProgram, Outcome
+from passes.solver.problem import Edge, ShardingProblem
+
+_TOLERANCE = 1e-6
+_PASSES = 4
+_LARGE = 10_000
+"""Columns from which finding prices takes less time than it saves, and how many passes find them."""
+
+_RISES = 0.1
+"""Where it may end the search, passes go on while they raise the bound by this share."""
+
+_BEYOND = 1.05
+"""Bounds that end a relaxation are found a little beyond what is enough, where they may be so for other problems."""
+
+UNUSED = 1e9
+"""The price of a placement that no allowed strategy reads; of one that none makes, less than nothing."""
+
+_MICROSECONDS = 1e6
+"""The program is stated in microseconds: solver tolerances are absolute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cells:
+    """The reshardings of a group's readers that cost anything: equal ones are one cell.
+
+    `columns` are the edge variables, `seconds` their full price, `cell` their cells, `readers` [cells] how many want
+    each.
+    """
+
+    columns: Indices
+    seconds: Floats
+    cell: Indices
+    readers: Indices
+
+    @classmethod
+    def of(cls, flows: Sequence[Flow]) -> _Cells:
+        count = max(flow.edge.seconds.shape[0] for flow in flows)
+        numbers = [flow.shape.before + count * flow.shape.names[flow.shape.after] for flow in flows]
+        seconds = np.concatenate([flow.seconds for flow in flows])
+        costly = seconds > 0
+        wanted = np.concatenate(numbers)[costly]
+        _, cell, readers = np.unique(wanted, return_inverse=True, return_counts=True)
+        columns = np.concatenate([flow.columns for flow in flows])
+        return cls(columns=columns[costly], seconds=seconds[costly], cell=cell, readers=readers)
+
+    def wanted_by(self, readers: int) -> tuple[Indices, Floats]:
+        """The edge variables [cells, readers] of the cells that so many want, and their prices [cells]."""
+        order = np.argsort(self.cell, kind="stable")
+        order = order[self.readers[self.cell[order]] == readers].reshape(-1, readers)
+        return self.columns[order], self.seconds[order[:, 0]]
+
+    def disagree(self, values: Floats) -> bool:
+        """Whether some cell's readers want it to different degrees."""
+        asked, most = values[self.columns], np.zeros(self.readers.size)
+        np.maximum.at(most, self.cell, asked)
+        mean = np.bincount(self.cell, weights=asked, minlength=most.size) / self.readers
+        return bool(np.any(most - mean > _TOLERANCE))
+
+
+class StrategyProgram:
+    """The program of one problem; each method adds the rows that the module's text names.
+
+    A `whole` one asks for whole strategies and whole reshardings: groups share pairs of placements, not legs of a way.
+    A `lean` one seeks the fewest bytes beyond its budgets, or furthest below them, whatever that costs.
+
+    A relaxation ends where it cannot take less than `enough` seconds. `floor` is a bound that is there before.
+    """
+
+    def __init__(
+        self, problem: ShardingProblem, *, whole: bool = False, lean: bool = False, enough: float = np.inf
+    ) -> None:
+        self.problem = problem
+        self.enough = enough
+        self.whole = whole
+        self.arrays = LinearProgram()
+        finite = [np.isfinite(seconds) for seconds in problem.seconds]
+        self.allowed = [np.flatnonzero(own) for own in finite]
+        self.strategies = self._one_strategy()
+        self.groups = flows(problem, finite, self.strategies, self.arrays, whole=whole)
+        self.cells = {group: _Cells.of(flows) for group, flows in self.groups.items() if len(flows) > 1}
+        self.shared: dict[int, list[tuple[Indices, Floats]]] = {}
+        for group in self.cells if whole else ():
+            self._share(group)
+        self.most = self.arrays.add_columns(1, np.inf) if lean else None
+        self.prices, self.floor = np.zeros(0), 0.0
+        self.costs = [own[allowed] for own, allowed in zip(problem.seconds, self.allowed, strict=True)]
+        if self.arrays.columns > _LARGE and not whole and not lean:
+            self._price()
+        self.budget_rows: list[int] = []
+        self.copy_rows: list[tuple[int, Edge, object]] = []
+        self._within()
+        self.objective = np.inf
+        self.values: Floats = np.zeros(0)
+        self.duals: Floats = np.zeros(0)
+
+    def _one_strategy(self) -> list[Indices]:
+        """The columns of every node's allowed strategies, of which one is chosen."""
+        nodes = [self.arrays.add_columns(own.size) for own in self.allowed]
+        self.one = self.arrays.add_rows(len(nodes), 1.0, 1.0)
+        for row, columns in zip(self.one, nodes, strict=True):
+            self.arrays.enter(np.full(columns.size, row), columns, 1.0)
+        return nodes
+
+    def _share(self, group: int) -> None:
+        """Gives w to every resharding that several readers of a group may want, as what it has beyond their mean."""
+        cells, terms = self.cells[group], list[tuple[Indices, Floats]]()
+        for readers in (count for count in np.unique(cells.readers).tolist() if count > 1):
+            asking, price = cells.wanted_by(readers)
+            beyond = self.arrays.add_columns(price.size)
+            terms.append((beyond, price))
+            mean = self.arrays.add_columns(price.size)
+            rows = self.arrays.add_rows(price.size, 0.0, 0.0)
+            self.arrays.enter(rows, mean, -1.0)
+            self.arrays.enter(np.repeat(rows, readers), asking.ravel(), 1.0 / readers)
+            for own in asking.T:
+                rows = self.arrays.add_rows(price.size, 0.0, np.inf)
+                for columns, sign in ((beyond, 1.0), (mean, 1.0), (own, -1.0)):
+                    self.arrays.enter(rows, columns, sign)
+        self.shared[group] = terms
+
+    def share_where_readers_disagree(self) -> bool:
+        """Gives w to the groups that pay less than the maximum of their readers; says whether there were any."""
+        groups = [g for g, cells in self.cells.items() if g not in self.shared and cells.disagree(self.values)]
+        for group in groups:
+            self._share(group)
+        return bool(groups)
+
+    def _price(self) -> None:
+        """Finds what each row is worth near the relaxation's optimum; the row that an edge lacks is worth nothing.
+
+        What is left of the costs of strategies at these prices, the least of every node, adds up to a bound.
+        """
+        given = self.costs
+        flows = [(flow, len(flows)) for flows in self.groups.values() for flow in flows]
+        messages = Messages(given, [_way(flow, readers) for flow, readers in flows])
+        while True:
+            messages.run(_PASSES)
+            worth, costs, before = np.zeros(self.arrays.rows), list(given), self.floor
+            for (flow, _), (making, reading) in zip(flows, messages.prices(), strict=True):
+                rows, at = np.concatenate(flow.rows), np.concatenate([making, reading])
+                at -= at[np.argmin(rows)]
+                worth[rows[rows >= 0]] = at[rows >= 0]
+                making, reading = np.split(at, [making.size])
+                costs[flow.edge.source] = costs[flow.edge.source] + making[flow.shape.made]
+                costs[flow.edge.target] = costs[flow.edge.target] - reading[flow.shape.read]
+            worth[self.one] = [own.min() for own in costs]
+            self.prices, self.floor, self.costs = worth * _MICROSECONDS, float(worth[self.one].sum()), costs
+            if np.isinf(self.enough) or self.floor >= self.enough or self.floor < (1 + _RISES) * before:
+                return
+
+    def _within(self) -> None:
+        """Holds every budget, or lets all be exceeded as little as can be."""
+        copies: dict[tuple[int, object], int | None] = {}
+        for budget in self.problem.budgets:
+            row = self.arrays.add_rows(1, -np.inf, 1.0 if self.most is None else 0.0)
+            self.budget_rows.append(int(row[0]))
+            if self.most is not None:
+                self.arrays.enter(row, self.most, -1.0)
+            for node, nbytes in budget.nbytes.items():
+                own = self.strategies[node]
+                self.arrays.enter(np.repeat(row, own.size), own, nbytes[self.allowed[node]] / budget.limit)
+            for group, sizes in budget.copies.items():
+                for label, size in sizes.items():
+                    if (group, label) not in copies:
+                        copies[group, label] = self._copied(group, label)
+                    if (column := copies[group, label]) is not None:
+                        self.arrays.enter(row, np.array([column]), size / budget.limit)
+
+    def _copied(self, group: int, label: object) -> int | None:
+        """Whether some reader of a group has the value copied to a placement; None where no reader may want it."""
+        wanted: list[tuple[Edge, Indices, Indices]] = []
+        for edge in self.problem.groups.get(group, ()):
+            asking = self._placed(edge.target, edge.after, edge.labels, label)
+            if asking.size:
+                wanted.append((edge, asking, self._placed(edge.source, edge.before, edge.origins, label)))
+        if not wanted:
+            return None
+        copied = self.arrays.add_columns(1)
+        for row, (edge, asking, held) in zip(self.arrays.add_rows(len(wanted), 0.0, np.inf), wanted, strict=True):
+            for columns, value in ((copied, 1.0), (asking, -1.0), (held, 1.0)):
+                self.arrays.enter(np.full(columns.size, row), columns, value)
+            self.copy_rows.append((int(row), edge, label))
+        return int(copied[0])
+
+    def _placed(self, node: int, places: Indices, names: Sequence[object], name: object) -> Indices:
+        """The columns of a node's strategies under which a value is at a named placement."""
+        named = [i for i, other in enumerate(names) if other == name]
+        return self.strategies[node][np.isin(places[self.allowed[node]], named)]
+
+    def _cost(self) -> Floats:
+        cost = np.zeros(self.arrays.columns)
+        if self.most is not None:
+            cost[self.most] = 1.0
+            return cost
+        for own, allowed, columns in zip(self.problem.seconds, self.allowed, self.strategies, strict=True):
+            cost[columns] = own[allowed]
+        for flow in (readers[0] for readers in self.groups.values() if len(readers) == 1):
+            cost[flow.columns] = flow.seconds
+        for cells in self.cells.values():
+            cost[cells.columns] = cells.seconds / cells.readers[cells.cell]
+        for columns, seconds in (term for terms in self.shared.values() for term in terms):
+            cost[columns] = seconds
+        return cost * _MICROSECONDS
+
+    def run(self, *, gap: float, seconds: float | None = None) -> str:
+        """Solves and says how it ended, `optimal` or the solver's own word; `objective` is in seconds, or budgets."""
+        enough = _BEYOND * self.enough * _MICROSECONDS if self.most is None else np.inf
+        prices = self.prices
+        outcome = self.arrays.minimise(
+            self._cost(), self._integral(), gap=gap, seconds=seconds, prices=prices, enough=enough
+        )
+        return self._ended(outcome)
+
+    def run_with(self, solver: object) -> str:
+        """As `run`, by a solver of PuLP."""
+        return self._ended(pulp_solver.minimise(self.arrays, self._cost(), self._integral(), solver))
+
+    def _integral(self) -> Indices:
+        return np.concatenate(self.strategies) if self.whole and self.strategies else np.zeros(0, dtype=np.intp)
+
+    def _ended(self, outcome: Outcome) -> str:
+        self.values, self.duals = outcome.values, outcome.duals
+        self.objective = outcome.objective / (_MICROSECONDS if self.most is None else 1.0)
+        return outcome.status
+
+    def edge_prices(self) -> list[Prices]:
+        """Seconds that each edge's rows and columns are worth by the last relaxation, in the order of the problem."""
+        duals = (self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)) / _MICROSECONDS
+        taken: dict[int, list[tuple[object, float]]] = {}
+        for row, edge, label in self.copy_rows:
+            taken.setdefault(id(edge), []).append((label, float(duals[row])))
+        found: dict[int, Prices] = {}
+        for flow in (flow for own in self.groups.values() for flow in own):
+            edge, shape = flow.edge, flow.shape
+            prices = np.full(edge.seconds.shape[0], -UNUSED), np.full(edge.seconds.shape[1], UNUSED)
+            at = (edge.before[self.allowed[edge.source]], edge.after[self.allowed[edge.target]])
+            for price, place, rows, known in zip(prices, at, flow.rows, (shape.made, shape.read), strict=True):
+                price[place] = np.where(rows < 0, 0.0, duals[rows])[known]
+            for price, names in zip(prices, (edge.origins, edge.labels), strict=True):
+                for label, dual in taken.get(id(edge), ()):
+                    price -= [dual if name == label else 0.0 for name in names] if names else 0.0
+            found[id(edge)] = prices
+        return [found[id(edge)] for edge in self.problem.edges]
+
+    def budget_prices(self) -> list[float]:
+        """Seconds that the whole of each budget is worth by the last relaxation."""
+        duals = self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)
+        return [max(0.0, -float(duals[row])) / _MICROSECONDS for row in self.budget_rows]
+
+    def has_values(self) -> bool:
+        return self.values.size > 0
+
+    def choice(self) -> tuple[int, ...]:
+        """The strategy with the largest value at every node."""
+        chosen = zip(self.allowed, self.strategies, strict=True)
+        return tuple(int(allowed[np.argmax(self.values[columns])]) for allowed, columns in chosen)
+
+    def guess(self) -> tuple[int, ...]:
+        """The strategy with the least cost at every node, at prices if there are any."""
+        return tuple(int(allowed[np.argmin(own)]) for allowed, own in zip(self.allowed, self.costs, strict=True))
+
+    @property
+    def is_priced(self) -> bool:
+        return self.prices.size > 0
+
+
+def _padded(prices: Floats, rows: int) -> Floats:
+    return np.concatenate([prices, np.zeros(rows - prices.size)])
+
+
+def _way(flow: Flow, readers: int) -> Way:
+    """A flow as prices know it, each of a group's `readers` paying its part."""
+    edge, shape = flow.edge, flow.shape
+    seconds = edge.weight * shape.matrix / readers
+    return Way(source=edge.source, target=edge.target, made=shape.made, read=shape.read, seconds=seconds)

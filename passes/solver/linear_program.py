@@ -1,0 +1,241 @@
+"""A linear or mixed-integer program as arrays, solved by HiGHS; passes/solver/pulp_solver.py hands it to any other
+solver.
+
+Programs grow by blocks: a group of readers that turn out to disagree adds rows to what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.errors import InternalError
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+_ITERATIONS = 200_000
+_NODES = 200
+_LOOKS = 150
+"""Simplex iterations of a relaxation; nodes of a search, and how often it looks at its limits: work, so that an answer
+does not depend on the machine's load.
+
+The largest relaxation that is planned with, of GPT-1T, takes 9,000 iterations; what is worth branching on closes within
+25 nodes (design/intra_op.md 3.5). Nodes alone do not bound a search: 5 of them took 43,000 iterations, half a minute.
+HiGHS tells nobody how many iterations a search has had, but looks at its limits between any two parts of its work: 150
+times in about 10 s of the largest programs.
+"""
+
+ENOUGH = "enough"
+"""How a relaxation ends that takes no less than was asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a solve ended, `optimal` or the solver's own word; `values` [columns] are empty if it found none.
+
+    `duals` [rows] are the prices of the rows of a relaxation, empty if there are none.
+    """
+
+    status: str
+    objective: float
+    values: Floats
+    duals: Floats = field(default_factory=lambda: np.zeros(0))
+
+
+@dataclass(slots=True, kw_only=True)
+class LinearProgram:
+    """Columns from 0 to `upper`, rows between `low` and `high`, and what minimises a cost over them.
+
+    Entries are (row, column, coefficient) triplets; those of one place add up. Solvers get every place once: HiGHS
+    crashes while branching if it meets one twice.
+    """
+
+    columns: int = 0
+    rows: int = 0
+    upper: list[Floats] = field(default_factory=list[Floats])
+    low: list[Floats] = field(default_factory=list[Floats])
+    high: list[Floats] = field(default_factory=list[Floats])
+    entries: list[tuple[Indices, Indices, Floats]] = field(default_factory=list[tuple[Indices, Indices, Floats]])
+    _highs: _Highs | None = None
+
+    def add_columns(self, count: int, upper: float = 1.0) -> Indices:
+        """The numbers of new columns."""
+        first, self.columns = self.columns, self.columns + count
+        self.upper.append(np.full(count, upper))
+        return np.arange(first, self.columns)
+
+    def add_rows(self, count: int, low: float, high: float) -> Indices:
+        """The numbers of new rows, empty so far."""
+        first, self.rows = self.rows, self.rows + count
+        self.low.append(np.full(count, low))
+        self.high.append(np.full(count, high))
+        return np.arange(first, self.rows)
+
+    def enter(self, rows: Indices, columns: Indices, value: float | Floats) -> None:
+        """Puts coefficients into rows."""
+        self.entries.append((rows, columns, np.broadcast_to(np.asarray(value, dtype=np.float64), rows.shape)))
+
+    def minimise(
+        self,
+        cost: Floats,
+        integral: Indices,
+        *,
+        gap: float,
+        seconds: float | None = None,
+        prices: Floats | None = None,
+        enough: float = float("inf"),
+    ) -> Outcome:
+        """The least of `cost` [columns] to a relative `gap`, within limits of work and, if given, `seconds`.
+
+        HiGHS begins at what the first rows are thought to be worth, `prices`: the better they are, the fewer steps. A
+        relaxation that is `enough` at least ends as soon as that is seen. Costs of columns stay as they were; once it
+        has been solved, a program grows by rows.
+        """
+        self._highs = self._highs or _Highs(np.zeros(0) if prices is None else prices)
+        return self._highs.minimise(self, cost, integral, gap, np.inf if seconds is None else seconds, enough)
+
+    def bounds(self) -> tuple[Floats, Floats, Floats]:
+        """The upper limits of columns, and the limits of rows."""
+        return _joined(self.upper), _joined(self.low), _joined(self.high)
+
+    def triplets(self) -> tuple[Indices, Indices, Floats]:
+        """All entries, by column, none twice."""
+        rows, columns, values = (_joined([entry[part] for entry in self.entries]) for part in range(3))
+        return _summed(rows.astype(np.intp), columns.astype(np.intp), values)
+
+
+def _summed(rows: Indices, columns: Indices, values: Floats) -> tuple[Indices, Indices, Floats]:
+    """Triplets by column and row, those of one place as their sum."""
+    if not rows.size:
+        return rows, columns, values
+    order = np.lexsort((rows, columns))
+    rows, columns, values = rows[order], columns[order], values[order]
+    first = np.ones(rows.size, dtype=np.bool_)
+    first[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
+    return rows[first], columns[first], np.add.reduceat(values, np.flatnonzero(first))
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+class _Highs:
+    """HiGHS with a program in it. Reference: Huangfu and Hall, Math. Prog. Comp. 10 (2018).
+
+    It is stated at costs less the `worth` of its first rows, at which the relaxation starts; what the program has grown
+    by is added, and the next relaxation starts where the last one ended.
+    """
+
+    def __init__(self, worth: Floats) -> None:
+        self.highs: Any = highspy.Highs()
+        self.highs.cbMipInterrupt.subscribe(self._look)
+        self.looks = 0
+        self.worth = worth
+        self.columns = self.rows = self.entries = 0
+
+    def _look(self, event: Any) -> None:
+        """Ends a search that has looked at its limits often enough."""
+        self.looks += 1
+        event.interrupt(self.looks > _LOOKS)
+
+    def minimise(
+        self, program: LinearProgram, cost: Floats, integral: Indices, gap: float, seconds: float, enough: float
+    ) -> Outcome:
+        """The least of `cost`; a relaxation ends where it is `enough` at least."""
+        highs = self.highs
+        limit = highs.getRunTime() + seconds
+        options: dict[str, object] = {"output_flag": False, "threads": 1, "time_limit": limit, "mip_rel_gap": gap}
+        options |= {"simplex_iteration_limit": _ITERATIONS, "mip_max_nodes": _NODES}
+        if not integral.size:
+            # Its presolve runs on for ever on some relaxations (HiGHS 1.12 to 1.15, 835 columns, no time limit heeded).
+            options |= {"presolve": "off", "objective_bound": enough}
+        for name, value in options.items():
+            highs.setOptionValue(name, value)
+        if self.columns:
+            self._grow(program, cost)
+        else:
+            self._state(program, cost, integral)
+        self.columns, self.rows, self.entries = program.columns, program.rows, len(program.entries)
+        self.looks = 0
+        highs.run()
+        status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
+        duals = np.zeros(0) if integral.size else self._duals(program)
+        if status == ENOUGH:
+            return Outcome(status=status, objective=enough, values=np.zeros(0), duals=duals)
+        kind = highs.getInfo().primal_solution_status
+        feasible = kind == int(highspy.SolutionStatus.kSolutionStatusFeasible.value)
+        found = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
+        objective = float(found @ cost) if feasible else float("inf")
+        return Outcome(status=status, objective=objective, values=found, duals=duals)
+
+    def _duals(self, program: LinearProgram) -> Floats:
+        """The prices of the rows: what they were thought to be worth, and what the relaxation adds."""
+        solution = self.highs.getSolution()
+        found = np.array(solution.row_dual) if solution.dual_valid else np.zeros(0)
+        found = found if found.size == program.rows else np.zeros(program.rows)
+        return found + np.concatenate([self.worth, np.zeros(program.rows - self.worth.size)])
+
+    def _state(self, program: LinearProgram, cost: Floats, integral: Indices) -> None:
+        """The whole program."""
+        rows, columns, values = program.triplets()
+        low = _joined(program.low)
+        worth = np.concatenate([self.worth, np.zeros(program.rows - self.worth.size)])
+        kinds = np.zeros(program.columns, dtype=np.int32)
+        kinds[integral] = int(highspy.HighsVarType.kInteger.value)
+        self.highs.passModel(
+            program.columns,
+            program.rows,
+            values.size,
+            int(highspy.MatrixFormat.kColwise.value),
+            int(highspy.ObjSense.kMinimize.value),
+            float(worth[worth != 0] @ low[worth != 0]),
+            cost - np.bincount(columns, weights=values * worth[rows], minlength=program.columns),
+            np.zeros(program.columns),
+            _joined(program.upper),
+            low,
+            _joined(program.high),
+            _starts(columns, program.columns),
+            rows.astype(np.int32),
+            values,
+            kinds,
+        )
+
+    def _grow(self, program: LinearProgram, cost: Floats) -> None:
+        """What is new: columns, and the rows that all new entries stand in."""
+        new = program.entries[self.entries :]
+        rows, columns, values = _summed(*(_joined([entry[part] for entry in new]) for part in range(3)))
+        order = np.argsort(rows, kind="stable")
+        if rows.size and rows[order[0]] < self.rows:
+            raise InternalError(f"an entry of row {rows[order[0]]} after the program was solved with it")
+        more, none = program.columns - self.columns, np.zeros(0, dtype=np.int32)
+        upper = _joined(program.upper)[self.columns :]
+        self.highs.addCols(
+            more, cost[self.columns :], np.zeros(more), upper, 0, np.zeros(more, dtype=np.int32), none, np.zeros(0)
+        )
+        more = program.rows - self.rows
+        low, high = (_joined(limits)[self.rows :] for limits in (program.low, program.high))
+        starts = _starts(rows - self.rows, more)[:-1]
+        self.highs.addRows(more, low, high, values.size, starts, columns[order].astype(np.int32), values[order])
+
+
+def _starts(places: Indices, count: int) -> NDArray[np.int32]:
+    """Where the entries of each of so many places begin in a list sorted by place, and where the last ones end."""
+    return np.concatenate([[0], np.cumsum(np.bincount(places.astype(np.intp), minlength=count))]).astype(np.int32)
+
+
+_HIGHS_STATUS = {
+    highspy.HighsModelStatus.kOptimal: "optimal",
+    highspy.HighsModelStatus.kInfeasible: "infeasible",
+    highspy.HighsModelStatus.kUnboundedOrInfeasible: "infeasible",
+    highspy.HighsModelStatus.kTimeLimit: "time limit",
+    highspy.HighsModelStatus.kIterationLimit: "work limit",
+    highspy.HighsModelStatus.kSolutionLimit: "work limit",
+    highspy.HighsModelStatus.kInterrupt: "work limit",
+    highspy.HighsModelStatus.kObjectiveBound: ENOUGH,
+}

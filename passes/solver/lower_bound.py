@@ -1,0 +1,254 @@
+r"""A bound of all answers to a sharding problem, from prices of placements that may come from anywhere.
+
+A resharding from placement i to j is charged to the nodes at its ends: the node that makes the value pays the price
+$\pi_i$ of i more, the reader the price of j less. With the prices of every edge k of a group g that pays R,
+
+    bound = sum_n min_s (c_{n,s} + sum_{k from n} \pi_{k,before(s)} - sum_{k to n} \pi_{k,after(s)})
+          + sum_g min_i sum_j min(0, R_{g,i,j} - sum_{k in g} max(0, \pi_{k,i} - \pi_{k,j}))  -  sum_p \lambda_p
+
+for any prices: readers of a group that want one placement pay R once, and each is charged its difference of prices. A
+budget p adds $\lambda_p$ times the share of it that a strategy takes to c, and the share that a copy takes to R.
+The prices of a linear program of the tied problem, shared out to the nodes and edges that were tied, make it tight; no
+property of that program is relied upon.
+
+Reference: Lagrangian duality; Wainwright, Jaakkola and Willsky, MAP estimation via agreement on trees (IEEE Trans.
+Information Theory 51, 2005) for problems of pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.solver.dual_ascent import Messages, Way
+from passes.solver.factors import Prices
+from passes.solver.problem import Edge, Floats, Indices, ShardingProblem
+from passes.solver.symmetry import Tied
+
+_NEGLIGIBLE = 1e-3
+"""The share of a gap that a node may leave open: what most of it is due to is looked at first, and then the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """`seconds` that no answer goes below; `reduced` [nodes][strategies] are what strategies cost at the `prices`.
+
+    A strategy of reduced cost r more than the least of its node is in no answer below `seconds` + r. `prices` are by
+    the `id` of an edge, `spared` [groups] the seconds, 0 or less, by which prices charge a group's readers too much.
+    """
+
+    seconds: float
+    reduced: tuple[Floats, ...]
+    spared: Mapping[int, float]
+    prices: Mapping[int, Prices]
+    budget_prices: tuple[float, ...]
+
+    def within(self, problem: ShardingProblem, upper: float) -> ShardingProblem:
+        """The problem without the strategies that are in no answer below `upper` seconds."""
+        kept: list[Floats] = []
+        for own, reduced in zip(problem.seconds, self.reduced, strict=True):
+            spare = upper - self.seconds + reduced.min()
+            kept.append(np.where(reduced <= spare + abs(upper) * 1e-9, own, np.inf))
+        return ShardingProblem(seconds=tuple(kept), edges=problem.edges, budgets=problem.budgets, memory=problem.memory)
+
+
+def lifted(problem: ShardingProblem, tied: Tied, prices: Sequence[Prices], budget_prices: Sequence[float]) -> Bound:
+    """The bound of a whole problem at the `prices` [edges of the tied problem] and of its budgets.
+
+    A tied edge stands for many, and so do several that are alike: each edge of the whole has the mean of their prices.
+    """
+    count = max(tied.alike, default=-1) + 1
+    times = np.bincount([tied.alike[number] for number in tied.edges], minlength=count)
+    mean: list[Prices | None] = [None] * count
+    for at, (rows, columns) in zip(tied.alike, prices, strict=True):
+        known = mean[at]
+        rows, columns = rows / times[at], columns / times[at]
+        mean[at] = (rows, columns) if known is None else (known[0] + rows, known[1] + columns)
+    own = {id(e): one for e, n in zip(problem.edges, tied.edges, strict=True) if (one := mean[tied.alike[n]])}
+    return priced(problem, own, budget_prices)
+
+
+def priced(problem: ShardingProblem, prices: Mapping[int, Prices], budget_prices: Sequence[float]) -> Bound:
+    """The bound of a problem at the `prices` of its edges, by `id`, and of its budgets."""
+    reduced = [seconds.copy() for seconds in problem.seconds]
+    for price, budget in zip(budget_prices, problem.budgets, strict=True):
+        for node, nbytes in budget.nbytes.items():
+            reduced[node] += price * nbytes / budget.limit
+    for edge in problem.edges:
+        rows, columns = prices[id(edge)]
+        reduced[edge.source] += rows[edge.before]
+        reduced[edge.target] -= columns[edge.after]
+    groups = _Groups(problem, budget_prices)
+    spared = {group: groups.least(group, edges, prices) for group, edges in problem.groups.items()}
+    return _summed(reduced, spared, prices, budget_prices)
+
+
+def _summed(
+    reduced: Sequence[Floats], spared: Mapping[int, float], prices: Mapping[int, Prices], budget_prices: Sequence[float]
+) -> Bound:
+    total = sum(float(seconds.min()) for seconds in reduced) + sum(spared.values()) - sum(budget_prices)
+    return Bound(
+        seconds=total, reduced=tuple(reduced), spared=spared, prices=prices, budget_prices=tuple(budget_prices)
+    )
+
+
+def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passes: int) -> Bound:
+    """A bound at least as high: the prices of edges among some nodes, made better by passes of messages over them.
+
+    The readers of a group share what it pays in proportion to what each is charged already.
+    """
+    places = {node: at for at, node in enumerate(sorted(nodes))}
+    ends, allowed = _Ends(), [np.flatnonzero(np.isfinite(problem.seconds[node])) for node in places]
+    groups, ways, edges = _Groups(problem, bound.budget_prices), list[Way](), list[tuple[Edge, Indices, Indices]]()
+    changed: dict[int, Sequence[Edge]] = {}
+    for group, readers in problem.groups.items():
+        if not any(edge.source in places and edge.target in places for edge in readers):
+            continue
+        changed[group] = readers
+        for edge, seconds in zip(readers, groups.shares(group, readers, bound.prices), strict=True):
+            if edge.source not in places or edge.target not in places or edge.source == edge.target:
+                continue
+            source, target = places[edge.source], places[edge.target]
+            rows, made = ends.of(edge.before, allowed[source])
+            columns, read = ends.of(edge.after, allowed[target])
+            own = bound.prices[id(edge)]
+            left = (seconds - own[0][:, None] + own[1][None, :])[rows[:, None], columns]
+            ways.append(Way(source=source, target=target, made=made, read=read, seconds=left))
+            edges.append((edge, rows, columns))
+    messages = Messages([bound.reduced[node][own] for node, own in zip(places, allowed, strict=True)], ways)
+    messages.run(passes)
+    prices, reduced = dict(bound.prices), list(bound.reduced)
+    for node in places:
+        reduced[node] = reduced[node].copy()
+    for (edge, rows, columns), (making, reading) in zip(edges, messages.prices(), strict=True):
+        more = np.zeros(edge.seconds.shape[0]), np.zeros(edge.seconds.shape[1])
+        more[0][rows], more[1][columns] = making, reading
+        reduced[edge.source] += more[0][edge.before]
+        reduced[edge.target] -= more[1][edge.after]
+        own = prices[id(edge)]
+        prices[id(edge)] = own[0] + more[0], own[1] + more[1]
+    groups = _Groups(problem, bound.budget_prices)
+    spared = {**bound.spared, **{group: groups.least(group, readers, prices) for group, readers in changed.items()}}
+    found = _summed(reduced, spared, prices, bound.budget_prices)
+    return found if found.seconds > bound.seconds else bound
+
+
+def loose(problem: ShardingProblem, bound: Bound, choice: Sequence[int], hops: int) -> set[int]:
+    """The nodes at which an answer costs more than the bound counts there, and what is few edges away from them.
+
+    An answer and a bound meet if each strategy chosen is its node's least at the prices, and each group pays what its
+    readers are charged (complementary slackness): what is missing at each adds up to the gap.
+    """
+    missing = [float(own[s] - own.min()) for own, s in zip(bound.reduced, choice, strict=True)]
+    lacking = {group: -spared for group, spared in bound.spared.items()}
+    for group, edges in problem.groups.items():
+        paid: dict[tuple[int, object], float] = {}
+        for edge in edges:
+            i, j = edge.before[choice[edge.source]], edge.after[choice[edge.target]]
+            paid[int(i), edge.labels[j]] = edge.weight * float(edge.seconds[i, j])
+            rows, columns = bound.prices[id(edge)]
+            lacking[group] -= float(rows[i] - columns[j])
+        lacking[group] += sum(paid.values())
+    most = _NEGLIGIBLE * (sum(missing) + sum(lacking.values()))
+    found = {node for node, seconds in enumerate(missing) if seconds > most}
+    for group, seconds in lacking.items():
+        if seconds > most:
+            found |= {node for edge in problem.groups[group] for node in (edge.source, edge.target)}
+    around: list[set[int]] = [set() for _ in problem.seconds]
+    for edge in problem.edges:
+        around[edge.source].add(edge.target)
+        around[edge.target].add(edge.source)
+    for _ in range(hops):
+        found |= {near for node in found for near in around[node]}
+    return found
+
+
+class _Ends:
+    """The placements of allowed strategies at an end of an edge, and which each has; found once for equal ones."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, bytes], tuple[Indices, Indices, Indices]] = {}
+
+    def of(self, placed: Indices, allowed: Indices) -> tuple[Indices, Indices]:
+        """Placements in order, and their places by allowed strategy."""
+        key = (id(placed), allowed.tobytes())
+        if key not in self.known:
+            self.known[key] = (placed, *np.unique(placed[allowed], return_inverse=True))
+        return self.known[key][1:]
+
+
+class _Groups:
+    """What groups pay, beside what the prices charge their readers."""
+
+    def __init__(self, problem: ShardingProblem, budget_prices: Sequence[float]) -> None:
+        self.budgets = [(price, one) for price, one in zip(budget_prices, problem.budgets, strict=True) if price > 0]
+        self.known: dict[tuple[object, ...], tuple[object, float]] = {}
+        self.placed: dict[tuple[int, ...], tuple[object, tuple[list[object], list[Indices]]]] = {}
+
+    def least(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> float:
+        """What a group pays at least, less its readers' differences of prices: 0, or less where prices are too high."""
+        own, copies = [prices[id(edge)] for edge in edges], self._copies(group)
+        if len(edges) == 1 and not copies:
+            return float(np.minimum(0.0, _left(edges[0], own[0])).sum(axis=1).min())
+        key = (*(id(edge.seconds) for edge in edges), *map(id, own), *sorted(copies.items(), key=str))
+        if key not in self.known:
+            cost, charged = self._table(edges, own, copies)[:2]
+            spare = np.minimum(0.0, cost - charged)
+            self.known[key] = ((edges, own), float(spare.sum(axis=1).min()))
+        return self.known[key][1]
+
+    def shares(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> list[Floats]:
+        """What each reader pays [rows, columns] so that all together pay no more than the group does."""
+        own = [prices[id(edge)] for edge in edges]
+        if len(edges) == 1 and not self.budgets:
+            return [edges[0].weight * edges[0].seconds]
+        cost, charged, readers, places = self._table(edges, own, self._copies(group))
+        spare = np.where(np.isfinite(cost), np.maximum(0.0, cost - charged), np.inf) / np.maximum(readers, 1)
+        scale = np.divide(cost, charged, out=np.ones_like(cost), where=(charged > cost) & (charged > 0))
+        return [
+            spare[:, at] + scale[:, at] * np.maximum(0.0, rows[:, None] - columns[None, :])
+            for at, (rows, columns) in zip(places, own, strict=True)
+        ]
+
+    def _copies(self, group: int) -> dict[object, float]:
+        """Seconds that a copy to each placement costs at the budgets' prices."""
+        found: dict[object, float] = {}
+        for price, budget in self.budgets:
+            for label, size in budget.copies.get(group, {}).items():
+                found[label] = found.get(label, 0.0) + price * size / budget.limit
+        return found
+
+    def _table(
+        self, edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]
+    ) -> tuple[Floats, Floats, Floats, list[Indices]]:
+        """By row and placement read: what is paid, what readers are charged, how many may read it; theirs by edge."""
+        labels, places = self._places(edges)
+        n_rows = edges[0].seconds.shape[0]
+        cost, charged = np.full((n_rows, len(labels)), np.inf), np.zeros((n_rows, len(labels)))
+        readers = np.zeros(len(labels))
+        for edge, at, (rows, columns) in zip(edges, places, prices, strict=True):
+            cost[:, at] = np.minimum(cost[:, at], edge.weight * edge.seconds)
+            charged[:, at] += np.maximum(0.0, rows[:, None] - columns[None, :])
+            readers[at] += 1
+        if copies:
+            origins = edges[0].origins or (None,) * n_rows
+            for at, label in enumerate(labels):
+                cost[:, at] += [0.0 if origin == label else copies.get(label, 0.0) for origin in origins]
+        return cost, charged, readers, places
+
+    def _places(self, edges: Sequence[Edge]) -> tuple[list[object], list[Indices]]:
+        """The placements that a group's readers may want, and which of them each edge's columns are."""
+        key = tuple(id(edge.labels) for edge in edges)
+        if key not in self.placed:
+            labels = list(dict.fromkeys(label for edge in edges for label in edge.labels))
+            place = {label: at for at, label in enumerate(labels)}
+            found = [np.array([place[label] for label in edge.labels], dtype=np.intp) for edge in edges]
+            self.placed[key] = (edges, (labels, found))
+        return self.placed[key][1]
+
+
+def _left(edge: Edge, prices: Prices) -> Floats:
+    """What a reader that is alone pays beyond the difference of prices that it is charged, [rows, columns]."""
+    return edge.weight * edge.seconds - np.maximum(0.0, prices[0][:, None] - prices[1][None, :])

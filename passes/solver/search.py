@@ -1,0 +1,389 @@
+"""One strategy per node of a sharding problem, at the least total seconds, and how far from the least that may be.
+
+    reduce     strategies that another replaces at no cost go                              (passes/solver/dominance.py)
+    tie        equal nodes are made one: a smaller problem, whose answers are good ones    (passes/solver/symmetry.py)
+    relax      the linear relaxation of the tied problem; its values are rounded, and
+               rounded answers polished                            (passes/solver/formulation.py,
+               passes/solver/coordinate_descent.py)
+    bound      its prices bound the answers of the whole problem, tied or not
+    (passes/solver/lower_bound.py) fix        strategies that are in no better answer go
+    eliminate  what is left is solved node by node, exactly where that is possible
+    (passes/solver/elimination.py)
+
+Relaxations are tight for transformers, whose tables would be too large to eliminate; networks whose relaxation is
+loose, square layers in a row among them, are thin enough to be eliminated. The relaxation is solved first with the mean
+of a group's e in the place of w: the mean is below the maximum, so it is a relaxation still, and where readers agree it
+is exact; groups whose readers disagree get their w and it is solved again.
+
+With budgets, a tied program that is left with a gap is branched on in the place of elimination.
+
+Limits are work: an answer does not depend on the machine's load unless `SolverOptions.time_limit` says so.
+
+Reference: design/intra_op.md 3.3-3.5.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
+from passes.solver.coordinate_descent import polish
+from passes.solver.dominance import without_dominated
+from passes.solver.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
+from passes.solver.formulation import StrategyProgram
+from passes.solver.linear_program import ENOUGH
+from passes.solver.lower_bound import Bound, lifted, loose, raised
+from passes.solver.problem import ShardingProblem
+from passes.solver.pulp_solver import solver_named
+from passes.solver.symmetry import Tied, tie
+
+Status = Literal["optimal", "near optimal", "time limit"]
+
+_PARTS = 4
+"""Parts of equal nodes that budgets may treat differently."""
+
+_SMALL = 1_000
+"""Edges of a problem up to which no nodes are tied. Up to 600 the relaxation of equal nodes tied takes as long (median
+0.2 s), its answers are up to 20 % dearer, and its bound up to 50 % lower (`benchmarks.optimality --seed 1`)."""
+
+_GUESSED = 1e-2
+"""From this gap on, what the prices of a program lead to may do."""
+
+_LUMPY = 1e-3
+_LEAN = 1e-2
+"""Gaps at which a program with budgets or many edges, and one that seeks the least bytes, may end: they take long to
+close."""
+
+_RELAXATIONS = 12
+"""Relaxations of one program at most: each gives w to all groups whose readers disagree, and few rounds find them."""
+
+_NEAR, _FAR = (2,), (4, 8)
+"""Edges around the nodes at which a bound is loose, within which it is raised: at first, and where a gap is left."""
+
+_PASSES = 8
+"""Passes of messages that raise a bound: 4 leave twice the gap; more gain less than another look at what is loose."""
+
+_RAISES = 3
+"""Times that a bound is raised within as many edges."""
+
+_GAIN = 0.1
+"""The share of the gap that raising a bound must close for more to be tried."""
+
+_BETTER = 1e-2
+"""How much better an answer must be for strategies to be fixed, and what is left eliminated, once more."""
+
+_FEWER = 0.1
+"""The share of entries to which that must lead: else it finds what was found before."""
+
+_OPEN = 400
+"""Nodes with a choice left, beyond which a problem is not eliminated: its order alone takes seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One strategy per node; `objective` and `bound` in seconds.
+
+    `bound` holds for all answers of the problem that was asked, whatever was tied on the way. The status is `optimal`
+    if they meet to the gap that was asked for, `time limit` if the user's limit ended the search, and else
+    `near optimal`: `bound` says how near. `relaxations` counts the linear programs that were solved.
+    """
+
+    choice: tuple[int, ...]
+    objective: float
+    bound: float
+    status: Status
+    build_seconds: float
+    solve_seconds: float
+    relaxations: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverOptions:
+    """How to search: until answer and bound are within a relative `gap`, or limits of work are reached.
+
+    `time_limit` in seconds of one solve is another limit, under which plans depend on the machine; None for none.
+    `tie_radius` is the rounds of colour refinement that make equal nodes one; None takes every node apart.
+
+    `solver` names any solver that PuLP finds (`"cbc"`, `"highs"`, `"gurobi"`, ...), which is then given the whole
+    integer program in the place of our own search.
+    """
+
+    solver: str | None = None
+    time_limit: float | None = None
+    gap: float = 1e-4
+    tie_radius: int | None = 2
+
+
+def solve(
+    problem: ShardingProblem,
+    options: SolverOptions | None = None,
+    at_most: float = math.inf,
+    *,
+    close: bool = True,
+    known: Sequence[Sequence[int]] = (),
+) -> Answer:
+    """The best strategy of every node, or any once it is clear that none takes less than `at_most` seconds.
+
+    Without `close`, the relaxation is solved, rounded and bounded, and a gap is left as it is. No answer is worse than
+    those that are `known`. Raises PlanningError if no combination of strategies is legal.
+    """
+    search = Search(problem, options or SolverOptions())
+    for choice in known:
+        search.offer(choice)
+    return search.run(at_most, close=close)
+
+
+class Search:
+    """The best answer to a problem so far, and the best bound; it can be gone on with."""
+
+    def __init__(self, problem: ShardingProblem, options: SolverOptions) -> None:
+        for node, own in enumerate(problem.seconds):
+            if not np.isfinite(own).any():
+                raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
+        self.start, self.build_seconds, self.solve_seconds = time.perf_counter(), 0.0, 0.0
+        self.whole, self.at_most = problem, math.inf
+        self.options = replace(options, gap=max(options.gap, _LUMPY)) if problem.budgets else options
+        self.problem = problem
+        self.best: tuple[int, ...] | None = None
+        self.objective, self.bound = math.inf, -math.inf
+        self.lower: Bound | None = None
+        self.relaxations = 0
+        self.tied: Tied | None = None
+        self.program: StrategyProgram | None = None
+        self.is_relaxed = self.is_done = False
+
+    def run(self, at_most: float, *, close: bool) -> Answer:
+        """As `solve`, from where the search was left."""
+        self.start, self.at_most = time.perf_counter() - self.build_seconds - self.solve_seconds, at_most
+        if self.options.solver is not None:
+            self.ask(self.options.solver)
+        else:
+            self.relax()
+            if close and not self.is_done:
+                self.close()
+                self.is_done = True
+        return self.answer()
+
+    def _built(self) -> None:
+        """What was done so far counts as building programs, and what comes as solving them."""
+        self.build_seconds = time.perf_counter() - self.start - self.solve_seconds
+
+    def offer(self, choice: Sequence[int], *, polished: bool = False) -> None:
+        """Takes an answer of the whole problem if it is better."""
+        found = tuple(choice) if polished else polish(self.whole, choice)
+        seconds = self.whole.evaluate(found)
+        if seconds < self.objective and self.whole.fits(found):
+            self.best, self.objective = found, seconds
+
+    def is_closed(self) -> bool:
+        """Whether answer and bound meet, or the answer need not be better."""
+        gap = (1 + 1e-9) * self.options.gap * abs(self.objective)
+        return math.isfinite(self.objective) and (self.objective - self.bound <= gap or self.bound >= self.at_most)
+
+    def is_late(self) -> bool:
+        """Whether the user's limit of seconds is over."""
+        limit = self.options.time_limit
+        return limit is not None and time.perf_counter() - self.start > limit
+
+    def left(self) -> float | None:
+        """Seconds until the user's limit, if there is one."""
+        limit = self.options.time_limit
+        return None if limit is None else max(0.1, limit - (time.perf_counter() - self.start))
+
+    def relax(self) -> None:
+        """The relaxation of the tied problem, with w where readers disagree; answers rounded from it, and a bound."""
+        program = self.program or self._tied_program()
+        program.enough = self.at_most
+        while not self.is_closed() and not self.is_late() and not self.is_relaxed:
+            self.relaxations += 1
+            status = program.run(gap=self.options.gap, seconds=self.left())
+            if status == "infeasible":
+                raise _impossible(self.problem)
+            if status not in ("optimal", ENOUGH):
+                break
+            self.is_relaxed = self.relaxations >= _RELAXATIONS
+            self._lift(program)
+            if status == ENOUGH:
+                program.enough = np.inf
+                self._offer_tied(program.guess())
+                continue
+            tied_seconds = self._offer_tied(program.choice())
+            tight = tied_seconds <= (1 + self.options.gap) * program.objective
+            self.is_relaxed |= tight or not program.share_where_readers_disagree()
+        self._raise(_NEAR)
+
+    def _tied_program(self) -> StrategyProgram:
+        """The program of the tied problem; if a rough answer will do, that of its first prices is taken."""
+        self.problem = without_dominated(self.whole)
+        is_small = len(self.problem.edges) <= _SMALL
+        radius, parts = None if is_small else self.options.tie_radius, _PARTS if self.problem.budgets else 1
+        self.tied = tied = tie(self.problem, radius, parts)
+        self.program = program = StrategyProgram(tied.problem, enough=self.at_most)
+        self._built()
+        if program.is_priced and (program.floor >= self.at_most or self.options.gap >= _GUESSED):
+            self._offer_tied(program.guess())
+            self._lift(program)
+        return program
+
+    def _raise(self, reach: Sequence[int]) -> None:
+        """Makes the bound better where it is loose, and ever further around while that gains."""
+        for hops in reach:
+            for _ in range(_RAISES):
+                if self.lower is None or self.best is None or self.is_closed() or self.is_late():
+                    return
+                before = self.bound
+                nodes = loose(self.problem, self.lower, self.best, hops)
+                self.lower = raised(self.problem, self.lower, nodes, _PASSES)
+                self.bound = max(self.bound, self.lower.seconds)
+                if self.bound - before < _GAIN * (self.objective - before):
+                    break
+
+    def _offer_tied(self, choice: Sequence[int]) -> float:
+        """Takes an answer of the tied problem, polished there; its seconds, if it keeps the budgets.
+
+        What the whole problem gains beyond that comes later.
+        """
+        assert self.tied is not None
+        found = polish(self.tied.problem, choice)
+        self.offer([found[cls] for cls in self.tied.classes], polished=True)
+        return self.tied.problem.evaluate(found) if self.tied.problem.fits(found) else math.inf
+
+    def _lift(self, program: StrategyProgram) -> None:
+        """Takes the bound at the prices of a program of the tied problem if it is better."""
+        assert self.tied is not None
+        found = lifted(self.problem, self.tied, program.edge_prices(), program.budget_prices())
+        if self.lower is None or found.seconds > self.lower.seconds:
+            self.lower, self.bound = found, max(self.bound, found.seconds)
+
+    def close(self) -> None:
+        """Makes the gap between answer and bound smaller, whichever of them it is due to."""
+        if len(self.problem.edges) <= _SMALL or self.objective - self.bound > _LUMPY * self.objective:
+            self._raise(_FAR)
+        if self.is_closed():
+            return
+        if self.problem.budgets:
+            self.branch()
+            return
+        before, entries = math.inf, math.inf
+        while not self.is_closed() and self.objective < (1 - _BETTER) * before:
+            before, entries = self.objective, self.eliminate(_FEWER * entries)
+
+    def eliminate(self, most: float = math.inf) -> float:
+        """Fixes what prices decide, and eliminates the rest node by node if that takes `most` entries; returns them."""
+        if self.best is not None:
+            self.offer(self.best)
+        upper = min(self.objective, self.at_most)
+        problem = self.problem if self.lower is None else self.lower.within(self.problem, upper)
+        if any(not np.isfinite(own).any() for own in problem.seconds):  # no answer is below `upper`
+            self.bound = max(self.bound, upper)
+            return 0.0
+        if sum(np.isfinite(own).sum() > 1 for own in problem.seconds) > _OPEN or self.is_late():
+            return math.inf
+        factors = Factors(problem, self.lower)
+        entries = factors.order.entries()
+        if entries > most:
+            return entries
+        exact = entries <= EXACT_ENTRIES
+        found = eliminate(factors, upper) if exact else enclose(factors, upper, self.options.gap)
+        if found.choice is not None:
+            self.offer(found.choice, polished=exact)
+        self.bound = max(self.bound, min(found.bound, upper))
+        return entries
+
+    def branch(self) -> None:
+        """Branches on the tied program; its answers are answers of the whole, its bound is not one of the whole."""
+        if self.tied is None or self.is_late():
+            return
+        program = StrategyProgram(self.tied.problem, whole=True)
+        ended = program.run(gap=self.options.gap, seconds=self.left())
+        if program.has_values():
+            self._offer_tied(program.choice())
+        elif ended == "infeasible" and self.options.tie_radius is None:
+            raise _impossible(self.problem)
+        if ended == "optimal" and self.options.tie_radius is None:
+            self.bound = max(self.bound, program.objective * (1 - self.options.gap))
+        if self.best is not None:
+            self.offer(self.best)
+
+    def ask(self, solver: str) -> None:
+        """Has a solver of PuLP solve the whole integer program."""
+        self.problem = without_dominated(self.whole)
+        found = solver_named(solver, seconds=self.options.time_limit, gap=self.options.gap)
+        program = StrategyProgram(self.problem, whole=True)
+        self._built()
+        status = program.run_with(found)
+        if status == "infeasible":
+            raise _impossible(self.problem)
+        if program.has_values():
+            self.offer(program.choice(), polished=True)
+        if status == "optimal":
+            self.bound = max(self.bound, self.objective * (1 - self.options.gap))
+
+    def answer(self) -> Answer:
+        """The best answer. Raises PlanningError if there is none."""
+        if self.best is None:
+            self.offer([int(np.argmin(own)) for own in self.whole.seconds])
+        if self.best is None and not self.problem.budgets:
+            self.eliminate()
+        if self.best is None:
+            if not self.is_late():
+                raise _impossible(self.problem)
+            raise PlanningError(
+                f"no legal plan was found within {self.options.time_limit:.0f} s; give the solver a longer time_limit"
+            )
+        self.solve_seconds = time.perf_counter() - self.start - self.build_seconds
+        near = self.objective - self.bound <= (1 + 1e-9) * self.options.gap * abs(self.objective)
+        return Answer(
+            choice=self.best,
+            objective=self.objective,
+            bound=min(max(self.bound, 0.0), self.objective),
+            status="optimal" if near else "time limit" if self.is_late() else "near optimal",
+            build_seconds=self.build_seconds,
+            solve_seconds=self.solve_seconds,
+            relaxations=self.relaxations,
+        )
+
+
+def leanest(problem: ShardingProblem, options: SolverOptions | None = None) -> tuple[int, ...]:
+    """The strategies that come closest to the budgets, or stay furthest below them, whatever they cost.
+
+    The relaxation is rounded and polished; where that leaves more than a percent, the program is branched on.
+    """
+    options = options or SolverOptions()
+    tied = tie(problem, 2 if options.tie_radius is None else options.tie_radius, _PARTS)
+    program = StrategyProgram(tied.problem, lean=True)
+    program.run(gap=options.gap, seconds=options.time_limit)
+    if not program.has_values():
+        raise NoLegalPlanError("no legal plan was found on the way to the least memory")
+    rows = tuple(replace(b, limit=b.limit * program.objective) for b in tied.problem.budgets)
+    strict = replace(tied.problem, budgets=rows)
+    best = polish(strict, program.choice())
+    if _excess(strict, best) > 1 + _LEAN:
+        whole = StrategyProgram(tied.problem, whole=True, lean=True)
+        whole.run(gap=_LEAN, seconds=options.time_limit)
+        found = [best, whole.choice()] if whole.has_values() else [best]
+        best = min(found, key=lambda choice: _excess(strict, choice))
+    return tuple(best[cls] for cls in tied.classes)
+
+
+def _excess(problem: ShardingProblem, choice: Sequence[int]) -> float:
+    """The most that an answer takes of any budget, as a share of it; infinite for an illegal answer."""
+    if not np.isfinite(problem.evaluate(choice)):
+        return float("inf")
+    return max((problem.usage(budget, choice) / budget.limit for budget in problem.budgets), default=0.0)
+
+
+def _impossible(problem: ShardingProblem) -> PlanningError:
+    """The error of a problem without an answer."""
+    if problem.budgets:
+        return OverBudgetError("no combination of strategies keeps the memory limit")
+    return NoLegalPlanError(
+        "no combination of strategies is legal under this planner's restrictions; use planner=Auto(), or a mesh whose "
+        "axes divide the arrays"
+    )

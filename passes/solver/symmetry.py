@@ -1,0 +1,138 @@
+"""Structurally equal nodes of a sharding problem made one: a model's layers are solved once, however many there are.
+
+Reference: design/intra_op.md 3.3; Weisfeiler and Lehman's colour refinement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from passes.solver.problem import Budget, Edge, Floats, ShardingProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tied:
+    """A smaller problem whose answers are answers of a whole one that give equal nodes equal strategies.
+
+    `classes` [nodes of the whole] and `edges` [edges of the whole] are its nodes and edges: one stands for many.
+    `alike` [edges of the smaller] numbers edges by what they are and what they are between, wherever that stands.
+    """
+
+    problem: ShardingProblem
+    classes: tuple[int, ...]
+    edges: tuple[int, ...]
+    alike: tuple[int, ...]
+
+
+def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
+    """The problem with structurally equal nodes made one; without a `radius` none are.
+
+    Large classes are cut into `parts` of consecutive nodes, for budgets that one choice for all would meet badly.
+
+    Nodes are equal if their kinds, their costs and their neighbourhoods up to `radius` edges are (Weisfeiler-Lehman
+    colours). The kind matters: a matrix and its transpose cost the same and want opposite placements. The answer is a
+    feasible answer of the whole problem and mostly a good one; its optimum bounds nothing, since equal layers may be
+    better off with different strategies. A bound of the whole is `lower_bound.lifted`.
+
+    Reference: design/intra_op.md 3.3.
+    """
+    keys = _edge_keys(problem.edges)
+    apart = radius is None
+    colours = list(range(len(problem.seconds))) if apart else _parted(_colours(problem, keys, radius), parts)
+    first: dict[int, int] = {}
+    classes = tuple(first.setdefault(colour, len(first)) for colour in colours)
+    seconds: list[Floats] = [np.zeros(0)] * len(first)
+    for cls, own in zip(classes, problem.seconds, strict=True):
+        seconds[cls] = own.copy() if not seconds[cls].size else seconds[cls] + own
+    groups: dict[int, dict[tuple[int, int, int], Edge]] = defaultdict(dict)
+    for edge, key in zip(problem.edges, keys, strict=True):
+        groups[edge.group].setdefault((classes[edge.source], classes[edge.target], key), edge)
+    numbers: dict[tuple[tuple[int, int, int], ...], int] = {}
+    places = {group: numbers.setdefault(tuple(sorted(edges)), len(numbers)) for group, edges in groups.items()}
+    weights, kept = [0.0] * len(numbers), dict[int, dict[tuple[int, int, int], Edge]]()
+    for group, edges in groups.items():
+        weights[places[group]] += next(iter(edges.values())).weight
+        kept.setdefault(places[group], edges)
+    keys_of = {(place, *content): number for number, (place, content) in enumerate(_contents(kept))}
+    ends = [(classes[e.source], classes[e.target], key) for e, key in zip(problem.edges, keys, strict=True)]
+    mapped = tuple(keys_of[places[e.group], *content] for e, content in zip(problem.edges, ends, strict=True))
+    own = colours if apart else _colours(problem, keys, 1)
+    member = {cls: node for node, cls in enumerate(classes)}
+    known: dict[tuple[int, int, int], int] = {}
+    contents = ((own[member[s]], own[member[t]], key) for _, (s, t, key) in _contents(kept))
+    alike = tuple(known.setdefault(content, len(known)) for content in contents)
+    tied = tuple(
+        replace(edge, source=source, target=target, group=place, weight=weights[place])
+        for place, edges in kept.items()
+        for (source, target, _), edge in edges.items()
+    )
+    budgets = tuple(_tied_budget(budget, classes, places) for budget in problem.budgets)
+    smaller = ShardingProblem(seconds=tuple(seconds), edges=tied, budgets=budgets, memory=problem.memory)
+    return Tied(problem=smaller, classes=classes, edges=mapped, alike=alike)
+
+
+def _contents(kept: Mapping[int, Mapping[tuple[int, int, int], Edge]]) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """The edges of a tied problem in order: their groups, and what they are between."""
+    return ((place, content) for place, edges in kept.items() for content in edges)
+
+
+def _tied_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, int]) -> Budget:
+    """A budget of a tied problem: a class holds what all of its nodes do."""
+    nbytes: dict[int, Floats] = {}
+    for node, own in budget.nbytes.items():
+        held = nbytes.get(classes[node])
+        nbytes[classes[node]] = own if held is None else held + own
+    copies: dict[int, dict[object, float]] = defaultdict(dict)
+    for group, own in budget.copies.items():
+        if group in places:
+            held = copies[places[group]]
+            for label, size in own.items():
+                held[label] = held.get(label, 0.0) + size
+    return Budget(nbytes=nbytes, copies=copies, limit=budget.limit)
+
+
+def _parted(colours: Sequence[int], parts: int) -> list[int]:
+    """Colours of which each has been made `parts` colours, by the order of its nodes."""
+    if parts == 1:
+        return list(colours)
+    sizes, seen = Counter(colours), Counter[int]()
+    parted: list[int] = []
+    for colour in colours:
+        parted.append(colour * parts + seen[colour] * parts // sizes[colour])
+        seen[colour] += 1
+    return parted
+
+
+def _colours(problem: ShardingProblem, keys: Sequence[int], radius: int) -> list[int]:
+    """A number for every node, equal for nodes that are equal up to `radius` edges."""
+    kinds = problem.kinds or ("",) * len(problem.seconds)
+    known: dict[object, int] = {}
+    own = ((seconds.tobytes(), kind) for seconds, kind in zip(problem.seconds, kinds, strict=True))
+    colours = [known.setdefault(content, len(known)) for content in own]
+    around: list[list[tuple[int, int]]] = [[] for _ in colours]
+    for edge, key in zip(problem.edges, keys, strict=True):
+        around[edge.source].append((2 * key, edge.target))
+        around[edge.target].append((2 * key + 1, edge.source))
+    for _ in range(radius):
+        known = {}
+        seen = ((c, *sorted((key, colours[n]) for key, n in near)) for c, near in zip(colours, around, strict=True))
+        colours = [known.setdefault(content, len(known)) for content in seen]
+    return colours
+
+
+def _edge_keys(edges: Sequence[Edge]) -> list[int]:
+    """A number for the content of every edge; edges mostly share their arrays, which are then read once."""
+    known: dict[tuple[float, ...], int] = {}
+    numbers: dict[tuple[object, ...], int] = {}
+    keys: list[int] = []
+    for edge in edges:
+        same = (id(edge.before), id(edge.after), id(edge.seconds), id(edge.origins), id(edge.labels), edge.weight)
+        if same not in known:
+            arrays = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes())
+            known[same] = numbers.setdefault((*arrays, edge.origins, edge.labels, edge.weight), len(numbers))
+        keys.append(known[same])
+    return keys

@@ -1,0 +1,33 @@
+"""Rewrites of a program that compute the same: in microbatches, with recomputation, and cut into stages."""
+
+from passes.transforms import stages
+from passes.transforms.batch_axis import AXIS, Coupling, Time, whole_layout
+from passes.transforms.microbatch import Split, loop_of, microbatch_stacks, split, sums_up_front
+from passes.transforms.remat import kept_of, layers, recompute
+from passes.transforms.remat_loops import BodyOrigins, loops
+from passes.transforms.remat_policy import KEPT, Kept
+from passes.transforms.stage_parts import Part, Stages
+from passes.transforms.stages import cut
+
+__all__ = [
+    "AXIS",
+    "KEPT",
+    "BodyOrigins",
+    "Coupling",
+    "Kept",
+    "Part",
+    "Split",
+    "Stages",
+    "Time",
+    "cut",
+    "kept_of",
+    "layers",
+    "loop_of",
+    "loops",
+    "microbatch_stacks",
+    "recompute",
+    "split",
+    "stages",
+    "sums_up_front",
+    "whole_layout",
+]

@@ -1,0 +1,395 @@
+"""The batch axis in time, operator by operator: where each value is cut, or why it cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from passes.ir import Body, Control, Graph, Node, control_of, phase
+from passes.placement import Layout, Placement, is_free
+from passes.rules import ShardingRule, rule_of
+from passes.sharding import ShardingSpec, Step, replicated
+
+AXIS = "microbatch"
+
+
+Coupling = Literal["exact", "independent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """The one axis in time, as a mesh: what a value's `local_shape` on it is, is its shape in one microbatch."""
+
+    count: int
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (AXIS,)
+
+    def axis_size(self, axis: str) -> int:
+        return self.count
+
+    def steps(self, type: object, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]:
+        """The one step from a placement in time to another; `analyse` asks for no other than these."""
+        if before.partial:
+            return (Step(kind="all_reduce", axes=(AXIS,)),)
+        if after.partial:
+            return (Step(kind="keep", axes=(AXIS,)),)
+        (cut,) = (d for d, axes in enumerate(after.dims) if axes)
+        return (Step(kind="slice", axes=(AXIS,), to_dim=cut),)
+
+
+def whole_layout(graph: Graph) -> Layout:
+    """Everything whole, bodies of loops and branches included."""
+
+    def whole(values: Iterable[int]) -> tuple[ShardingSpec, ...]:
+        return tuple(replicated(graph.types[v].rank) for v in values)
+
+    return Layout(
+        inputs=whole(graph.inputs),
+        placements=tuple(_whole(node, graph) for node in graph.nodes),
+        outputs=whole(graph.outputs),
+    )
+
+
+def _whole(node: Node, graph: Graph) -> Placement:
+    return Placement(
+        operands=tuple(replicated(graph.types[v].rank) for v in node.inputs),
+        results=tuple(replicated(graph.types[v].rank) for v in node.outputs),
+        bodies=tuple(map(whole_layout, node.subgraphs)) if control_of(node, graph) else (),
+    )
+
+
+def only_reports(node: Node) -> bool:
+    """Whether a node makes nothing that others wait for, and can run when all microbatches are done."""
+    return not node.outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A node that needs its whole batch at once, and why."""
+
+    node: Node
+    words: str
+
+    def __str__(self) -> str:
+        where = " at ".join(filter(None, (self.node.primitive, self.node.source)))
+        return where + (f" ({self.node.scope})" if self.node.scope else "")
+
+
+class Walk:
+    """Placements in time, node by node. `varying` values differ between microbatches; `later` nodes need all of them.
+
+    What a barrier or a loop makes `beside` them differs not, and is had in the loop alone: weights that enter the
+    barrier of a recomputed layer with its activations are not to bring the whole forward pass before the loop.
+
+    Inside a loop or branch of the user's there is no before and no after: a node that needs all microbatches fails.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        time: Time,
+        rules: Mapping[int, ShardingRule],
+        coupling: Coupling,
+        up_front: frozenset[int] = frozenset(),
+        inside: bool = False,
+        waits: bool = False,
+    ) -> None:
+        self.graph, self.time, self.rules, self.inside, self.waits = graph, time, rules, inside, waits
+        self.coupling: Coupling = coupling
+        self.up_front = up_front
+        self.wanted_up_front: set[int] = set()
+        self.home: dict[int, ShardingSpec] = {}
+        self.varying: set[int] = set()
+        self.beside: set[int] = set()  # made beside what varies, by a barrier or loop, and what comes of that alone
+        self.tainted: set[int] = set()  # values that come from more than the batch
+        self.free: set[int] = set()
+        self.later: set[int] = set()
+        self.late_values: set[int] = set()
+        self.placements: dict[int, Placement] = {}
+        self.refusals: list[Refusal] = []
+        self.loops: dict[int, _Loop] = {}
+        self.outputs: tuple[ShardingSpec, ...] = ()
+        self.wanted: dict[int, set[ShardingSpec]] = {}  # where values that microbatches do not change are read
+
+    def start(self, inputs: Sequence[ShardingSpec], varying: set[int]) -> None:
+        self.home = dict(zip(self.graph.inputs, inputs, strict=True))
+        self.home |= {v: replicated(self.graph.types[v].rank) for v in self.graph.constants}
+        self.varying = set(varying)
+        self.tainted = {v for v in self.graph.inputs if v not in varying}
+
+    def run(self) -> None:
+        for index in range(len(self.graph.nodes)):
+            self._visit(index)
+
+    def _visit(self, index: int) -> None:
+        graph, node = self.graph, self.graph.nodes[index]
+        if is_free(graph, index):
+            self.free.update(node.outputs)
+            return
+        if any(v in self.tainted for v in node.inputs):
+            self.tainted.update(node.outputs)
+        if any(v in self.late_values for v in node.inputs):
+            self._postpone(index, None)
+            return
+        if index in self.up_front or not any(v in self.varying for v in node.inputs):
+            self.home.update((v, replicated(graph.types[v].rank)) for v in node.outputs)
+            beside = index not in self.up_front and not self.beside.isdisjoint(node.inputs)
+            if self.inside or beside:
+                self.placements[index] = _whole(node, graph)
+            if beside:
+                self.beside.update(node.outputs)
+            return
+        found = self._place(index)
+        if isinstance(found, Placement):
+            self.placements[index] = found
+            self.home.update(zip(node.outputs, found.results, strict=True))
+            self.varying.update(self._varying_results(index))
+            self.beside.update(v for v in node.outputs if v not in self.varying)
+            return
+        repaired = not self.inside and (only_reports(node) or self._ask_up_front(node))
+        self._postpone(index, None if repaired else found)
+
+    def _varying_results(self, index: int) -> Iterable[int]:
+        """What a node makes of the batch; some results of a loop or barrier have nothing to do with it."""
+        node = self.graph.nodes[index]
+        if index in self.loops:
+            loop = self.loops[index]
+            wires = zip(node.outputs, loop.control.results, strict=True)
+            return [value for value, wire in wires if wire.slot in loop.varying]
+        if self.rules[index].alias:
+            return [made for made, held in zip(node.outputs, node.inputs, strict=True) if held in self.varying]
+        return node.outputs
+
+    def _ask_up_front(self, node: Node) -> bool:
+        """Whether the operands that stand in the way come from the batch alone, and can be computed before the loop."""
+        sums = [v for v in node.inputs if v in self.varying and self.home[v].partial]
+        wanted = sums or [v for v in node.inputs if v in self.varying]
+        makers = {self.graph.producers[v] for v in wanted if v in self.graph.producers and v not in self.tainted}
+        if self.waits or len(makers) < len(set(wanted)) or makers <= self.up_front:
+            return False
+        self.wanted_up_front |= makers
+        return True
+
+    def _postpone(self, index: int, refusal: Refusal | None) -> None:
+        node = self.graph.nodes[index]
+        self.later.add(index)
+        self.late_values.update(node.outputs)
+        self.varying.update(node.outputs)
+        self.home.update((v, replicated(self.graph.types[v].rank)) for v in node.outputs)
+        if refusal and (self.inside or phase(node) != "apply"):
+            self.refusals.append(refusal)
+
+    def _place(self, index: int) -> Placement | Refusal:
+        """Where a node that meets the batch stands on the axis, or why it cannot."""
+        node, rule = self.graph.nodes[index], self.rules[index]
+        if rule.once:
+            return Refusal(node=node, words=rule.reason)
+        if not self.inside and phase(node) == "apply" and any(self._is_sum(v) for v in node.inputs):
+            return Refusal(node=node, words="a sum over microbatches is used after the gradient")
+        control = control_of(node, self.graph)
+        if control:
+            found = self._settle(node, control)
+            if isinstance(found, Refusal):
+                return found
+            self.loops[index] = found
+            placement = found.placement()
+            if not all(map(self._fits, node.inputs, placement.operands)):
+                return Refusal(node=node, words="a loop wants the batch in two ways")
+            return placement
+        if rule.alias:
+            whole = (replicated(self.graph.types[v].rank) for v in node.inputs)  # as free values are
+            specs = tuple(self.home.get(v, spec) for v, spec in zip(node.inputs, whole, strict=True))
+            return Placement(operands=specs, results=specs)
+        for factor in range(len(rule.factors)):
+            assignment = ((AXIS, factor),)
+            if rule.factors[factor].size % self.time.count or rule.factors[factor].reduction not in ("", "add"):
+                continue
+            operands = tuple(rule.operand_spec(o, assignment) for o in range(len(node.inputs)))
+            if all(map(self._fits, node.inputs, operands)):
+                results = tuple(rule.result_spec(r, assignment) for r in range(len(node.outputs)))
+                return Placement(operands=operands, results=results)
+        if self.coupling == "independent" and not rule.reason:
+            whole = _whole(node, self.graph)
+            if all(map(self._fits, node.inputs, whole.operands)):
+                return whole
+        return Refusal(node=node, words=self._why_not(node, rule))
+
+    def _why_not(self, node: Node, rule: ShardingRule) -> str:
+        if rule.reason:
+            return rule.reason
+        if any(self._is_sum(v) for v in node.inputs):
+            return "a sum over the batch is used before all of it is there"
+        return "the batch dimension is reduced, indexed or reordered"
+
+    def _is_sum(self, value: int) -> bool:
+        return value in self.varying and bool(self.home[value].partial)
+
+    def _fits(self, value: int, wanted: ShardingSpec) -> bool:
+        """Whether a value can be had in a placement while a microbatch runs."""
+        if value not in self.varying:
+            return True
+        held = self.home[value]
+        if held == wanted:
+            return True
+        if self.coupling == "exact":
+            return False
+        return (held.is_replicated and bool(wanted.partial)) or (bool(held.partial) and wanted.is_replicated)
+
+    def leaving(self, value: int) -> ShardingSpec:
+        """The placement in which a value leaves the loop: each microbatch's own is averaged, which is a sum."""
+        held = self.home[value]
+        return ShardingSpec(dims=held.dims, partial=(AXIS,)) if held.is_replicated else held
+
+    def _settle(self, node: Node, control: Control) -> _Loop | Refusal:
+        """A loop or branch with its carries at a fixed point."""
+
+        def refuse(words: str) -> Refusal:
+            return Refusal(node=node, words=words)
+
+        slots: dict[int, ShardingSpec] = {}
+        varying: set[int] = set()
+        for value, wire in zip(node.inputs, control.operands, strict=True):
+            spec = self.home.get(value, replicated(self.graph.types[value].rank))
+            if wire.stacked and spec.dims[0]:
+                return refuse("a loop runs over the batch")
+            slots[wire.slot] = ShardingSpec(dims=spec.dims[1:], partial=spec.partial) if wire.stacked else spec
+            if value in self.varying:
+                varying.add(wire.slot)
+        for _ in range(len(control.slots) + 1):
+            before = dict(slots), set(varying)
+            walks = [self._inside(body, slots, varying) for body in control.bodies]
+            for body, walk in zip(control.bodies, walks, strict=True):
+                if walk.refusals:
+                    return walk.refusals[0]
+                for slot, value in zip(body.outputs, body.graph.outputs, strict=True):
+                    spec = walk.home.get(value, replicated(body.graph.types[value].rank))
+                    if value not in walk.varying:
+                        slots.setdefault(slot, spec)
+                    elif slot in varying and slots[slot] != spec:
+                        return refuse("a loop carries the batch in two ways")
+                    else:
+                        slots[slot] = spec
+                        varying.add(slot)
+            if (slots, varying) == before:
+                break
+        else:
+            return refuse("a loop's carries do not settle")
+        if any(slot.whole and s in varying for s, slot in enumerate(control.slots)):
+            return refuse("a loop's test depends on the batch")
+        if node.primitive == "cond" and 0 in varying:
+            return refuse("a branch is chosen by the batch")
+        return _Loop(control=control, slots=slots, varying=frozenset(varying), walks=tuple(walks))
+
+    def _inside(self, body: Body, slots: Mapping[int, ShardingSpec], varying: set[int]) -> Walk:
+        graph = body.graph
+        rules = {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}
+        walk = Walk(graph, self.time, rules, self.coupling, inside=True)
+        entering = zip(graph.inputs, body.inputs, strict=True)
+        walk.start([slots[s] for s in body.inputs], {v for v, slot in entering if slot in varying})
+        walk.run()
+        return walk
+
+    def sink(self) -> None:
+        """Computes in pieces what is wanted in pieces only: random bits are drawn a microbatch at a time."""
+        wanted = self.wanted
+
+        def want(values: Sequence[int], specs: Sequence[ShardingSpec]) -> None:
+            for value, spec in zip(values, specs, strict=True):
+                if value not in self.varying and value not in self.free and value not in self.graph.literals:
+                    wanted.setdefault(value, set()).add(spec)
+
+        want(self.graph.outputs if self.inside else (), self.outputs)
+        for index in reversed(range(len(self.graph.nodes))):
+            node = self.graph.nodes[index]
+            if index in self.later or is_free(self.graph, index):
+                continue
+            if index in self.loops:
+                self.placements[index] = self._finished(index, wanted)
+            if index in self.loops or any(v in self.varying for v in node.outputs):
+                want(node.inputs, self.placements[index].operands)
+            elif index not in self.up_front and (found := self._in_pieces(index, wanted)):
+                self.placements[index] = found
+                want(node.inputs, found.operands)
+            elif self.inside:
+                want(node.inputs, self.placements[index].operands)
+
+    def _finished(self, index: int, wanted: Mapping[int, set[ShardingSpec]]) -> Placement:
+        """A loop or branch with its bodies; results that microbatches do not change are cut as all want them."""
+        node, loop = self.graph.nodes[index], self.loops[index]
+        entering = {slot for body in loop.control.bodies for slot in body.inputs}
+        for value, wire in zip(node.outputs, loop.control.results, strict=True):
+            specs = wanted.get(value, set[ShardingSpec]())
+            if len(specs) != 1 or wire.slot in loop.varying or wire.slot in entering:
+                continue
+            (spec,) = specs
+            if not spec.partial and not (wire.stacked and spec.dims[0]):
+                loop.slots[wire.slot] = ShardingSpec(dims=spec.dims[1:]) if wire.stacked else spec
+                self.home[value] = spec
+        for body, walk in zip(loop.control.bodies, loop.walks, strict=True):
+            walk.outputs = tuple(loop.slots[s] for s in body.outputs)
+            walk.sink()
+        loop.narrow()
+        bodies = zip(loop.control.bodies, loop.walks, strict=True)
+        return loop.placement(tuple(walk.layout([loop.slots[s] for s in body.inputs]) for body, walk in bodies))
+
+    def _in_pieces(self, index: int, wanted: Mapping[int, set[ShardingSpec]]) -> Placement | None:
+        """A node that no microbatch changes, cut as everyone wants its result."""
+        node, rule = self.graph.nodes[index], self.rules[index]
+        specs = set(itertools.chain.from_iterable(wanted.get(v, ()) for v in node.outputs))
+        if len(node.outputs) != 1 or len(specs) != 1 or node.subgraphs or rule.alias:
+            return None
+        (spec,) = specs
+        if spec.partial or spec.is_replicated:
+            return None
+        for factor in range(len(rule.factors)):
+            assignment = ((AXIS, factor),)
+            if rule.factors[factor].size % self.time.count == 0 and rule.result_spec(0, assignment) == spec:
+                operands = tuple(rule.operand_spec(o, assignment) for o in range(len(node.inputs)))
+                if not any(o.partial for o in operands):
+                    self.home[node.outputs[0]] = spec
+                    return Placement(operands=operands, results=(spec,))
+        return None
+
+    def layout(self, inputs: Sequence[ShardingSpec]) -> Layout:
+        placements = [self.placements.get(i) or _whole(node, self.graph) for i, node in enumerate(self.graph.nodes)]
+        return Layout(inputs=tuple(inputs), placements=tuple(placements), outputs=self.outputs)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Loop:
+    """A loop or branch: where its slots stand in time, which of them `varying` microbatches change, its bodies."""
+
+    control: Control
+    slots: dict[int, ShardingSpec]
+    varying: frozenset[int]
+    walks: tuple[Walk, ...]
+
+    def narrow(self) -> None:
+        """Takes in pieces what no microbatch changes and every body reads in pieces: a mask broadcast over the batch.
+
+        Whole, it would be as large as that of all microbatches, and each iteration would take its piece of it.
+        """
+        made = {slot for body in self.control.bodies for slot in body.outputs}
+        wanted: dict[int, set[ShardingSpec]] = {}
+        for body, walk in zip(self.control.bodies, self.walks, strict=True):
+            for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
+                wanted.setdefault(slot, set()).update(walk.wanted.get(value, ()))
+        for slot, specs in wanted.items():
+            fixed = slot not in self.varying and slot not in made and not self.control.slots[slot].whole
+            if fixed and len(specs) == 1 and not any(spec.partial for spec in specs):
+                (self.slots[slot],) = specs
+
+    def placement(self, bodies: tuple[Layout, ...] = ()) -> Placement:
+        operands, results = (
+            tuple(_stacked(self.slots[wire.slot]) if wire.stacked else self.slots[wire.slot] for wire in wires)
+            for wires in (self.control.operands, self.control.results)
+        )
+        return Placement(operands=operands, results=results, bodies=bodies)
+
+
+def _stacked(spec: ShardingSpec) -> ShardingSpec:
+    return ShardingSpec(dims=((), *spec.dims), partial=spec.partial)

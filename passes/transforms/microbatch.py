@@ -1,0 +1,270 @@
+"""The batch axis in time: a step computed a microbatch at a time, or the operator that forbids it.
+
+A microbatch is a mesh axis in *time*, propagated by the same sharding rules as axes in space. Each value is then cut
+along the axis, the same for every microbatch, or a sum of which every microbatch holds a summand. Sums are added up
+after the last microbatch, so the step is exactly the full batch's: constants such as 1/B stay as they are. What uses a
+sum otherwise couples the microbatches. If it comes from the batch alone (a count of tokens) it is computed once, up
+front, on the whole batch; if it comes from parameters (batch normalisation) the meaning would change.
+
+    before    once, on whole values: what no microbatch changes
+    loop      once a microbatch
+    after     once, from sums and joined pieces: the optimizer
+
+Reference: design/compiler.md section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.errors import PlanningError, explain
+from passes.ir import LOOP, Graph, control_of, has_effect, is_ordered, phase
+from passes.placement import Placement, is_free
+from passes.rules import rule_of
+from passes.sharding import ShardingSpec, replicated
+from passes.transforms.batch_axis import AXIS, Coupling, Refusal, Time, Walk, only_reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A graph cut in time: node numbers of the three regions in order, and where the loop's nodes stand on the axis.
+
+    `batch` are the positions of the inputs that are cut along dimension 0. `carried` are the values that leave the
+    loop, each with its placement: partial ones are added up, the others joined along the dimension that is cut.
+    `flops` is the share of the graph's work inside the loop.
+    """
+
+    count: int
+    batch: tuple[int, ...]
+    before: tuple[int, ...]
+    loop: tuple[int, ...]
+    after: tuple[int, ...]
+    placements: Mapping[int, Placement]
+    carried: tuple[tuple[int, ShardingSpec], ...]
+    flops: float
+
+
+def split(graph: Graph, count: int, *, tied: Sequence[tuple[int, int]] = (), coupling: Coupling = "exact") -> Split:
+    """The graph in `count` microbatches of the inputs that look like a batch and whose cutting keeps its meaning.
+
+    Inputs that `tied` pairs name are state. Of the others, those that share the extent of dimension 0 are tried
+    together; the most work inside the loop wins. With `independent` coupling, a sum over the batch that a microbatch
+    needs is taken to be its own sum times `count`, and what comes of it is averaged.
+
+    Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
+    """
+    state = {i for _, i in tied}
+    groups: dict[int, list[int]] = {}
+    for position, value in enumerate(graph.inputs):
+        shape = graph.types[value].shape
+        if position not in state and shape and graph.types[value].size and graph.consumers.get(value):
+            groups.setdefault(shape[0], []).append(position)
+    if not groups:
+        raise PlanningError(
+            explain(
+                f"microbatches={count}",
+                "microbatches are cut from a batch: an array argument that is not state and has a leading dimension",
+                "this function has none",
+                "leave out microbatches=, or pass the batch as an argument",
+            )
+        )
+    fitting = {extent: positions for extent, positions in groups.items() if extent % count == 0}
+    if not fitting:
+        extents = " or ".join(
+            f"{extent} ({graph.input_names[positions[0]] if graph.input_names else f'input {positions[0]}'})"
+            for extent, positions in groups.items()
+        )
+        raise PlanningError(
+            explain(
+                f"microbatches={count}",
+                f"the number of microbatches must divide the batch, which is {extents}",
+                "",
+                f"write a divisor of it, or pad the batch to a multiple of {count}",
+            )
+        )
+    found: list[Split] = []
+    refused: list[PlanningError] = []
+    for positions in sorted(fitting.values(), key=max, reverse=True):  # a batch comes after the state, as a rule
+        walk = _walked(graph, count, tuple(positions), coupling)
+        try:
+            found.append(_regions(walk, tuple(positions)))
+        except PlanningError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return max(found, key=lambda one: one.flops)
+
+
+def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | None:
+    """What a graph computes for the loop, as sums over microbatches; None if it has to be computed whole.
+
+    `batch` are the positions of the inputs that are cut. Whole is right as well, but puts microbatches together by a
+    reshape of (microbatches, rows), which no device that has a part of each microbatch's rows can do by itself.
+    """
+    if any(has_effect(node) or node.subgraphs for node in graph.nodes):
+        return None
+    try:
+        found = _regions(_walked(graph, count, batch, "exact", waits=True), batch)
+    except PlanningError:  # nothing of it is a microbatch's own
+        return None
+    return found if all(spec.partial for _, spec in found.carried) else None
+
+
+def loop_of(graph: Graph) -> int | None:
+    """The node that is the loop over microbatches, None for a graph that has none."""
+    return next((i for i, n in enumerate(graph.nodes) if n.primitive == "scan" and n.scope == LOOP), None)
+
+
+def microbatch_stacks(graph: Graph) -> frozenset[int]:
+    """The inputs that come as microbatches, stacked along dimension 0."""
+    index = loop_of(graph)
+    control = None if index is None else control_of(graph.nodes[index], graph)
+    if index is None or control is None:
+        return frozenset()
+    operands = zip(graph.nodes[index].inputs, control.operands, strict=True)
+    return frozenset(value for value, wire in operands if wire.stacked) & frozenset(graph.inputs)
+
+
+def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> Walk:
+    """Where everything stands in time if these inputs are cut; what uses a sum comes after the loop if it `waits`."""
+    rules = {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}
+    cut = {position: _cut(graph.types[graph.inputs[position]].rank, 0) for position in batch}
+    inputs = [cut.get(i, replicated(graph.types[v].rank)) for i, v in enumerate(graph.inputs)]
+    varying = {graph.inputs[i] for i in batch}
+    up_front: frozenset[int] = frozenset()
+    while True:
+        walk = Walk(graph, Time(count), rules, coupling, up_front, waits=waits)
+        walk.start(inputs, varying)
+        walk.run()
+        if not walk.wanted_up_front - up_front:
+            break
+        up_front |= walk.wanted_up_front
+    walk.sink()
+    return walk
+
+
+def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
+    """What to compute where. Raises PlanningError if an operator couples microbatches, or nothing is cut."""
+    graph, count = walk.graph, walk.time.count
+    late = [i for i in walk.later if phase(graph.nodes[i]) == "backward" and not only_reports(graph.nodes[i])]
+    if late:
+        raise PlanningError(_coupled(walk, count))
+    effects = [i for i, node in enumerate(graph.nodes) if has_effect(node)]
+    _check_repeated(walk, effects, count)
+    after: set[int] = set()
+    carried: dict[int, ShardingSpec] = {}
+    up_front: set[int] = set()
+
+    def need_up_front(value: int) -> None:
+        pending = [value]
+        while pending:
+            node = graph.producers.get(pending.pop())
+            if node is not None and node not in up_front:
+                up_front.add(node)
+                pending.extend(graph.nodes[node].inputs)
+
+    def need_after(values: Iterable[int]) -> None:
+        pending = list(values)
+        while pending:
+            value = pending.pop()
+            node = graph.producers.get(value)
+            if node is None or node in after:
+                continue
+            if node in walk.up_front:
+                need_up_front(value)
+            elif (value in walk.varying or node in walk.loops) and node not in walk.later:
+                carried[value] = walk.leaving(value)
+            else:
+                after.add(node)
+                pending.extend(graph.nodes[node].inputs)
+
+    need_after(graph.outputs)
+    for index in effects:
+        if index not in walk.up_front:
+            after.add(index)
+            need_after(graph.nodes[index].inputs)
+    loop: set[int] = set()
+    live = set(carried)
+    for index in reversed(range(len(graph.nodes))):
+        node = graph.nodes[index]
+        if is_free(graph, index):
+            if not live.isdisjoint(node.outputs):
+                loop.add(index)
+        elif index in walk.placements and not live.isdisjoint(node.outputs):
+            loop.add(index)
+            live.update(node.inputs)
+    for value in live:
+        made = graph.producers.get(value)
+        if made is not None and made not in loop and not is_free(graph, made):
+            need_up_front(value)
+    total = sum(rule.flops for rule in walk.rules.values()) or 1.0
+    inside = sum(walk.rules[i].flops for i in loop)
+    heavy = [i for i in loop if graph.nodes[i].inputs and not is_free(graph, i)]
+    if not heavy or not carried:
+        raise PlanningError(
+            explain(
+                f"microbatches={count}",
+                "a microbatch must be computed by itself, and this function needs its whole batch at once",
+                str(walk.refusals[0]) if walk.refusals else "",
+                "leave out microbatches=",
+            )
+        )
+    # What was computed for the loop is not computed again for what comes after it.
+    again = {i for i in after if i in up_front and i not in walk.later}
+    _check_order(graph, [i for i in effects if i in up_front], [i for i in effects if i in after - again], count)
+    return Split(
+        count=count,
+        batch=batch,
+        before=tuple(sorted(up_front)),
+        loop=tuple(sorted(loop)),
+        after=tuple(sorted(after - again)),
+        placements={i: walk.placements[i] for i in loop if i in walk.placements},
+        carried=tuple(sorted(carried.items())),
+        flops=inside / total,
+    )
+
+
+def _check_repeated(walk: Walk, effects: Sequence[int], count: int) -> None:
+    """Raises PlanningError for an effect that every microbatch would have."""
+    for index in effects:
+        if index in walk.placements and index not in walk.later:
+            node = walk.graph.nodes[index]
+            raise PlanningError(
+                explain(
+                    f"microbatches={count} of a step with {Refusal(node=node, words='')}",
+                    "a callback runs once a step, on whole operands; this one is in what every microbatch computes",
+                    "",
+                    "move it out of the loop that it is in, or leave out microbatches=",
+                )
+            )
+
+
+def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], count: int) -> None:
+    """Raises PlanningError for ordered effects that microbatches would bring out of order."""
+    early, late = ([i for i in side if is_ordered(graph.nodes[i])] for side in (before, after))
+    if early and late and max(early) > min(late):
+        first, second = (Refusal(node=graph.nodes[i], words="") for i in (min(late), max(early)))
+        raise PlanningError(
+            explain(
+                f"microbatches={count} of a step with ordered callbacks, {first} and then {second}",
+                "microbatches need the results of the second, and the first reports what they make",
+                "",
+                "drop ordered=True, change their order, or leave out microbatches=",
+            )
+        )
+
+
+def _coupled(walk: Walk, count: int) -> str:
+    refusal = walk.refusals[0]
+    return explain(
+        f"microbatches={count} of a batch that {refusal} needs as a whole",
+        f"microbatches add up to the full step only where each is computed by itself; here {refusal.words}",
+        "",
+        'leave out microbatches=, or accept other numbers with microbatch_semantics="independent": each microbatch '
+        "then takes its own statistics",
+    )
+
+
+def _cut(rank: int, dim: int) -> ShardingSpec:
+    return ShardingSpec(dims=tuple((AXIS,) if d == dim else () for d in range(rank)))

@@ -1,0 +1,231 @@
+"""Recomputation: values of the forward pass computed again for the backward pass instead of being kept.
+
+A *layer* keeps everything, what its products with weights make (attention's own products are none: they have batch
+dimensions), or its inputs alone. The rest of what the backward pass reads is made by copies of the layer's nodes. They
+stand just before their first reader, behind an `optimization_barrier` that also waits for a cotangent: so they run
+late, and XLA does not merge them with the first ones. Chen's checkpoints every sqrt(n) layers and Megatron's selective
+recomputation are two of these choices.
+
+Reference: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (1604.06174); Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models" (2205.05198), section 5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from passes.errors import PlanningError, explain
+from passes.ir import Graph, Node, TensorType, phase
+from passes.layers import crossing_nbytes, forward_nodes, work
+from passes.placement import is_free
+from passes.transforms.remat_loops import BodyOrigins, Loop, loops, recompute_loop
+from passes.transforms.remat_policy import KEPT, Kept, is_kept, transposed
+
+_LAYERS = 8
+_CROSSING = 1.2
+_MARGIN = 0.02
+"""Where no modules are numbered: layers at most, what may cross between two as a multiple of the least that does, and
+the share of the work that must lie on both sides."""
+
+_NUMBERED = re.compile(r"(?:^|/)jvp\([^()]*\)/(?:[^/]*/)*?([A-Za-z_.]*?[_.]?)(\d+)(?=/|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """A program that computes again; `origins[i]` is the node of the old program that node i repeats or is.
+
+    None stands for a barrier. The bodies of the nodes in `bodies` are new, and made of old ones.
+    """
+
+    graph: Graph
+    origins: tuple[int | None, ...]
+    bodies: Mapping[int, BodyOrigins] = field(default_factory=dict[int, BodyOrigins])
+
+
+def kept_of(names: Sequence[str]) -> tuple[Kept, ...]:
+    """What layers keep, by name. Raises PlanningError for another name."""
+    known: dict[str, Kept] = {kept: kept for kept in KEPT}
+    for name in names:
+        if name not in known:
+            rule = f"a layer keeps one of {', '.join(KEPT)}"
+            raise PlanningError(explain(f"recomputation {name!r}", rule, "", "plan again, or mend the plan's file"))
+    return tuple(known[name] for name in names)
+
+
+def layers(graph: Graph) -> tuple[int, ...]:
+    """The first node of every layer of the forward pass, what follows the last numbered module apart; empty for none.
+
+    Layers are the modules that are numbered (`Block_0`, `Block_1`, ...); or loops, each of which is one, for what its
+    iterations keep; or even parts where little crosses.
+    """
+    nodes = forward_nodes(graph)
+    forward = [i for i in nodes if phase(graph.nodes[i]) == "forward"]
+    if not forward:
+        return ()
+    named = [(i, (found[1], found[2])) for i in forward if (found := _NUMBERED.search(graph.nodes[i].scope))]
+    firsts: dict[tuple[str, str], int] = {}
+    for index, name in named:
+        firsts.setdefault(name, index)
+    prefix, many = Counter(prefix for prefix, _ in firsts).most_common(1)[0] if firsts else ("", 0)
+    if many > 1:
+        last = max(index for index, name in named if name[0] == prefix)
+        found = [index for (p, _), index in firsts.items() if p == prefix]
+        return (*sorted(found), *[i for i in forward if i > last][:1])
+    return tuple(loop.forward for loop in loops(graph)) or _even(graph, nodes)
+
+
+def _even(graph: Graph, nodes: Sequence[int]) -> tuple[int, ...]:
+    """The first node of each of several parts of a forward pass, as even as can be among cuts that little crosses."""
+    crossing, flops = crossing_nbytes(graph, nodes), work(graph, nodes)
+    done = np.cumsum(flops) / max(float(flops.sum()), 1.0)
+    inner = [i for i in range(1, len(nodes)) if crossing[i] > 0 and _MARGIN < done[i - 1] < 1 - _MARGIN]
+    least = min((crossing[i] for i in inner), default=0.0)
+    places = [i for i in inner if crossing[i] <= _CROSSING * least]
+    wanted = [k / _LAYERS for k in range(1, _LAYERS)] if places else []
+    cuts = {min(places, key=lambda i: abs(float(done[i - 1]) - share)) for share in wanted}
+    return (nodes[0], *(nodes[i] for i in sorted(cuts)))
+
+
+def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
+    """The program in which layer k keeps `kept[k]`; layers are those of `layers`.
+
+    Raises PlanningError where there are not as many layers.
+    """
+    firsts = layers(graph)
+    if len(firsts) != len(kept):
+        rule = f"the forward pass has {len(firsts)} layers, and what each keeps is to be said"
+        raise PlanningError(explain(f"recomputation for {len(kept)} layers", rule, "", "plan again"))
+    around = {loop.forward: loop for loop in loops(graph)}
+    if firsts and around.keys() >= set(firsts):
+        return _looped(graph, [(around[first], choice) for first, choice in zip(firsts, kept, strict=True)])
+    draft = _Draft(graph=graph, firsts=firsts)
+    for layer, choice in enumerate(kept):
+        if choice != "everything":
+            draft.repeat(layer, choice)
+    return draft.finish()
+
+
+def _looped(graph: Graph, choices: Sequence[tuple[Loop, Kept]]) -> Recomputed:
+    """The program whose loops keep what is said of each."""
+    bodies: dict[int, BodyOrigins] = {}
+    for loop, choice in choices:
+        graph, changed = recompute_loop(graph, loop, choice)
+        bodies.update(changed)
+    return Recomputed(graph=graph, origins=tuple(range(len(graph.nodes))), bodies=bodies)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A program while copies are added: `inserted[i]` stand before node i; late readers of v read `again[v]`, node i
+    reads `awaited[i][v]`.
+    """
+
+    graph: Graph
+    firsts: tuple[int, ...]
+    types: list[TensorType] = field(default_factory=list[TensorType])
+    inserted: dict[int, list[tuple[int | None, Node]]] = field(default_factory=dict[int, list[tuple[int | None, Node]]])
+    again: dict[int, int] = field(default_factory=dict[int, int])
+    awaited: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
+    layer: dict[int, int] = field(default_factory=dict[int, int])
+    late: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        nodes = self.graph.nodes
+        self.types = list(self.graph.types)
+        self.late = frozenset(i for i, node in enumerate(nodes) if phase(node) == "backward")
+        forward = [i for i, node in enumerate(nodes) if phase(node) == "forward"]
+        self.layer = {i: max(sum(first <= i for first in self.firsts) - 1, 0) for i in forward}
+
+    def repeat(self, layer: int, kept: Kept) -> None:
+        """Copies of what a layer does not keep and the backward pass reads."""
+        graph = self.graph
+        members = [i for i, own in self.layer.items() if own == layer]
+        gone = {
+            v for i in members if not is_kept(graph, i, kept) for v in graph.nodes[i].outputs if self._inside(v, layer)
+        }
+        wanted = {v for v in gone if self._late_readers(v)}
+        copied: list[int] = []
+        for index in reversed(members):
+            node = graph.nodes[index]
+            if not wanted.isdisjoint(node.outputs):
+                copied.append(index)
+                wanted.update(v for v in node.inputs if v in gone)
+        copied.reverse()
+        if copied:
+            self._insert(copied)
+
+    def _is_made(self, value: int) -> bool:
+        """Whether a node makes a value of others, not of numbers alone."""
+        made = self.graph.producers.get(value)
+        return made is not None and not is_free(self.graph, made)
+
+    def _inside(self, value: int, layer: int) -> bool:
+        """Whether only this layer and the backward pass read a value."""
+        if value in self.graph.outputs:
+            return False
+        readers = self.graph.consumers.get(value, ())
+        return all(r in self.late or self.layer.get(r) == layer for r in readers)
+
+    def _late_readers(self, value: int) -> list[int]:
+        return [r for r in self.graph.consumers.get(value, ()) if r in self.late]
+
+    def _insert(self, copied: Sequence[int]) -> None:
+        """Adds copies of these nodes before the first node that reads what they make."""
+        graph = self.graph
+        made = {v for i in copied for v in graph.nodes[i].outputs}
+        place = min(r for v in made for r in self._late_readers(v))
+        entering = dict.fromkeys(v for i in copied for v in graph.nodes[i].inputs if self._is_made(v) and v not in made)
+        anchor = self._anchor(place)
+        held = (*entering, *(() if anchor is None else (anchor,)))
+        scope = transposed(graph.nodes[copied[0]].scope)
+        source = graph.nodes[copied[0]].source
+        new = {v: self._fresh(v) for v in held}
+        barrier = Node(
+            primitive="optimization_barrier", inputs=held, outputs=tuple(new.values()), source=source, scope=scope
+        )
+        here = self.inserted.setdefault(place, [])
+        if held:
+            here.append((None, barrier))
+        for index in copied:
+            node = graph.nodes[index]
+            inputs = tuple(new.get(v, v) for v in node.inputs)
+            new |= {v: self._fresh(v) for v in node.outputs}
+            outputs = tuple(new[v] for v in node.outputs)
+            here.append((index, replace(node, inputs=inputs, outputs=outputs, scope=transposed(node.scope))))
+        self.again |= {v: new[v] for v in made}
+        if anchor is not None:
+            # Read from behind the barrier, or XLA drops it from there as a result that nobody wants.
+            self.awaited[place] = {**self.awaited.get(place, {}), anchor: new[anchor]}
+
+    def _anchor(self, place: int) -> int | None:
+        """A cotangent that is there when node `place` runs: what is computed again waits for it."""
+        nodes, producers = self.graph.nodes, self.graph.producers
+        own = [v for v in nodes[place].inputs if producers.get(v) in self.late and self._is_made(v)]
+        earlier = (v for i in reversed(range(place)) if i in self.late for v in nodes[i].outputs if self._is_made(v))
+        return own[-1] if own else next(earlier, None)
+
+    def _fresh(self, value: int) -> int:
+        self.types.append(self.graph.types[value])
+        return len(self.types) - 1
+
+    def finish(self) -> Recomputed:
+        nodes: list[Node] = []
+        origins: list[int | None] = []
+        for index, node in enumerate(self.graph.nodes):
+            for origin, copy in self.inserted.get(index, ()):
+                nodes.append(copy)
+                origins.append(origin)
+            inputs = node.inputs
+            if index in self.late:
+                here = self.awaited.get(index, {})
+                inputs = tuple(here.get(v, self.again.get(v, v)) for v in inputs)
+            nodes.append(replace(node, inputs=inputs))
+            origins.append(index)
+        return Recomputed(
+            graph=replace(self.graph, types=tuple(self.types), nodes=tuple(nodes)), origins=tuple(origins)
+        )

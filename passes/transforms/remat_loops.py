@@ -1,0 +1,254 @@
+"""Recomputation inside loops over layers: what an iteration does not keep, the same iteration backwards makes again.
+
+A `scan` of the forward pass stacks what the `scan` of the backward pass reads, an iteration at a time. Less is stacked
+if the body of the second begins with copies of nodes of the first's. Two loops are two computations to XLA: nothing
+merges the copies with the first ones, so no barrier is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from passes.ir import CALLBACKS, Graph, Node, TensorType, has_effect, phase
+from passes.placement import is_free
+from passes.transforms.remat_policy import Kept, is_kept, transposed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyOrigins:
+    """Where the nodes and constants of a new body come from: (the loop's node, position in its old body)."""
+
+    nodes: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """The nodes of a loop of the forward pass and of that of the backward pass which reads what it stacks."""
+
+    forward: int
+    backward: int
+
+
+def loops(graph: Graph) -> tuple[Loop, ...]:
+    """The loops that could stack less, each backward one once."""
+    found: dict[int, Loop] = {}
+    for index, node in enumerate(graph.nodes):
+        if not _is_loop(node) or phase(node) != "forward":
+            continue
+        readers = {r for v in node.outputs[_carries(node) :] for r in graph.consumers.get(v, ())}
+        for late in sorted(readers):
+            other = graph.nodes[late]
+            same = _is_loop(other) and other.params["length"] == node.params["length"]
+            loop = Loop(forward=index, backward=late)
+            if same and phase(other) == "backward" and late not in found and _gone(graph, loop, "inputs"):
+                found[late] = loop
+                break
+    return tuple(sorted(found.values(), key=lambda loop: loop.forward))
+
+
+def recompute_loop(graph: Graph, loop: Loop, kept: Kept) -> tuple[Graph, Mapping[int, BodyOrigins]]:
+    """The program whose loop stacks what `kept` says, and the origins of the bodies of its two nodes."""
+    gone = _gone(graph, loop, kept)
+    return _Rewriting(graph, loop, kept, gone).run() if gone else (graph, {})
+
+
+def _is_loop(node: Node) -> bool:
+    return node.primitive == "scan" and len(node.subgraphs) == 1
+
+
+def _constants(node: Node) -> int:
+    return cast("int", node.params["num_consts"])
+
+
+def _carries(node: Node) -> int:
+    return cast("int", node.params["num_carry"])
+
+
+def _gone(graph: Graph, loop: Loop, kept: Kept) -> dict[int, int]:
+    """Stacked results of the forward loop that need not be: to the value of its body that each stacks."""
+    early, late = graph.nodes[loop.forward], graph.nodes[loop.backward]
+    (body,) = early.subgraphs
+    carries, fixed = _carries(early), _constants(late) + _carries(late)
+    carried = set(body.inputs[_constants(early) : _constants(early) + carries])
+    found: dict[int, int] = {}
+    for outer, inner in zip(early.outputs[carries:], body.outputs[carries:], strict=True):
+        made = body.producers.get(inner)
+        again = inner not in carried if made is None else not is_kept(body, made, kept)
+        alone = set(graph.consumers.get(outer, ())) == {loop.backward} and outer not in late.inputs[:fixed]
+        if again and alone and outer not in graph.outputs:
+            found[outer] = inner
+    return found
+
+
+class _Rewriting:
+    """Both loops while they are written anew. `early` and `late` are the old nodes, `number` gives values of the first
+    body their numbers in the second.
+    """
+
+    def __init__(self, graph: Graph, loop: Loop, kept: Kept, gone: Mapping[int, int]) -> None:
+        self.graph, self.loop, self.gone = graph, loop, gone
+        self.early, self.late = graph.nodes[loop.forward], graph.nodes[loop.backward]
+        (self.source,), (self.target,) = self.early.subgraphs, self.late.subgraphs
+        self.copied = _copied(self.source, set(gone.values()), kept)
+        self.types = list(graph.types)
+        self.inner_types = list(self.target.types)
+        self.number: dict[int, int] = {}
+        self.held: list[int] = []  # what the backward loop reads besides: constants of it,
+        self.sliced: list[int] = []  # and stacks
+        self.entering: dict[int, int] = {}  # the number of each in its body
+        self.stacked: list[int] = []  # values of the first body that are stacked besides, in their order
+        self.constants: list[int] = []
+        self.literals = dict(self.target.literals)
+
+    def run(self) -> tuple[Graph, Mapping[int, BodyOrigins]]:
+        made = {v for index in self.copied for v in self.source.nodes[index].outputs}
+        read = {v for index in self.copied for v in self.source.nodes[index].inputs}
+        for value in sorted((read | set(self.gone.values())) - made):
+            self.number[value] = self._enter(value)
+        copies = [self._copy(self.source.nodes[index]) for index in self.copied]
+        late, late_origins = self._late(copies)
+        early, early_origins = self._early()
+        nodes = list(self.graph.nodes)
+        nodes[self.loop.forward], nodes[self.loop.backward] = early, late
+        graph = replace(self.graph, types=tuple(self.types), nodes=tuple(nodes))
+        graph.verify()
+        return graph, {self.loop.forward: early_origins, self.loop.backward: late_origins}
+
+    def _fresh(self, value: int) -> int:
+        """A number in the second body for a value of the first."""
+        self.inner_types.append(self.source.types[value])
+        return len(self.inner_types) - 1
+
+    def _enter(self, value: int) -> int:
+        """Brings a value of the first body, which no copy makes, into the second."""
+        if value in self.source.literals:
+            number = self._fresh(value)
+            self.literals[number] = self.source.literals[value]
+            return number
+        if value in self.source.constants:
+            self.constants.append(self.source.constants.index(value))
+            return self._fresh(value)
+        place = self.source.inputs.index(value) if value in self.source.inputs else -1
+        fixed = _constants(self.early) + _carries(self.early)
+        if 0 <= place < _constants(self.early):
+            return self._read(self.early.inputs[place], value, self.held, slice(0, _constants(self.late)))
+        stacks = slice(_constants(self.late) + _carries(self.late), None)
+        outer = self.early.inputs[place] if place >= fixed else self._stack(value)
+        return self._read(outer, value, self.sliced, stacks)
+
+    def _read(self, outer: int, value: int, besides: list[int], known: slice) -> int:
+        """The number of an operand of the backward loop in its body; one that it has not is added."""
+        for operand, number in zip(self.late.inputs[known], self.target.inputs[known], strict=True):
+            if operand == outer:
+                return number
+        if outer not in self.entering:
+            besides.append(outer)
+            self.entering[outer] = self._fresh(value)
+        return self.entering[outer]
+
+    def _stack(self, value: int) -> int:
+        """The stack of a value of the first body; one that the loop does not make is added."""
+        carries = _carries(self.early)
+        for outer, inner in zip(self.early.outputs[carries:], self.source.outputs[carries:], strict=True):
+            if inner == value:
+                return outer
+        type = self.source.types[value]
+        length = cast("int", self.early.params["length"])
+        self.types.append(TensorType(shape=(length, *type.shape), dtype=type.dtype))
+        self.stacked.append(value)
+        return len(self.types) - 1
+
+    def _copy(self, node: Node) -> Node:
+        inputs = tuple(self.number[v] for v in node.inputs)
+        self.number |= {v: self._fresh(v) for v in node.outputs}
+        outputs = tuple(self.number[v] for v in node.outputs)
+        return replace(node, inputs=inputs, outputs=outputs, scope=transposed(node.scope))
+
+    def _late(self, copies: Sequence[Node]) -> tuple[Node, BodyOrigins]:
+        """The backward loop, which begins each iteration with the copies."""
+        late, target = self.late, self.target
+        constants, fixed = _constants(late), _constants(late) + _carries(late)
+        stays = [k for k in range(fixed, len(late.inputs)) if late.inputs[k] not in self.gone]
+        again = {
+            target.inputs[k]: self.number[self.gone[late.inputs[k]]]
+            for k in range(fixed, len(late.inputs))
+            if late.inputs[k] in self.gone
+        }
+        entering = self.entering
+
+        def ordered(operands: Sequence[int], held: Sequence[int], sliced: Sequence[int]) -> tuple[int, ...]:
+            return (*operands[:constants], *held, *operands[constants:fixed], *(operands[k] for k in stays), *sliced)
+
+        nodes = [*copies]
+        nodes += [replace(node, inputs=tuple(again.get(v, v) for v in node.inputs)) for node in target.nodes]
+        numbers = [self.number[self.source.constants[position]] for position in self.constants]
+        body = replace(
+            target,
+            types=tuple(self.inner_types),
+            nodes=tuple(nodes),
+            inputs=ordered(target.inputs, [entering[v] for v in self.held], [entering[v] for v in self.sliced]),
+            outputs=tuple(again.get(v, v) for v in target.outputs),
+            constants=(*target.constants, *numbers),
+            literals=self.literals,
+            input_names=(),
+        )
+        node = replace(
+            late,
+            inputs=ordered(late.inputs, self.held, self.sliced),
+            params={**late.params, "num_consts": constants + len(self.held)},
+            subgraphs=(body,),
+        )
+        own, other = self.loop.backward, self.loop.forward
+        origins = BodyOrigins(
+            nodes=(*((other, i) for i in self.copied), *((own, i) for i in range(len(target.nodes)))),
+            constants=(*((own, i) for i in range(len(target.constants))), *((other, i) for i in self.constants)),
+        )
+        return node, origins
+
+    def _early(self) -> tuple[Node, BodyOrigins]:
+        """The forward loop, which stacks less and makes no more than it stacks or carries."""
+        early, source, carries = self.early, self.source, _carries(self.early)
+        pairs = list(zip(early.outputs[carries:], source.outputs[carries:], strict=True))
+        stays = [(outer, inner) for outer, inner in pairs if outer not in self.gone]
+        firsts = len(self.types) - len(self.stacked)
+        stays += [(firsts + n, value) for n, value in enumerate(self.stacked)]
+        outputs = (*source.outputs[:carries], *(inner for _, inner in stays))
+        needed = list(_needed(source, outputs))
+        body = replace(source, nodes=tuple(source.nodes[i] for i in needed), outputs=outputs, output_names=())
+        node = replace(early, outputs=(*early.outputs[:carries], *(outer for outer, _ in stays)), subgraphs=(body,))
+        own = self.loop.forward
+        return node, BodyOrigins(
+            nodes=tuple((own, i) for i in needed), constants=tuple((own, i) for i in range(len(source.constants)))
+        )
+
+
+def _copied(body: Graph, wanted: set[int], kept: Kept) -> tuple[int, ...]:
+    """The nodes that make the wanted values of what is kept, in order."""
+    found: list[int] = []
+    needed = set(wanted)
+    for index in reversed(range(len(body.nodes))):
+        node = body.nodes[index]
+        if not needed.isdisjoint(node.outputs) and (is_free(body, index) or not is_kept(body, index, kept)):
+            found.append(index)
+            needed.update(node.inputs)
+    return tuple(reversed(found))
+
+
+def _stays(node: Node) -> bool:
+    """Whether a node is there for more than its results."""
+    return not node.outputs or node.primitive in CALLBACKS or has_effect(node)
+
+
+def _needed(body: Graph, outputs: Sequence[int]) -> Iterator[int]:
+    """The nodes that outputs depend on, and those that have an effect."""
+    needed = set(outputs)
+    found: list[int] = []
+    for index in reversed(range(len(body.nodes))):
+        node = body.nodes[index]
+        if not needed.isdisjoint(node.outputs) or _stays(node):
+            needed.update(node.inputs)
+            found.append(index)
+    yield from reversed(found)

@@ -1,0 +1,77 @@
+"""A step's stages as values: each a program of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from passes.errors import InternalError
+from passes.ir import Graph, Node
+from passes.transforms.microbatch import loop_of
+
+Origin = tuple[Literal["step", "loop"], int]
+"""The node that a stage's node comes from: of the step itself or of its loop's body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A stage as a program of its own with a loop over microbatches, values numbered as in the step.
+
+    Streams are numbered after the step's values and their slices as in the loop's body: `streams[v]` is the body value
+    whose slices v stacks. `origins` are parallel to `graph.nodes` (the loop's own is the loop), `inside` to the nodes
+    of its body; `forward` are the body's nodes that run before the backward pass.
+    """
+
+    graph: Graph
+    origins: tuple[Origin, ...]
+    inside: tuple[Origin, ...]
+    forward: frozenset[int]
+    streams: Mapping[int, int]
+
+    @property
+    def loop(self) -> int:
+        """The node that is the loop over microbatches."""
+        index = loop_of(self.graph)
+        if index is None:
+            raise InternalError("a stage without a loop over microbatches")
+        return index
+
+    @property
+    def body(self) -> Graph:
+        return self.graph.nodes[self.loop].subgraphs[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of a step; `homes[i]` is the stage that input i belongs to, `owners[o]` the maker of output o."""
+
+    parts: tuple[Part, ...]
+    homes: tuple[int, ...]
+    owners: tuple[int, ...]
+    microbatches: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A stage while it is put together."""
+
+    body_nodes: list[tuple[Origin, Node]] = field(default_factory=list)
+    carries: list[tuple[int, int, int, int]] = field(default_factory=list)  # (init, in, out, result)
+    received: set[int] = field(default_factory=set)  # body values that come as streams
+    sent: set[int] = field(default_factory=set)
+    rows: list[tuple[int, int]] = field(default_factory=list)  # (body output, result)
+    nodes: dict[int, tuple[Origin, Node]] = field(default_factory=dict)
+    needed: set[int] = field(default_factory=set)  # values of the step that come from elsewhere
+    given: set[int] = field(default_factory=set)  # and that others need
+
+
+def renamed(node: Node, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Node:
+    return Node(
+        primitive=node.primitive,
+        inputs=inputs,
+        outputs=outputs,
+        params=node.params,
+        source=node.source,
+        scope=node.scope,
+    )

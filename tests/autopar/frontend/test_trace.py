@@ -1,0 +1,299 @@
+"""What a traced function looks like to planning: names, types, wiring, phases, and what must not get through."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from autopar import jax_compat
+from autopar.frontend import Body, Traced, trace
+from passes.ir import Graph, Node, TensorType, phase
+
+ROOT = Path(__file__).parents[3]
+F32 = jnp.float32
+
+
+def struct(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def traced(fun: Any, *args: Any, **options: Any) -> Traced:
+    return trace(fun, args, {}, **options)
+
+
+def primitives(graph: Graph) -> list[str]:
+    return [node.primitive for node in graph.nodes]
+
+
+def only(graph: Graph, primitive: str) -> Node:
+    (node,) = (node for node in graph.nodes if node.primitive == primitive)
+    return node
+
+
+def run(body: Traced | Body, *inputs: Any) -> list[Any]:
+    """The graph executed node by node on whole arrays, as a lowering would on one device."""
+    graph = body.graph
+    values = dict(zip(graph.inputs, inputs, strict=True)) | dict(zip(graph.constants, body.constants, strict=True))
+    for value, number in graph.literals.items():
+        values[value] = jnp.asarray(number, dtype=graph.types[value].dtype)
+    for node, equation in zip(graph.nodes, body.equations, strict=True):
+        params = jax_compat.bind_params(equation, dict(equation.params))
+        results = equation.primitive.bind(*(values[v] for v in node.inputs), **params)
+        results = results if equation.primitive.multiple_results else [results]
+        values.update(zip(node.outputs, results, strict=True))
+    return [values[v] for v in graph.outputs]
+
+
+# A model, its training step, and the same step without flax.
+
+
+class Layer(nn.Module):
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.gelu(nn.Dense(self.features, name="dense")(x))
+
+
+class Perceptron(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer) if self.remat else Layer
+        return layer(4, name="down")(layer(16, name="up")(x))
+
+
+def train_step(state, batch):
+    def loss(params):
+        predicted = state.apply_fn({"params": params}, batch["inputs"])
+        return jnp.mean((predicted - batch["targets"]) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=gradient), value
+
+
+def example(remat: bool = False):
+    model = Perceptron(remat)
+
+    def init(key):
+        params = model.init(key, jnp.zeros((1, 8)))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+    batch = {"inputs": struct(32, 8), "targets": struct(32, 4)}
+    return jax.eval_shape(init, jax.random.key(0)), batch
+
+
+@pytest.fixture(scope="module")
+def step() -> Traced:
+    return traced(train_step, *example(), donate_argnums=0)
+
+
+def test_step_has_one_flat_graph(step: Traced):
+    step.graph.verify()
+    assert not {"jit", "pjit", "custom_jvp_call", "custom_vjp_call"} & set(primitives(step.graph))
+    assert len(step.equations) == len(step.graph.nodes)
+    assert all(e.primitive.name == n.primitive for e, n in zip(step.equations, step.graph.nodes, strict=True))
+
+
+def test_names_are_paths_in_the_users_words(step: Traced):
+    assert "state.params['up']['dense']['kernel']" in step.graph.input_names
+    assert "batch['inputs']" in step.graph.input_names
+    assert "out[0].params['up']['dense']['kernel']" in step.graph.output_names
+    assert step.graph.output_names[-1] == "out[1]"
+    assert len(step.graph.input_names) == len(step.graph.inputs) == len(step.donated)
+    assert len(step.graph.output_names) == len(step.graph.outputs) == len(step.weak)
+
+
+def test_state_is_tied_leaf_by_leaf_and_donated(step: Traced):
+    names = [
+        (step.graph.output_names[output].removeprefix("out[0]"), step.graph.input_names[input].removeprefix("state"))
+        for output, input in step.tied
+    ]
+    assert len(names) == len(step.graph.outputs) - 1
+    assert all(output == input for output, input in names)
+    assert [name.startswith("state") for name in step.graph.input_names] == list(step.donated)
+
+
+def test_phases_come_from_scopes(step: Traced):
+    phases = Counter(map(phase, step.graph.nodes))
+    assert set(phases) == {"forward", "backward", "apply"}
+    products = [node for node in step.graph.nodes if node.primitive == "dot_general"]
+    assert [(phase(node), node.scope.split("/")[1]) for node in products] == [
+        ("forward", "up"),
+        ("forward", "down"),
+        ("backward", "down"),
+        ("backward", "down"),
+        ("backward", "up"),
+    ]
+
+
+def test_phases_of_a_plain_function_with_nested_calls():
+    @jax.jit
+    def layer(w, x):
+        return jax.nn.relu(x @ w)
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: layer(w, x).sum())(w)
+
+    graph = traced(step, struct(8, 8), struct(4, 8)).graph
+    products = [phase(node) for node in graph.nodes if node.primitive == "dot_general"]
+    assert products == ["forward", "backward"]
+    assert phase(only(graph, "sub")) == "apply"
+
+
+def test_sources_are_lines_of_the_user(step: Traced):
+    products = [node.source for node in step.graph.nodes if node.primitive == "dot_general"]
+    assert products
+    assert all(source.startswith(f"{__file__}:") and source.endswith("(Layer.__call__)") for source in products)
+    assert all("site-packages" not in node.source for node in step.graph.nodes)
+    assert all(node.source for node in step.graph.nodes)
+
+
+# What a graph keeps and what it drops.
+
+
+def test_scalars_are_numbers_and_arrays_are_constants():
+    table = np.arange(8, dtype=np.float32)
+
+    def f(x):
+        return x * 2 + table, x * 2.0 - jnp.asarray(table)
+
+    found = traced(f, struct(8))
+    assert sorted(found.graph.literals.values()) == [2.0]
+    assert [found.graph.types[v] for v in found.graph.constants] == [TensorType(shape=(8,), dtype="float32")] * len(
+        found.constants
+    )
+    assert all(np.array_equal(constant, table) for constant in found.constants)
+
+
+def test_literals_of_different_types_stay_apart():
+    graph = traced(lambda x, i: (x + 1, i + 1, i > 0), struct(), struct(dtype=jnp.int32)).graph
+    assert {(repr(n), graph.types[v].dtype) for v, n in graph.literals.items()} == {
+        ("1.0", "float32"),
+        ("1", "int32"),
+        ("0", "int32"),
+    }
+
+
+def test_what_nothing_reads_is_gone():
+    table = np.arange(8, dtype=np.float32)
+
+    def f(x):
+        jnp.sin(x) + table
+        largest, _ = jax.lax.top_k(x, 2)
+        return largest
+
+    found = traced(f, struct(8))
+    assert primitives(found.graph) == ["top_k"]
+    assert not found.constants
+    assert not found.graph.literals
+    assert len(only(found.graph, "top_k").outputs) == 2
+
+
+def test_prints_are_kept():
+    def f(x):
+        jax.debug.print("{}", x)
+        return x
+
+    assert len(traced(f, struct()).graph.nodes) == 1
+
+
+def test_inputs_and_constants_may_be_outputs():
+    found = traced(lambda x, y: (y, 3.0, x, jnp.arange(3), y), struct(2), struct(3))
+    graph = found.graph
+    assert graph.outputs[0] == graph.outputs[4] == graph.inputs[1]
+    assert graph.outputs[2] == graph.inputs[0]
+    assert graph.literals[graph.outputs[1]] == 3.0
+
+
+def test_function_of_nothing():
+    found = traced(lambda: jnp.ones(3) + 1)
+    assert not found.graph.inputs
+    np.testing.assert_array_equal(run(found)[0], np.full(3, 2.0))
+
+
+def test_recomputation_stands_behind_a_barrier():
+    state, batch = example(remat=True)
+    graph = traced(train_step, state, batch).graph
+    assert not {"remat2", "checkpoint"} & set(primitives(graph))
+    barriers = [node for node in graph.nodes if node.primitive == "optimization_barrier"]
+    assert len(barriers) == 2
+    recomputed = [i for i, n in enumerate(graph.nodes) if "rematted_computation" in n.scope]
+    behind = {v for node in barriers for v in node.outputs}
+    assert recomputed
+    assert behind & {v for i in recomputed for v in graph.nodes[i].inputs}
+    assert all([graph.types[v] for v in n.inputs] == [graph.types[v] for v in n.outputs] for n in barriers)
+
+
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_no_barrier_where_jax_has_none(differentiate: bool):
+    prevent = not differentiate
+    f = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent)
+    graph = traced(jax.grad(f) if differentiate else f, struct()).graph
+    assert "optimization_barrier" not in primitives(graph)
+
+
+def test_a_user_s_constraint_is_a_number_of_pieces():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def f(x):
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, PartitionSpec("a")))
+
+    graph = traced(f, struct(8)).graph
+    assert only(graph, "sharding_constraint").params == {"pieces": (8,)}
+
+
+# Control flow.
+
+
+def loop(x, w):
+    def body(carry, row):
+        return jax.nn.relu(carry @ w), row.sum()
+
+    return jax.lax.scan(body, x, jnp.ones((5, 3)))
+
+
+def test_scan_is_a_node_with_its_body():
+    found = traced(loop, struct(4, 4), struct(4, 4))
+    node = only(found.graph, "scan")
+    (body,) = node.subgraphs
+    assert {"dot_general", "max", "reduce_sum"} <= set(primitives(body))
+    assert node.params["length"] == 5
+    assert "jaxpr" not in node.params
+    equation = found.equations[found.graph.nodes.index(node)]
+    assert equation.bodies[0].graph is body
+    assert len(equation.bodies[0].equations) == len(body.nodes)
+    x, w = np.eye(4, dtype=np.float32), np.full((4, 4), 0.5, np.float32)
+    for ours, jax_own in zip(run(found, x, w), loop(x, w), strict=True):
+        np.testing.assert_allclose(ours, jax_own)
+
+
+# Parameters.
+
+
+# Fingerprints.
+
+
+def test_same_program_same_fingerprint(step: Traced):
+    again = traced(train_step, *example(), donate_argnums=0)
+    assert again.graph.fingerprint == step.graph.fingerprint
+    assert traced(train_step, *example(remat=True)).graph.fingerprint != step.graph.fingerprint
+    wider = {"inputs": struct(64, 8), "targets": struct(64, 4)}
+    assert traced(train_step, example()[0], wider).graph.fingerprint != step.graph.fingerprint
+
+
+# Arguments.
+
+
+# Tied state.

@@ -1,0 +1,300 @@
+"""Deep steps are searched on abridged ones, and nothing but time is lost by it."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+from autopar.frontend import trace
+from autopar.rewrite import Family
+from models import gpt, llama
+from passes import inter_op
+from passes.cluster import parse_cluster
+from passes.inter_op import SCHEDULES, Submesh
+from passes.intra_op import layouts
+from passes.layers import KEPT, abridge, blocks, in_blocks
+from passes.pipeline import Sample, StagedSearch, body_of
+from passes.pipeline import search as staged
+from passes.pipeline.samples import finest
+from passes.planners import Auto
+from passes.solver import SolverOptions
+from passes.transforms import cut
+from tests.autopar.rewrite.traced_steps import traced_step
+from tests.sample import slow
+
+CLUSTER = parse_cluster("1x4:a100-80g")
+LAYERS = 8
+
+
+@functools.cache
+def language_model(module, layers=LAYERS):
+    config = replace(module.Config.tiny(), layers=layers)
+    params = jax.eval_shape(lambda: module.init(config, jax.random.key(0)))
+    batch = jax.eval_shape(lambda: module.example_batch(config, 16, jax.random.key(0)))
+    loss = lambda params, batch: module.loss(config, params, batch)  # noqa: E731
+    return traced_step(loss, params, batch, optax.adamw(1e-3))
+
+
+def mlp(activations, *, skip=False, shared=False):
+    """Layers named so that the tenth comes second; `skip` hands the first result on to all, `shared` one weight."""
+    struct = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    names = [f"layer_{i}" for i in range(1 if shared else len(activations))]
+    params = {name: {"w": struct, "b": jax.ShapeDtypeStruct((128,), jnp.float32)} for name in names}
+
+    def loss(params, batch):
+        x, y = batch
+        first = x = jnp.tanh(x)
+        for i, activation in enumerate(activations):
+            own = params[names[0 if shared else i]]
+            x = activation(x @ own["w"] + own["b"])
+            x = x + first if skip else x
+        return jnp.mean((x - y) ** 2)
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    return traced_step(loss, params, (x, x), optax.sgd(0.1, momentum=0.9))
+
+
+def structs_of(traced):
+    types = (traced.graph.types[value] for value in traced.graph.inputs)
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+
+
+def family_of(traced, layers=4, count=None):
+    return Family(traced=traced, structs=structs_of(traced), coupling="exact", layers=layers, count=count)
+
+
+@functools.cache
+def family(module):
+    """The forms of a deep language model's step, which all tests share."""
+    return family_of(language_model(module))
+
+
+@functools.cache
+def sample(module):
+    """What its blocks in four microbatches are priced on."""
+    return family(module).sample(4)
+
+
+@functools.cache
+def free_plan():
+    """What a search on samples finds for a deep GPT where memory is no limit."""
+    return searching(language_model(gpt), {4: sample(gpt)}, 4).run()
+
+
+def searching(traced, samples, layers, limit=1e15):
+    """The search in as many microbatches as there are samples of, and no others."""
+    (count,) = samples
+    return StagedSearch(
+        step=family_of(traced, count=count),
+        cluster=CLUSTER,
+        samples=dict(samples),
+        layers=layers,
+        schedules=tuple(SCHEDULES),
+        limit=limit,
+        solver=SolverOptions(),
+        meshes=lambda n: layouts(CLUSTER, n, 2),
+    )
+
+
+@pytest.mark.parametrize("module", [gpt, llama])
+def test_a_sample_has_the_blocks_of_the_step(module):
+    traced, short = language_model(module), sample(module)
+    whole = Sample(graph=family(module).graph(4), tied=traced.tied)
+    assert short.left_out == LAYERS - KEPT
+    assert len(short.graph.nodes) < 0.8 * len(whole.graph.nodes)
+    kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.blocks(4)] for one in (short, whole)]
+    assert len(kinds[0]) == len(kinds[1]) == LAYERS + 2
+    differs = [at for at, (one, other) in enumerate(zip(*kinds, strict=True)) if one != other]
+    assert differs in ([], [1])  # the first block also adds up what all of them have
+    assert max(map(kinds[0].count, kinds[0])) >= LAYERS - 2
+
+
+def test_a_search_on_samples_finds_what_one_on_the_step_does():
+    traced = language_model(gpt)
+    assert sample(gpt).left_out
+    whole = Sample(graph=family(gpt).graph(4), tied=traced.tied)
+    one, other = free_plan(), searching(traced, {4: whole}, 4).run()
+    assert (one.firsts, one.schedule_name, one.costs) == (other.firsts, other.schedule_name, other.costs)
+    assert [stage.mesh for stage in one.stages] == [stage.mesh for stage in other.stages]
+    assert [stage.layout for stage in one.stages] == [stage.layout for stage in other.stages]
+    assert one.step_seconds == other.step_seconds
+
+
+def test_the_order_of_names_does_not_matter():
+    found = abridge((traced := mlp([jax.nn.relu] * 12)).graph, traced.tied)
+    assert found is not None
+    assert found.left_out == len(blocks(traced.graph)) - 1 - KEPT
+    state = {found.graph.types[found.graph.inputs[i]] for _, i in found.tied}
+    assert len(found.tied) < len(traced.tied)
+    assert state == {traced.graph.types[traced.graph.inputs[i]] for _, i in traced.tied}
+
+
+def test_one_block_that_differs_is_enough():
+    uneven = [jax.nn.relu] * 12
+    uneven[6] = jax.nn.silu
+    traced = mlp(uneven)
+    assert abridge(traced.graph, traced.tied) is None
+
+
+def test_weights_that_are_shared_are_not_left_out():
+    traced = mlp([jax.nn.relu] * 12, shared=True)
+    assert abridge(traced.graph, traced.tied) is None
+
+
+def test_a_value_that_all_blocks_read_stays():
+    traced = mlp([jax.nn.relu] * 12, skip=True)
+    found = abridge(traced.graph, traced.tied)
+    assert found is not None
+    assert found.left_out == 12 - KEPT
+    assert len(traced.graph.inputs) - len(found.inputs) == 4 * found.left_out  # a weight, a bias, and their moments
+    found.graph.verify()
+
+
+def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
+    """Ctrl-C once there are stages: while others are looked for, by hand and not, and while others are planned."""
+    worth, plan = StagedSearch._worth, StagedSearch._plan
+    planned = []
+
+    def twice(self, *args):
+        first = worth(self, *args)[0]
+        return [first, replace(first, microbatches=2, seconds=0.0)]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def pressed(self, *args):
+        if planned:
+            raise KeyboardInterrupt
+        planned.append(plan(self, *args))
+        return planned[-1]
+
+    traced = language_model(gpt)
+    search = searching(traced, {4: sample(gpt)}, 4)
+    uninterrupted = free_plan()
+    assert not uninterrupted.is_interrupted
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedSearch, "_worth", twice)
+        patch.setattr(StagedSearch, "_plan", pressed)
+        patch.setattr(staged, "MOST_NODES", 10**9)
+        with pytest.raises(KeyboardInterrupt):
+            search.run()
+        planned.clear()
+        search.interruptible = True
+        found = search.run()
+        assert found.is_interrupted
+        assert found.firsts == uninterrupted.firsts
+    looked_for = StagedSearch._partition
+    monkeypatch.setattr(StagedSearch, "_partition", interrupt)
+    found = search.run()
+    assert found.is_interrupted
+    assert found.firsts == uninterrupted.firsts
+    search.interruptible = False
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    search.interruptible = True
+    partition = inter_op.partition
+    monkeypatch.setattr(StagedSearch, "_partition", looked_for)
+    monkeypatch.setattr(StagedSearch, "_by_hand", lambda *_: None)
+    monkeypatch.setattr(
+        inter_op, "partition", lambda *args, **more: replace(partition(*args, **more), interrupted=True)
+    )
+    found = search.run()
+    assert found.is_interrupted
+    assert len(found.stages) > 1
+
+
+def test_no_mesh_is_taken_that_is_too_slow():
+    traced = language_model(gpt)
+    search = searching(traced, {4: sample(gpt)}, 4)
+    whole = Submesh(hosts=1, devices_per_host=4)
+    found = search.table.candidate(0, 4, whole, 4)
+    pace = found.forward_seconds + found.backward_seconds + found.finish_seconds / 4
+    assert search.table.candidate(0, 4, whole, 4, beneath=0.99 * pace) is None
+    assert search.table.candidate(0, 4, whole, 4, beneath=1.01 * pace) == found
+
+
+def test_few_layers_are_not_abridged():
+    traced = language_model(gpt, layers=3)
+    assert abridge(traced.graph, traced.tied) is None
+    assert family_of(traced).sample(4).left_out == 0
+
+
+def test_layers_are_runs_of_blocks():
+    body = body_of(family(gpt).graph(4))
+    firsts = blocks(body)
+    assert len(firsts) == LAYERS + 1
+    cuts = in_blocks(body, 4)
+    assert set(firsts) <= set(cuts.firsts)
+    assert cuts.layers[0] == 0
+    assert len(cuts.layers) == 4
+    assert in_blocks(body, 12).layers == tuple(range(12))  # more layers than blocks: cut where little crosses
+
+
+def test_a_mask_is_made_where_it_is_read():
+    traced = language_model(gpt)
+    graph = family(gpt).graph(4)
+    body = body_of(graph)
+    parts = cut(graph, in_blocks(body, 4).firsts, traced.tied).parts
+    sent = {body.types[inner].dtype for part in parts for inner in part.streams.values()}
+    assert "bool" not in sent
+
+
+def test_deep_models_have_more_layers():
+    graph = mlp([jax.nn.relu] * 2).graph
+    deep, shallow = (Sample(graph=graph, tied=(), left_out=n) for n in (44, 0))
+    assert finest(deep, 8) == 24
+    assert finest(shallow, 8) == 8
+
+
+def test_stages_that_do_not_fit_are_chosen_again():
+    traced = language_model(gpt)
+    free = free_plan()
+    limit = 0.9 * free.peak_nbytes
+    kept = searching(traced, {4: sample(gpt)}, 4, limit).run()
+    assert kept.peak_nbytes <= limit
+    assert kept.step_seconds >= free.step_seconds
+
+
+def deep_mlp():
+    """(loss, parameters, batch) of residual layers so wide that stages pay."""
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = [(jax.random.normal(key, (512, 512)) / 24, jnp.zeros(512)) for key in keys]
+
+    def loss(params, batch):
+        for weight, bias in params:
+            batch = batch + jnp.tanh(batch @ weight + bias)
+        return jnp.mean(batch**2)
+
+    return loss, params, jax.random.normal(jax.random.key(1), (16, 512))
+
+
+def deep_gpt():
+    config = replace(gpt.Config.tiny(), layers=LAYERS, dtype="float64", param_dtype="float64")
+    batch = gpt.example_batch(config, 16, jax.random.key(1))
+    return lambda params, batch: gpt.loss(config, params, batch), gpt.init(config, jax.random.key(0)), batch
+
+
+@pytest.mark.parametrize(("make", "options"), [(deep_mlp, {"microbatches": 4}), slow(deep_gpt, {})])
+def test_stages_of_a_deep_step_do_what_jit_does(make, options):
+    with jax.enable_x64(True):
+        loss, params, batch = make()
+        optimizer = optax.sgd(0.1, momentum=0.9)
+
+        def step(state, batch):
+            params, moments = state
+            value, gradients = jax.value_and_grad(loss)(params, batch)
+            updates, moments = optimizer.update(gradients, moments, params)
+            return (optax.apply_updates(params, updates), moments), value
+
+        state = params, optimizer.init(params)
+        traced = trace(step, (state, batch), {})
+        assert abridge(traced.graph, traced.tied) is not None
+        parallel = autopar.parallelize(step, planner=Auto(pipeline=True), cluster="4x1:v100-16g", **options)
+        assert isinstance(parallel.plan(state, batch), autopar.PipelinePlan)
+        found, expected = parallel(state, batch), jax.jit(step)(state, batch)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert jnp.abs(jnp.asarray(jax.device_get(one)) - other).max() <= 1e-10 * (1 + jnp.abs(other).max())

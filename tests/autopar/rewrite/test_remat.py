@@ -1,0 +1,209 @@
+"""What is computed again equals what was there before, is really computed again, and takes less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import Plan
+from autopar.checks.hlo_flops import product_flops
+from benchmarks.trainings import MODELS, QUICK
+from benchmarks.trainings import training as trained
+from passes.errors import PlanningError
+from passes.ir import Graph, phase
+from passes.memory import PERSISTENT
+from passes.rules import rule_of
+from passes.transforms import KEPT, layers, loops, recompute
+from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.sample import slow
+
+WIDTH, ROWS, DEPTH = 64, 512, 4
+
+
+def mlp(params: Any, batch: jax.Array) -> jax.Array:
+    hidden = batch
+    for up, down in params:
+        hidden = hidden + jnp.tanh(jnp.tanh(hidden @ up) @ down)
+    return jnp.sum(hidden**2)
+
+
+def train_step(params: Any, batch: jax.Array) -> Any:
+    value, grads = jax.value_and_grad(mlp)(params, batch)
+    return optax.apply_updates(params, jax.tree.map(lambda g: -1e-3 * g, grads)), value
+
+
+def arguments(dtype: str = "float32", depth: int = DEPTH) -> Any:
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) * 0.1, dtype)
+
+    return [(draw(WIDTH, 4 * WIDTH), draw(4 * WIDTH, WIDTH)) for _ in range(depth)], draw(ROWS, WIDTH)
+
+
+def products(graph: Graph) -> int:
+    """The flops of a graph's matrix products."""
+    return sum(int(rule_of(node, graph).flops) for node in graph.nodes if node.primitive == "dot_general")
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_step_is_the_same(kept: Any):
+    with jax.enable_x64(True):
+        given = arguments("float64")
+        step = autopar.parallelize(train_step, planner=autopar.Megatron(data=2, tensor=4), remat=kept)
+        assert_close(step(*given), jax.jit(train_step)(*given))
+
+
+MODEL_CASES = [
+    ("gpt", "inputs", autopar.Zero(3)),
+    ("llama-scan", "matmuls", autopar.DataParallel()),
+    slow("gpt", "inputs", autopar.DataParallel()),
+    slow("llama-scan", "matmuls", autopar.Zero(3)),
+    *(
+        slow(name, kept, planner)
+        for name, kept in (
+            ("gpt", "matmuls"),
+            ("gpt-scan", "inputs"),
+            ("moe", "inputs"),
+            ("bert", "matmuls"),
+            ("transformer", "inputs"),
+            ("wide-resnet", "matmuls"),
+            ("llama", "inputs"),
+        )
+        for planner in (autopar.DataParallel(), autopar.Zero(3))
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "planner"), MODEL_CASES, ids=lambda x: x if isinstance(x, str) else type(x).__name__
+)
+def test_models_take_the_same_step(name: str, kept: Any, planner: Any):
+    with jax.enable_x64(True):
+        training = MODELS[name].training("float64", least=True)
+        step = autopar.parallelize(training.step, planner=planner, devices=jax.devices()[:4], remat=kept)
+        compiled = step.lower(training.state, training.batch).compile(QUICK)
+        wanted = jax.jit(training.step, compiler_options=QUICK)(training.state, training.batch)
+        assert_close(compiled(training.state, training.batch), wanted)
+
+
+def test_recomputation_works_in_microbatches_and_in_a_saved_plan(tmp_path: Any):
+    with jax.enable_x64(True):
+        given = arguments("float64")
+        step = autopar.parallelize(train_step, planner=autopar.DataParallel(), remat="inputs", microbatches=4)
+        plan = step.plan(*given)
+        assert (plan.microbatches, set(plan.remat)) == (4, {"inputs"})
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json").remat == plan.remat
+        again = autopar.parallelize(train_step, planner=autopar.Manual(tmp_path / "plan.json"))
+        assert_close(again(*given), jax.jit(train_step)(*given))
+
+
+@pytest.mark.usefixtures("as_users_compile")
+def test_what_is_recomputed_is_there():
+    """The compiled program multiplies as often as the graph says, so barriers have kept XLA from merging."""
+    given = arguments(depth=2 * DEPTH)
+    flops: dict[str, float] = {}
+    temporaries: dict[str, int] = {}
+    for kept in KEPT:
+        step = autopar.parallelize(train_step, planner=autopar.DataParallel(), devices=jax.devices()[:1], remat=kept)
+        compiled = step.lower(*given).compile()
+        flops[kept] = compiled.cost_analysis()["flops"]
+        temporaries[kept] = compiled.memory_analysis().temp_size_in_bytes
+        held = compiled.plan.nbytes
+        predicted = sum(size for cause, size in held.items() if cause not in (*PERSISTENT, "outputs"))
+        assert temporaries[kept] == pytest.approx(predicted, rel=0.05), kept
+        planned = products(step.trace(*given).graph)
+        # The rest is elementwise; XLA may merge what the last layer computes again, which nothing stands between.
+        assert 0.95 * planned <= flops[kept] <= 1.2 * planned, kept
+    more = flops["inputs"] / flops["everything"]
+    assert 1.1 < more < 1.34, "at most a forward pass more, which is a third of the rest"
+    assert temporaries["inputs"] < 0.6 * temporaries["everything"]
+
+
+@pytest.mark.parametrize("name", ["gpt-scan", pytest.param("llama-scan", marks=pytest.mark.slow)])
+def test_loops_stack_less(name: str):
+    """A loop over layers stacks what is kept of each, and multiplies as often as its graph says."""
+    training = MODELS[name].training(least=True)
+    temporaries: list[int] = []
+    flops: list[float] = []
+    for kept in KEPT:
+        planner = autopar.DataParallel()
+        step = autopar.parallelize(training.step, planner=planner, devices=jax.devices()[:1], remat=kept)
+        lowered = step.lower(training.state, training.batch)
+        compiled = lowered.compile()
+        assert compiled.plan.remat == (kept,)
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        flops.append(product_flops(compiled.as_text()))
+    work = lowered.verify()
+    assert work.compiled_flops == work.planned_flops == flops[2]
+    assert "products of one step" in str(work)
+    assert temporaries[0] > temporaries[1] > temporaries[2]
+    assert flops[0] <= flops[1] < flops[2] < 1.34 * flops[0]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt-scan"])
+def test_layers_recompute_in_microbatches_and_stages(name: str):
+    with jax.enable_x64(True):
+        training = MODELS[name].training("float64", least=True)
+        given = training.state, training.batch
+        wanted = jax.jit(training.step, compiler_options=QUICK)(*given)
+        for planner, count in ((autopar.DataParallel(), 2), (autopar.Pipeline(stages=2, microbatches=2), None)):
+            devices = jax.devices()[:2]
+            step = autopar.parallelize(
+                training.step, planner=planner, devices=devices, remat="inputs", microbatches=count
+            )
+            assert_close(step(*given), wanted)
+
+
+def test_what_a_loop_reads_again_is_no_layer_of_ours():
+    """Where the user's own `jax.checkpoint` keeps inputs alone, there is nothing left to drop."""
+    training = MODELS["gpt-scan"].training(least=True)
+    graph = autopar.parallelize(training.step).trace(training.state, training.batch).graph
+    assert len(loops(graph)) == 1
+    model = MODELS["gpt-scan"]
+    own = trained(model.module, replace(model.least, remat=True), model.least_batch)
+    assert not loops(autopar.parallelize(own.step).trace(own.state, own.batch).graph)
+
+
+def test_layers_are_the_numbered_modules():
+    training = MODELS["gpt"].training()
+    graph = autopar.parallelize(training.step).trace(training.state, training.batch).graph
+    found = [graph.nodes[index].scope.split("/")[1] for index in layers(graph)]
+    assert found[:2] == ["Block_0", "Block_1"]
+    assert not found[-1].startswith("Block")
+
+
+def test_products_with_weights_are_kept_and_attention_is_not():
+    training = MODELS["gpt"].training(least=True)
+    graph = autopar.parallelize(training.step).trace(training.state, training.batch).graph
+    new = recompute(graph, ("matmuls",) * len(layers(graph))).graph
+    copies = [node for node in new.nodes if phase(node) == "backward" and "rematted" not in node.scope]
+    before = [node for node in graph.nodes if phase(node) == "backward"]
+    assert len(copies) > len(before)
+    more = products(new) - products(graph)
+    scores = [n for n in graph.nodes if n.primitive == "dot_general" and graph.types[n.outputs[0]].rank == 4]
+    forward = [n for n in scores if phase(n) == "forward"]
+    assert more <= sum(int(rule_of(n, graph).flops) for n in forward)
+
+
+def test_a_step_without_a_gradient_has_no_layers():
+    graph = autopar.parallelize(lambda x: jnp.tanh(x) @ x).trace(jnp.ones((8, 8))).graph
+    assert layers(graph) == ()
+
+
+def test_a_wrong_number_of_layers_is_said():
+    with pytest.raises(PlanningError, match="layers"):
+        autopar.parallelize(train_step, remat=("inputs", "inputs")).plan(*arguments())
+
+
+def test_an_unknown_word_is_said():
+    with pytest.raises(PlanningError, match="everything, matmuls, inputs"):
+        autopar.parallelize(train_step, remat="dots").plan(*arguments())

@@ -1,0 +1,241 @@
+"""Pipelines: stages on submeshes of their own take the very step that `jax.jit` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import GPipe, Megatron, Pipeline
+from autopar.runtime import build
+from autopar.runtime.program import Send
+from benchmarks.pipeline import live_activations
+from benchmarks.trainings import MODELS, QUICK
+from passes.errors import PlanningError
+from passes.inter_op import in_flight
+from passes.transforms import loop_of, stages
+from tests.sample import slow
+
+KEY = jax.random.key(0)
+
+
+def assert_close(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        mine, theirs = np.asarray(mine), np.asarray(theirs)
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        scale = max(float(np.max(np.abs(theirs), initial=0.0)), 1e-30)
+        assert np.max(np.abs(mine - theirs), initial=0.0) / scale <= tolerance
+
+
+def check(name: str, planner: Any, steps: int = 2) -> None:
+    with jax.enable_x64(True):
+        training = MODELS[name].training("float64", least=True)
+        ours = theirs = training.state
+        parallel = autopar.parallelize(training.step, planner=planner)
+        plain = jax.jit(training.step, compiler_options=QUICK)
+        for _ in range(steps):
+            got, wanted = parallel(ours, training.batch), plain(theirs, training.batch)
+            assert_close(got, wanted)
+            ours, theirs = got[0], wanted[0]
+
+
+QUICK_CASES = [
+    ("gpt", Pipeline(stages=3, microbatches=4, submeshes=(4, 2, 2))),
+]
+SLOW_CASES = [
+    ("transformer", Pipeline(stages=4, microbatches=4, schedule="zero-bubble-h1")),
+    ("gpt", Megatron(data=2, tensor=2, pipeline=2, microbatches=2)),
+    ("bert", Pipeline(stages=2, microbatches=2, submeshes=(6, 2), schedule="eager-1f1b")),
+    ("gpt", GPipe(2, 8)),
+    ("gpt", Pipeline(stages=1, microbatches=2)),
+    ("gpt", Pipeline(stages=4, microbatches=8)),
+    ("gpt", Pipeline(stages=2, microbatches=1)),
+    ("llama", Pipeline(stages=2, microbatches=2)),
+    ("llama-scan", Pipeline(stages=2, microbatches=2)),
+    ("moe", Pipeline(stages=2, microbatches=4)),
+    ("alexnet", Pipeline(stages=2, microbatches=2)),
+    ("dlrm", Pipeline(stages=2, microbatches=2)),
+    ("transformer", Pipeline(stages=3, microbatches=2, submeshes=(4, 2, 2))),
+]
+
+
+@pytest.mark.parametrize(("name", "planner"), QUICK_CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_pipeline_equals_jit(name: str, planner: Any):
+    check(name, planner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "planner"), SLOW_CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_more_pipelines_equal_jit(name: str, planner: Any):
+    check(name, planner)
+
+
+def mlp(layers: int = 4, rows: int = 16) -> tuple[Any, Any]:
+    keys = jax.random.split(KEY, layers + 2)
+    params = [jax.random.normal(k, (8, 8)) / 3 for k in keys[:layers]]
+    return params, {"x": jax.random.normal(keys[-2], (rows, 8)), "y": jax.random.normal(keys[-1], (rows, 8))}
+
+
+def predict(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def step_of(
+    loss: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation
+) -> Callable[[Any, Any], Any]:
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), {"loss": value, "norm": optax.tree.norm(grads)}
+
+    return step
+
+
+def squared(params: Any, batch: Any) -> jax.Array:
+    return jnp.sum((predict(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def tied(params: Any, batch: Any) -> jax.Array:
+    """The first matrix is the last one too."""
+    return jnp.mean((predict([*params, params[0].T], batch["x"]) - batch["y"]) ** 2)
+
+
+def dropped(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for i, w in enumerate(params):
+        x = jnp.tanh(x @ w) * jax.random.bernoulli(jax.random.fold_in(KEY, i), 0.8, (x.shape[0], 8))
+    return jnp.sum((x - batch["y"]) ** 2)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "adamw+clip": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("loss", "optimizer"),
+    [
+        (squared, "adamw+clip"),
+        (tied, "adamw+clip"),
+        (dropped, "sgd"),
+        slow(squared, "sgd"),
+        slow(tied, "sgd"),
+        slow(dropped, "adamw+clip"),
+    ],
+)
+def test_losses_and_optimizers(loss: Callable[..., jax.Array], optimizer: str):
+    with jax.enable_x64(True):
+        params, batch = mlp()
+        step = step_of(loss, OPTIMIZERS[optimizer])
+        planner = Pipeline(stages=2, microbatches=4)
+        parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+        ours = theirs = (params, OPTIMIZERS[optimizer].init(params))
+        for _ in range(3):
+            (ours, told), (theirs, wanted) = parallel(ours, batch), jax.jit(step)(theirs, batch)
+            assert_close((ours, told), (theirs, wanted))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1"])
+def test_schedules(schedule: str):
+    with jax.enable_x64(True):
+        params, batch = mlp()
+        step = step_of(squared, OPTIMIZERS["sgd"])
+        planner = Pipeline(stages=4, microbatches=8, schedule=schedule)
+        parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+        state = (params, OPTIMIZERS["sgd"].init(params))
+        assert_close(parallel(state, batch), jax.jit(step)(state, batch))
+
+
+def test_interleaved_stages():
+    with jax.enable_x64(True):
+        params, batch = mlp()
+        step = step_of(tied, OPTIMIZERS["adamw+clip"])
+        planner = Pipeline(stages=2, microbatches=4, interleave=2)
+        parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+        state = (params, OPTIMIZERS["adamw+clip"].init(params))
+        plan = parallel.plan(state, batch)
+        assert plan.offsets == (0, 2, 0, 2)
+        assert plan.schedule.name == "interleaved"
+        assert_close(parallel(state, batch), jax.jit(step)(state, batch))
+
+
+def written(planner: Pipeline, loss: Callable[..., jax.Array] = squared, layers: int = 4) -> Any:
+    """(plan, cut, program) of a small step on four devices."""
+    params, batch = mlp(layers)
+    step = step_of(loss, OPTIMIZERS["adamw+clip"])
+    parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+    arguments = (params, OPTIMIZERS["adamw+clip"].init(params)), batch
+    plan = parallel.plan(*arguments)
+    traced = parallel.trace(*arguments)
+    cut = stages.cut(traced.graph, plan.firsts, traced.tied)
+    return plan, cut, build(traced, plan, cut, jax.devices()[:4])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+def test_as_many_microbatches_are_kept_as_the_schedule_says(schedule: str):
+    """On every stage; two layers each, so that the first has something to keep too."""
+    plan, _, program = written(Pipeline(stages=4, microbatches=8, schedule=schedule), layers=8)
+    assert live_activations(program, 4) == in_flight(plan.schedule)
+
+
+def test_of_weights_only_a_tied_one_and_its_gradient_cross():
+    _, cut, program = written(Pipeline(stages=2, microbatches=4), tied)
+    streams = {v for part in cut.parts for v in part.streams}
+    first, last = (
+        {n: part.graph.types[v] for v, n in zip(part.graph.inputs, part.graph.input_names, strict=True)}
+        for part in cut.parts
+    )
+    assert {n for n in first if n.startswith("state[0]")} & set(last) == {"state[0][0]"}
+    gradients = [n for n, t in (*first.items(), *last.items()) if n.startswith("value") and t.shape == (8, 8)]
+    assert len(gradients) == 1
+    sends = [i for i in program.instructions if isinstance(i, Send)]
+    assert len(streams) == 2
+    assert len(sends) <= 2 * 4 + 2 + 8  # the rest are scalars: the step counter, parts of the norm
+
+
+def test_layers_by_name():
+    training = MODELS["bert"].training("float32", least=True)
+    planner = Pipeline(stages=2, microbatches=2, layers="Block_*")
+    parallel = autopar.parallelize(training.step, planner=planner, devices=jax.devices()[:2])
+    plan = parallel.plan(training.state, training.batch)
+    graph = parallel.trace(training.state, training.batch).graph
+    index = loop_of(graph)
+    assert index is not None
+    nodes = graph.nodes[index].subgraphs[0].nodes
+    here, before = (nodes[plan.firsts[1] - back].scope.split("/")[1] for back in (0, 1))
+    assert here != before
+    assert "Block" in here + before
+    with pytest.raises(PlanningError, match="may fit no module"):
+        autopar.parallelize(
+            training.step, planner=Pipeline(stages=2, microbatches=2, layers="Bloc"), devices=jax.devices()[:2]
+        ).plan(training.state, training.batch)
+
+
+def residual(vocabulary: int = 96, width: int = 8, layers: int = 6) -> tuple[Callable[..., Any], Any]:
+    """A step of a language model whose embedding is also its head, and its arguments."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        h = params["embedding"][tokens]
+        for up, down in params["blocks"]:
+            h = h + jnp.tanh(h @ up) @ down
+        log_p = jax.nn.log_softmax(h @ params["embedding"].T)
+        return -jnp.take_along_axis(log_p, tokens[..., None], -1).mean()
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    keys = jax.random.split(KEY, layers + 1)
+    blocks = [(jax.random.normal(k, (width, 4 * width)), jax.random.normal(k, (4 * width, width))) for k in keys[1:]]
+    params = {"embedding": jax.random.normal(keys[0], (vocabulary, width)), "blocks": blocks}
+    return step, (params, jnp.arange(64).reshape(16, 4) % vocabulary)

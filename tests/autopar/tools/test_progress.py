@@ -1,0 +1,344 @@
+"""What a search tells while it runs, and what Ctrl-C leaves of it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+import autopar
+from autopar import Progress
+from autopar.errors import ArgumentError
+from autopar.tools.cli import main
+from autopar.tools.progress_bar import shown, words
+from passes.errors import OverBudgetError
+from passes.intra_op import Form, Variant, VariantSearch
+from passes.ir import Graph
+from passes.plan import Plan
+from passes.progress import Deadline, Report
+from tests.autopar.rewrite.test_remat import arguments
+from tests.autopar.rewrite.test_remat import train_step as deep_step
+from tests.autopar.tools.test_cli import TRAIN
+
+CLUSTER = "2x4:a100-80g"
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(batch @ p["up"]) @ p["down"]))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+GIVEN = {"up": struct(64, 256), "down": struct(256, 64)}, struct(128, 64)
+DEEP = jax.tree.map(lambda x: struct(*x.shape), arguments("float32"))
+
+
+def plan(progress: Any, fun: Any = train_step, given: Any = GIVEN, **options: Any) -> Any:
+    options = {"cluster": CLUSTER, "planner": autopar.Auto(interruptible=True), **options}
+    return autopar.parallelize(fun, progress=progress, **options).plan(*given)
+
+
+def heard(fun: Any = train_step, given: Any = GIVEN, **options: Any) -> list[Progress]:
+    """All that a search tells."""
+    told: list[Progress] = []
+    plan(told.append, fun, given, **options)
+    return told
+
+
+def stopping(where: Callable[[Progress], bool]) -> Callable[[Progress], None]:
+    """A callback that presses Ctrl-C as soon as `where` holds, and is not called again after that."""
+    pressed: list[Progress] = []
+
+    def report(progress: Progress) -> None:
+        assert not pressed, "the search went on"
+        if where(progress):
+            pressed.append(progress)
+            raise KeyboardInterrupt
+
+    return report
+
+
+GOLDEN = Plan.load(Path(__file__).parents[2] / "golden" / "plan.json")
+GRAPH = Graph(types=(), nodes=(), inputs=(), outputs=())
+
+
+class Made:
+    """Forms of an empty step with two layers, in one, two or four microbatches."""
+
+    layers, counts = 2, (1, 2, 4)
+
+    def form(self, variant: Variant) -> Form:
+        return Form(graph=GRAPH, tied=(), donated=())
+
+
+@dataclass
+class Searched:
+    """A search of one form as `VariantSearch` sees it: a plan of `seconds` that fits only as `within` has it."""
+
+    report: Report
+    seconds: float
+    fits: bool
+    interrupted: bool = False
+    least_seconds: float = 0.1
+    operators: int = 1
+
+    @property
+    def cheapest(self) -> Plan:
+        self.report(Progress(phase="solve", done=0, total=1, best_seconds=0.5))
+        return self.plan(20)
+
+    def within(self, limit: float, at_most: float, end: Deadline) -> Plan:
+        self.report(Progress(phase="fit", done=0, total=1))
+        if not self.fits:
+            raise OverBudgetError("none fits", leanest=self.plan(15))
+        return self.plan(10)
+
+    def plan(self, nbytes: int) -> Plan:
+        solution = replace(GOLDEN.solution, objective=self.seconds)
+        return replace(GOLDEN, seconds={"compute": self.seconds}, nbytes={"all": nbytes}, solution=solution)
+
+
+def varied(
+    report: Report, fitting: dict[int, float], interruptible: bool = True, seconds: float | None = None, most: int = 99
+) -> VariantSearch:
+    """A search among forms of which those tried at the places of `fitting` fit, in so many seconds."""
+    places = itertools.count()
+
+    def search(form: Form, offload: bool, beneath: float, told: Report) -> Any:
+        at = next(places)
+        return Searched(report=told, seconds=fitting.get(at, 1.0), fits=at in fitting)
+
+    return VariantSearch(
+        forms=Made(),
+        limit=12,
+        most=most,
+        end=Deadline(seconds),
+        search=search,
+        report=report,
+        interruptible=interruptible,
+    )
+
+
+# What is told.
+
+
+def test_every_mesh_is_tabulated_and_solved():
+    told = heard()
+    meshes = len(told) // 2
+    assert meshes > 1
+    assert [p.phase.split()[0] for p in told] == ["tabulate", "solve"] * meshes
+    assert [(p.done, p.total) for p in told] == [(i // 2, meshes) for i in range(2 * meshes)]
+    assert [p.best_seconds is None for p in told] == [True, True, *[False] * (2 * meshes - 2)]
+    bests = [p.best_seconds for p in told if p.best_seconds is not None]
+    assert bests == sorted(bests, reverse=True)
+    assert all(p.seconds_left is None for p in told)
+
+
+def test_forms_are_named_and_may_have_a_time_budget():
+    told: list[Progress] = []
+    found = varied(told.append, {2: 0.9, 4: 0.8, 5: 0.7}, seconds=60.0).run()
+    assert found.step_seconds == 0.7
+    assert found.microbatches == 4
+    assert [p.phase for p in told if p.phase.endswith("fit")] == [
+        "fit",
+        "layers keep inputs: fit",
+        "2 microbatches, layers keep inputs: fit",
+        "2 microbatches, layers keep matmuls: fit",
+        "2 microbatches: fit",
+        "4 microbatches: fit",
+        "4 microbatches, layers keep matmuls: fit",
+        "4 microbatches, layers keep inputs: fit",
+    ]
+    assert told[0].best_seconds == 0.5
+    assert told[0].seconds_left is None
+    bests = [p.best_seconds for p in told if "fit" in p.phase]
+    assert bests == [None, None, None, 0.9, 0.9, 0.8, 0.7, 0.7]
+    left = [p.seconds_left for p in told if p.seconds_left is not None]
+    assert left == sorted(left, reverse=True)
+    assert 0 < left[-1] <= left[0] <= 60.0
+
+
+def test_no_time_is_left_where_none_was_given():
+    told: list[Progress] = []
+    varied(told.append, {2: 0.9}).run()
+    assert told
+    assert all(p.seconds_left is None for p in told)
+
+
+@pytest.mark.parametrize(("most", "tried"), [(3, 3), (4, 4), (99, 8)])
+def test_a_search_among_forms_ends_after_so_much_work(most: int, tried: int):
+    search = varied(lambda _: None, {2: 0.9, 4: 0.8, 5: 0.7}, most=most)
+    found = search.run()
+    assert search.tried == tried
+    assert found.step_seconds == {3: 0.9, 4: 0.9, 8: 0.7}[tried]
+    assert found.solution.status == GOLDEN.solution.status
+
+
+def test_a_search_that_seconds_end_says_so():
+    search = varied(lambda _: None, {2: 0.9, 4: 0.8}, seconds=0.0)
+    found = search.run()
+    assert (search.tried, found.step_seconds, found.solution.status) == (3, 0.9, "time limit")
+    whole = varied(lambda _: None, {2: 0.9, 4: 0.8}, seconds=60.0).run()
+    assert (whole.step_seconds, whole.solution.status) == (0.8, GOLDEN.solution.status)
+
+
+def test_a_plan_that_is_good_enough_is_not_ended_by_seconds():
+    found = varied(lambda _: None, {0: 0.1}, seconds=0.0)
+    assert found.run().solution.status == GOLDEN.solution.status
+
+
+def test_stages_are_told():
+    """Of weights so large that stages pay: bounds leave none to be priced of smaller ones."""
+    given = [(struct(4096, 8192), struct(8192, 4096))] * 2, struct(16384, 4096)
+    planner = autopar.Auto(pipeline=True, layers=2)
+    told = heard(deep_step, given, cluster="2x1:v100-16g", planner=planner)
+    priced = [p for p in told if p.phase.startswith("stages: price a layer on ")]
+    done = [p.done for p in priced]
+    assert done == sorted(done)
+    assert 0 == done[0] < done[-1] < len(done)
+    assert all(p.total is None and p.best_seconds for p in priced)
+
+
+def test_planners_by_hand_tell_nothing():
+    assert heard(planner=autopar.DataParallel()) == []
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(ArgumentError, match="progress="):
+        autopar.parallelize(train_step, progress=3)
+
+
+# Ctrl-C.
+
+
+def test_the_best_mesh_so_far_is_returned():
+    report = stopping(lambda p: p.done == 2)
+    found = plan(report)
+    assert found.solution.status == "interrupted"
+    assert "interrupted" in str(found)
+    whole = plan(None)
+    assert whole.solution.status == "optimal"
+    assert found.step_seconds >= whole.step_seconds
+    assert autopar.parallelize(train_step, cluster=CLUSTER, planner=autopar.Manual(found)).plan(*GIVEN)
+
+
+def test_without_a_plan_so_far_there_is_none():
+    with pytest.raises(KeyboardInterrupt):
+        plan(stopping(lambda p: p.phase.startswith("solve")))
+
+
+def test_a_planner_that_was_not_asked_to_is_stopped():
+    with pytest.raises(KeyboardInterrupt):
+        plan(stopping(lambda p: p.done == 2), planner=autopar.Auto())
+
+
+def test_a_search_among_forms_returns_the_best_that_fits():
+    report = stopping(lambda p: p.phase.startswith("4 microbatches"))
+    found = varied(report, {2: 0.9, 4: 0.8}).run()
+    assert (found.step_seconds, found.microbatches, found.solution.status) == (0.8, 2, "interrupted")
+
+
+def test_a_search_among_forms_without_one_that_fits_has_none():
+    with pytest.raises(KeyboardInterrupt):
+        varied(stopping(lambda p: p.phase.startswith("2 microbatches")), {5: 0.7}).run()
+    with pytest.raises(KeyboardInterrupt):
+        varied(stopping(lambda p: p.phase.startswith("4 microbatches")), {2: 0.8}, interruptible=False).run()
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_form_whose_own_search_was_interrupted_is_the_last(fits: bool):
+    searches = [{"fits": True}, {"fits": fits, "interrupted": True}]
+
+    def search(form: Form, offload: bool, beneath: float, told: Report) -> Any:
+        return Searched(report=told, seconds=1.0 - 0.1 * len(searches), **searches.pop(0))
+
+    found = VariantSearch(forms=Made(), limit=12, search=search, interruptible=True).run()
+    assert found.solution.status == "interrupted"
+    assert not searches
+    assert not found.remat  # an answer that needs more than the limit is not fitted any more
+
+
+def test_an_answer_that_does_not_fit_is_none():
+    with pytest.raises(KeyboardInterrupt):
+        plan(stopping(lambda p: p.done == 2), planner=autopar.Auto(interruptible=True, memory_limit=1000))
+
+
+def test_a_search_for_stages_returns_the_plan_without():
+    planner = autopar.Auto(pipeline=True, layers=2, interruptible=True)
+    report = stopping(lambda p: p.phase.startswith("stages"))
+    found = plan(report, deep_step, DEEP, cluster="1x2:a100-80g", planner=planner)
+    assert isinstance(found, autopar.Plan)
+    assert found.solution.status == "interrupted"
+
+
+def test_an_interrupted_plan_is_searched_for_again(tmp_path: Path):
+    found = plan(stopping(lambda p: p.done == 2), cache=tmp_path)
+    assert found.solution.status == "interrupted"
+    again = plan(None, cache=tmp_path)
+    assert again.solution.status == "optimal"
+
+
+# The bar.
+
+
+def test_words():
+    some = Progress(phase="solve x=8", done=1, total=2, best_seconds=0.00136, seconds_left=39.9)
+    assert words(some) == "solve x=8, best 1.36 ms, 40 s left"
+    assert words(Progress(phase="solve x=8", done=1, total=None)) == "solve x=8"
+
+
+def test_a_bar_moves_on_a_terminal(capsys: pytest.CaptureFixture[str]):
+    with shown(Console(stderr=True, force_terminal=True, width=100)) as report:
+        report(Progress(phase="solve [x]", done=1, total=4, best_seconds=0.002))
+    told = capsys.readouterr()
+    assert "solve [x], best 2.00 ms" in told.err
+    assert "1/4" in told.err
+    assert told.out == ""
+
+
+def test_no_bar_elsewhere(capsys: pytest.CaptureFixture[str]):
+    for console in (Console(stderr=True), Console(stderr=True, force_terminal=True, quiet=True)):
+        with shown(console) as report:
+            report(Progress(phase="solve", done=1, total=4))
+    assert capsys.readouterr().err == ""
+
+
+# The command line.
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield
+    sys.modules.pop("train", None)
+
+
+@pytest.mark.usefixtures("train")
+@pytest.mark.parametrize(("done", "status", "word"), [(2, 0, "the best plan until then"), (0, 130, "before there was")])
+def test_a_command_that_is_interrupted_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], done: int, status: int, word: str
+):
+    @contextmanager
+    def pressed(_: Console):
+        yield stopping(lambda p: p.done == done)
+
+    monkeypatch.setattr("autopar.tools.cli.shown", pressed)
+    assert main(["plan", "train:example", "--cluster", CLUSTER]) == status
+    told = capsys.readouterr()
+    assert word in told.err
+    assert ("interrupted" in told.out) == (status == 0)

@@ -1,0 +1,77 @@
+"""What crosses from stage to stage takes as long as arithmetic says, of links of devices and of hosts."""
+
+import pytest
+
+from passes.cluster import HostGroup, boundary_seconds, parse_cluster
+from passes.cluster.cluster import Link
+
+ALPHA = 1e-6
+
+
+def hosts(*, per_host: int = 4, congestion: float = 0.0) -> HostGroup:
+    """Hosts whose devices have 100 GB/s each among them, and 10 GB/s together to the network."""
+    group = parse_cluster(f"4x{per_host}:v100-16g").group()
+    return HostGroup(
+        hosts=4,
+        devices_per_host=per_host,
+        device=group.device,
+        intra=Link(alpha_seconds=ALPHA, bytes_per_second=100e9),
+        inter=Link(alpha_seconds=2 * ALPHA, bytes_per_second=10e9, congestion=congestion),
+    )
+
+
+NBYTES = 40_000_000
+
+CASES = {
+    "one device to its neighbour": (range(1), range(1, 2), ALPHA + 40e6 / 100e9),
+    "two lanes in a host": (range(2), range(2, 4), ALPHA + 20e6 / 100e9),
+    "one device to three: it sends everything": (range(1), range(1, 4), ALPHA + 40e6 / 100e9),
+    "one device to another host": (range(4), range(4, 5), 2 * ALPHA + 40e6 / 10e9),
+    "four lanes to another host share its link": (range(4), range(4, 8), 2 * ALPHA + 40e6 / 10e9),
+    "part of a host to part of the next": (range(2, 4), range(4, 6), 2 * ALPHA + 40e6 / 10e9),
+    "two hosts to two hosts": (range(8), range(8, 16), 2 * ALPHA + 20e6 / 10e9),
+    "two hosts to one, whose link is the narrow one": (range(8), range(8, 12), 2 * ALPHA + 40e6 / 10e9),
+    "half of it stays in the host": (range(2), range(3, 5), 2 * ALPHA + 20e6 / 10e9),
+    "the other way": (range(4, 8), range(4), 2 * ALPHA + 40e6 / 10e9),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_boundary_takes_as_long_as_its_narrowest_link(case: tuple[range, range, float]) -> None:
+    senders, receivers, seconds = case
+    assert boundary_seconds(hosts(), senders, receivers, NBYTES) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_every_host_is_like_every_other() -> None:
+    for shift in (4, 8):
+        moved = boundary_seconds(hosts(), range(2 + shift, 4 + shift), range(4 + shift, 8 + shift), NBYTES)
+        assert moved == boundary_seconds(hosts(), range(2, 4), range(4, 8), NBYTES)
+
+
+def test_a_slow_device_link_is_the_limit_across_hosts_too() -> None:
+    slow = HostGroup(
+        hosts=2,
+        devices_per_host=4,
+        device=hosts().device,
+        intra=Link(alpha_seconds=ALPHA, bytes_per_second=1e9),
+        inter=Link(alpha_seconds=ALPHA, bytes_per_second=10e9),
+    )
+    assert boundary_seconds(slow, range(4), range(4, 8), NBYTES) == pytest.approx(ALPHA + 10e6 / 1e9)
+
+
+def test_a_congested_network_is_slower_the_more_hosts_talk() -> None:
+    two = boundary_seconds(hosts(congestion=0.5), range(4), range(4, 8), NBYTES)
+    four = boundary_seconds(hosts(congestion=0.5), range(8), range(8, 16), NBYTES)
+    assert two == pytest.approx(2 * ALPHA + 40e6 / (10e9 / 2**0.5))
+    assert four == pytest.approx(2 * ALPHA + 20e6 / (10e9 / 4**0.5))
+
+
+def test_nothing_takes_no_time() -> None:
+    assert boundary_seconds(hosts(), range(4), range(4, 8), 0) == 0
+
+
+def test_eight_lanes_do_not_make_a_hosts_link_eight_times_as_fast() -> None:
+    """41.9 MB over 25 Gb/s take 13 ms or more."""
+    group = parse_cluster("2x8:v100-16g").group()
+    found = boundary_seconds(group, range(8), range(8, 16), 41_943_040)
+    assert found >= 41_943_040 / group.inter.bytes_per_second

@@ -1,0 +1,63 @@
+"""What was seen of a device, beyond its data sheet, and what it adds to costs."""
+
+import dataclasses
+
+import pytest
+
+from passes.cluster import Cluster, Mesh, parse_cluster
+from passes.intra_op.roofline import extents, local_flops
+from passes.ir import TensorType
+from passes.rules import Factor, ShardingRule
+from passes.sharding import Resharder, ShardingSpec
+
+PRODUCT = ShardingRule(
+    factors=(Factor(size=4), Factor(size=64), Factor(size=32), Factor(size=16, reduction="add")),
+    operands=((0, 1, 3), (0, 3, 2)),
+    results=((0, 1, 2),),
+    flops=2.0 * 4 * 64 * 32 * 16,
+    light=False,
+)
+"""[4, 64, 16] by [4, 16, 32], four products in a batch."""
+
+
+def mesh(**seen):
+    """Eight devices on one axis."""
+    cluster = parse_cluster("8:h100")
+    group = cluster.group()
+    device = dataclasses.replace(group.device, **seen)
+    named = Cluster(name="seen", groups=(dataclasses.replace(group, device=device),))
+    return Mesh(axes=("x",), sizes=(8,), cluster=named)
+
+
+def test_extents_are_those_of_one_device_and_of_one_product_of_a_batch():
+    assert extents(PRODUCT, {}) == (64, 32, 16)
+    assert extents(PRODUCT, {2: 8}) == (64, 4, 16)
+
+
+def test_positions_and_window_of_a_convolution_are_rows():
+    conv = dataclasses.replace(PRODUCT, flops=9 * PRODUCT.flops)
+    assert extents(conv, {}) == (9 * 64, 32, 16)
+
+
+def test_small_extents_slow_a_product_down_where_that_was_seen():
+    assert local_flops(PRODUCT, (("x", 2),), mesh()) == PRODUCT.flops / 8
+    slowed = local_flops(PRODUCT, (("x", 2),), mesh(half_extent=4.0))
+    assert slowed == pytest.approx(PRODUCT.flops / 8 * (1 + 4 / 64) * (1 + 4 / 4) * (1 + 4 / 16))
+    light = dataclasses.replace(PRODUCT, light=True)
+    assert local_flops(light, (("x", 2),), mesh(half_extent=4.0)) == PRODUCT.flops / 8
+
+
+@pytest.mark.parametrize(("shape", "extra"), [((1024, 64), 1 / 8), ((1, 64), 0.0)])
+def test_gathering_behind_a_dimension_rearranges_one_device_s_piece_first(shape, extra):
+    """By an all-to-all to the leading dimension, which is gathered as it is."""
+    type = TensorType(shape=shape, dtype="float32")
+    before, after = ShardingSpec(dims=((), ("x",))), ShardingSpec(dims=((), ()))
+    plain, strided = (Resharder(on).cost(type, before, after) for on in (mesh(), mesh(strided_bytes_per_second=1e3)))
+    assert strided - plain == pytest.approx(extra * type.nbytes / 1e3, rel=1e-3, abs=1e-3)
+
+
+def test_gathering_the_leading_dimension_costs_nothing_more():
+    type = TensorType(shape=(1024, 64), dtype="float32")
+    before, after = ShardingSpec(dims=(("x",), ())), ShardingSpec(dims=((), ()))
+    plain, strided = (Resharder(on).cost(type, before, after) for on in (mesh(), mesh(strided_bytes_per_second=1e3)))
+    assert strided == plain

@@ -1,0 +1,165 @@
+"""Kernels of random programs: what each computes by itself, followed operand by operand, and small cases of XLA's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from passes.memory.fusion import ELEMENTWISE, ONCE, PRODUCERS, Kernel, fuse
+from passes.memory.operations import Operation
+from tests.passes.memory.device_programs import TABLE, drawn, operation
+
+SEEDS = range(100)
+
+
+def kernels_of(operations: tuple[Operation, ...], outputs: tuple[int, ...]) -> dict[int, Kernel]:
+    return {kernel.operation: kernel for kernel in fuse(operations, outputs)}
+
+
+def needed(operations: tuple[Operation, ...], outputs: tuple[int, ...]) -> set[int]:
+    """What outputs depend on, and the inputs."""
+    found: set[int] = set()
+    pending = [*outputs, *(i for i, held in enumerate(operations) if held.kind == "input")]
+    while pending:
+        if (one := pending.pop()) not in found:
+            found.add(one)
+            pending.extend(operations[one].operands)
+    return found
+
+
+def inside(kernel: Kernel, operations: tuple[Operation, ...]) -> tuple[set[int], set[int]]:
+    """(what a kernel computes, what of its reads that needs), followed from the operation that it writes."""
+    computed, met = {kernel.operation}, set[int]()
+    pending = [*operations[kernel.operation].operands]
+    while pending:
+        one = pending.pop()
+        if one in kernel.reads:
+            met.add(one)
+        elif one not in computed and operations[one].kind != "literal":
+            computed.add(one)
+            pending.extend(operations[one].operands)
+    return computed, met
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernels_read_what_they_do_not_compute(seed: int) -> None:
+    found = drawn(seed)
+    kernels = kernels_of(found.operations, found.outputs)
+    wanted = needed(found.operations, found.outputs)
+    written = {i for i in wanted if found.operations[i].kind not in (*PRODUCERS, "literal")}
+    assert written | set(found.outputs) <= kernels.keys() <= wanted
+    for index, kernel in kernels.items():
+        computed, met = inside(kernel, found.operations)
+        assert kernel.reads == tuple(sorted(met))
+        assert met <= kernels.keys()
+        assert all(found.operations[one].kind in PRODUCERS for one in computed - {index})
+    read = {one for kernel in kernels.values() for one in kernel.reads}
+    inputs = {i for i in wanted if found.operations[i].kind == "input"}
+    assert kernels.keys() == read | inputs | set(found.outputs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_dear_is_computed_once(seed: int) -> None:
+    found = drawn(seed)
+    kernels = kernels_of(found.operations, found.outputs)
+    times = Counter(one for kernel in kernels.values() for one in inside(kernel, found.operations)[0])
+    dear = {i for i, held in enumerate(found.operations) if held.kind in ONCE}
+    assert {i: n for i, n in times.items() if i in dear and n > 1} == {}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_dear_is_not_computed_for_every_row_that_a_broadcast_makes(seed: int) -> None:
+    found = drawn(seed)
+
+    def below(kernel: Kernel, index: int, spread: bool) -> set[tuple[int, bool]]:
+        """What a kernel computes below an operation, with whether a broadcast is on the way."""
+        held = found.operations[index]
+        spread |= held.kind == "broadcast"
+        inner = [o for o in held.operands if o not in kernel.reads and found.operations[o].kind != "literal"]
+        return {(o, spread) for o in inner}.union(*(below(kernel, o, spread) for o in inner))
+
+    for kernel in fuse(found.operations, found.outputs):
+        computed = {(kernel.operation, False), *below(kernel, kernel.operation, False)}
+        if all(found.operations[index].kind != "reduce" for index, _ in computed):  # the library has rooms of its own
+            assert not any(spread and found.operations[index].kind in ONCE for index, spread in computed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_kernel_writes_over_what_it_reads_element_by_element(seed: int) -> None:
+    """Every way from the operation to what it may write over is of elementwise operations."""
+    found = drawn(seed)
+
+    def ways(kernel: Kernel, index: int, over: int, straight: bool) -> set[bool]:
+        """Whether each way from an operation to `over` is straight."""
+        straight &= found.operations[index].kind in ELEMENTWISE
+        ends = {straight for o in found.operations[index].operands if o == over}
+        below = (o for o in found.operations[index].operands if o not in kernel.reads)
+        return ends.union(*(ways(kernel, o, over, straight) for o in below))
+
+    for kernel in fuse(found.operations, found.outputs):
+        straight = {o for o in kernel.reads if ways(kernel, kernel.operation, o, True) == {True}}
+        assert set(kernel.over) <= straight
+        computed, _ = inside(kernel, found.operations)
+        if all(found.operations[o].kind != "reduce" for o in computed):  # what the library computes is written anew
+            assert set(kernel.over) == straight
+
+
+def fused(*operations: Operation, outputs: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    return {kernel.operation: kernel.reads for kernel in fuse(operations, outputs)}
+
+
+A, B = operation("input", tag=0), operation("input", tag=1)
+
+
+def test_a_chain_of_cheap_operations_is_one_kernel() -> None:
+    chain = [operation("elementwise", i, i + 1 if not i else 1, name="add") for i in (0, 2, 3)]
+    assert fused(A, B, *chain, outputs=(4,)) == {0: (), 1: (), 4: (0, 1)}
+
+
+def test_a_cheap_operation_is_computed_for_each_reader_and_a_dear_one_is_not() -> None:
+    for kind, wanted in (("elementwise", {0: (), 2: (0,), 3: (0,)}), ("expensive", {0: (), 1: (0,), 2: (1,), 3: (1,)})):
+        shared = operation(kind, 0, name="neg")
+        dots = [operation("elementwise", 1, name="a"), operation("elementwise", 1, name="b")]
+        assert fused(A, shared, *dots, outputs=(2, 3)) == wanted
+
+
+def test_a_dear_operation_is_not_computed_for_every_row_of_a_broadcast() -> None:
+    once, spread = operation("expensive", 0, name="exp"), operation("broadcast", 1, shape=TABLE, tag=(0,))
+    last = operation("elementwise", 2, 2, shape=TABLE, name="add")
+    assert fused(A, once, spread, last, outputs=(3,)) == {0: (), 1: (0,), 3: (1,)}
+
+
+def test_nor_is_one_that_only_a_cheap_operation_stands_between() -> None:
+    once, cheap = operation("expensive", 0, name="exp"), operation("elementwise", 1, name="neg")
+    spread = operation("broadcast", 2, shape=TABLE, tag=(0,))
+    last = operation("elementwise", 3, 3, shape=TABLE, name="add")
+    assert fused(A, once, cheap, spread, last, outputs=(4,)) == {0: (), 1: (0,), 4: (1,)}
+
+
+def test_what_no_output_needs_is_left_out() -> None:
+    assert fused(A, operation("dot", 0, 0), operation("elementwise", 0, name="neg"), outputs=(2,)) == {0: (), 2: (0,)}
+
+
+def test_an_output_is_written_even_where_others_compute_it_again() -> None:
+    first, second = operation("elementwise", 0, name="neg"), operation("elementwise", 1, name="sin")
+    assert fused(A, first, second, outputs=(1, 2)).keys() == {0, 1, 2}
+
+
+def test_a_large_sum_takes_in_what_surrounds_it() -> None:
+    table = operation("input", shape=TABLE, tag=0)
+    squared = operation("elementwise", 0, 0, shape=TABLE, name="mul")
+    total = operation("reduce", 1, name="reduce_sum")
+    root = operation("elementwise", 2, name="sqrt")
+    found = fuse((table, squared, total, root), (3,))
+    assert [(k.operation, k.reads, k.over) for k in found] == [(0, (), ()), (2, (0,), ()), (3, (2,), (2,))]
+    wide = root._replace(shape=TABLE, operands=(0,))
+    around = fuse((table, wide, total), (2,))
+    assert [(k.operation, k.reads) for k in around] == [(0, ()), (2, (0,))]
+
+
+def test_several_large_operands_are_written_where_a_reader_cannot_take_them_in() -> None:
+    """A sum that a product of matrices reads too is written once, not added up again by its other reader."""
+    total = operation("elementwise", 0, 1, name="add")
+    product, other = operation("dot", 2, 2), operation("elementwise", 2, name="neg")
+    assert fused(A, B, total, product, other, outputs=(3, 4)) == {0: (), 1: (), 2: (0, 1), 3: (2,), 4: (2,)}

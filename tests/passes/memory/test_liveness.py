@@ -1,0 +1,186 @@
+"""Buffers of random programs, kernel by kernel: nothing is read after it was written over, and every byte counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from passes.memory.device_program import DeviceProgram
+from passes.memory.fusion import Kernel, fuse
+from passes.memory.liveness import ALIGNMENT, NEAR, Buffer, Lifetimes, lifetimes, schedule
+from tests.passes.memory.device_programs import ROWS, TABLE, drawn, operation, program
+
+SEEDS = range(100)
+NBYTES = 64 * 96 * 4
+
+
+def lived(found: DeviceProgram, carried: Mapping[int, int] | None = None) -> tuple[dict[int, Kernel], Lifetimes]:
+    kernels = fuse(found.operations, found.outputs)
+    return {kernel.operation: kernel for kernel in kernels}, lifetimes(found, kernels, carried or {})
+
+
+def named(found: DeviceProgram, kernels: Mapping[int, Kernel], index: int) -> int:
+    """The operation that made the bytes that this one is another name of."""
+    held = found.operations[index]
+    while held.kind == "part" or (held.kind == "bitcast" and kernels[index].reads == held.operands):
+        index = held.operands[0]
+        held = found.operations[index]
+    return index
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernels_run_breadth_first(seed: int) -> None:
+    """Inputs, then what reads nothing, then each as the last of what it reads has run, in its turn."""
+    found = drawn(seed)
+    kernels = fuse(found.operations, found.outputs)
+    order = schedule(found, kernels)
+    at = {index: position for position, index in enumerate(order)}
+    reads = {kernel.operation: kernel.reads for kernel in kernels}
+    turn = {kernel.operation: kernel.turn for kernel in kernels}
+    assert sorted(order) == sorted(reads)
+    assert all(at[read] < at[index] for index in order for read in reads[index])
+    inputs = [i for i in order if found.operations[i].kind == "input"]
+    assert order[: len(inputs)] == sorted(inputs)
+    waiting = [i for i in order if reads[i]]
+    assert waiting == sorted(waiting, key=lambda i: (max(at[read] for read in reads[i]), turn[i]))
+
+
+def test_of_the_readers_of_an_array_products_run_first_then_what_is_fused_the_last_first() -> None:
+    """As XLA's conv-relu step runs: the transposed gradient before the maximum, which may then be written over."""
+    every = [
+        operation("input", shape=ROWS, tag=0),
+        operation("dot", 0, 0),
+        operation("elementwise", 1, name="neg"),  # alone: wrapped once everything else is fused
+        operation("elementwise", 1, name="abs"),
+        operation("elementwise", 3, name="sign"),
+        operation("elementwise", 1, name="floor"),
+        operation("elementwise", 5, name="round"),
+        operation("dot", 1, 0),
+    ]
+    found = program(every, (2, 4, 6, 7))
+    order = schedule(found, fuse(found.operations, found.outputs))
+    assert order == [0, 1, 7, 6, 4, 2]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_read_after_it_was_written_over(seed: int) -> None:
+    found = drawn(seed)
+    kernels, lifetimes = lived(found)
+    at = {index: position for position, index in enumerate(lifetimes.order)}
+    home = {index: buffer for buffer in lifetimes.buffers for index in buffer.operations}
+    assert len(home) == sum(len(buffer.operations) for buffer in lifetimes.buffers)
+    for index in lifetimes.order:
+        if index in home:
+            assert home[index].first <= at[index] <= home[index].last
+        for read in kernels[index].reads:
+            name = named(found, kernels, read)
+            if name in home:
+                held = [at[i] for i in home[name].operations if at[i] < at[index]]
+                assert max(held) == at[name], f"kernel {index} reads {name}, which {home[name]} has lost"
+                assert at[index] <= home[name].last
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_no_argument_no_result_and_no_name_has_a_buffer(seed: int) -> None:
+    """Results are written where they belong; so is what they are updates of, if nothing else reads that."""
+    found = drawn(seed)
+    kernels, lifetimes = lived(found)
+    readers: dict[int, list[int]] = {}
+    for index in lifetimes.order:
+        for read in kernels[index].reads:
+            readers.setdefault(named(found, kernels, read), []).append(index)
+    placed = {named(found, kernels, output) for output in found.outputs}
+    pending = sorted(placed)
+    while pending:
+        held = found.operations[index := pending.pop()]
+        if held.kind == "update" and named(found, kernels, held.operands[0]) == held.operands[0]:
+            target = held.operands[0]
+            if readers[target] == [index] and target not in placed:
+                placed.add(target)
+                pending.append(target)
+    wanted = {i for i in kernels if named(found, kernels, i) == i and found.operations[i].kind != "input"} - placed
+    assert {index for buffer in lifetimes.buffers for index in buffer.operations} == wanted
+    for buffer in lifetimes.buffers:
+        sizes = {found.operations[index].nbytes for index in buffer.operations}
+        assert sizes == {buffer.nbytes}  # multiples of the alignment, all of one size
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_totals_are_of_what_is_live(seed: int) -> None:
+    found = drawn(seed)
+    _, lifetimes = lived(found)
+    inside = {lifetimes.order[-1]: 1000}
+    wanted = [
+        sum(buffer.nbytes for buffer in lifetimes.buffers if buffer.first <= position <= buffer.last)
+        for position in range(len(lifetimes.order))
+    ]
+    wanted[-1] += 1000
+    assert lifetimes.nbytes(inside) == wanted
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_carry_is_copied_if_it_is_read_once_its_place_is_taken(seed: int) -> None:
+    found = drawn(seed)
+    results = [found.operations[output] for output in found.outputs]
+    carried = {o: i for o, i in zip(range(3), range(3), strict=True) if results[o].shape == found.operations[i].shape}
+    kernels, lifetimes = lived(found, carried)
+
+    def before(index: int) -> set[int]:
+        """What has run by the time that a kernel has, whatever the order."""
+        return {index}.union(*(before(read) for read in kernels[index].reads))
+
+    wanted = dict[int, int]()
+    for output, position in carried.items():
+        after, entered = named(found, kernels, found.outputs[output]), found.inputs[position]
+        readers = {i for i in kernels if entered in {named(found, kernels, r) for r in kernels[i].reads}}
+        late = readers - {after} - before(after)
+        over = found.operations[after].operands[:1] if found.operations[after].kind == "update" else kernels[after].over
+        if late or (entered in kernels[after].reads and entered not in over):
+            wanted[entered] = max(lifetimes.order.index(reader) for reader in readers)
+    copies = [buffer for buffer in lifetimes.buffers if found.operations[buffer.operations[0]].kind == "input"]
+    assert {buffer.operations[0]: buffer.last for buffer in copies} == wanted
+    assert all(buffer.first == 0 for buffer in copies)
+
+
+def dots(*reads: tuple[int, int]) -> DeviceProgram:
+    """A chain of products that nothing is fused with; the last is the result."""
+    every = [operation("input", shape=TABLE, tag=0), *(operation("dot", *pair, shape=TABLE) for pair in reads)]
+    return program(every, [len(every) - 1])
+
+
+def test_of_a_chain_two_are_live() -> None:
+    _, found = lived(dots((0, 0), (1, 0), (2, 0), (3, 0)))
+    assert found.nbytes({}) == [0, NBYTES, 2 * NBYTES, 2 * NBYTES, NBYTES]
+
+
+def test_an_elementwise_kernel_writes_over_what_nothing_reads_later() -> None:
+    every = [operation("input", shape=TABLE, tag=0), operation("dot", 0, 0, shape=TABLE)]
+    every += [operation("expensive", 1, shape=TABLE, name="exp"), operation("dot", 2, 0, shape=TABLE)]
+    _, found = lived(program(every, [3]))
+    assert found.buffers == (Buffer(operations=(1, 2), nbytes=NBYTES, first=1, last=3),)
+
+
+@pytest.mark.parametrize("between", range(NEAR + 3))
+def test_what_another_kernel_reads_shortly_before_is_not_written_over(between: int) -> None:
+    """The compiler may have that one run later."""
+    every = [operation("input", shape=ROWS, tag=0), operation("dot", 0, 0)]
+    every.append(operation("dot", 1, 1))  # the other reader
+    chain = len(every)
+    every += [operation("dot", chain + i - 1, 0) for i in range(between)]
+    last = len(every) - 1
+    every.append(operation("elementwise", 1, last, name="add"))
+    every.append(operation("dot", last + 1, 0))
+    _, found = lived(program(every, [last + 2]))
+    over_first = any(buffer.operations[:2] == (1, last + 1) for buffer in found.buffers)
+    assert over_first == (between >= NEAR)
+
+
+def test_sizes_are_aligned() -> None:
+    every = [
+        operation("input", shape=(5,), tag=0),
+        operation("dot", 0, 0, shape=(5,)),
+        operation("dot", 1, 1, shape=(5,)),
+    ]
+    _, found = lived(program(every, [2]))
+    assert [buffer.nbytes for buffer in found.buffers] == [ALIGNMENT]

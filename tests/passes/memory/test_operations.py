@@ -1,0 +1,169 @@
+"""Simplifications change no number: random operations, evaluated as they were asked for and as they are kept."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from passes.ir import TensorType
+from passes.memory.operations import Operations
+
+SHAPES = [(), (1,), (4,), (3, 4), (3, 1), (2, 3, 4), (4, 3), (12,), (2, 1, 4)]
+APPLY: dict[str, Any] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "neg": np.negative,
+    "exp": lambda x: np.exp(np.minimum(x, 2)),
+    "select_n": lambda p, a, b: np.where(p != 0, b, a),
+}
+COUNTS = {"neg": 1, "exp": 1, "select_n": 3}
+SEEDS = range(120)
+
+
+def number(value: Any) -> float:
+    """A literal, or what an operation of literals comes to."""
+    return float(APPLY[value[0]](*map(number, value[1:]))) if isinstance(value, tuple) else float(value)
+
+
+def kept(operations: Operations, given: dict[int, np.ndarray]) -> list[np.ndarray]:
+    """Every operation's result, as they are kept."""
+    found: list[np.ndarray] = []
+    for index, held in enumerate(operations.every):
+        operands = [found[o] for o in held.operands]
+        match held.kind:
+            case "input":
+                value = given[index]
+            case "literal":
+                value = np.asarray(number(held.tag[1]))  # pyright: ignore[reportIndexIssue]
+            case "bitcast":
+                value = operands[0].reshape(held.shape)
+            case "transpose":
+                value = operands[0].transpose(held.tag)  # pyright: ignore[reportArgumentType]
+            case "broadcast":
+                dims = held.tag
+                sizes = [held.shape[d] if d in dims else 1 for d in range(len(held.shape))]  # pyright: ignore[reportOperatorIssue]
+                value = np.broadcast_to(operands[0].reshape(sizes), held.shape)
+            case _:
+                value = APPLY[held.name](*operands)
+        assert value.shape == held.shape, held
+        found.append(value)
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_kept_computes_what_was_asked_for(seed: int) -> None:
+    r, rng, operations = random.Random(seed), np.random.default_rng(seed), Operations()
+    given: dict[int, np.ndarray] = {}
+    wanted: dict[int, np.ndarray] = {}
+    for tag, shape in enumerate(SHAPES):
+        made = operations.add("input", (), shape, "float32", tag)
+        given[made] = wanted[made] = rng.normal(size=shape)
+    for value in (0.0, 1.0, 2.5):
+        wanted[operations.literal(value, "float32")] = np.asarray(value)
+
+    def pick(*shapes: tuple[int, ...]) -> int:
+        return r.choice([o for o, x in wanted.items() if not shapes or x.shape in shapes])
+
+    for _ in range(40):
+        match r.choice(("elementwise", "elementwise", "elementwise", "broadcast", "transpose", "reshape")):
+            case "broadcast":
+                shape = r.choice([s for s in SHAPES if s])
+                source = pick()
+                inner = wanted[source].shape
+                places = range(len(shape))
+                dims = sorted(r.sample(places, min(len(inner), len(shape))))
+                if len(inner) > len(shape) or any(n not in (1, shape[d]) for n, d in zip(inner, dims, strict=True)):
+                    continue
+                sizes = [1] * len(shape)
+                for n, d in zip(inner, dims, strict=True):
+                    sizes[d] = n
+                value = np.broadcast_to(wanted[source].reshape(sizes), shape)
+                made = operations.broadcast(source, shape, dims)
+            case "transpose":
+                source = pick(*[s for s in SHAPES if s])
+                order = r.sample(range(wanted[source].ndim), wanted[source].ndim)
+                value, made = wanted[source].transpose(order), operations.transpose(source, order)
+            case "reshape":
+                source = pick(*[s for s in SHAPES if s])
+                shape = r.choice([s for s in SHAPES if math.prod(s) == wanted[source].size])
+                value, made = wanted[source].reshape(shape), operations.reshape(source, shape)
+            case _:
+                name = r.choice(list(APPLY))
+                shape = r.choice(SHAPES)
+                operands = [pick(shape, ()) for _ in range(COUNTS.get(name, 2))]
+                value = np.broadcast_to(APPLY[name](*(wanted[o] for o in operands)), shape)
+                type = TensorType(shape=shape, dtype="float32")
+                made = operations.elementwise(name, operands, type, expensive=name == "exp")
+        assert operations[made].shape == value.shape or operations[made].kind == "literal"
+        if made in wanted:
+            np.testing.assert_allclose(wanted[made], value, rtol=1e-9)
+        elif operations[made].shape == value.shape:
+            wanted[made] = value
+    found = kept(operations, given)
+    for made, value in wanted.items():
+        np.testing.assert_allclose(found[made], value, rtol=1e-9, err_msg=str(operations[made]))
+
+
+def test_two_transposes_are_one() -> None:
+    whole = np.arange(24.0).reshape(2, 3, 4)
+    for first, second in itertools.product(itertools.permutations(range(3)), repeat=2):
+        operations = Operations()
+        given = {operations.add("input", (), whole.shape, "float32", 0): whole}
+        made = operations.transpose(operations.transpose(0, first), second)
+        np.testing.assert_array_equal(kept(operations, given)[made], whole.transpose(first).transpose(second))
+
+
+def test_two_broadcasts_are_one() -> None:
+    row = np.arange(4.0)
+    for inner, outer in itertools.product(((0,), (1,)), itertools.combinations(range(3), 2)):
+        operations = Operations()
+        given = {operations.add("input", (), row.shape, "float32", 0): row}
+        sizes = {inner[0]: 4, 1 - inner[0]: 3}
+        square = operations.broadcast(0, (sizes[0], sizes[1]), inner)
+        shape = [2, 2, 2]
+        shape[outer[0]], shape[outer[1]] = sizes[0], sizes[1]
+        made = operations.broadcast(square, tuple(shape), outer)
+        place = [1, 1, 1]
+        place[outer[inner[0]]] = 4
+        np.testing.assert_array_equal(kept(operations, given)[made], np.broadcast_to(row.reshape(place), shape))
+        assert operations[made].operands == (0,)
+
+
+def test_equal_operations_are_one() -> None:
+    operations = Operations()
+    x = operations.add("input", (), (4,), "float32", 0)
+    type = TensorType(shape=(4,), dtype="float32")
+    assert operations.elementwise("exp", [x], type) == operations.elementwise("exp", [x], type)
+    assert operations.elementwise("exp", [x], type) != operations.elementwise("neg", [x], type)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "first", "second"),
+    [("add", 0.0, True, True), ("sub", 0.0, False, True), ("mul", 1.0, True, True), ("div", 1.0, False, True)],
+)
+def test_what_changes_nothing_is_left_out(name: str, value: float, first: bool, second: bool) -> None:
+    """`first` and `second` say on which side a number may be left out."""
+    operations = Operations()
+    type = TensorType(shape=(4,), dtype="float32")
+    x = operations.add("input", (), (4,), "float32", 0)
+    number = operations.literal(value, "float32")
+    assert (operations.elementwise(name, [number, x], type) == x) == first
+    assert (operations.elementwise(name, [x, number], type) == x) == second
+    other = operations.literal(7.0, "float32")
+    assert operations.elementwise(name, [x, other], type) != x
+
+
+def test_what_is_the_same_along_a_dimension_is_computed_once() -> None:
+    operations = Operations()
+    row = operations.add("input", (), (4,), "float32", 0)
+    wide = operations.broadcast(row, (3, 4), (1,))
+    made = operations.elementwise("exp", [wide], TensorType(shape=(3, 4), dtype="float32"), expensive=True)
+    assert operations[made].kind == "broadcast"
+    assert operations[operations[made].operands[0]].shape == (4,)

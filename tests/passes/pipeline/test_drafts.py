@@ -1,0 +1,53 @@
+"""Bounds of pipelines are never above what the simulator says of them."""
+
+import random
+
+import pytest
+
+from passes.inter_op import SCHEDULES, Floor, StageCost, Transfer, build, is_chunked, simulate
+from passes.pipeline.drafts import Shape, least_seconds
+from tests.sample import some
+
+
+def drawn(seed: int, name: str) -> tuple[Shape, int, list[StageCost], list[Transfer]]:
+    """A shape in so many microbatches, what its stages cost and what crosses between them."""
+    r = random.Random(repr((seed, name)))
+    groups, chunks = r.randint(2, 4), r.randint(2, 3) if is_chunked(name) else 1
+    count = groups * r.randint(1, 4) if chunks > 1 else r.randint(1, 9)
+    scale = r.choice((0.01, 1.0, 10.0))
+
+    def cost() -> StageCost:
+        inputs, weights = r.random(), r.random()
+        return StageCost(
+            forward_seconds=r.random(),
+            backward_seconds=inputs + weights,
+            input_gradient_seconds=inputs,
+            weight_gradient_seconds=weights,
+            finish_seconds=scale * r.random(),
+        )
+
+    costs = [cost() for _ in range(groups * chunks)]
+    hops = [Transfer(forward_seconds=scale * r.random(), backward_seconds=scale * r.random()) for _ in costs[1:]]
+    return Shape(begins=tuple(range(len(costs))), devices=(1,) * groups), count, costs, hops
+
+
+def bound(shape: Shape, count: int, costs: list[StageCost], hops: list[Transfer], name: str) -> float:
+    busy = [cost.forward_seconds + cost.backward_seconds for cost in costs]
+    floors = [Floor(own, own + cost.finish_seconds / count, 0.0) for own, cost in zip(busy, costs, strict=True)]
+    return least_seconds(floors, hops, shape, count, name.startswith("zero-bubble"))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("seed", some(range(60), 20))
+def test_no_pipeline_takes_less_than_its_bound(seed: int, name: str) -> None:
+    shape, count, costs, hops = drawn(seed, name)
+    seconds = simulate(build(name, len(costs), count, shape.chunks), costs, hops).seconds
+    assert 0 < bound(shape, count, costs, hops, name) <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
+def test_the_bound_of_equal_stages_without_transfers_is_what_they_take(name: str) -> None:
+    cost, hop = StageCost.split(1, 1, 1), Transfer(forward_seconds=0, backward_seconds=0)
+    shape = Shape(begins=(0, 1, 2, 3), devices=(1,) * 4)
+    seconds = simulate(build(name, 4, 8, 1), [cost] * 4, [hop] * 3).seconds
+    assert bound(shape, 8, [cost] * 4, [hop] * 3, name) == pytest.approx(seconds)

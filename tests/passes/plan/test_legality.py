@@ -1,0 +1,53 @@
+"""The quick test of one placement against the list of all that a rule allows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from passes.cluster import Mesh, parse_cluster
+from passes.ir import TensorType
+from passes.placement import Placement
+from passes.plan.legality import is_legal, placements
+from passes.rules import ShardingRule, build
+
+CLUSTER = parse_cluster("1x8:a100-80g")
+MESHES = [
+    Mesh(axes=("x",), sizes=(4,), cluster=CLUSTER),
+    Mesh(axes=("x", "y"), sizes=(2, 4), cluster=CLUSTER),
+    Mesh(axes=("x", "y", "z"), sizes=(2, 2, 2), cluster=CLUSTER),
+]
+SIZES = {"b": 8, "i": 16, "j": 4, "k": 6}
+
+
+def rule(text: str, **options: object) -> ShardingRule:
+    """The rule of an einsum, whose summed dimensions leave partial sums; `_` is never cut."""
+    sides = [[part.split() for part in side.split(",")] for side in text.split("->")]
+    summed = {word for words in sides[0] for word in words} - {word for words in sides[1] for word in words} - {"_"}
+
+    def described(words: list[str]) -> tuple[TensorType, list[str | None]]:
+        shape = tuple(SIZES.get(word, 5) for word in words)
+        return TensorType(shape=shape, dtype="float32"), [None if word == "_" else word for word in words]
+
+    operands, results = ([described(words) for words in side] for side in sides)
+    return build(operands, results, reduce=dict.fromkeys(sorted(summed), "add"), flops=1.0, light=False)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "text", ["b i, i j -> b j", "b i -> i b", "b k, k -> b", "b _ -> b _", "i, i -> i", "b i -> b, i"]
+)
+def test_the_quick_test_agrees_with_the_list(text: str, mesh: Mesh):
+    found = rule(text)
+    legal = sorted(placements(found, mesh), key=repr)
+    assert all(is_legal(placement, found, mesh) for placement in legal)
+    operands = [sorted({p.operands[i] for p in legal}, key=repr) for i in range(len(found.operands))]
+    results = [sorted({p.results[i] for p in legal}, key=repr) for i in range(len(found.results))]
+    mixed = [
+        Placement(operands=tuple(specs[: len(operands)]), results=tuple(specs[len(operands) :]))
+        for specs in itertools.islice(itertools.product(*operands, *results), 20_000)
+    ]
+    mixed = random.Random(0).sample(mixed, min(300, len(mixed)))
+    assert [is_legal(p, found, mesh) for p in mixed] == [p in set(legal) for p in mixed]

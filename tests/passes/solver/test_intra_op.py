@@ -1,0 +1,297 @@
+"""The integer program against brute force, its two solvers against each other, and tying against the whole problem."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from passes.errors import OverBudgetError, PlanningError
+from passes.solver import Budget, Edge, ShardingProblem, SolverOptions, leanest, solve
+from passes.solver import formulation as strategy_program
+from passes.solver.dual_ascent import Messages, Way
+from passes.solver.formulation import StrategyProgram
+from passes.solver.symmetry import tie
+
+
+def random_problem(rng, nodes: int = 6) -> ShardingProblem:
+    """A small random problem with shared groups, forbidden pairs and several strategies at one placement."""
+    seconds = [rng.integers(0, 20, size=rng.integers(1, 4)) * 1e-6 for _ in range(nodes)]
+    edges = []
+    for group in range(nodes):
+        source = int(rng.integers(nodes))
+        before = rng.integers(0, 3, size=seconds[source].size)
+        for target in set(rng.integers(nodes, size=2).tolist()) - {source}:
+            after = rng.integers(0, 3, size=seconds[target].size)
+            cost = rng.integers(0, 30, size=(3, 3)) * 1e-6
+            cost[rng.random((3, 3)) < 0.1] = np.inf
+            edges.append(
+                Edge(
+                    source=source,
+                    target=target,
+                    before=before,
+                    after=after,
+                    seconds=cost,
+                    labels=("a", "b", "c"),
+                    group=group,
+                )
+            )
+    # One resharding of one value has one price, whoever reads it.
+    first = {}
+    edges = [replace(e, seconds=first.setdefault(e.group, e.seconds)) for e in edges]
+    return ShardingProblem(seconds=tuple(seconds), edges=tuple(edges))
+
+
+def brute_force(problem: ShardingProblem) -> float:
+    return min(problem.evaluate(c) for c in itertools.product(*(range(s.size) for s in problem.seconds)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_optimum_equals_brute_force(seed):
+    problem = random_problem(np.random.default_rng(seed))
+    best = brute_force(problem)
+    if not np.isfinite(best):
+        with pytest.raises(PlanningError):
+            solve(problem, SolverOptions(tie_radius=None))
+        return
+    answer = solve(problem, SolverOptions(tie_radius=None))
+    assert answer.objective == pytest.approx(best, abs=1e-12)
+    assert answer.bound <= answer.objective + 1e-12
+    assert problem.evaluate(answer.choice) == pytest.approx(answer.objective)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("solver", ["cbc", "highs", "PULP_CBC_CMD"])
+def test_a_solver_of_pulp_gives_the_direct_answer(seed, solver):
+    problem = random_problem(np.random.default_rng(100 + seed))
+    if not np.isfinite(brute_force(problem)):
+        with pytest.raises(PlanningError):
+            solve(problem, SolverOptions(solver=solver))
+        return
+    theirs, ours = solve(problem, SolverOptions(solver=solver)), solve(problem)
+    assert theirs.objective == pytest.approx(ours.objective, abs=1e-12)
+    assert theirs.status == "optimal"
+
+
+def test_a_solver_that_is_not_here_is_named_with_those_that_are():
+    problem = random_problem(np.random.default_rng(1))
+    with pytest.raises(PlanningError, match=r"(?s)knows no solver of this name.*PULP_CBC_CMD"):
+        solve(problem, SolverOptions(solver="simplex-of-my-own"))
+    with pytest.raises(PlanningError, match=r"(?s)does not find this solver.*install it"):
+        solve(problem, SolverOptions(solver="gurobi_cmd"))
+
+
+def copies(problem: ShardingProblem, count: int) -> ShardingProblem:
+    """The same problem several times side by side: tying must find the copies and change nothing."""
+    nodes, groups = len(problem.seconds), 1 + max((e.group for e in problem.edges), default=0)
+    edges = tuple(
+        replace(e, source=e.source + c * nodes, target=e.target + c * nodes, group=e.group + c * groups)
+        for c in range(count)
+        for e in problem.edges
+    )
+    return ShardingProblem(seconds=problem.seconds * count, edges=edges)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tying_copies_keeps_the_optimum(seed):
+    one = random_problem(np.random.default_rng(seed))
+    best = brute_force(one)
+    if not np.isfinite(best):
+        pytest.skip("infeasible instance")
+    problem = copies(one, 4)
+    tied = tie(problem, 2)
+    assert len(tied.problem.seconds) <= len(one.seconds)
+    assert len(tied.classes) == len(problem.seconds)
+    assert len(tied.edges) == len(problem.edges)
+    answer = solve(problem, SolverOptions(tie_radius=2))
+    assert answer.objective == pytest.approx(problem.evaluate(answer.choice))
+    assert answer.objective == pytest.approx(4 * best, abs=1e-12)
+    assert answer.bound <= 4 * best + 1e-12
+
+
+def test_a_shared_resharding_is_paid_once():
+    order = np.arange(2)
+    cost = np.array([[0.0, 5e-6], [5e-6, 0.0]])
+    edges = tuple(
+        Edge(source=0, target=t, before=order, after=order, seconds=cost, labels=("a", "b"), group=0) for t in (1, 2)
+    )
+    never = np.array([np.inf, 0.0])
+    problem = ShardingProblem(seconds=(np.array([0.0, np.inf]), never, never), edges=edges)
+    assert solve(problem).objective == pytest.approx(5e-6)
+
+
+def test_no_legal_strategy_is_an_error():
+    problem = ShardingProblem(seconds=(np.array([np.inf]),), edges=())
+    with pytest.raises(PlanningError, match="no legal strategy"):
+        solve(problem)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_placement_on_the_way_saves_variables_and_changes_nothing(seed):
+    """With names, pairs that a third placement lies between have no variable; without, every pair has one."""
+    rng = np.random.default_rng(seed)
+    places = 5
+    step = rng.integers(1, 30, size=(places, places)) * 1e-6
+    for middle in range(places):
+        step = np.minimum(step, step[:, [middle]] + step[[middle], :])
+    np.fill_diagonal(step, 0.0)
+    names = tuple("abcde")
+    seconds = tuple(rng.integers(0, 20, size=places) * 1e-6 for _ in range(4))
+    order = np.arange(places)
+    edges = tuple(
+        Edge(source=s, target=t, before=order, after=order, seconds=step, labels=names, group=s)
+        for s, t in ((0, 1), (0, 2), (1, 3), (2, 3))
+    )
+    apart = ShardingProblem(seconds=seconds, edges=edges)
+    named = ShardingProblem(seconds=seconds, edges=tuple(replace(edge, origins=names) for edge in edges))
+    options = SolverOptions(tie_radius=None)
+    best = brute_force(apart)
+    assert solve(named, options).objective == pytest.approx(best, abs=1e-12)
+    assert solve(apart, options).objective == pytest.approx(best, abs=1e-12)
+    assert StrategyProgram(named).arrays.columns < StrategyProgram(apart).arrays.columns
+
+
+def test_a_solver_out_of_time_does_not_claim_the_optimum():
+    rng = np.random.default_rng(0)
+    nodes, places = 60, 12
+    order = np.arange(places)
+    edges = tuple(
+        Edge(
+            source=s,
+            target=t,
+            before=order,
+            after=order,
+            seconds=rng.integers(1, 30, size=(places, places)) * 1e-6,
+            labels=tuple(range(places)),
+            group=len(range(nodes)) * s + t,
+        )
+        for s in range(nodes)
+        for t in range(s + 1, nodes)
+        if rng.random() < 0.2
+    )
+    problem = ShardingProblem(seconds=tuple(rng.integers(0, 20, size=places) * 1e-6 for _ in range(nodes)), edges=edges)
+    answer = solve(problem, SolverOptions(tie_radius=None, time_limit=1.0))
+    assert answer.status == "time limit"
+    assert answer.bound < answer.objective
+
+
+def with_budgets(problem: ShardingProblem, rng: np.random.Generator) -> ShardingProblem:
+    """The problem with two budgets, of nodes and of copies, that rule out about half of the answers."""
+    named = tuple(replace(edge, origins=("a", "b", "c")) for edge in problem.edges)
+    # A placement that an edge starts from costs nothing to reach, and third placements are no short cut.
+    free = {id(e.seconds): np.where(np.eye(3) > 0, 0.0, e.seconds + 40e-6) for e in named}
+    problem = replace(problem, edges=tuple(replace(edge, seconds=free[id(edge.seconds)]) for edge in named))
+    budgets = []
+    for _ in range(2):
+        nodes = rng.permutation(len(problem.seconds))[:4].tolist()
+        nbytes = {n: rng.integers(0, 50, size=problem.seconds[n].size).astype(float) for n in nodes}
+        copies = {g: {label: float(rng.integers(1, 30)) for label in "ab"} for g in range(2) if g in problem.groups}
+        budget = Budget(nbytes=nbytes, copies=copies, limit=1.0)
+        used = [problem.usage(budget, c) for c in itertools.product(*(range(s.size) for s in problem.seconds))]
+        budgets.append(replace(budget, limit=float(np.quantile(used, 0.4)) + 1.0))
+    return replace(problem, budgets=tuple(budgets))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_optimum_within_budgets_equals_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng), rng)
+    every = list(itertools.product(*(range(s.size) for s in problem.seconds)))
+    best = min((problem.evaluate(c) for c in every if problem.fits(c)), default=np.inf)
+    options = SolverOptions(tie_radius=None, gap=0.0)
+    if not np.isfinite(best):
+        with pytest.raises(PlanningError):
+            solve(problem, options)
+        return
+    answer = solve(problem, options)
+    assert problem.fits(answer.choice)
+    assert best * (1 - 1e-9) <= answer.objective <= best * (1 + 1.1e-3)
+    assert answer.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leanest_answer_equals_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng), rng)
+    every = itertools.product(*(range(s.size) for s in problem.seconds))
+    legal = [c for c in every if np.isfinite(problem.evaluate(c))]
+    if not legal:
+        return
+
+    def worst(choice):
+        return max(problem.usage(budget, choice) / budget.limit for budget in problem.budgets)
+
+    found = leanest(problem, SolverOptions(tie_radius=0))
+    assert worst(found) <= min(map(worst, legal)) * 1.011
+
+
+def test_no_answer_within_the_budget_is_said():
+    rng = np.random.default_rng(3)
+    problem = with_budgets(random_problem(rng), rng)
+    impossible = tuple(replace(budget, limit=1e-9) for budget in problem.budgets)
+    with pytest.raises(OverBudgetError, match="memory limit"):
+        solve(replace(problem, budgets=impossible), SolverOptions(tie_radius=None))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tied_budgets_count_every_node(seed):
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng), rng)
+    tied = tie(problem, radius=2)
+    choice = [int(rng.integers(s.size)) for s in tied.problem.seconds]
+    whole = [choice[cls] for cls in tied.classes]
+    for mine, theirs in zip(tied.problem.budgets, problem.budgets, strict=True):
+        assert tied.problem.usage(mine, choice) == pytest.approx(problem.usage(theirs, whole))
+
+
+def test_a_bound_counts_shared_reshardings_once_though_readers_could_go_different_ways():
+    """One reader may want what lies between, the other may not: both still pay the whole way together."""
+    places, order = ("a", "between", "b"), np.arange(3)
+    seconds = 1e-6 * np.array([[0.0, 5.0, 10.0], [5.0, 0.0, 5.0], [10.0, 5.0, 0.0]])
+    edges = tuple(
+        Edge(source=0, target=t, before=order, after=order, seconds=seconds, labels=places, origins=places, group=0)
+        for t in (1, 2)
+    )
+    source, picky, other = np.array([0.0, 1.0, 1.0]), np.array([np.inf, np.inf, 0.0]), np.array([1.0, 1.0, 0.0])
+    program = StrategyProgram(ShardingProblem(seconds=(source, picky, other), edges=edges))
+    assert program.run(gap=1e-6) == "optimal"
+    while program.share_where_readers_disagree():
+        assert program.run(gap=1e-6) == "optimal"
+    assert program.objective == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_beginning_at_prices_changes_nothing(seed, monkeypatch):
+    problem = random_problem(np.random.default_rng(300 + seed))
+    best = brute_force(problem)
+    if not np.isfinite(best):
+        pytest.skip("infeasible instance")
+    monkeypatch.setattr(strategy_program, "_LARGE", 0)
+    answer = solve(problem, SolverOptions(tie_radius=None))
+    assert answer.objective == pytest.approx(best, abs=1e-12)
+    assert answer.bound <= best * (1 + 1e-9)
+
+
+def way_of(edge):
+    """An edge between the placements that some strategy has."""
+    rows, made = np.unique(edge.before, return_inverse=True)
+    columns, read = np.unique(edge.after, return_inverse=True)
+    seconds = edge.seconds[np.ix_(rows, columns)]
+    return Way(source=edge.source, target=edge.target, made=made, read=read, seconds=seconds)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prices_are_a_bound(seed):
+    """With what placements are worth taken off, nodes at their cheapest cost no more than any answer."""
+    problem = random_problem(np.random.default_rng(seed))
+    edges = tuple(replace(edge, group=number) for number, edge in enumerate(problem.edges))
+    best = brute_force(replace(problem, edges=edges))
+    ways = [way_of(edge) for edge in edges]
+    costs = list(problem.seconds)
+    messages = Messages(costs, ways)
+    messages.run(8)
+    for way, (before, after) in zip(ways, messages.prices(), strict=True):
+        assert np.all(before[:, None] - after <= way.seconds + 1e-9)
+        costs[way.source] = costs[way.source] + before[way.made]
+        costs[way.target] = costs[way.target] - after[way.read]
+    assert sum(own.min() for own in costs) <= best + 1e-9
