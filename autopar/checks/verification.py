@@ -11,7 +11,7 @@ another is sometimes reduced over both at once (by its GPU compiler; the CPU's k
 one kind, axes, dtype and size are no fault while one is left that the others may repeat; if none is, or one is beyond
 the plan, the numbers that the plan was chosen by are wrong.
 
-Reference: design/compiler.md section 6; Python 3.11 with jax 0.10.2 and Python 3.12 with jax 0.11.2 widen alike.
+Python 3.11 with jax 0.10.2 and Python 3.12 with jax 0.11.2 widen alike.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ XLA's partitioner finds the collectives here, from a `with_sharding_constraint` 
 of every move. Partial sums cannot be said in that language: a partial result is constrained to where it is cut, and
 the steps that would finish it have nothing left to do.
 
-Reference: design/intra_op.md section 1.3: only chains of single-axis constraints are followed exactly.
+Only chains of single-axis constraints are followed exactly.
 """
 
 from __future__ import annotations

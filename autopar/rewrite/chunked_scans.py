@@ -5,8 +5,6 @@ element by element of pieces is computed piece by piece: gradients, moments and 
 they update enters and leaves the program in pieces. Each piece then lives with its layers and nowhere else.
 
 Only loops over weights are cut: one stacked operand is made of state alone. A loop over time stays whole.
-
-Reference: design/compiler.md section 7 (`scan` over layers).
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ only those that bind are ever stated. Values count where they are made; what the
 counts as its reader wants it, since it is brought there as soon as it is made; copies count from their first reader to
 their last; a loop's body counts at its own busiest node. What a budget leaves out (working space of operators) is
 taken to shrink with the rest.
-
-Reference: design/compiler.md section 4, memory rows.
 """
 
 from __future__ import annotations

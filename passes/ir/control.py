@@ -4,8 +4,6 @@ A slot is a value that lives as long as its node: a constant of a loop, a carry,
 of a branch. It has one placement, chosen once, in which every body finds it and to which every body brings it back, so
 carries are at a fixed point by construction. A stacked operand holds one slice an iteration along dimension 0, which
 is never cut.
-
-Reference: design/compiler.md section 2 (control flow).
 """
 
 from __future__ import annotations

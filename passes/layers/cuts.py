@@ -1,6 +1,6 @@
 """Where a forward pass may be cut: positions that little crosses, between which the work is even.
 
-Reference: layer clustering in design/compiler.md section 7; Zheng et al., "Alpa" (OSDI 2022), section 5.
+Reference: layer clustering of Zheng et al., "Alpa" (OSDI 2022), section 5.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class _Grouper:
 def group(graph: Graph, *, inside: bool = False) -> Grouping:
     """The bundles of a graph, in order of their first member; `inside` a loop or branch no bundle absorbs an input.
 
-    Reference: clusters in design/intra_op.md 3.1 (light operators join the cluster of their largest, latest operand).
+    Light operators join the group of their largest, latest operand.
     """
     known: dict[object, ShardingRule] = {}
     rules: list[ShardingRule] = []

@@ -22,7 +22,7 @@ from passes.text import Column, Table, quantities
 from passes.transforms import cut
 
 DISPATCH_SECONDS = 50e-6
-"""Host seconds of one task (design/runtime.md section 3: 25 to 48 µs on one device, 94 to 213 on four)."""
+"""Host seconds of one task (measured: 25 to 48 µs on one device, 94 to 213 on four; `benchmarks.pipeline`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 The states of a value are its placements (sharding specs); the steps between them are those of XLA's own collectives.
 `Resharder.seconds` holds the cost of the cheapest chain between any two placements, `Resharder.steps` the chain.
 
-Reference: a chain of single-axis steps compiles exactly as planned where one jump does not (design/intra_op.md 1.3).
+A chain of single-axis steps compiles exactly as planned where one jump does not.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _LOOKS = 150
 does not depend on the machine's load.
 
 The largest relaxation that is planned with, of GPT-1T, takes 9,000 iterations; what is worth branching on closes within
-25 nodes (design/intra_op.md 3.5). Nodes alone do not bound a search: 5 of them took 43,000 iterations, half a minute.
+25 nodes. Nodes alone do not bound a search: 5 of them took 43,000 iterations, half a minute.
 HiGHS tells nobody how many iterations a search has had, but looks at its limits between any two parts of its work: 150
 times in about 10 s of the largest programs.
 """

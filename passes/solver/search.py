@@ -18,8 +18,6 @@ is exact; groups whose readers disagree get their w and it is solved again.
 With budgets, a tied program that is left with a gap is branched on in the place of elimination.
 
 Limits are work: an answer does not depend on the machine's load unless `SolverOptions.time_limit` says so.
-
-Reference: design/intra_op.md 3.3-3.5.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Structurally equal nodes of a sharding problem made one: a model's layers are solved once, however many there are.
 
-Reference: design/intra_op.md 3.3; Weisfeiler and Lehman's colour refinement.
+Reference: Weisfeiler and Lehman's colour refinement.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
     colours). The kind matters: a matrix and its transpose cost the same and want opposite placements. The answer is a
     feasible answer of the whole problem and mostly a good one; its optimum bounds nothing, since equal layers may be
     better off with different strategies. A bound of the whole is `lower_bound.lifted`.
-
-    Reference: design/intra_op.md 3.3.
     """
     keys = _edge_keys(problem.edges)
     apart = radius is None

@@ -9,8 +9,6 @@ front, on the whole batch; if it comes from parameters (batch normalisation) the
     before    once, on whole values: what no microbatch changes
     loop      once a microbatch
     after     once, from sums and joined pieces: the optimizer
-
-Reference: design/compiler.md section 5.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Forward operators are cut where the layers are; everything else follows. A backw
 operator ran, an update where its gradient is, and what depends on no stage (a step counter) on every stage that needs
 it. Sums of a tied weight's gradients that several stages hold are accumulated apart and added once. What crosses
 stages inside the loop crosses once a microbatch, as a *stream*; what crosses outside it crosses once a step.
-
-Reference: design/compiler.md section 7.
 """
 
 from __future__ import annotations
