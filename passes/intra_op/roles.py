@@ -59,12 +59,11 @@ def roles(assembly: Assembly) -> Roles:
 
 def in_forward(graph: Graph, value: int) -> bool:
     """Whether the forward pass reads a value, in the loop over microbatches if there is one."""
-    loop = loop_of(graph)
     for reader in graph.consumers.get(value, ()):
         node = graph.nodes[reader]
         if phase(node) == "forward":
             return True
-        if reader == loop:
+        if node.subgraphs and reader == loop_of(graph):
             (body,) = node.subgraphs
             entering = zip(node.inputs, body.inputs, strict=True)
             if any(outer == value and in_forward(body, inner) for outer, inner in entering):

@@ -99,14 +99,13 @@ def _cheapest(
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for _ in range(n_stages - 1):
         after: dict[int, tuple[float, tuple[int, ...]]] = {}
+        begins, known = np.array(list(best), dtype=np.intp), list(best.values())
+        costs, before = np.array([cost for cost, _ in known]), total[begins]
         for place in places:
-            reached = [
-                (cost + crossing[place], (*cuts, place))
-                for begin, (cost, cuts) in best.items()
-                if begin < place and total[place] - total[begin] <= limit
-            ]
-            if reached:
-                after[place] = min(reached)
+            reached = np.where((begins < place) & (total[place] - before <= limit), costs + crossing[place], np.inf)
+            least = float(reached.min(initial=np.inf))
+            if least < np.inf:
+                after[place] = least, min((*known[i][1], place) for i in np.flatnonzero(reached == least).tolist())
         best = after
     ends = [one for begin, one in best.items() if total[-1] - total[begin] <= limit]
     return min(ends)[1] if ends else ()
