@@ -23,8 +23,8 @@ from passes.errors import OverBudgetError
 from passes.inter_op import StageCost, build, peaks
 from passes.intra_op import MeshSearch, mesh_search, named
 from passes.intra_op import extract as read_off
-from passes.pipeline import assemble as pipelines
 from passes.planners import infeasible as shortage
+from passes.planners import manual
 from passes.solver import SolverOptions
 from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.runtime.test_donation import on, pipeline_of
@@ -222,7 +222,7 @@ def test_a_compiled_pipeline_over_the_limit_is_an_error(monkeypatch: pytest.Monk
     plan = parallel.plan(state, batch)
     small = replace(plan, costs=tuple(replace(cost, persistent_nbytes=0, in_flight_nbytes=0) for cost in plan.costs))
     assert small.peak_nbytes < plan.peak_nbytes
-    monkeypatch.setattr(pipelines, "recounted", lambda plan, *_: plan)  # which would find it out before
+    monkeypatch.setattr(manual, "recounted", lambda plan, *_: plan)  # which would find it out before
     promised = on(step, autopar.Manual(small), memory_limit=small.peak_nbytes, donate_argnums=0)
     with pytest.raises(OverBudgetError) as caught:
         promised(state, batch)
