@@ -129,6 +129,7 @@ class MeshSearch:
     hopeless: list[Mesh] = field(default_factory=list[Mesh])
     lowest: tuple[float, _Solved, tuple[int, ...]] | None = None
     seen: list[Path] = field(default_factory=list[Path])
+    by_hand: dict[tuple[Mesh, int], Answer | None] = field(default_factory=dict[tuple[Mesh, int], "Answer | None"])
     refetches: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -183,15 +184,22 @@ class MeshSearch:
 
     def _by_hand(self, one: _Solved) -> Iterator[tuple[_Solved, Answer]]:
         """The answers by hand on a mesh, and its problem with weights fetched as they do."""
-        for restrict, refetch in self.textbook(one.assembly.mesh):
+        for number, (restrict, refetch) in enumerate(self.textbook(one.assembly.mesh)):
             base = next((twin for twin in self._twins(one, 0, 1) if twin.refetch == refetch), None)
             if base is None:
                 continue
-            try:
-                answer = solve(restrict(base.assembly).problem, replace(self.options, gap=_ROUGHLY), close=False)
-            except PlanningError:  # this textbook has no plan here: a batch that the axis does not divide, say
-                continue
-            yield base, replace(answer, bound=min(one.answer.bound, answer.objective), status="near optimal")
+            key = base.assembly.mesh, number
+            if key not in self.by_hand:
+                self.by_hand[key] = self._restricted(restrict, base.assembly)
+            if (answer := self.by_hand[key]) is not None:
+                yield base, replace(answer, bound=min(one.answer.bound, answer.objective), status="near optimal")
+
+    def _restricted(self, restrict: Restriction, assembly: Assembly) -> Answer | None:
+        """The answer to a mesh's problem as a plan by hand has it; None for one that is not possible there."""
+        try:
+            return solve(restrict(assembly).problem, replace(self.options, gap=_ROUGHLY), close=False)
+        except PlanningError:  # a batch that the axis does not divide, say
+            return None
 
     def _fitting_by_hand(self, limit: float, at_most: float) -> tuple[_Solved, Fitted] | None:
         """The cheapest plan by hand that needs at most `limit` bytes and takes less than `at_most` seconds."""
