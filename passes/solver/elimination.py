@@ -85,7 +85,12 @@ class Factors:
     def is_affordable(self) -> bool:
         """Whether the optimum is worth the work of exact tables, where small ones leave a gap."""
         small = max(self.order.tables, default=0.0) <= _AFFORDABLE_TABLE
-        return small and self.order.entries() <= _AFFORDABLE_ENTRIES and all(group.is_exact for group in self.groups)
+        return small and self.order.entries() <= _AFFORDABLE_ENTRIES and self.is_exact
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the factors of every group add up to what it pays, where many readers make that too large a table."""
+        return all(group.is_exact for group in self.groups)
 
     def strategies(self, chosen: Sequence[int]) -> tuple[int, ...]:
         """The strategies of a problem that these places among the allowed ones stand for."""

@@ -287,7 +287,7 @@ class Search:
         entries = factors.order.entries()
         if entries > most:
             return entries
-        exact = entries <= EXACT_ENTRIES
+        exact = entries <= EXACT_ENTRIES and factors.is_exact
         found = eliminate(factors, upper) if exact else enclose(factors, upper, self.options.gap)
         if found.choice is not None:
             self.offer(found.choice, polished=exact)

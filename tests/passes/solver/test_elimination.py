@@ -114,6 +114,17 @@ def test_groups_in_parts_pay_no_more_than_they_do_and_are_paid_in_full_at_the_en
     assert problem.evaluate(found.choice) == pytest.approx(best, abs=1e-12)
 
 
+@pytest.mark.parametrize("seed", FEASIBLE[::3])
+def test_groups_in_parts_do_not_keep_a_small_problem_from_its_optimum(seed):
+    problem, best = random_problem(seed, readers=5), optimum(random_problem(seed, readers=5))
+    if not np.isfinite(best):
+        pytest.skip("infeasible instance")
+    with mock.patch.object(factors, "GROUP_ENTRIES", 10):
+        answer = solve(problem)
+    assert answer.objective == pytest.approx(best, rel=2e-4)
+    assert best * (1 - 2e-4) <= answer.bound <= best + 1e-12
+
+
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_rounds_of_a_search_enclose_the_optimum(seed, monkeypatch):
     monkeypatch.setattr(elimination, "_AFFORDABLE_ENTRIES", 0)
