@@ -7,7 +7,9 @@ from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import accounted, move_seconds
 from passes.intra_op.flops import product_flops
-from passes.intra_op.mesh_search import MeshSearch, Tied, away, best, layouts, named, stopped
+from passes.intra_op.mesh_search import MeshSearch, best, stopped
+from passes.intra_op.meshes import layouts, named
+from passes.intra_op.offloading import Tied, away
 from passes.intra_op.roles import in_forward
 from passes.intra_op.variants import MOST_OPERATORS, Form, Forms, Variant, VariantSearch, variant_of
 

@@ -14,8 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from passes.cluster import Cluster, Mesh, shapes
-from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError, explain
+from passes.cluster import Mesh
+from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import read_off
@@ -31,13 +31,14 @@ from passes.intra_op.memory_limit import (
     within,
 )
 from passes.intra_op.memory_rows import live
+from passes.intra_op.meshes import allowed
+from passes.intra_op.offloading import Tied, away, held_nbytes, resting
 from passes.intra_op.peak_node import Path, busiest
-from passes.ir import Graph, phase
+from passes.ir import Graph
 from passes.memory import memory
-from passes.placement import Grouping, Layout, group, moves
+from passes.placement import Grouping, group, moves
 from passes.plan import INTERRUPTED, Plan
 from passes.progress import Deadline, Progress, Report, silent
-from passes.rules import pinned_mesh
 from passes.sharding import Resharder
 from passes.solver import Answer, Search, SolverOptions, solve
 
@@ -47,15 +48,9 @@ _OPEN = 1e-3
 _ROUGHLY = 1e-2
 """The gap to which plans by hand are solved: they are where a search starts."""
 
-Tied = tuple[tuple[int, int], ...]
 Restriction = Callable[[Assembly], Assembly]
 Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
 """What plans by hand forbid on a mesh, and whether they fetch weights once a use."""
-
-
-def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
-    """Every way to lay out the first devices of a cluster that differs there."""
-    return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +136,10 @@ class MeshSearch:
     def over(self, meshes: Sequence[Mesh]) -> Plan:
         """The cheapest plan over the meshes, whatever memory it needs; not those on which none keeps `beneath`."""
         illegal: list[NoLegalPlanError] = []
-        allowed = _allowed(self.graph, meshes)
-        for number, mesh in enumerate(allowed):
+        tried = allowed(self.graph, meshes)
+        for number, mesh in enumerate(tried):
             try:
-                self.solved.append(self._tabulated(mesh, number, len(allowed)))
+                self.solved.append(self._tabulated(mesh, number, len(tried)))
             except NoLegalPlanError as error:
                 illegal.append(error)
             except HopelessError:
@@ -406,7 +401,7 @@ class MeshSearch:
         plan = stopped(plan) if self.interrupted else plan
         if not self.offloaded:
             return plan
-        held = _held(self.graph, plan.layout, self.offloaded, plan.mesh)
+        held = held_nbytes(self.graph, plan.layout, self.offloaded, plan.mesh)
         rate = plan.cluster.group().device.host_bytes_per_second
         # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
         state = plan.nbytes["optimizer state"] - away(held)
@@ -425,7 +420,7 @@ class MeshSearch:
         schedule = moves(graph, layout, one.resharder, refetch=one.refetch)
         donated = self.donated or (False,) * len(graph.inputs)
         found = memory(graph, grouping, mesh, layout, schedule, self.tied, donated)
-        elsewhere = away(_held(graph, layout, self.offloaded, mesh))
+        elsewhere = away(held_nbytes(graph, layout, self.offloaded, mesh))
         needed = found.peak_nbytes - elsewhere
         if self.lowest is None or needed < self.lowest[0]:
             self.lowest = needed, one, tuple(choice)
@@ -438,6 +433,11 @@ def _better(answer: Answer, known: Answer) -> Answer:
     return replace(best, bound=min(max(answer.bound, known.bound), best.objective))
 
 
+def count(graph: Graph) -> int:
+    """The operators of a program, those in loops and branches included."""
+    return sum(1 + sum(map(count, node.subgraphs)) for node in graph.nodes)
+
+
 def stopped(plan: Plan) -> Plan:
     """A plan marked as the best of a search that was interrupted."""
     return ended(plan, INTERRUPTED)
@@ -446,69 +446,3 @@ def stopped(plan: Plan) -> Plan:
 def ended(plan: Plan, status: str) -> Plan:
     """A plan with what ended its search, in words."""
     return replace(plan, solution=replace(plan.solution, status=status))
-
-
-def count(graph: Graph) -> int:
-    """The operators of a program, those in loops and branches included."""
-    return sum(1 + sum(map(count, node.subgraphs)) for node in graph.nodes)
-
-
-def resting(graph: Graph, tied: Tied) -> tuple[int, ...]:
-    """The inputs that the step returns again and reads in its apply phase alone: the optimizer's state, for one."""
-    found: list[int] = []
-    for _, position in tied:
-        value = graph.inputs[position]
-        readers = [graph.nodes[r] for r in graph.consumers.get(value, ())]
-        if graph.types[value].rank and all(phase(node) == "apply" and not node.subgraphs for node in readers):
-            found.append(position)
-    return tuple(sorted(found))
-
-
-def _held(graph: Graph, layout: Layout, inputs: Sequence[int], mesh: Mesh) -> list[int]:
-    """Bytes of each of these inputs on one device."""
-    return [layout.inputs[i].local_nbytes(graph.types[graph.inputs[i]], mesh) for i in inputs]
-
-
-def away(held: Sequence[int]) -> int:
-    """Bytes that a device does not need at once: two of the arrays are there, one being updated, one on its way."""
-    return max(sum(held) - 2 * max(held, default=0), 0)
-
-
-def _allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
-    """The meshes, or the one that the program's own `shard_map`s name, if a planner's mesh has its sizes."""
-    pinned = pinned_mesh(graph)
-    if pinned is None:
-        return meshes
-    names, sizes = tuple(pinned), tuple(pinned.values())
-    same = [mesh for mesh in meshes if sorted(mesh.sizes) == sorted(s for s in sizes if s > 1)]
-    if not same:
-        asked = ", ".join(f"{name}={size}" for name, size in pinned.items())
-        tried, count = " or ".join(map(str, meshes)), math.prod(sizes)
-        remedy = f"give it a mesh of that shape, or plan with Auto(max_axes={max(2, len(sizes))})"
-        if count != meshes[0].size:
-            remedy = f"give it a mesh of all devices, or plan for its own {count}: devices=jax.devices()[:{count}]"
-        raise PlanningError(
-            explain(
-                f"a shard_map over the mesh ({asked})",
-                "a shard_map runs on the very mesh that it names, with all of its devices",
-                f"this planner tried {tried}",
-                remedy,
-            )
-        )
-    return [Mesh(axes=names, sizes=sizes, cluster=same[0].cluster)]
-
-
-def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
-    return Mesh(axes=("x", "y", "z")[: len(sizes)], sizes=sizes, cluster=cluster)
-
-
-def named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
-    used = [(name, size) for name, size in axes if size > 1]
-    return Mesh(axes=tuple(name for name, _ in used), sizes=tuple(size for _, size in used), cluster=cluster)
-
-
-def _distinct(cluster: Cluster, sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """The shapes that differ on this cluster: on one host all devices are equally far apart and order is naming."""
-    if cluster.group().hosts > 1:
-        return list(sizes)
-    return list(dict.fromkeys(tuple(sorted(shape)) for shape in sizes))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from passes.errors import OverBudgetError, PlanningError
-from passes.intra_op.mesh_search import MeshSearch, Tied, ended, resting, stopped
+from passes.intra_op.mesh_search import MeshSearch, ended, stopped
+from passes.intra_op.offloading import Tied, resting
 from passes.ir import Graph
 from passes.plan import LATE, Plan
 from passes.progress import Deadline, Report, silent, within
