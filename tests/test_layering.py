@@ -27,7 +27,7 @@ ORDER = {
     ),
     "autopar": (
         *("errors", "jax_compat", "plan", "frontend", "lowering", "checks", "runtime", "rewrite", "cache"),
-        *("options", "api", "tools", "__init__"),
+        *("options", "api", "tools", "__main__", "__init__"),
     ),
 }
 MOST_NAMES = 20
