@@ -282,7 +282,7 @@ class Plan:
             memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
             remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
         )
-        counted_for = read.text("placed")
+        counted_for = read.text("placed") if "placed" in read.data else found.placed  # files have it since 2026-11
         return found if counted_for == found.placed else replace(found, counted_for=counted_for)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -269,8 +269,14 @@ def test_a_missing_file_says_so(tmp_path, plan):
         plan.save(tmp_path / "absent" / "plan.json")
 
 
+def test_a_file_from_before_fingerprints_of_placements_is_read(plan):
+    data = {key: value for key, value in plan.to_json().items() if key != "placed"}
+    assert Plan.from_json(data) == plan
+    assert not Plan.from_json(data).is_stale
+
+
 @pytest.mark.parametrize(
-    "name", [key for key in make_plan().to_json() if key not in ("autopar", "schema", "fingerprint")]
+    "name", [key for key in make_plan().to_json() if key not in ("autopar", "schema", "fingerprint", "placed")]
 )
 def test_every_missing_field_is_named(plan, name):
     data = {key: value for key, value in plan.to_json().items() if key != name}
