@@ -48,7 +48,8 @@ _PARTS = 4
 
 _SMALL = 1_000
 """Edges of a problem up to which no nodes are tied. Up to 600 the relaxation of equal nodes tied takes as long (median
-0.2 s), its answers are up to 20 % dearer, and its bound up to 50 % lower (`benchmarks.optimality --seed 1`)."""
+0.2 s), its answers are up to 20 % dearer, and its bound up to 50 % lower (seen on the
+networks of `benchmarks.optimality --seed 1`)."""
 
 _GUESSED = 1e-2
 """From this gap on, what the prices of a program lead to may do."""
@@ -154,7 +155,7 @@ class Search:
         self.relaxations = 0
         self.tied: Tied | None = None
         self.program: StrategyProgram | None = None
-        self.is_relaxed = self.is_done = False
+        self.is_relaxed, self.closed_beneath = False, -math.inf
 
     def run(self, at_most: float, *, close: bool) -> Answer:
         """As `solve`, from where the search was left."""
@@ -163,9 +164,9 @@ class Search:
             self.ask(self.options.solver)
         else:
             self.relax()
-            if close and not self.is_done:
+            if close and at_most > self.closed_beneath:
                 self.close()
-                self.is_done = True
+                self.closed_beneath = at_most
         return self.answer()
 
     def _built(self) -> None:
