@@ -10,141 +10,25 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import autopar
-from autopar.runtime import build, runtime
-from autopar.runtime.program import Free, Program, Run, Send
-from benchmarks.one_device import Pairs
+from benchmarks.dispatch import BOUNDS, YARDSTICK_NBYTES, dispatch, dispatch_table, yardstick
+from benchmarks.loaded_pipeline import Loaded, live_activations, load, mlp
+from benchmarks.overlap import SHARE, Overlap, overlap, overlap_table
 from benchmarks.trainings import MODELS, Training
 from passes.inter_op import in_flight
-from passes.plan import PipelinePlan
 from passes.text import quantities
-from passes.transforms import stages
 
 DEVICES = 8
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1")
-SHARE = 0.95
-"""Of the speed-up that the closed form allows."""
-
-YARDSTICK_NBYTES = 4096
-
-BOUNDS = {(1, 1, 1, 1): (60e-6, 120e-6), (4, 2, 2): (220e-6, 330e-6)}
-"""Seconds of the host for one Run and one Send, by the devices of each stage."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A planned pipeline ready to run, and the flat arguments of a step, all but the batch where they are read."""
-
-    plan: PipelinePlan
-    pipeline: runtime.Pipeline
-    leaves: list[Any]
-
-    @property
-    def program(self) -> Program:
-        return self.pipeline.program
-
-    def seconds(self) -> float:
-        """Seconds of a step, to its last result."""
-        start = time.perf_counter()
-        jax.block_until_ready(self.pipeline(self.leaves))
-        return time.perf_counter() - start
-
-    def serial_seconds(self) -> float:
-        """Seconds of all that the stages compute in a step, one after the other."""
-        results, times = self.pipeline.timed(self.leaves, wait=True)
-        jax.block_until_ready(results)
-        pairs = zip(self.program.instructions, times.done, strict=True)
-        return sum(seconds for instruction, seconds in pairs if isinstance(instruction, Run))
-
-    def host_seconds(self, *, alone: bool) -> dict[str, list[float]]:
-        """Seconds of the host for each instruction of a step by its kind; `alone` if nothing else runs meanwhile."""
-        results, times = self.pipeline.timed(self.leaves, wait=alone)
-        jax.block_until_ready(results)
-        found: dict[str, list[float]] = {"feed": [times.feed]}
-        for instruction, seconds in zip(self.program.instructions, times.host, strict=True):
-            found.setdefault(type(instruction).__name__, []).append(seconds)
-        return found
-
-
-def mlp(layers: int, width: int, rows: int) -> Training:
-    """A perceptron of equal layers, trained by SGD with momentum on `rows` of random numbers."""
-    keys = jax.random.split(jax.random.key(0), layers + 2)
-    params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys[:layers]]
-    batch = {name: jax.random.normal(key, (rows, width)) for name, key in zip("xy", keys[layers:], strict=True)}
-    optimizer = optax.sgd(0.05, momentum=0.9)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        params, moments = state
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
-
-    return Training(step=train_step, state=(params, optimizer.init(params)), batch=batch)
-
-
-def load(training: Training, planner: autopar.Pipeline) -> Loaded:
-    """The training as that pipeline on the first devices, one step taken. Raises PlanningError."""
-    devices = jax.devices()[: sum(planner.submeshes)]
-    parallel = autopar.parallelize(training.step, planner=planner, devices=devices)
-    arguments = training.state, training.batch
-    plan, traced = parallel.plan(*arguments), parallel.trace(*arguments)
-    cut = stages.cut(traced.graph, plan.firsts, traced.tied)
-    rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
-    pipeline = runtime.load(build(traced, plan, cut, devices), rows, traced.out_tree, traced.weak)
-    state, _ = pipeline(jax.tree.leaves((arguments, {})))
-    return Loaded(plan=plan, pipeline=pipeline, leaves=jax.tree.leaves(((state, training.batch), {})))
-
-
-def live_activations(program: Program, n_stages: int) -> tuple[int, ...]:
-    """The most microbatches of which each stage keeps at once what its forward made and its backward reads."""
-    read = {
-        (slot, i.task.stage, i.task.microbatch)
-        for i in program.instructions
-        if isinstance(i, Run) and i.task is not None and i.task.kind != "forward"
-        for slot in i.inputs
-    }
-    owner: dict[int, tuple[int, int]] = {}
-    live: Counter[tuple[int, int]] = Counter()
-    peak = [0] * n_stages
-    for instruction in program.instructions:
-        gone: tuple[int, ...] = ()
-        match instruction:
-            case Run(task=task, outputs=outputs) if task is not None and task.kind == "forward":
-                key = (task.stage, task.microbatch)
-                kept = [slot for slot in outputs if (slot, *key) in read]
-                owner |= dict.fromkeys(kept, key)
-                live[key] += len(kept)
-                peak[task.stage] = max(peak[task.stage], sum(n > 0 for (k, _), n in live.items() if k == task.stage))
-            case Run(segment=segment, inputs=inputs):
-                gone = tuple(inputs[i] for i in program.segments[segment].donated)
-            case Free(slots=slots):
-                gone = slots
-            case Send():
-                pass
-        for slot in gone:
-            if slot in owner:
-                live[owner.pop(slot)] -= 1
-    return tuple(peak)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,203 +102,6 @@ def grid_table(rows: Sequence[Row], model: str) -> Table:
             bound,
             f"{row.run_seconds * 1e6:.0f}/{row.send_seconds * 1e6:.0f}",
             style="red" if any(a > b for a, b in zip(row.live, row.bound, strict=True)) else None,
-        )
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    """Median seconds of the host for the feed of a step and for each kind of instruction: in steps, and alone."""
-
-    submeshes: tuple[int, ...]
-    counts: dict[str, int]
-    steps: dict[str, float]
-    alone: dict[str, float]
-
-    @property
-    def misses(self) -> list[str]:
-        """The bounds that are missed, each with its number."""
-        pairs = zip(("Run", "Send"), BOUNDS.get(self.submeshes, ()), strict=False)
-        return [
-            f"{kind} on stages of {_sizes(self.submeshes)} devices: {self.steps[kind] * 1e6:.0f} us of the host, bound "
-            f"{bound * 1e6:.0f} us"
-            for kind, bound in pairs
-            if self.steps[kind] > bound
-        ]
-
-
-def dispatch(submeshes: tuple[int, ...], rounds: int, microbatches: int = 8) -> Dispatch:
-    """What instructions cost the host, of a perceptron too small to keep it waiting."""
-    planner = autopar.Pipeline(stages=len(submeshes), microbatches=microbatches, submeshes=submeshes)
-    loaded = load(mlp(layers=8, width=32, rows=16 * microbatches), planner)
-    found: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
-    for i in range(-2, rounds):
-        for alone, kinds in found.items():
-            for kind, seconds in loaded.host_seconds(alone=alone).items():
-                if i >= 0:
-                    kinds.setdefault(kind, []).extend(seconds)
-    medians = {alone: {k: statistics.median(v) for k, v in kinds.items()} for alone, kinds in found.items()}
-    counts = Counter(type(instruction).__name__ for instruction in loaded.program.instructions)
-    return Dispatch(submeshes=submeshes, counts=counts | {"feed": 1}, steps=medians[False], alone=medians[True])
-
-
-def yardstick(repeats: int = 300) -> float:
-    """Median seconds that one bare `jax.device_put` keeps the host of this machine at this time."""
-    source, target = jax.devices()[:2]
-    array = jax.device_put(jnp.zeros(YARDSTICK_NBYTES // 4, jnp.float32), source)
-    seconds: list[float] = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        moved = jax.device_put(array, target)
-        seconds.append(time.perf_counter() - start)
-        moved.block_until_ready()
-    return statistics.median(seconds)
-
-
-def dispatch_table(rows: Sequence[Dispatch]) -> Table:
-    """What instructions cost, a kind a row."""
-    found = Table(title="time of the host for an instruction, medians", title_justify="left")
-    found.add_column("devices", no_wrap=True)
-    found.add_column("kind", no_wrap=True)
-    for heading in ("a step", "in a step", "alone", "target"):
-        found.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        bounds: dict[str, float] = dict(zip(("Run", "Send"), BOUNDS.get(row.submeshes, ()), strict=False))
-        for kind in ("Run", "Send", "Free", "feed"):
-            bound = bounds.get(kind)
-            verdict = "" if bound is None else "met" if row.steps[kind] <= bound else "missed"
-            found.add_row(
-                _sizes(row.submeshes) if kind == "Run" else "",
-                kind,
-                str(row.counts[kind]),
-                f"{row.steps[kind] * 1e6:.0f} us",
-                f"{row.alone[kind] * 1e6:.0f} us",
-                "" if bound is None else f"{bound * 1e6:.0f} us, {verdict}",
-                style="red" if verdict == "missed" else None,
-            )
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
-    """Steps of two stages (`ours`) and the same stages one after the other (`plain`), in turn; the gain is of two
-    programs that have nothing to do with each other, on the same devices at the same time.
-    """
-
-    microbatches: int
-    n_stages: int
-    seconds: Pairs
-    control: float
-    threads: float
-
-    @property
-    def allowed(self) -> float:
-        """The speed-up of the closed form: m p / (m + p - 1)."""
-        m, p = self.microbatches, self.n_stages
-        return m * p / (m + p - 1)
-
-    @property
-    def gained(self) -> float:
-        """The speed-up measured."""
-        return 1 / self.seconds.ratio
-
-    @property
-    def share(self) -> float:
-        """Of the allowed, what is gained."""
-        return self.gained / self.allowed
-
-    @property
-    def best(self) -> float:
-        """The share by the fastest step and the fastest serial one: what other work on the machine disturbs least."""
-        return min(self.seconds.plain) / min(self.seconds.ours) / self.allowed
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 % bootstrap interval of the share."""
-        low, high = self.seconds.interval()
-        return 1 / high / self.allowed, 1 / low / self.allowed
-
-
-def overlap(microbatches: int, rounds: int, *, layers: int = 48, width: int = 128, rows: int = 64) -> Overlap:
-    """Two stages on a device each, of matrices that XLA multiplies by one thread."""
-    planner = autopar.Pipeline(stages=2, microbatches=microbatches, submeshes=(1, 1))
-    loaded = load(mlp(layers, width, rows * microbatches), planner)
-    together: list[float] = []
-    serial: list[float] = []
-    gains: list[float] = []
-    spent = used = 0.0
-    alone = _control(layers // 2, width, rows)
-    for i in range(-2, rounds):
-        step = loaded.seconds()
-        start, start_used = time.perf_counter(), time.process_time()
-        one_by_one = loaded.serial_seconds()
-        if i >= 0:
-            spent += time.perf_counter() - start
-            used += time.process_time() - start_used
-            together.append(step)
-            serial.append(one_by_one)
-            gains.append(alone())
-    return Overlap(
-        microbatches=microbatches,
-        n_stages=2,
-        seconds=Pairs(ours=tuple(together), plain=tuple(serial)),
-        control=statistics.median(gains),
-        threads=used / spent,
-    )
-
-
-def _control(layers: int, width: int, rows: int, repeats: int = 8) -> Callable[[], float]:
-    """How much faster two programs on two devices are at once than one after the other."""
-    training = mlp(layers, width, rows)
-    arguments = [jax.device_put((training.state, training.batch), device) for device in jax.devices()[:2]]
-    step = jax.jit(training.step)
-    jax.block_until_ready([step(*one) for one in arguments])
-
-    def gain() -> float:
-        start = time.perf_counter()
-        for one in arguments * repeats:
-            jax.block_until_ready(step(*one))
-        between = time.perf_counter()
-        jax.block_until_ready([step(*one) for one in arguments * repeats])
-        return (between - start) / (time.perf_counter() - between)
-
-    return gain
-
-
-def overlap_table(rows: Sequence[Overlap]) -> Table:
-    """Two stages at once, a number of microbatches a row."""
-    title = "two stages of one device each, 1f1b, medians"
-    found = Table(title=title, title_justify="left", padding=(0, 0))
-    for heading in (
-        "m",
-        "serial",
-        "ideal",
-        "step",
-        "speed-up",
-        "allowed",
-        "share",
-        "95 %",
-        "best",
-        "control",
-        "threads",
-    ):
-        found.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        serial, step = (statistics.median(times) for times in (row.seconds.plain, row.seconds.ours))
-        low, high = row.interval
-        found.add_row(
-            str(row.microbatches),
-            quantities.seconds(serial),
-            quantities.seconds(serial / row.allowed),
-            quantities.seconds(step),
-            f"{row.gained:.2f}",
-            f"{row.allowed:.2f}",
-            f"{row.share:.1%}",
-            f"{low:.0%}-{high:.0%}",
-            f"{row.best:.1%}",
-            f"{row.control:.2f}",
-            f"{row.threads:.2f}",
-            style="red" if row.share < SHARE else None,
         )
     return found
 
@@ -525,10 +212,6 @@ def show_overlap(args: argparse.Namespace, console: Console) -> list[str]:
         for row in rows
         if row.share < SHARE
     ]
-
-
-def _sizes(submeshes: Sequence[int]) -> str:
-    return "+".join(map(str, submeshes))
 
 
 if __name__ == "__main__":

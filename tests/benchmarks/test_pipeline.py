@@ -10,17 +10,18 @@ import pytest
 
 import autopar
 from autopar.runtime.program import Free, Run, Send
-from benchmarks import gpt, loop, pipeline
+from benchmarks import dispatch, gpt, loop, overlap, pipeline
+from benchmarks.loaded_pipeline import Loaded, live_activations, load, mlp
 from benchmarks.one_device import Pairs
 
 
 @pytest.fixture(scope="module")
-def loaded() -> pipeline.Loaded:
+def loaded() -> Loaded:
     planner = autopar.Pipeline(stages=2, microbatches=4, submeshes=(1, 1))
-    return pipeline.load(pipeline.mlp(layers=4, width=8, rows=16), planner)
+    return load(mlp(layers=4, width=8, rows=16), planner)
 
 
-def test_a_row_of_the_grid(loaded: pipeline.Loaded):
+def test_a_row_of_the_grid(loaded: Loaded):
     row = pipeline.measure(loaded, rounds=2)
     assert (row.schedule, row.n_stages, row.microbatches) == ("1f1b", 2, 4)
     assert row.live == row.bound == (2, 1)
@@ -32,11 +33,11 @@ def test_a_row_of_the_grid(loaded: pipeline.Loaded):
 
 def test_gpipe_keeps_every_microbatch():
     planner = autopar.Pipeline(stages=2, microbatches=4, submeshes=(1, 1), schedule="gpipe")
-    found = pipeline.load(pipeline.mlp(layers=4, width=8, rows=16), planner)
-    assert pipeline.live_activations(found.program, 2) == (4, 4)
+    found = load(mlp(layers=4, width=8, rows=16), planner)
+    assert live_activations(found.program, 2) == (4, 4)
 
 
-def test_a_timed_step_is_the_step(loaded: pipeline.Loaded):
+def test_a_timed_step_is_the_step(loaded: Loaded):
     plain = loaded.pipeline(loaded.leaves)
     for wait in (False, True):
         results, times = loaded.pipeline.timed(loaded.leaves, wait=wait)
@@ -45,13 +46,13 @@ def test_a_timed_step_is_the_step(loaded: pipeline.Loaded):
         assert all(0 < host <= done for host, done in zip(times.host, times.done, strict=True))
 
 
-def test_a_step_leaves_its_arguments_as_they_are(loaded: pipeline.Loaded):
+def test_a_step_leaves_its_arguments_as_they_are(loaded: Loaded):
     before = loaded.pipeline(loaded.leaves)
     again = loaded.pipeline(loaded.leaves)
     jax.tree.map(np.testing.assert_array_equal, again, before)
 
 
-def test_host_seconds_are_of_every_instruction(loaded: pipeline.Loaded):
+def test_host_seconds_are_of_every_instruction(loaded: Loaded):
     found = loaded.host_seconds(alone=True)
     for kind in (Run, Send, Free):
         assert len(found[kind.__name__]) == sum(isinstance(i, kind) for i in loaded.program.instructions)
@@ -61,17 +62,17 @@ def test_host_seconds_are_of_every_instruction(loaded: pipeline.Loaded):
 def test_dispatch_says_what_it_misses():
     seconds = {"Run": 61e-6, "Send": 119e-6, "Free": 1e-6, "feed": 1e-3}
     counts = dict.fromkeys(seconds, 1)
-    row = pipeline.Dispatch(submeshes=(1, 1, 1, 1), counts=counts, steps=seconds, alone=seconds)
+    row = dispatch.Dispatch(submeshes=(1, 1, 1, 1), counts=counts, steps=seconds, alone=seconds)
     assert row.misses == ["Run on stages of 1+1+1+1 devices: 61 us of the host, bound 60 us"]
-    assert pipeline.dispatch_table([row]).row_count == 4
+    assert dispatch.dispatch_table([row]).row_count == 4
 
 
 def test_the_share_of_the_allowed_speed_up():
     pairs = Pairs(ours=(3.5, 3.5), plain=(6.0, 6.0))
-    row = pipeline.Overlap(microbatches=6, n_stages=2, seconds=pairs, control=2.0, threads=1.0)
+    row = overlap.Overlap(microbatches=6, n_stages=2, seconds=pairs, control=2.0, threads=1.0)
     assert row.allowed == pytest.approx(12 / 7)
     assert row.share == pytest.approx(1.0)
-    assert pipeline.overlap_table([row]).row_count == 1
+    assert overlap.overlap_table([row]).row_count == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import autopar
 from autopar import GPipe, Megatron, Pipeline
 from autopar.runtime import build
 from autopar.runtime.program import Send
-from benchmarks.pipeline import live_activations
+from benchmarks.loaded_pipeline import live_activations
 from benchmarks.trainings import MODELS, QUICK
 from passes.errors import PlanningError
 from passes.inter_op import in_flight

@@ -1,0 +1,143 @@
+"""How much of the speed-up that the closed form allows two stages of one process gain by running at once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+from rich.table import Table
+
+import autopar
+from benchmarks.loaded_pipeline import load, mlp
+from benchmarks.one_device import Pairs
+from passes.text import quantities
+
+SHARE = 0.95
+"""Of the speed-up that the closed form allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Steps of two stages (`ours`) and the same stages one after the other (`plain`), in turn; the gain is of two
+    programs that have nothing to do with each other, on the same devices at the same time.
+    """
+
+    microbatches: int
+    n_stages: int
+    seconds: Pairs
+    control: float
+    threads: float
+
+    @property
+    def allowed(self) -> float:
+        """The speed-up of the closed form: m p / (m + p - 1)."""
+        m, p = self.microbatches, self.n_stages
+        return m * p / (m + p - 1)
+
+    @property
+    def gained(self) -> float:
+        """The speed-up measured."""
+        return 1 / self.seconds.ratio
+
+    @property
+    def share(self) -> float:
+        """Of the allowed, what is gained."""
+        return self.gained / self.allowed
+
+    @property
+    def best(self) -> float:
+        """The share by the fastest step and the fastest serial one: what other work on the machine disturbs least."""
+        return min(self.seconds.plain) / min(self.seconds.ours) / self.allowed
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % bootstrap interval of the share."""
+        low, high = self.seconds.interval()
+        return 1 / high / self.allowed, 1 / low / self.allowed
+
+
+def overlap(microbatches: int, rounds: int, *, layers: int = 48, width: int = 128, rows: int = 64) -> Overlap:
+    """Two stages on a device each, of matrices that XLA multiplies by one thread."""
+    planner = autopar.Pipeline(stages=2, microbatches=microbatches, submeshes=(1, 1))
+    loaded = load(mlp(layers, width, rows * microbatches), planner)
+    together: list[float] = []
+    serial: list[float] = []
+    gains: list[float] = []
+    spent = used = 0.0
+    alone = _control(layers // 2, width, rows)
+    for i in range(-2, rounds):
+        step = loaded.seconds()
+        start, start_used = time.perf_counter(), time.process_time()
+        one_by_one = loaded.serial_seconds()
+        if i >= 0:
+            spent += time.perf_counter() - start
+            used += time.process_time() - start_used
+            together.append(step)
+            serial.append(one_by_one)
+            gains.append(alone())
+    return Overlap(
+        microbatches=microbatches,
+        n_stages=2,
+        seconds=Pairs(ours=tuple(together), plain=tuple(serial)),
+        control=statistics.median(gains),
+        threads=used / spent,
+    )
+
+
+def _control(layers: int, width: int, rows: int, repeats: int = 8) -> Callable[[], float]:
+    """How much faster two programs on two devices are at once than one after the other."""
+    training = mlp(layers, width, rows)
+    arguments = [jax.device_put((training.state, training.batch), device) for device in jax.devices()[:2]]
+    step = jax.jit(training.step)
+    jax.block_until_ready([step(*one) for one in arguments])
+
+    def gain() -> float:
+        start = time.perf_counter()
+        for one in arguments * repeats:
+            jax.block_until_ready(step(*one))
+        between = time.perf_counter()
+        jax.block_until_ready([step(*one) for one in arguments * repeats])
+        return (between - start) / (time.perf_counter() - between)
+
+    return gain
+
+
+def overlap_table(rows: Sequence[Overlap]) -> Table:
+    """Two stages at once, a number of microbatches a row."""
+    title = "two stages of one device each, 1f1b, medians"
+    found = Table(title=title, title_justify="left", padding=(0, 0))
+    for heading in (
+        "m",
+        "serial",
+        "ideal",
+        "step",
+        "speed-up",
+        "allowed",
+        "share",
+        "95 %",
+        "best",
+        "control",
+        "threads",
+    ):
+        found.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        serial, step = (statistics.median(times) for times in (row.seconds.plain, row.seconds.ours))
+        low, high = row.interval
+        found.add_row(
+            str(row.microbatches),
+            quantities.seconds(serial),
+            quantities.seconds(serial / row.allowed),
+            quantities.seconds(step),
+            f"{row.gained:.2f}",
+            f"{row.allowed:.2f}",
+            f"{row.share:.1%}",
+            f"{low:.0%}-{high:.0%}",
+            f"{row.best:.1%}",
+            f"{row.control:.2f}",
+            f"{row.threads:.2f}",
+            style="red" if row.share < SHARE else None,
+        )
+    return found
