@@ -1,10 +1,8 @@
-"""Unmodified train steps of the neural-network and optimizer libraries: three of each, equal to `jax.jit`'s three."""
+"""Unmodified train steps of the neural-network libraries: three of each, equal to `jax.jit`'s three."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -18,72 +16,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import autopar
-
-STEPS = 3
-BATCH = 16
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-"""Relative to an array's largest entry."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """`step(state, *call)` is (state, loss); `options` are `jax.jit`'s."""
-
-    step: Callable[..., tuple[Any, Any]]
-    state: Any
-    calls: tuple[tuple[Any, ...], ...]
-    options: dict[str, Any] | None = None
-
-
-def draw(*shape: int, seed: int = 0, scale: float = 1.0, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(scale=scale, size=shape), dtype)
-
-
-def batches(dtype: Any = jnp.float32) -> list[dict[str, jax.Array]]:
-    """A regression's batches, one for each step."""
-    return [
-        {"inputs": draw(BATCH, 8, seed=i, dtype=dtype), "targets": draw(BATCH, 4, seed=99 + i, dtype=dtype)}
-        for i in range(STEPS)
-    ]
-
-
-def images() -> list[dict[str, jax.Array]]:
-    labels = np.random.default_rng(1).integers(0, 8, (STEPS, BATCH))
-    return [{"image": draw(BATCH, 8, 8, 2, seed=i), "label": jnp.asarray(labels[i], jnp.int32)} for i in range(STEPS)]
-
-
-def run(step: Callable[..., Any], training: Training) -> list[Any]:
-    """(state, loss) after every step, arrays alone."""
-    state, results = jax.tree.map(jnp.array, training.state), []
-    for call in training.calls:
-        state, loss = step(state, *call)
-        results.append(jax.tree.map(np.asarray, without_keys((state, loss))))
-    return results
-
-
-def without_keys(tree: Any) -> Any:
-    """The tree with a key's words in its place."""
-    is_key = functools.partial(jnp.issubdtype, arg2=jax.dtypes.prng_key)
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf, tree)
-
-
-def check(training: Training, planner: Any) -> None:
-    options = training.options or {}
-    ours = run(autopar.parallelize(training.step, planner=planner, **options), training)
-    expected = run(jax.jit(training.step, **options), training)
-    for number, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        assert jax.tree.structure(a) == jax.tree.structure(b)
-        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-            where = f"step {number}, {jax.tree_util.keystr(path)}"
-            assert (x.shape, x.dtype) == (y.shape, y.dtype), where
-            if y.dtype.name not in TOLERANCE:
-                np.testing.assert_array_equal(x, y, where)
-                continue
-            np.testing.assert_array_equal(np.isnan(x), np.isnan(y), where)
-            x, y = np.nan_to_num(x), np.nan_to_num(y)
-            error = np.max(np.abs(x - y), initial=0) / max(float(np.max(np.abs(y), initial=0)), 1e-30)
-            assert error <= TOLERANCE[y.dtype.name], f"{where}: relative error {error:.1e}"
-
+from tests.autopar.trainings import BATCH, STEPS, Training, batches, check, images
 
 # flax.linen
 
@@ -328,105 +261,3 @@ def test_front_end_equals_jit(name: str):
 )
 def test_front_end_equals_jit_with_the_batch_cut(name: str):
     check(FRONT_ENDS[name](), autopar.DataParallel())
-
-
-# optax
-
-
-def warm() -> Any:
-    return optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 10)
-
-
-def matrices(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.ndim == 2, tree)
-
-
-def labels(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", tree)
-
-
-def injected() -> Any:
-    return optax.inject_hyperparams(optax.adamw)(learning_rate=warm(), weight_decay=1e-2)
-
-
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "sgd momentum": lambda: optax.sgd(warm(), momentum=0.9, nesterov=True),
-    "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warm(), mask=matrices)),
-    "adafactor": lambda: optax.adafactor(warm(), min_dim_size_to_factor=8),
-    "lamb": lambda: optax.lamb(warm(), weight_decay=1e-2),
-    "lion": lambda: optax.lion(warm()),
-    "multi transform": lambda: optax.multi_transform({"matrix": optax.adam(warm()), "rest": optax.sgd(1e-2)}, labels),
-    "masked": lambda: optax.chain(optax.masked(optax.add_decayed_weights(1e-2), matrices), optax.sgd(warm())),
-    "many small steps": lambda: optax.MultiSteps(optax.adam(warm()), every_k_schedule=2),
-    "apply if finite": lambda: optax.apply_if_finite(optax.sgd(warm(), momentum=0.9), max_consecutive_errors=2),
-    "injected hyperparameters": injected,
-    "noise and centralization": lambda: optax.chain(
-        optax.centralize(), optax.add_noise(1e-3, 0.55, 0), optax.sgd(warm())
-    ),
-    "accumulated average": lambda: optax.chain(optax.adagrad(warm()), optax.ema(0.9)),
-}
-"""Each with a schedule somewhere."""
-
-
-def regression(tx: Any, kept: Callable[[Any], Any] | None = None) -> Training:
-    """Two layers trained by `tx` in float64; `kept` makes of parameters what `tx` keeps, which has them as `fast`.
-
-    Ratios such as Adam's turn the rounding of a gradient near zero into steps of full size, which in float32 no order
-    of summation keeps; in float64 what is left is far below the tolerance.
-    """
-
-    def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
-        params, moments = state
-
-        def loss(params: Any) -> jax.Array:
-            hidden = jax.nn.gelu(batch["inputs"] @ params["up"] + params["bias"])
-            return jnp.mean((hidden @ params["down"] * params["scale"] - batch["targets"]) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(params.fast if kept else params)
-        updates, moments = tx.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), (value, optax.tree.norm(grads))
-
-    make = functools.partial(draw, dtype=jnp.float64, scale=0.3)
-    params = {"up": make(8, 32), "bias": make(32, seed=1), "down": make(32, 4, seed=2), "scale": make(4, seed=3)}
-    params = kept(params) if kept else params
-    return Training(train_step, (params, tx.init(params)), tuple((batch,) for batch in batches(jnp.float64)))
-
-
-QUICK = {"sgd momentum", "adafactor", "lamb", "multi transform", "masked", "many small steps"}
-"""The optimizers of a default run."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS])
-def test_optimizer_equals_jit(name: str):
-    with jax.enable_x64(True):
-        check(regression(OPTIMIZERS[name]()), autopar.Auto())
-
-
-@pytest.mark.parametrize(
-    "name", ["lamb", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "many small steps"))]
-)
-def test_optimizer_equals_jit_with_the_batch_cut(name: str):
-    with jax.enable_x64(True):
-        check(regression(OPTIMIZERS[name]()), autopar.DataParallel())
-
-
-def test_muon_equals_jit():
-    if not hasattr(optax.contrib, "muon"):
-        pytest.skip("this optax has no muon")
-    with jax.enable_x64(True):
-        check(regression(optax.contrib.muon(warm(), ns_steps=2)), autopar.Auto())
-
-
-def test_lookahead_equals_jit():
-    """Its parameters are pairs: the gradient is taken at the fast ones."""
-    tx = optax.lookahead(optax.adam(warm()), sync_period=2, slow_step_size=0.5)
-    with jax.enable_x64(True):
-        check(regression(tx, optax.LookaheadParams.init_synced), autopar.Auto())
-
-
-def test_a_step_that_is_not_finite_is_skipped():
-    with jax.enable_x64(True):
-        training = regression(OPTIMIZERS["apply if finite"]())
-        (first,), *rest = training.calls
-        broken = {**first, "inputs": first["inputs"].at[3, 2].set(jnp.nan)}
-        check(replace(training, calls=((broken,), *rest)), autopar.Auto())

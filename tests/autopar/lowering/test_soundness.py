@@ -26,7 +26,8 @@ from passes.errors import InternalError
 from passes.placement import Placement
 from passes.rules import known_primitives, rule_of
 from passes.sharding import ShardingSpec
-from tests.autopar.lowering.rule_cases import ABSENT, Case, cases
+from tests.autopar.lowering.rule_cases.all_cases import ABSENT, cases
+from tests.autopar.lowering.rule_cases.case import Case
 from tests.sample import slow
 
 SAMPLE, MANY = 3, 24
@@ -71,7 +72,7 @@ def test_pieces_make_the_whole(case: Case, most: int) -> None:
 def test_every_rule_has_a_case() -> None:
     covered = {case.primitive for case in CASES}
     assert set(map(str, CASES)) >= LONG
-    assert covered | ABSENT.keys() == known_primitives(), "add a case to tests/autopar/lowering/rule_cases.py"
+    assert covered | ABSENT.keys() == known_primitives(), "add a case to tests/autopar/lowering/rule_cases"
 
 
 def test_partial_results_are_found() -> None:
