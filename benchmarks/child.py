@@ -68,6 +68,6 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             reply = True, function(*arguments)
-        except Exception:
+        except Exception:  # whatever it is, the caller raises it as a crash
             reply = False, traceback.format_exc()
         pipe.send(reply)

@@ -25,13 +25,8 @@ from rich.table import Table
 import autopar
 from autopar.tools.cli import plans_folder
 from benchmarks import corpus
+from benchmarks.gpt_options import OPTIMIZERS, PLANNERS, arguments
 from models import gpt
-
-OPTIMIZERS = ("adamw", "sgd")
-PIPELINES = ("gpipe", "1f1b")
-PLANNERS = ("auto", "dp", "megatron", "zero3", *PIPELINES, "jit")
-STAGES = 4
-MICROBATCHES = 8
 
 EDGE_STEPS = 5  # how many losses make up the "first" and the "last" that are printed
 HELD_OUT_BATCHES = 8
@@ -60,107 +55,6 @@ class Run:
     def step_seconds(self) -> float:
         """Median time of a step after the first, which compiles; of the first if there is no other."""
         return statistics.median(self.seconds[1:] or self.seconds)
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The parsed command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpt",
-        description="Train a GPT on the Python standard library's own sources, in parallel as autopar plans it.",
-        epilog="example: python -m benchmarks.gpt --planner megatron --tensor 2 --steps 50 --compare jit",
-    )
-    number = {"type": positive, "metavar": "N"}
-
-    model = parser.add_argument_group("model")
-    model.add_argument("--preset", default="tiny", choices=gpt.PRESETS, help="its size (default: %(default)s)")
-    model.add_argument(
-        "--dropout",
-        default=0.0,
-        type=float,
-        metavar="P",
-        help="probability of dropping a feature (default: %(default)s)",
-    )
-
-    training = parser.add_argument_group("training")
-    training.add_argument("--steps", default=200, **number, help="optimizer steps (default: %(default)s)")
-    training.add_argument("--batch", default=16, **number, help="sequences a step, all devices (default: %(default)s)")
-    training.add_argument(
-        "--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum 0.9 (default: %(default)s)"
-    )
-    training.add_argument(
-        "--learning-rate", default=1e-3, type=float, metavar="X", help="constant (default: %(default)s)"
-    )
-    training.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of parameters, batches and dropout (default: %(default)s)"
-    )
-
-    parallelism = parser.add_argument_group("parallelism")
-    parallelism.add_argument(
-        "--planner",
-        default="auto",
-        choices=PLANNERS,
-        help="who chooses it: autopar's search (auto), a hand-made plan (dp, megatron, zero3, and the pipelines "
-        "gpipe and 1f1b), or nobody (jit: plain jax.jit on one device, the baseline) (default: %(default)s)",
-    )
-    parallelism.add_argument(
-        "--devices", **number, help="virtual devices to make on a CPU (default: 8, or 1 with jit); others are all used"
-    )
-    parallelism.add_argument(
-        "--tensor", default=2, **number, help="devices that split each matrix, with megatron (default: %(default)s)"
-    )
-    parallelism.add_argument("--stages", **number, help=f"of the pipeline, with gpipe or 1f1b (default: {STAGES})")
-    parallelism.add_argument(
-        "--microbatches",
-        **number,
-        help=f"pieces of each batch, whose gradients add up (default: {MICROBATCHES} in a pipeline, else 1)",
-    )
-
-    results = parser.add_argument_group("results")
-    results.add_argument(
-        "--out", default="plan.json", metavar="PATH", help="where to save the plan; jit has none (default: %(default)s)"
-    )
-    results.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="plan anew, and keep nothing (default: the plan is found where an earlier run kept it)",
-    )
-    results.add_argument(
-        "--compare", choices=("jit",), help="train again with plain jax.jit and print how far the losses differ"
-    )
-    args = parser.parse_args(argv)
-    if args.planner == "jit" and args.microbatches:
-        parser.error(f"--microbatches {args.microbatches} needs a planner: jit computes the batch at once")
-    try:
-        schedule = args.planner if args.planner in PIPELINES else None
-        args.pipeline = make_pipeline(schedule, args.stages, args.microbatches, args.batch)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
-
-
-def make_pipeline(
-    schedule: str | None, stages: int | None, microbatches: int | None, batch: int
-) -> autopar.Pipeline | None:
-    """The pipeline of that schedule, or None without one.
-
-    Raises ValueError for stages without a schedule, and for microbatches that are no equal parts of the batch.
-    """
-    count = microbatches or (MICROBATCHES if schedule else 1)
-    if batch % count:
-        raise ValueError(f"--microbatches {count} does not divide --batch {batch}: choose a divisor")
-    if schedule:
-        return autopar.Pipeline(stages=stages or STAGES, microbatches=count, schedule=schedule)
-    if stages is not None:
-        raise ValueError(f"--stages {stages} needs a pipeline: choose --planner gpipe or 1f1b, or leave --stages out")
-    return None
-
-
-def positive(text: str) -> int:
-    """`text` as a whole number of at least 1; argparse reports the ValueError of any other."""
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
 
 
 def start_devices(requested: int | None, planner: str) -> int:

@@ -18,17 +18,8 @@ from rich.table import Table
 
 import autopar
 from autopar.tools.cli import plans_folder
-from benchmarks.gpt import (
-    EDGE_STEPS,
-    LINES,
-    MICROBATCHES,
-    PIPELINES,
-    STAGES,
-    make_optimizer,
-    make_pipeline,
-    positive,
-    start_devices,
-)
+from benchmarks.gpt import EDGE_STEPS, LINES, make_optimizer, start_devices
+from benchmarks.gpt_options import MICROBATCHES, PIPELINES, STAGES, make_pipeline, positive
 from benchmarks.trainings import make_state, make_step
 
 Batches = Callable[[int, int], Iterator[dict[str, Any]]]

@@ -67,8 +67,7 @@ class Planned:
         return [f"{self.model} on {self.cluster} with {self.planner}: {took}, bound {BOUND_SECONDS:.0f} s"]
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.planning",
         description="Plan GPTs for a cluster that need not be here, and print how long each phase took and what the "
@@ -124,6 +123,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "by more than the solver's gap (only for small models: it can take many minutes)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = _parser()
     args = parser.parse_args(argv)
     strange = [name for name in args.model or () if name in one_mesh.MODELS]
     if strange and not (args.mesh or args.pipeline):

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.runtime.program import Free, Run, Send
-from benchmarks import dispatch, gpt, loop, overlap, pipeline
+from benchmarks import dispatch, gpt_options, loop, overlap, pipeline
 from benchmarks.loaded_pipeline import Loaded, live_activations, load, mlp
 from benchmarks.one_device import Pairs
 
@@ -99,11 +99,11 @@ def test_pipelines_of_the_training_scripts():
     assert parsed(["--planner", "1f1b"]).planner == autopar.Pipeline(stages=4, microbatches=8)
     assert parsed(["--microbatches", "2"]).microbatches == 2
     assert parsed(["--planner", "zero3"]).microbatches == 1
-    assert gpt.arguments(["--planner", "gpipe", "--stages", "2"]).pipeline == autopar.GPipe(2, 8)
-    assert gpt.arguments([]).pipeline is None
+    assert gpt_options.arguments(["--planner", "gpipe", "--stages", "2"]).pipeline == autopar.GPipe(2, 8)
+    assert gpt_options.arguments([]).pipeline is None
 
 
-@pytest.mark.parametrize("parse", [parsed, gpt.arguments])
+@pytest.mark.parametrize("parse", [parsed, gpt_options.arguments])
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -124,5 +124,5 @@ def test_refused_options_of_the_training_scripts(
 
 def test_jit_has_no_microbatches(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        gpt.arguments(["--planner", "jit", "--microbatches", "2"])
+        gpt_options.arguments(["--planner", "jit", "--microbatches", "2"])
     assert "needs a planner" in capsys.readouterr().err

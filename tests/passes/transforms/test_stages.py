@@ -61,10 +61,8 @@ class Writer:
         return found
 
 
-def step(seed: int) -> Graph:
-    """A step of a random network: layers that read earlier ones, a weight that two of them share, random gradients."""
-    r = random.Random(seed)
-    n_layers = r.randint(4, 7)
+def microbatch(r: random.Random, n_layers: int) -> Graph:
+    """A random network: layers that read earlier ones, a weight that two of them share, random gradients."""
     body = Writer()
     weights = [body.value() for _ in range(n_layers)]
     sums = [body.value() for _ in range(n_layers)]
@@ -100,9 +98,14 @@ def step(seed: int) -> Graph:
         while len(parts) > 1:
             parts = [body.add("add_any", *parts[:2], scope=f"transpose(jvp(net))/layer_{k}"), *parts[2:]]
         leaving.append(body.add("add", total, parts[0], scope=f"{LOOP}/accumulate"))
-    inner = body.graph([*weights, *sums, first, target], [*leaving, *([hidden[-1]] if r.random() < 0.5 else [])])
+    return body.graph([*weights, *sums, first, target], [*leaving, *([hidden[-1]] if r.random() < 0.5 else [])])
 
-    outer = Writer()
+
+def step(seed: int) -> Graph:
+    """A step that adds up the gradients of a random network over microbatches, and the update after the loop."""
+    r = random.Random(seed)
+    n_layers = r.randint(4, 7)
+    inner, outer = microbatch(r, n_layers), Writer()
     state = [outer.value() for _ in range(n_layers)]
     moment = outer.value()
     batch = [outer.value(STACK), outer.value(STACK)]
