@@ -383,7 +383,7 @@ class ParallelFunction:
     def _pipeline(self, program: _Program, plan: PipelinePlan) -> Pipeline:
         """A pipeline's program, compiled."""
         traced = program.traced
-        cut = stages.cut(traced.graph, plan.firsts, traced.tied)
+        cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
         written = build(traced, plan, cut, self._present(plan))
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
         return load(written, rows, traced.out_tree, traced.weak)
@@ -408,7 +408,7 @@ class ParallelFunction:
         if isinstance(self._planner, Auto):
             return self._chosen(program, self._planner, cluster)
         traced = program.traced
-        plan = self._planner.plan(traced.graph, cluster, tied=traced.tied, donated=traced.donated)
+        plan = self._planner.plan(traced.graph, cluster, state_pairs=traced.state_pairs, donated=traced.donated)
         shortage.check(plan, cluster, self._memory_limit, _at(self._signature.source))
         if isinstance(plan, PipelinePlan):
             program.plan = plan
@@ -439,7 +439,7 @@ class ParallelFunction:
                 traced, pieces = in_pieces(traced, self._planner.pieces)
                 structs = pieces.structs(program.structs) if pieces else program.structs
                 traced = microbatched(traced, structs, plan.microbatches, self._coupling)
-            plan.check(traced.graph, traced.tied)
+            plan.check(traced.graph, traced.state_pairs)
         else:
             if isinstance(self._planner, Auto):
                 traced = self._forms(program).program(variant_of(replace(plan, remat=()) if program.kept else plan))

@@ -69,7 +69,7 @@ def key_of(
         "program": graph.fingerprint,
         "names": _digest(repr((graph.input_names, graph.output_names, [node.scope for _, node in _nodes(graph)]))),
         "rules": _digest("\n".join(_own_rules(graph))),
-        "tied": traced.tied,
+        "tied": traced.state_pairs,
         "donated": [i for i, is_donated in enumerate(traced.donated) if is_donated],
         "cluster": cluster.to_json(),
         "planner": described,
@@ -138,7 +138,7 @@ def checked_cache(cache: Any) -> PlanCache | None:
 def relocated(plan: AnyPlan, traced: Traced) -> AnyPlan | None:
     """A plan of this very step with the source lines that it has now; None where one line has become several."""
     if isinstance(plan, PipelinePlan):
-        parts = cut(traced.graph, plan.firsts, traced.tied).parts
+        parts = cut(traced.graph, plan.firsts, traced.state_pairs).parts
         pairs = [(stage.operators, part.graph) for stage, part in zip(plan.stages, parts, strict=True)]
     else:
         pairs = [(plan.operators, traced.graph)]

@@ -212,7 +212,7 @@ class Planned:
             parallel = autopar.parallelize(self.step, cluster=cluster, planner=chosen, donate_argnums=(0,))
             self.plans[cluster, planner] = parallel.trace(*self.given), parallel.plan(*self.given)
         traced, plan = self.plans[cluster, planner]
-        return Program(graph=traced.graph, plan=plan, tied=traced.tied)
+        return Program(graph=traced.graph, plan=plan, state_pairs=traced.state_pairs)
 
     def verdict(self, cluster: str, planner: str) -> tuple[Program, Verdict]:
         """What is unexplained in a plan."""

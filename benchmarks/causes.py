@@ -106,7 +106,7 @@ class Program:
 
     graph: Graph
     plan: Plan
-    tied: Sequence[tuple[int, int]]
+    state_pairs: Sequence[tuple[int, int]]
     root: Region = field(init=False)
     resharder: Resharder = field(init=False)
 
@@ -127,7 +127,7 @@ class Program:
     @cached_property
     def returned(self) -> frozenset[int]:
         """The positions of inputs that the step returns again."""
-        return frozenset(i for _, i in self.tied)
+        return frozenset(i for _, i in self.state_pairs)
 
     @cached_property
     def parameters(self) -> frozenset[int]:
@@ -167,7 +167,7 @@ class Program:
     def families(self) -> Mapping[Value, int]:
         """The parameter that a gradient or an update belongs to: walked back from the outputs over equal sizes."""
         found: dict[Value, int] = {}
-        for o, i in self.tied:
+        for o, i in self.state_pairs:
             if i in self.parameters:
                 self._family((0, self.graph.outputs[o]), i, found)
         return found

@@ -83,7 +83,7 @@ def planned(along: str, size: int, program: tuple[Traced, float], cluster: str, 
     meshes = layouts(described, described.n_devices, axes)
     meshes = [min(meshes, key=lambda mesh: max(mesh.sizes))] if first else meshes
     start = time.perf_counter()
-    plan = best("auto", found.graph, meshes, found.tied, found.donated, Auto().solver)
+    plan = best("auto", found.graph, meshes, found.state_pairs, found.donated, Auto().solver)
     return Row(
         along=along,
         size=size,

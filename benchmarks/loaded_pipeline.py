@@ -82,7 +82,7 @@ def load(training: Training, planner: autopar.Pipeline) -> Loaded:
     parallel = autopar.parallelize(training.step, planner=planner, devices=devices)
     arguments = training.state, training.batch
     plan, traced = parallel.plan(*arguments), parallel.trace(*arguments)
-    cut = stages.cut(traced.graph, plan.firsts, traced.tied)
+    cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
     rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
     pipeline = runtime.load(build(traced, plan, cut, devices), rows, traced.out_tree, traced.weak)
     state, _ = pipeline(jax.tree.leaves((arguments, {})))

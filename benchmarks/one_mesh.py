@@ -103,16 +103,16 @@ def plan(
     with found.timed("bundles"):
         grouping = group(graph)
     with found.timed("tables"):
-        assembly = assemble(graph, mesh, grouping, resharder, traced.tied, refetch=False)
+        assembly = assemble(graph, mesh, grouping, resharder, traced.state_pairs, refetch=False)
     with found.timed("build and solve"):
         answer = solve(assembly.problem, options)
     with found.timed("placements and moves"):
         layout = assembly.layout(answer.choice)
         schedule = moves(graph, layout, resharder, refetch=False)
     with found.timed("memory"):
-        memory(graph, grouping, mesh, layout, schedule, traced.tied, traced.donated)
+        memory(graph, grouping, mesh, layout, schedule, traced.state_pairs, traced.donated)
     with found.timed("whole"):
-        whole = best("auto", graph, [mesh], traced.tied, traced.donated, options)
+        whole = best("auto", graph, [mesh], traced.state_pairs, traced.donated, options)
     parts = [spent for phase, spent in found.spent.items() if phase not in ("trace", "whole")]
     total = found.spent.pop("whole")
     found.spent["rest"] = Spent(

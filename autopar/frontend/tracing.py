@@ -14,7 +14,7 @@ from autopar.frontend.arguments import Names, Positions, abstract, signature_of
 from autopar.frontend.flattening import Equation, flatten
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import uncollected
-from passes.ir import Graph, TensorType
+from passes.ir import Graph, StatePairs, TensorType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +22,10 @@ class Traced:
     """A function at given argument types; `equations` are parallel to `graph.nodes`, `constants` to `graph.constants`.
 
     `in_tree` is the tree of (args, kwargs) without static arguments. `donated` has one flag a flat input, `weak` one a
-    flat output: whether `jax.jit` would return it weakly typed. `tied` pairs flat outputs with the flat inputs that the
-    next call takes them for. The inputs at `stacked` come as microbatches: [count, rows, ...] for the caller's
-    [count * rows, ...]. `jaxpr` is what `jax.jit` would run of flat arguments, None where the graph is no longer that
-    function.
+    flat output: whether `jax.jit` would return it weakly typed. `state_pairs` pairs flat outputs with the
+    flat inputs that the next call takes them for. The inputs at `stacked` come as microbatches: [count, rows, ...] for
+    the caller's [count * rows, ...]. `jaxpr` is what `jax.jit` would run of flat arguments, None where the graph is no
+    longer that function.
     """
 
     graph: Graph
@@ -35,7 +35,7 @@ class Traced:
     out_tree: PyTreeDef
     donated: tuple[bool, ...]
     weak: tuple[bool, ...]
-    tied: tuple[tuple[int, int], ...]
+    state_pairs: StatePairs
     stacked: tuple[int, ...] = ()
     jaxpr: Any = None
 
@@ -85,7 +85,7 @@ def trace(
         out_tree=out_tree,
         donated=donated,
         weak=tuple(bool(aval.weak_type) for aval in found.jaxpr.out_avals),
-        tied=_tied(body.graph, in_tree, out_tree, donated),
+        state_pairs=_tied(body.graph, in_tree, out_tree, donated),
         jaxpr=found.jaxpr,
     )
 

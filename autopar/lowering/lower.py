@@ -78,7 +78,7 @@ def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
     """The program with the plan's offloaded inputs in the host's memory, where their new values go as well."""
     if not plan.offloaded:
         return program
-    back = {o: i for o, i in traced.tied if i in plan.offloaded}
+    back = {o: i for o, i in traced.state_pairs if i in plan.offloaded}
     inner, inputs, outputs = program.function, program.in_shardings, program.out_shardings
 
     def function(*given: Any) -> tuple[Any, ...]:

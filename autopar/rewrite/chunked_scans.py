@@ -80,7 +80,7 @@ class _Cutter:
     def __init__(self, traced: Traced, stages: int, asked: frozenset[int]) -> None:
         self.traced, self.stages = traced, stages
         self.graph: Graph = traced.graph
-        self.state = {self.graph.inputs[i]: i for _, i in traced.tied}
+        self.state = {self.graph.inputs[i]: i for _, i in traced.state_pairs}
         self.steady = _steady(self.graph, set(self.state))
         self.types = list(self.graph.types)
         self.nodes: list[Node] = []
@@ -107,7 +107,7 @@ class _Cutter:
                 self._reduce(index)
             else:
                 self._copy(index)
-        for output, position in self.traced.tied:
+        for output, position in self.traced.state_pairs:
             value = self.graph.outputs[output]
             if value in self.apart and self._is_plain(value):
                 self.asked.add(position)
@@ -327,8 +327,8 @@ class _Cutter:
 
     def finish(self) -> tuple[Traced, Pieces]:
         """What was written, and how its inputs and outputs are cut."""
-        graph, tied = self.graph, self.traced.tied
-        in_state = {graph.outputs[o] for o, i in tied if i in self.given}
+        graph, state_pairs = self.graph, self.traced.state_pairs
+        in_state = {graph.outputs[o] for o, i in state_pairs if i in self.given}
         ins = [self.cut[v] if i in self.given else (v,) for i, v in enumerate(graph.inputs)]
         outs = [self.cut[v] if v in in_state or v in self.apart else (v,) for v in graph.outputs]
         live = {v for held in outs for v in held}
@@ -353,7 +353,7 @@ class _Cutter:
         firsts_in, firsts_out = _firsts(ins), _firsts(outs)
         pairs = [
             (firsts_out[o] + n, firsts_in[i] + n)
-            for o, i in tied
+            for o, i in state_pairs
             if len(outs[o]) == len(ins[i])
             for n in range(len(ins[i]))
         ]
@@ -365,7 +365,7 @@ class _Cutter:
             out_tree=jax.tree.structure((0,) * len(written.outputs)),
             donated=tuple(flag for flag, held in zip(self.traced.donated, ins, strict=True) for _ in held),
             weak=tuple(flag for flag, held in zip(self.traced.weak, outs, strict=True) for _ in held),
-            tied=tuple(sorted(pairs)),
+            state_pairs=tuple(sorted(pairs)),
         )
         return program, Pieces(inputs=tuple(map(len, ins)), outputs=tuple(map(len, outs)))
 

@@ -11,7 +11,7 @@ import jax
 from autopar.frontend import Traced
 from autopar.rewrite.microbatch import microbatched
 from passes.errors import PlanningError
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
 from passes.layers import KEPT, abridge, blocks
 from passes.pipeline import Sample, body_of
 from passes.transforms import Coupling, split
@@ -46,12 +46,12 @@ class Family:
             short, structs, left_out = self._short
             found = microbatched(short, structs, count, self.coupling)
             if len(blocks(body_of(found.graph), covered=0.0)) == KEPT + 1:
-                return Sample(graph=found.graph, tied=found.tied, left_out=left_out)
-        return Sample(graph=self.graph(count), tied=self.traced.tied)
+                return Sample(graph=found.graph, state_pairs=found.state_pairs, left_out=left_out)
+        return Sample(graph=self.graph(count), state_pairs=self.traced.state_pairs)
 
     @property
-    def tied(self) -> tuple[tuple[int, int], ...]:
-        return self.traced.tied
+    def state_pairs(self) -> StatePairs:
+        return self.traced.state_pairs
 
     @property
     def donated(self) -> tuple[bool, ...]:
@@ -66,7 +66,7 @@ class Family:
     def _divisors(self) -> tuple[int, ...]:
         graph = self.traced.graph
         try:
-            batch = split(graph, 1, tied=self.traced.tied, coupling=self.coupling).batch
+            batch = split(graph, 1, state_pairs=self.traced.state_pairs, coupling=self.coupling).batch
         except PlanningError:
             return ()
         rows = graph.types[graph.inputs[batch[0]]].shape[0]
@@ -76,7 +76,7 @@ class Family:
     def _short(self) -> tuple[Traced, tuple[jax.ShapeDtypeStruct, ...], int] | None:
         """The step with fewer blocks, its arguments, and how many were left out; None if layers are parts of blocks."""
         traced, structs = self.traced, self.structs
-        found = abridge(traced.graph, traced.tied)
+        found = abridge(traced.graph, traced.state_pairs)
         if found is None or found.left_out + KEPT < self.layers:
             return None
         short = replace(
@@ -85,6 +85,6 @@ class Family:
             equations=tuple(traced.equations[i] for i in found.nodes),
             donated=tuple(traced.donated[i] for i in found.inputs),
             weak=tuple(traced.weak[o] for o in found.outputs),
-            tied=found.tied,
+            state_pairs=found.state_pairs,
         )
         return short, tuple(structs[i] for i in found.inputs), found.left_out

@@ -48,7 +48,7 @@ class TracedForms:
 
     def form(self, variant: Variant) -> Form:
         found = self.program(variant)
-        return Form(graph=found.graph, tied=found.tied, donated=found.donated)
+        return Form(graph=found.graph, state_pairs=found.state_pairs, donated=found.donated)
 
     def program(self, variant: Variant) -> Traced:
         """The step in one form. Raises PlanningError where it has none such."""

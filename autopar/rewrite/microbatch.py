@@ -36,7 +36,7 @@ def microbatched(
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
-    chosen = split(traced.graph, count, tied=traced.tied, coupling=coupling)
+    chosen = split(traced.graph, count, state_pairs=traced.state_pairs, coupling=coupling)
     origins: list[Node] = []
     body = _marked(body_of(traced), origins)
     graph = traced.graph

@@ -93,7 +93,7 @@ class _Builder:
         self._after()
         results, gone = self._results(), reused(self.traced)
         inputs, outputs = self.graph.inputs, self.graph.outputs
-        successors = {inputs[position]: outputs[output] for output, position in self.traced.tied}
+        successors = {inputs[position]: outputs[output] for output, position in self.traced.state_pairs}
         instructions, segments = donating(self.instructions, self.segments, self.feeds, gone, successors)
         program = Program(
             segments=tuple(segments),

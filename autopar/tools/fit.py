@@ -119,7 +119,7 @@ class Step:
 
     def batch(self) -> tuple[int, ...]:
         """The flat arguments that make up the batch. Raises PlanningError where none does."""
-        return split(self.traced.graph, 1, tied=self.traced.tied, coupling="independent").batch
+        return split(self.traced.graph, 1, state_pairs=self.traced.state_pairs, coupling="independent").batch
 
 
 def traced_step(example: Example, rows: Mapping[int, int] | None = None) -> Step:
@@ -169,12 +169,12 @@ def _jit(step: Step, room: Room, said: Said) -> Plan:
     group, found = room.cluster.group(), step.by_hand()
     alone = HostGroup(hosts=1, devices_per_host=1, device=group.device, intra=group.intra, inter=group.inter)
     cluster = Cluster(name=f"one of {room.cluster.name}", groups=(alone,))
-    return best("jit", found.graph, [named(cluster)], found.tied, found.donated, room.auto.solver)
+    return best("jit", found.graph, [named(cluster)], found.state_pairs, found.donated, room.auto.solver)
 
 
 def _planned(planner: Planner, step: Step, room: Room) -> Plan:
     found = step.by_hand()
-    return cast("Plan", planner.plan(found.graph, room.cluster, tied=found.tied, donated=found.donated))
+    return cast("Plan", planner.plan(found.graph, room.cluster, state_pairs=found.state_pairs, donated=found.donated))
 
 
 def _by(planner: Planner) -> Planned:

@@ -9,7 +9,7 @@ from passes.intra_op.extract import accounted, move_seconds
 from passes.intra_op.flops import product_flops
 from passes.intra_op.mesh_search import MeshSearch, best, stopped
 from passes.intra_op.meshes import layouts, named
-from passes.intra_op.offloading import Tied, away
+from passes.intra_op.offloading import away
 from passes.intra_op.roles import in_forward
 from passes.intra_op.variants import MOST_OPERATORS, Form, Forms, Variant, VariantSearch, variant_of
 
@@ -19,7 +19,6 @@ __all__ = [
     "Form",
     "Forms",
     "MeshSearch",
-    "Tied",
     "Variant",
     "VariantSearch",
     "accounted",

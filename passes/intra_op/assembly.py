@@ -13,7 +13,7 @@ import numpy as np
 
 from passes.cluster import Mesh
 from passes.intra_op.strategies import Table
-from passes.ir import Body, Control, Graph, Phase, TensorType, Wire
+from passes.ir import Body, Control, Graph, Phase, StatePairs, TensorType, Wire
 from passes.placement import Grouping, Layout, Placement
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import Resharder, ShardingSpec, replicated
@@ -175,7 +175,7 @@ class Assembly:
     mesh: Mesh
     root: Region
     problem: ShardingProblem
-    tied: tuple[tuple[int, int], ...]
+    state_pairs: StatePairs
     groups: Mapping[tuple[int, int, bool], int]
 
     def layout(self, choice: Sequence[int]) -> Layout:
@@ -183,7 +183,7 @@ class Assembly:
         graph = self.root.graph
         home, placements = self.root.placed(choice)
         inputs = tuple(home[value] for value in graph.inputs)
-        back = dict(self.tied)
+        back = dict(self.state_pairs)
         outputs = tuple(
             inputs[back[o]]
             if o in back

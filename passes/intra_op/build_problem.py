@@ -16,7 +16,7 @@ from passes.cluster import Mesh
 from passes.gc_pause import uncollected
 from passes.intra_op.assembly import Assembly, Border, Joint, Region, Specs, full_placements, stacked
 from passes.intra_op.strategies import Table, Tabulator, outline
-from passes.ir import Control, Graph, Slot, TensorType
+from passes.ir import Control, Graph, Slot, StatePairs, TensorType
 from passes.placement import Bundle, Grouping, weights
 from passes.sharding import Resharder, ShardingSpec, replicated
 from passes.solver import Edge, Floats, Indices, Memory, ShardingProblem
@@ -305,9 +305,9 @@ class _Builder:
             )
         return self.passed[region.number]
 
-    def finish(self, root: Region, tied: tuple[tuple[int, int], ...]) -> Assembly:
+    def finish(self, root: Region, state_pairs: StatePairs) -> Assembly:
         """The problem, its outputs back where they are state or at least whole."""
-        graph, back = root.graph, dict(tied)
+        graph, back = root.graph, dict(state_pairs)
         for position, value in enumerate(graph.outputs):
             root_value = root.grouping.roots.get(value, value)
             if root_value not in root.borders:
@@ -329,7 +329,7 @@ class _Builder:
                 kinds=tuple(self.kinds),
                 memory=self.common.memory,
             ),
-            tied=tied,
+            state_pairs=state_pairs,
             groups=self.groups,
         )
 
@@ -360,15 +360,15 @@ def assemble(
     mesh: Mesh,
     grouping: Grouping,
     resharder: Resharder,
-    tied: tuple[tuple[int, int], ...],
+    state_pairs: StatePairs,
     *,
     refetch: bool = True,
 ) -> Assembly:
-    """The sharding problem of a graph on one mesh; `tied` pairs (output, input) positions that are one state.
+    """The sharding problem of a graph on one mesh; `state_pairs` are the (output, input) positions of its state.
 
     With `refetch`, a weight is brought to where the backward pass wants it anew, and paid for again.
     """
     builder = _Builder(mesh=mesh, resharder=resharder, refetch=refetch)
     root = builder.lay_out(graph, grouping, {}, 1.0)
     builder.connect(root)
-    return builder.finish(root, tied)
+    return builder.finish(root, state_pairs)

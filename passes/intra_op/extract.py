@@ -9,7 +9,7 @@ from dataclasses import replace
 from passes.gc_pause import uncollected
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.computing import compute_seconds
-from passes.ir import PHASES, Graph, Phase
+from passes.ir import PHASES, Graph, Phase, StatePairs
 from passes.memory import memory
 from passes.placement import Grouping, Schedule, due, group, moves
 from passes.placement import collectives as collectives_of
@@ -27,7 +27,7 @@ def read_off(
     assembly: Assembly,
     answer: Answer,
     resharder: Resharder,
-    tied: Sequence[tuple[int, int]],
+    state_pairs: StatePairs,
     donated: Sequence[bool],
     phases: dict[str, float],
     refetch: bool,
@@ -39,7 +39,7 @@ def read_off(
     donated = donated or (False,) * len(graph.inputs)
     compute = assembly.root.compute_seconds(answer.choice)
     moving, moved = move_seconds(graph, schedule, resharder)
-    held = memory(graph, grouping, mesh, layout, schedule, tied, donated)
+    held = memory(graph, grouping, mesh, layout, schedule, state_pairs, donated)
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,
@@ -69,7 +69,7 @@ def read_off(
 
 
 @uncollected()
-def accounted(plan: Plan, graph: Graph, tied: Sequence[tuple[int, int]], donated: Sequence[bool]) -> Plan:
+def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> Plan:
     """The plan with the collectives, seconds and bytes that follow from its placements, if it says otherwise.
 
     An edited plan keeps the numbers of the one that it was made of; how far it is from the best is unknown.
@@ -77,7 +77,7 @@ def accounted(plan: Plan, graph: Graph, tied: Sequence[tuple[int, int]], donated
     layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
     schedule = moves(graph, layout, resharder, refetch=plan.refetch)
     sent = collectives_of(graph, schedule, mesh)
-    held = memory(graph, grouping, mesh, layout, schedule, tied, donated or (False,) * len(graph.inputs))
+    held = memory(graph, grouping, mesh, layout, schedule, state_pairs, donated or (False,) * len(graph.inputs))
     nbytes = {cause: size for cause, size in held.nbytes.items() if size}
     away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
     compute = compute_seconds(graph, grouping, mesh, layout)

@@ -32,9 +32,9 @@ from passes.intra_op.memory_limit import (
 )
 from passes.intra_op.memory_rows import live
 from passes.intra_op.meshes import allowed
-from passes.intra_op.offloading import Tied, away, held_nbytes, resting
+from passes.intra_op.offloading import away, held_nbytes, resting
 from passes.intra_op.peak_node import Path, busiest
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
 from passes.memory import memory
 from passes.placement import Grouping, group, moves
 from passes.plan import INTERRUPTED, Plan
@@ -68,7 +68,7 @@ def best(
     name: str,
     graph: Graph,
     meshes: Sequence[Mesh],
-    tied: Tied,
+    state_pairs: StatePairs,
     donated: Sequence[bool],
     options: SolverOptions,
     restrict: Restriction | None = None,
@@ -80,7 +80,7 @@ def best(
     return MeshSearch(
         name=name,
         graph=graph,
-        tied=tied,
+        state_pairs=state_pairs,
         donated=donated,
         options=options,
         restrict=restrict,
@@ -105,7 +105,7 @@ class MeshSearch:
 
     name: str
     graph: Graph
-    tied: Tied
+    state_pairs: StatePairs
     donated: Sequence[bool]
     options: SolverOptions
     restrict: Restriction | None = None
@@ -130,7 +130,7 @@ class MeshSearch:
     def __post_init__(self) -> None:
         start = time.perf_counter()
         self.grouping = group(self.graph)
-        self.offloaded = resting(self.graph, self.tied) if self.offload else ()
+        self.offloaded = resting(self.graph, self.state_pairs) if self.offload else ()
         self.phases = {"bundles": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
     def over(self, meshes: Sequence[Mesh]) -> Plan:
@@ -236,7 +236,7 @@ class MeshSearch:
         """A search of the same program, with its solved problems, that offloads or does not."""
         other = copy(self)
         other.report, other.solved, other.lowest, other.seen = report, list(self.solved), None, list(self.seen)
-        other.offloaded = resting(self.graph, self.tied) if offload else ()
+        other.offloaded = resting(self.graph, self.state_pairs) if offload else ()
         return other
 
     def within(self, limit: float, at_most: float = math.inf, end: Deadline | None = None) -> Plan | None:
@@ -380,7 +380,7 @@ class MeshSearch:
 
     def _assembled(self, mesh: Mesh, resharder: Resharder, refetch: bool) -> Assembly:
         began = time.perf_counter()
-        assembly = assemble(self.graph, mesh, self.grouping, resharder, self.tied, refetch=refetch)
+        assembly = assemble(self.graph, mesh, self.grouping, resharder, self.state_pairs, refetch=refetch)
         assembly = self.restrict(assembly) if self.restrict else assembly
         self.phases["tables"] += time.perf_counter() - began
         return assembly
@@ -396,7 +396,7 @@ class MeshSearch:
             late = any(other.status == "time limit" for other in others)
             answer = replace(answer, status="time limit" if late else "near optimal")
         plan = read_off(
-            self.name, one.assembly, answer, one.resharder, self.tied, self.donated, self.phases, one.refetch
+            self.name, one.assembly, answer, one.resharder, self.state_pairs, self.donated, self.phases, one.refetch
         )
         plan = stopped(plan) if self.interrupted else plan
         if not self.offloaded:
@@ -419,7 +419,7 @@ class MeshSearch:
         layout = one.assembly.layout(choice)
         schedule = moves(graph, layout, one.resharder, refetch=one.refetch)
         donated = self.donated or (False,) * len(graph.inputs)
-        found = memory(graph, grouping, mesh, layout, schedule, self.tied, donated)
+        found = memory(graph, grouping, mesh, layout, schedule, self.state_pairs, donated)
         elsewhere = away(held_nbytes(graph, layout, self.offloaded, mesh))
         needed = found.peak_nbytes - elsewhere
         if self.lowest is None or needed < self.lowest[0]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.cluster import Mesh
-from passes.ir import Graph, phase
+from passes.ir import Graph, StatePairs, phase
 from passes.placement import Layout
 
-Tied = tuple[tuple[int, int], ...]
-"""Outputs, by position, each with the input of the next step that it is."""
 
-
-def resting(graph: Graph, tied: Tied) -> tuple[int, ...]:
+def resting(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     """The inputs that the step returns again and reads in its apply phase alone: the optimizer's state, for one."""
     found: list[int] = []
-    for _, position in tied:
+    for _, position in state_pairs:
         value = graph.inputs[position]
         readers = [graph.nodes[r] for r in graph.consumers.get(value, ())]
         if graph.types[value].rank and all(phase(node) == "apply" and not node.subgraphs for node in readers):

@@ -34,7 +34,7 @@ def roles(assembly: Assembly) -> Roles:
     """The roles of a step's inputs. Raises PlanningError when no input looks like a batch."""
     graph = assembly.root.graph
     stacks = microbatch_stacks(graph)
-    returned = {graph.inputs[i] for _, i in assembly.tied} - stacks
+    returned = {graph.inputs[i] for _, i in assembly.state_pairs} - stacks
     shared = _shared(graph, returned, stacks)
     parameters = {value for value in returned if in_forward(graph, value)} | shared
     batch = {

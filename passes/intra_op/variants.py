@@ -12,8 +12,8 @@ from typing import Protocol
 
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op.mesh_search import MeshSearch, ended, stopped
-from passes.intra_op.offloading import Tied, resting
-from passes.ir import Graph
+from passes.intra_op.offloading import resting
+from passes.ir import Graph, StatePairs
 from passes.plan import LATE, Plan
 from passes.progress import Deadline, Report, silent, within
 from passes.text import quantities
@@ -56,7 +56,7 @@ class Form:
     """A step in one form, as planners take it."""
 
     graph: Graph
-    tied: Tied
+    state_pairs: StatePairs
     donated: Sequence[bool]
 
 
@@ -128,7 +128,7 @@ class VariantSearch:
                 continue
             search = self._searched(form, variant)
             if not self.tried:
-                self.offloads = bool(resting(form.graph, form.tied))
+                self.offloads = bool(resting(form.graph, form.state_pairs))
                 if search.cheapest.peak_nbytes <= self.limit:
                     return _formed(search.cheapest, variant)
             self.floor = self.floor or search.least_seconds

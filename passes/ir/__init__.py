@@ -2,7 +2,7 @@
 
 from passes.ir.control import Body, Control, Slot, Wire, control_of
 from passes.ir.effects import CALLBACKS, has_effect, is_ordered
-from passes.ir.graph import Graph, Node, TensorType, item_nbytes
+from passes.ir.graph import Graph, Node, StatePairs, TensorType, item_nbytes
 from passes.ir.phases import LOOP, PHASES, Phase, phase
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Node",
     "Phase",
     "Slot",
+    "StatePairs",
     "TensorType",
     "Wire",
     "control_of",

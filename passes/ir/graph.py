@@ -17,6 +17,10 @@ from passes.errors import InternalError
 _ITEM_NBYTES = {"bool": 1, "float0": 0, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
 
 
+StatePairs = tuple[tuple[int, int], ...]
+"""Positions (output, input) of a step's state: the caller hands the output to the next step as that input."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorType:
     """The shape and dtype of a value, dtype by its NumPy or ml_dtypes name (`float32`, `bfloat16`, `key<fry>`)."""

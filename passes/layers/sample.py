@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from passes.ir import Graph, Node, phase
+from passes.ir import Graph, Node, StatePairs, phase
 from passes.layers.forward import forward_nodes, forward_scope
 from passes.layers.repeats import blocks
 
@@ -36,16 +36,16 @@ class Abridged:
     nodes: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    tied: tuple[tuple[int, int], ...]
+    state_pairs: StatePairs
     left_out: int
 
 
-def abridge(graph: Graph, tied: Sequence[tuple[int, int]]) -> Abridged | None:
+def abridge(graph: Graph, state_pairs: StatePairs) -> Abridged | None:
     """The step with fewer blocks; None if it has too few that are shown to be equal."""
     firsts = blocks(graph)
     if len(firsts) - 1 <= KEPT:
         return None
-    matched = _Matched(graph=graph, firsts=firsts, home=_homes(graph, firsts), tied=tuple(tied))
+    matched = _Matched(graph=graph, firsts=firsts, home=_homes(graph, firsts), state_pairs=tuple(state_pairs))
     return matched.without() if matched.match() else None
 
 
@@ -105,7 +105,7 @@ class _Matched:
     graph: Graph
     firsts: tuple[int, ...]
     home: tuple[int, ...]
-    tied: tuple[tuple[int, int], ...]
+    state_pairs: StatePairs
     slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
     owner: dict[int, int] = field(default_factory=dict[int, int])
     at: dict[tuple[int, Slot], int] = field(default_factory=dict[tuple[int, Slot], int])
@@ -248,7 +248,7 @@ class _Matched:
         graph, slots = self.graph, self.slots
         made = {o: slots[v] for o, v in enumerate(graph.outputs) if self.owner.get(v) == home}
         read = {i: slots[v] for i, v in enumerate(graph.inputs) if self.owner.get(v) == home}
-        state = dict(self.tied)
+        state = dict(self.state_pairs)
         return frozenset((slot, read.get(state.get(o, -1))) for o, slot in made.items()) | frozenset(read.values())
 
     def without(self) -> Abridged | None:
@@ -268,8 +268,10 @@ class _Matched:
         )
         if not _is_ordered(short):
             return None
-        tied = tuple((leaving[o], entering[i]) for o, i in self.tied if o in leaving and i in entering)
-        return Abridged(graph=short, nodes=nodes, inputs=inputs, outputs=outputs, tied=tied, left_out=len(gone))
+        state_pairs = tuple((leaving[o], entering[i]) for o, i in self.state_pairs if o in leaving and i in entering)
+        return Abridged(
+            graph=short, nodes=nodes, inputs=inputs, outputs=outputs, state_pairs=state_pairs, left_out=len(gone)
+        )
 
     def _kept(self, node: Node, home: int) -> Node:
         """A node that stays, reading what stays."""

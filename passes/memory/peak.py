@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from passes.cluster import Mesh
 from passes.gc_pause import uncollected
-from passes.ir import Graph, Node, Phase, phase
+from passes.ir import Graph, Node, Phase, StatePairs, phase
 from passes.memory.device_program import WHOLE, Border, Context, DeviceProgram, border_of, lower
 from passes.memory.fusion import fuse
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
@@ -73,12 +73,12 @@ def memory(
     mesh: Mesh,
     layout: Layout,
     schedule: Schedule,
-    tied: Sequence[tuple[int, int]],
+    state_pairs: StatePairs,
     donated: Sequence[bool],
 ) -> Memory:
-    """What a plan needs on one device; `tied` pairs (output, input) positions that are one state."""
+    """What a plan needs on one device; `state_pairs` are the (output, input) positions of its state."""
     forward = _read_forward(graph, grouping)
-    state = {i for _, i in tied}
+    state = {i for _, i in state_pairs}
     held: list[Holder] = []
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
         cause = "other arguments"
@@ -86,7 +86,7 @@ def memory(
             cause = "parameters" if value in forward else "optimizer state"
         name = graph.input_names[position] if graph.input_names else f"argument {position}"
         held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause=cause))
-    in_place = {o for o, i in tied if donated[i]}
+    in_place = {o for o, i in state_pairs if donated[i]}
     for position, (value, spec) in enumerate(zip(graph.outputs, layout.outputs, strict=True)):
         if position not in in_place:
             name = graph.output_names[position] if graph.output_names else f"output {position}"

@@ -10,7 +10,7 @@ from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.errors import InternalError, PlanningError, explain
 from passes.inter_op import StageCost, Transfer
 from passes.intra_op import accounted
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
 from passes.memory import memory
 from passes.pipeline.segments import Needs, needs
 from passes.placement import Layout, collectives, group, is_free, moves
@@ -51,7 +51,7 @@ def pipelined(
     name: str,
     graph: Graph,
     cluster: Cluster,
-    tied: tuple[tuple[int, int], ...],
+    state_pairs: StatePairs,
     donated: Sequence[bool],
     firsts: Sequence[int],
     schedule: str,
@@ -59,14 +59,12 @@ def pipelined(
     chunks: int = 1,
 ) -> PipelinePlan:
     """The pipeline whose stages begin at body nodes `firsts`, each planned by itself."""
-    parts = stages.cut(graph, firsts, tied)
+    parts = stages.cut(graph, firsts, state_pairs)
     plans = [plan_stage(part, k) for k, part in enumerate(parts.parts)]
-    return joined(name, graph, cluster, tied, donated, parts, firsts, plans, schedule, chunks)
+    return joined(name, graph, cluster, state_pairs, donated, parts, firsts, plans, schedule, chunks)
 
 
-def restated(
-    plan: Plan, planned: Graph, graph: Graph, tied: tuple[tuple[int, int], ...], donated: Sequence[bool]
-) -> Plan:
+def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> Plan:
     """The plan of a stage, `planned`, for another of the same fingerprint, whose operators and arrays it names."""
     named = replace(
         plan,
@@ -81,7 +79,7 @@ def restated(
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
     schedule = moves(graph, layout, Resharder(mesh), refetch=plan.refetch)
-    held = memory(graph, group(graph), mesh, layout, schedule, tied, donated)
+    held = memory(graph, group(graph), mesh, layout, schedule, state_pairs, donated)
     return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(held))
 
 
@@ -94,7 +92,7 @@ def joined(
     planner: str,
     graph: Graph,
     cluster: Cluster,
-    tied: tuple[tuple[int, int], ...],
+    state_pairs: StatePairs,
     donated: Sequence[bool],
     cut: Stages,
     firsts: Sequence[int],
@@ -107,7 +105,7 @@ def joined(
     found = {} if known is None else known
 
     def cost(part: Part, plan: Plan) -> StageCost:
-        own, given = stages.ties(part, graph, tied), stages.donations(part, graph, donated)
+        own, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
         key = part.graph.fingerprint, plan.layout, plan.mesh, own, given
         if key not in found:  # most stages of a deep model are alike
             found[key] = needs(part, plan.layout, plan.mesh, own, given)
@@ -133,16 +131,16 @@ def joined(
     return plan
 
 
-def recounted(
-    plan: PipelinePlan, graph: Graph, tied: tuple[tuple[int, int], ...], donated: Sequence[bool]
-) -> PipelinePlan:
+def recounted(plan: PipelinePlan, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> PipelinePlan:
     """The pipeline with the numbers that follow from its stages' placements."""
-    cut = stages.cut(graph, plan.firsts, tied)
+    cut = stages.cut(graph, plan.firsts, state_pairs)
     plans = [
-        accounted(stage, part.graph, stages.ties(part, graph, tied), stages.donations(part, graph, donated))
+        accounted(
+            stage, part.graph, stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
+        )
         for part, stage in zip(cut.parts, plan.stages, strict=True)
     ]
-    about = plan.planner, graph, plan.cluster, tied, donated, cut, plan.firsts, plans
+    about = plan.planner, graph, plan.cluster, state_pairs, donated, cut, plan.firsts, plans
     return joined(*about, plan.schedule_name, plan.chunks)
 
 

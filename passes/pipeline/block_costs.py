@@ -19,7 +19,7 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, PlanningError
 from passes.inter_op import StageCost
 from passes.intra_op import Assembly, Form, assemble, best, move_seconds
-from passes.ir import PHASES
+from passes.ir import PHASES, StatePairs
 from passes.pipeline.assemble import kept, microbatches_of, priced
 from passes.pipeline.segments import entering
 from passes.pipeline.structural_hash import likeness
@@ -34,12 +34,10 @@ from passes.transforms import Part, microbatch_stacks
 ROUGH = 3e-2
 """The relative gap at which the solve of a price ends."""
 
-Ties = tuple[tuple[int, int], ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A part of a step with its ties; parts of one `kind` are the same but for names.
+    """A part of a step with its state; parts of one `kind` are the same but for names.
 
     `chain` pairs (output, input) positions of what a block hands on with what it takes in, if those next to it are like
     it: laid out alike, blocks follow each other without more ado. `fewer` are the kinds that it is of in fewer
@@ -47,36 +45,36 @@ class Block:
     """
 
     part: Part
-    ties: Ties
-    chain: Ties
+    state_pairs: StatePairs
+    chain: StatePairs
     kind: str
     fewer: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, part: Part, ties: Ties, chain: Ties = ()) -> Self:
-        return cls(part=part, ties=ties, chain=chain, kind=likeness(part, (*ties, *chain)))
+    def of(cls, part: Part, state_pairs: StatePairs, chain: StatePairs = ()) -> Self:
+        return cls(part=part, state_pairs=state_pairs, chain=chain, kind=likeness(part, (*state_pairs, *chain)))
 
     def pace(self, cost: StageCost) -> float:
         """Seconds of a microbatch with its share of what comes after all of them."""
         return cost.forward_seconds + cost.backward_seconds + cost.finish_seconds / microbatches_of(self.part)
 
 
-def alike(parts: Sequence[Part], ties: Sequence[Ties]) -> tuple[Block, ...]:
+def alike(parts: Sequence[Part], state_pairs: Sequence[StatePairs]) -> tuple[Block, ...]:
     """The consecutive parts of a step as blocks, chained to what comes before and after them where that is alike."""
-    kinds = [likeness(part, own) for part, own in zip(parts, ties, strict=True)]
+    kinds = [likeness(part, own) for part, own in zip(parts, state_pairs, strict=True)]
     found: list[Block] = []
-    for at, (part, own) in enumerate(zip(parts, ties, strict=True)):
+    for at, (part, own) in enumerate(zip(parts, state_pairs, strict=True)):
         inner = 0 < at < len(parts) - 1 and kinds[at] in (kinds[at - 1], kinds[at + 1])
         found.append(Block.of(part, own, _chain(parts[at - 1], part, parts[at + 1]) if inner else ()))
     return tuple(found)
 
 
-def _chain(before: Part, part: Part, after: Part) -> Ties:
+def _chain(before: Part, part: Part, after: Part) -> StatePairs:
     """What a part hands on, forward and backward, with what it takes in from the other side."""
     return (*_handed(before, part, after), *_handed(after, part, before))
 
 
-def _handed(source: Part, part: Part, target: Part) -> Ties:
+def _handed(source: Part, part: Part, target: Part) -> StatePairs:
     """(output, input) positions of what a part gets from one neighbour and gives to the other; none unless they fit."""
     inputs, outputs = ({v: i for i, v in enumerate(values)} for values in (part.graph.inputs, part.graph.outputs))
     taken = [v for v in part.streams if v in inputs and v in source.graph.outputs]
@@ -242,19 +240,19 @@ class Pricer:
     def plan(self, name: str, form: Form, meshes: Sequence[Mesh], options: SolverOptions) -> Plan:
         """The cheapest plan of a program over the meshes, with what prices have found out about them."""
         return best(
-            name, form.graph, meshes, form.tied, form.donated, options, self.restrict, resharders=self.resharders
+            name, form.graph, meshes, form.state_pairs, form.donated, options, self.restrict, resharders=self.resharders
         )
 
     def _cost(self, one: _First, mesh: Mesh, at_most: float) -> tuple[StageCost | None, float]:
         block, part, graph = one.block, one.block.part, one.block.part.graph
-        ties = (*block.ties, *block.chain)
+        state_pairs = (*block.state_pairs, *block.chain)
         if not self.rough or pinned_mesh(graph) is not None:
-            plan = best("block", graph, [mesh], ties, (), self.options, self.restrict)
+            plan = best("block", graph, [mesh], state_pairs, (), self.options, self.restrict)
             resharder = Resharder(plan.mesh)
             schedule = moves(graph, plan.layout, resharder, refetch=plan.refetch)
             return _price(block, plan.layout, resharder, schedule, plan.phases), plan.solution.bound
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
-        assembly = assemble(graph, mesh, one.grouping, resharder, ties, refetch=False)
+        assembly = assemble(graph, mesh, one.grouping, resharder, state_pairs, refetch=False)
         assembly = self.restrict(assembly) if self.restrict else assembly
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         most = at_most * microbatches_of(part)

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from passes.errors import PlanningError
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
 from passes.layers import KEPT, most_layers
 from passes.pipeline.assemble import body_of
-from passes.pipeline.block_costs import Ties
 from passes.pipeline.stage_table import Sample
 
 FINEST = 32
@@ -24,7 +23,7 @@ REACH, MOST_COUNTS = 4, 10
 
 
 class Step(Protocol):
-    """A step that can be had in microbatches; `tied` pairs (output, input) positions that are one state.
+    """A step that can be had in microbatches; `state_pairs` are the (output, input) positions of its state.
 
     `donated` says of each input whether its room may be taken.
     """
@@ -35,7 +34,7 @@ class Step(Protocol):
         ...
 
     @property
-    def tied(self) -> Ties: ...
+    def state_pairs(self) -> StatePairs: ...
 
     @property
     def donated(self) -> tuple[bool, ...]: ...

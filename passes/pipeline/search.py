@@ -17,9 +17,9 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import OverBudgetError, PlanningError
 from passes.inter_op import Partition, Submesh, build, is_chunked
 from passes.intra_op import Form, named, restrictions, stopped
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
 from passes.pipeline.assemble import body_of, joined, restated
-from passes.pipeline.block_costs import Pricer, Ties
+from passes.pipeline.block_costs import Pricer
 from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, evenly, first_of_each, found
 from passes.pipeline.samples import ANCHORS, Step, anchors, near, sampled
 from passes.pipeline.segments import Needs
@@ -326,15 +326,15 @@ class StagedSearch:
         """A draft with its stages planned as they are, under the schedule that is the best then."""
         graph, shape = self._graph(draft.microbatches), draft.shape
         begins = draft.table.firsts(graph, shape.begins, draft.microbatches)
-        cut = stages.cut(graph, begins, self.step.tied)
-        ties = [stages.ties(part, graph, self.step.tied) for part in cut.parts]
+        cut = stages.cut(graph, begins, self.step.state_pairs)
+        state_pairs = [stages.state_pairs_of(part, graph, self.step.state_pairs) for part in cut.parts]
         given = [stages.donations(part, graph, self.step.donated) for part in cut.parts]
-        plans = self._stages(draft, cut, ties, given, crew)
+        plans = self._stages(draft, cut, state_pairs, given, crew)
         made = joined(
             "auto",
             graph,
             self.cluster,
-            self.step.tied,
+            self.step.state_pairs,
             self.step.donated,
             cut,
             begins,
@@ -347,7 +347,12 @@ class StagedSearch:
         return min(under, default=made, key=lambda one: (one.peak_nbytes > self.limit, one.step_seconds))
 
     def _stages(
-        self, draft: Draft, cut: Stages, ties: Sequence[Ties], given: Sequence[tuple[bool, ...]], crew: Crew
+        self,
+        draft: Draft,
+        cut: Stages,
+        state_pairs: Sequence[StatePairs],
+        given: Sequence[tuple[bool, ...]],
+        crew: Crew,
     ) -> list[Plan]:
         """The plan of every stage; equal ones are planned once, in this draft or another."""
         count, shape, table = draft.microbatches, draft.shape, draft.table
@@ -357,12 +362,17 @@ class StagedSearch:
         self._tell_stage(0, len(ends))
         keys: list[object] = [
             (part.graph.fingerprint, own, gone, tuple(meshes))
-            for part, own, gone, meshes in zip(cut.parts, ties, given, laid_out, strict=True)
+            for part, own, gone, meshes in zip(cut.parts, state_pairs, given, laid_out, strict=True)
         ]
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
         left = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
         tasks = [
-            (f"stage {at}", Form(graph=cut.parts[at].graph, tied=ties[at], donated=given[at]), laid_out[at], options)
+            (
+                f"stage {at}",
+                Form(graph=cut.parts[at].graph, state_pairs=state_pairs[at], donated=given[at]),
+                laid_out[at],
+                options,
+            )
             for at in left.values()
         ]
         is_shared = table is self.table
@@ -372,7 +382,7 @@ class StagedSearch:
         for stage, key in enumerate(keys):
             part, plan = self._plans[key]
             if part is not cut.parts[stage]:
-                plan = restated(plan, part.graph, cut.parts[stage].graph, ties[stage], given[stage])
+                plan = restated(plan, part.graph, cut.parts[stage].graph, state_pairs[stage], given[stage])
                 plan = replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
             plans.append(plan)
         return plans

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.cluster import Mesh
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
 from passes.memory import PERSISTENT, memory
 from passes.placement import Layout, group, is_free, moves
 from passes.sharding import Resharder, ShardingSpec
@@ -76,13 +76,13 @@ class Needs:
     finish: int
 
 
-def needs(part: Part, layout: Layout, mesh: Mesh, ties: Sequence[tuple[int, int]], donated: Sequence[bool]) -> Needs:
-    """What a stage needs; `ties` pairs (output, input) positions that are one state, of which some are `donated`."""
+def needs(part: Part, layout: Layout, mesh: Mesh, state_pairs: StatePairs, donated: Sequence[bool]) -> Needs:
+    """What a stage needs, given the positions of its state and which inputs are `donated`."""
     resharder = Resharder(mesh)
     return Needs(
         entering=entering(part, layout, mesh),
         working=_working(part, layout.placements[part.loop].bodies[0], mesh, resharder),
-        finish=_finish(part, layout, mesh, resharder, {o for o, i in ties if donated[i]}),
+        finish=_finish(part, layout, mesh, resharder, {o for o, i in state_pairs if donated[i]}),
     )
 
 
@@ -115,10 +115,11 @@ def _working(part: Part, inside: Layout, mesh: Mesh, resharder: Resharder) -> in
         sent: list[Held] = [(v, ends[v]) for v in made if v in ends and (v, ends[v]) not in kept]
         piece = piece_of(body, nodes, inside, home, [*kept, *sent])
         places = {v: i for i, v in enumerate(piece.graph.inputs)}
-        ties = [(o, places[sums[v]]) for o, (v, _) in enumerate((*kept, *sent)) if sums.get(v) in places]
+        state_pairs = tuple((o, places[sums[v]]) for o, (v, _) in enumerate((*kept, *sent)) if sums.get(v) in places)
         onward = [(v, spec) for v, spec in sent if v not in sums]
         found.append(
-            _temporary(piece, mesh, resharder, ties) + sum(spec.local_nbytes(body.types[v], mesh) for v, spec in onward)
+            _temporary(piece, mesh, resharder, state_pairs)
+            + sum(spec.local_nbytes(body.types[v], mesh) for v, spec in onward)
         )
     return max(found)
 
@@ -137,12 +138,12 @@ def _finish(part: Part, layout: Layout, mesh: Mesh, resharder: Resharder, in_pla
     return _temporary(piece, mesh, resharder, ()) + sum(made)
 
 
-def _temporary(piece: Piece, mesh: Mesh, resharder: Resharder, ties: Sequence[tuple[int, int]]) -> int:
+def _temporary(piece: Piece, mesh: Mesh, resharder: Resharder, state_pairs: StatePairs) -> int:
     """Bytes of a segment besides its inputs and outputs."""
     graph = piece.graph
     if not graph.nodes:
         return 0
     schedule = moves(graph, piece.layout, resharder)
     donated = (True,) * len(graph.inputs)
-    found = memory(graph, group(graph), mesh, piece.layout, schedule, ties, donated)
+    found = memory(graph, group(graph), mesh, piece.layout, schedule, state_pairs, donated)
     return sum(nbytes for cause, nbytes in found.nbytes.items() if cause not in (*PERSISTENT, "outputs"))

@@ -26,10 +26,10 @@ import numpy as np
 from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.errors import InternalError
 from passes.inter_op import Candidate, Floor, StageCost, Submesh
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
 from passes.layers import Cuts, in_blocks
 from passes.pipeline.assemble import body_of
-from passes.pipeline.block_costs import Block, Pricer, Ties, Wanted, alike
+from passes.pipeline.block_costs import Block, Pricer, Wanted, alike
 from passes.pipeline.lower_bounds import SLACK, Floors
 from passes.transforms import stages
 
@@ -50,7 +50,7 @@ class Sample:
     """A step in microbatches that is there to be priced; after the second of its equal blocks, some are `left_out`."""
 
     graph: Graph
-    tied: Ties
+    state_pairs: StatePairs
     left_out: int = 0
 
 
@@ -115,8 +115,8 @@ class StageCosts:
         """The blocks of a step in order."""
         cuts, sample = self.cuts(microbatches), self.samples[microbatches]
         if microbatches not in self._blocks:
-            parts = stages.cut(sample.graph, cuts.firsts, sample.tied).parts
-            found = alike(parts, [stages.ties(part, sample.graph, sample.tied) for part in parts])
+            parts = stages.cut(sample.graph, cuts.firsts, sample.state_pairs).parts
+            found = alike(parts, [stages.state_pairs_of(part, sample.graph, sample.state_pairs) for part in parts])
             own = [replace(block, fewer=fewer) for block, fewer in zip(found, self._fewer(microbatches), strict=True)]
             self._blocks[microbatches] = tuple(own[part] for part in cuts.blocks)
         return self._blocks[microbatches]

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from passes.ir import Graph, Node, phase
+from passes.ir import Graph, Node, StatePairs, phase
 from passes.transforms import Part
 
 
-def likeness(part: Part, tied: Sequence[tuple[int, int]]) -> str:
-    """16 hex digits that differ where stages do; `tied` are the (output, input) positions that are one state.
+def likeness(part: Part, state_pairs: StatePairs) -> str:
+    """16 hex digits that differ where stages do; `state_pairs` are the (output, input) positions that are one state.
 
     Those of equal digits have the same nodes with the same operands, in the same phases of a step, and send and keep
     the same.
@@ -34,7 +34,7 @@ def likeness(part: Part, tied: Sequence[tuple[int, int]]) -> str:
     lines += [repr(sorted(map(inside.of, body.constants))), repr(sorted(loop.params.items()))]
     for values in (graph.inputs, graph.constants, graph.outputs, part.streams):
         lines.append(repr(sorted(map(names.of, values))))
-    lines.append(repr(sorted((names.of(graph.outputs[o]), names.of(graph.inputs[i])) for o, i in tied)))
+    lines.append(repr(sorted((names.of(graph.outputs[o]), names.of(graph.inputs[i])) for o, i in state_pairs)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -13,7 +13,7 @@ from passes.cluster import Cluster, Collective
 from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.inter_op import Schedule, StageCost, Task, Timeline, Transfer, peaks, simulate
 from passes.inter_op import build as build_schedule
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
 from passes.plan import json as plan_json
 from passes.plan import text as plan_text
 from passes.plan.json import Fields
@@ -130,7 +130,7 @@ class PipelinePlan:
             raise PlanningError(f"a pipeline of {self.n_devices} devices on {self.cluster.n_devices}; plan again")
         self.schedule.verify()
 
-    def check(self, graph: Graph, tied: Sequence[tuple[int, int]]) -> None:
+    def check(self, graph: Graph, state_pairs: StatePairs) -> None:
         """Raises PlanMismatchError unless this plan was made for this step, and every stage's is legal for its part."""
         if graph.fingerprint != self.fingerprint:
             raise PlanMismatchError(
@@ -142,7 +142,7 @@ class PipelinePlan:
                     "plan again, or call the function with the arguments that the plan was made for",
                 )
             )
-        for part, plan in zip(cut(graph, self.firsts, tied).parts, self.stages, strict=True):
+        for part, plan in zip(cut(graph, self.firsts, state_pairs).parts, self.stages, strict=True):
             plan.check(part.graph)
 
     def to_json(self) -> dict[str, object]:

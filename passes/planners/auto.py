@@ -44,8 +44,8 @@ from typing import Protocol, cast
 from passes.cluster import Cluster, Mesh
 from passes.errors import InternalError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
-from passes.intra_op import Form, Forms, MeshSearch, Tied, Variant, VariantSearch, layouts, restrictions, variant_of
-from passes.ir import Graph
+from passes.intra_op import Form, Forms, MeshSearch, Variant, VariantSearch, layouts, restrictions, variant_of
+from passes.ir import Graph, StatePairs
 from passes.pipeline import StagedSearch, Step, interrupted, layers_of, samples_of
 from passes.plan import PipelinePlan, Plan
 from passes.planners.infeasible import leaner, shortage
@@ -64,9 +64,9 @@ class Planner(Protocol):
     """Anything that turns a graph and a cluster into a plan."""
 
     def plan(
-        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
+        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
     ) -> Plan | PipelinePlan:
-        """The plan of `graph` on `cluster`; `tied` pairs (output, input) positions that are one state."""
+        """The plan of `graph` on `cluster`; `state_pairs` are the (output, input) positions of its state."""
         ...
 
 
@@ -111,11 +111,11 @@ class Auto:
         graph: Graph,
         cluster: Cluster,
         *,
-        tied: Tied = (),
+        state_pairs: StatePairs = (),
         donated: Sequence[bool] = (),
         report: Report = silent,
     ) -> Plan:
-        form = Form(graph=graph, tied=tied, donated=donated)
+        form = Form(graph=graph, state_pairs=state_pairs, donated=donated)
         search = self._search(form, cluster, report)
         plan, limit = search.cheapest, self.limit(cluster)
         if plan.peak_nbytes <= limit:
@@ -166,7 +166,7 @@ class Auto:
             name="auto",
             textbook=restrictions.textbook,
             graph=form.graph,
-            tied=form.tied,
+            state_pairs=form.state_pairs,
             donated=form.donated,
             options=self.solver,
             offload=offload,

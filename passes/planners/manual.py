@@ -15,8 +15,8 @@ from typing import cast
 
 from passes.cluster import Cluster
 from passes.errors import PlanMismatchError, PlanningError, explain
-from passes.intra_op import Tied, accounted, best, in_forward, layouts, named, restrictions
-from passes.ir import Graph, TensorType
+from passes.intra_op import accounted, best, in_forward, layouts, named, restrictions
+from passes.ir import Graph, StatePairs, TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
 from passes.plan import PipelinePlan, Plan, load_plan
@@ -31,9 +31,11 @@ class DataParallel:
 
     solver: SolverOptions = field(default_factory=SolverOptions)
 
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+    def plan(
+        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
+    ) -> Plan:
         mesh = named(cluster, ("data", cluster.n_devices))
-        return best("data parallel", graph, [mesh], tied, donated, self.solver, restrictions.data_parallel)
+        return best("data parallel", graph, [mesh], state_pairs, donated, self.solver, restrictions.data_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,16 @@ class Zero:
     stage: int = 3
     solver: SolverOptions = field(default_factory=SolverOptions)
 
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> Plan:
+    def plan(
+        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
+    ) -> Plan:
         restrict = restrictions.zero(self.stage)
-        state = _sharded(graph, tied, self.stage)
+        state = _sharded(graph, state_pairs, self.stage)
         sizes = zero_sizes([graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
-        plan = best(f"zero-{self.stage}", graph, [mesh], tied, donated, self.solver, restrict, refetch=self.stage == 3)
+        plan = best(
+            f"zero-{self.stage}", graph, [mesh], state_pairs, donated, self.solver, restrict, refetch=self.stage == 3
+        )
         _warn_of_wholes(plan, graph, state)
         return plan
 
@@ -68,9 +74,9 @@ LARGE = 0.1
 """The share of the state that may stay whole without a word."""
 
 
-def _sharded(graph: Graph, tied: Tied, stage: int) -> list[int]:
+def _sharded(graph: Graph, state_pairs: StatePairs, stage: int) -> list[int]:
     """The inputs that ZeRO cuts: optimizer state, and parameters in stage 3."""
-    returned = sorted({graph.inputs[i] for _, i in tied} - microbatch_stacks(graph))
+    returned = sorted({graph.inputs[i] for _, i in state_pairs} - microbatch_stacks(graph))
     return [v for v in returned if stage == 3 or not in_forward(graph, v)]
 
 
@@ -154,22 +160,22 @@ class Megatron:
         return self.pipeline * self.interleave
 
     def plan(
-        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
+        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
     ) -> Plan | PipelinePlan:
         sizes = {"data": self.data, "tensor": self.tensor}
         restrictions.check_sizes(sizes | ({"pipeline": self.pipeline} if self.pipelined else {}), cluster)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
         name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if self.pipelined else "")
         if not self.pipelined:
-            return best(name, graph, [mesh], tied, donated, self.solver, restrictions.megatron)
+            return best(name, graph, [mesh], state_pairs, donated, self.solver, restrictions.megatron)
         firsts = stage_cuts(body_of(graph), self.stages)
         schedule = "interleaved" if self.interleave > 1 else self.schedule
 
         def plan_stage(part: Part, stage: int) -> Plan:
-            ties, given = stages.ties(part, graph, tied), stages.donations(part, graph, donated)
-            return best(f"stage {stage}", part.graph, [mesh], ties, given, self.solver, restrictions.megatron)
+            pairs, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
+            return best(f"stage {stage}", part.graph, [mesh], pairs, given, self.solver, restrictions.megatron)
 
-        return pipelined(name, graph, cluster, tied, donated, firsts, schedule, plan_stage, self.interleave)
+        return pipelined(name, graph, cluster, state_pairs, donated, firsts, schedule, plan_stage, self.interleave)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,18 +199,20 @@ class Pipeline:
 
     pipelined = True
 
-    def plan(self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()) -> PipelinePlan:
+    def plan(
+        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
+    ) -> PipelinePlan:
         sizes = check_submeshes(self.stages, self.submeshes, cluster)
         firsts = stage_cuts(body_of(graph), self.stages * self.interleave, self.layers)
 
         def plan_stage(part: Part, stage: int) -> Plan:
             meshes = layouts(cluster, sizes[stage % self.stages], self.max_axes)
-            ties, given = stages.ties(part, graph, tied), stages.donations(part, graph, donated)
-            return best(f"stage {stage}", part.graph, meshes, ties, given, self.solver)
+            pairs, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
+            return best(f"stage {stage}", part.graph, meshes, pairs, given, self.solver)
 
         schedule = "interleaved" if self.interleave > 1 else self.schedule
         name = f"pipeline of {self.stages}"
-        return pipelined(name, graph, cluster, tied, donated, firsts, schedule, plan_stage, self.interleave)
+        return pipelined(name, graph, cluster, state_pairs, donated, firsts, schedule, plan_stage, self.interleave)
 
 
 def GPipe(stages: int, microbatches: int) -> Pipeline:
@@ -235,16 +243,16 @@ class Manual:
         return isinstance(self._read(), PipelinePlan)
 
     def plan(
-        self, graph: Graph, cluster: Cluster, *, tied: Tied = (), donated: Sequence[bool] = ()
+        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
     ) -> Plan | PipelinePlan:
         plan = self._read()
         if isinstance(plan, PipelinePlan):
-            plan.check(graph, tied)
-            plan = recounted(plan, graph, tied, donated)
+            plan.check(graph, state_pairs)
+            plan = recounted(plan, graph, state_pairs, donated)
             size, shape = plan.n_devices, f"{len(plan.stages)} stages"
         else:
             plan.check(graph)
-            plan = accounted(plan, graph, tied, donated)
+            plan = accounted(plan, graph, state_pairs, donated)
             size, shape = plan.mesh.size, str(plan.mesh)
         if size > cluster.n_devices:
             raise PlanMismatchError(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.errors import PlanningError, explain
-from passes.ir import LOOP, Graph, control_of, has_effect, is_ordered, phase
+from passes.ir import LOOP, Graph, StatePairs, control_of, has_effect, is_ordered, phase
 from passes.placement import Placement, is_free
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
@@ -43,16 +43,16 @@ class Split:
     flops: float
 
 
-def split(graph: Graph, count: int, *, tied: Sequence[tuple[int, int]] = (), coupling: Coupling = "exact") -> Split:
+def split(graph: Graph, count: int, *, state_pairs: StatePairs = (), coupling: Coupling = "exact") -> Split:
     """The graph in `count` microbatches of the inputs that look like a batch and whose cutting keeps its meaning.
 
-    Inputs that `tied` pairs name are state. Of the others, those that share the extent of dimension 0 are tried
+    Inputs that `state_pairs` names are state. Of the others, those that share the extent of dimension 0 are tried
     together; the most work inside the loop wins. With `independent` coupling, a sum over the batch that a microbatch
     needs is taken to be its own sum times `count`, and what comes of it is averaged.
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
-    state = {i for _, i in tied}
+    state = {i for _, i in state_pairs}
     groups: dict[int, list[int]] = {}
     for position, value in enumerate(graph.inputs):
         shape = graph.types[value].shape

@@ -12,17 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from passes.errors import InternalError, PlanningError, explain
-from passes.ir import Graph, Node, TensorType, has_effect, phase
+from passes.ir import Graph, Node, StatePairs, TensorType, has_effect, phase
 from passes.layers import adds_up, after_backward, everywhere, forward_scope
 from passes.transforms.microbatch import loop_of
 from passes.transforms.stage_parts import Draft, Origin, Part, Stages, renamed
 
 
-def ties(part: Part, graph: Graph, tied: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def state_pairs_of(part: Part, graph: Graph, state_pairs: StatePairs) -> StatePairs:
     """The (output, input) positions of a part that are one state, from those of the step."""
     inputs = {value: i for i, value in enumerate(part.graph.inputs)}
     outputs = {value: i for i, value in enumerate(part.graph.outputs)}
-    pairs = ((graph.outputs[o], graph.inputs[i]) for o, i in tied)
+    pairs = ((graph.outputs[o], graph.inputs[i]) for o, i in state_pairs)
     return tuple((outputs[o], inputs[i]) for o, i in pairs if o in outputs and i in inputs)
 
 
@@ -32,7 +32,7 @@ def donations(part: Part, graph: Graph, donated: Sequence[bool]) -> tuple[bool, 
     return tuple(value in given for value in part.graph.inputs)
 
 
-def cut(graph: Graph, firsts: Sequence[int], tied: Sequence[tuple[int, int]] = ()) -> Stages:
+def cut(graph: Graph, firsts: Sequence[int], state_pairs: StatePairs = ()) -> Stages:
     """The step with stages that begin at the body's nodes `firsts`, of which the first is 0.
 
     Raises PlanningError for a step with callbacks: a stage is there for what it hands on.
@@ -43,12 +43,12 @@ def cut(graph: Graph, firsts: Sequence[int], tied: Sequence[tuple[int, int]] = (
         raise PlanningError(
             explain(f"{effect.primitive}{where} in a pipeline", rule, "", "drop the callback, or plan without stages")
         )
-    return _Cutter(graph, tuple(firsts), tied).run()
+    return _Cutter(graph, tuple(firsts), state_pairs).run()
 
 
 class _Cutter:
-    def __init__(self, graph: Graph, firsts: tuple[int, ...], tied: Sequence[tuple[int, int]]) -> None:
-        self.graph, self.firsts, self.tied = graph, firsts, tied
+    def __init__(self, graph: Graph, firsts: tuple[int, ...], state_pairs: StatePairs) -> None:
+        self.graph, self.firsts, self.state_pairs = graph, firsts, state_pairs
         index = loop_of(graph)
         if index is None:
             raise InternalError("stages are cut from a step in microbatches")
@@ -263,7 +263,7 @@ class _Cutter:
         found: dict[int, int] = {}
         for value in self.graph.inputs:
             found[value] = next((at for at, draft in enumerate(self.drafts) if value in draft.needed), 0)
-        for output, position in self.tied:
+        for output, position in self.state_pairs:
             found[self.graph.inputs[position]] = self._owner(self.graph.outputs[output])
         return found
 

@@ -15,7 +15,7 @@ class Dice:
     seed: int
     sizes: tuple[int, ...]
 
-    def plan(self, graph, cluster, *, tied=(), donated=()):
+    def plan(self, graph, cluster, *, state_pairs=(), donated=()):
         rng = np.random.default_rng(self.seed)
 
         def roll(assembly):
@@ -30,4 +30,4 @@ class Dice:
 
         options = SolverOptions(tie_radius=None)
         mesh = named(cluster, *zip("xyz", self.sizes, strict=False))
-        return best("dice", graph, [mesh], tied, donated, options, roll)
+        return best("dice", graph, [mesh], state_pairs, donated, options, roll)

@@ -132,7 +132,7 @@ def test_planner_hears_of_state_and_donation():
     planner = Watched()
     parallel(planner=planner, donate_argnames="params").plan(PARAMS, BATCH)
     (asked,) = planner.asked
-    assert asked["tied"] == ((0, 0), (1, 1))
+    assert asked["state_pairs"] == ((0, 0), (1, 1))
     assert asked["donated"] == (True, True, False, False)
     assert asked["cluster"].n_devices == 8
 

@@ -203,7 +203,7 @@ def test_a_pipeline_that_the_search_found(tmp_path: Path, monkeypatch: pytest.Mo
     def found(self: Any, forms: Any, cluster: Any, step: Any, report: Any) -> Any:
         assert 4 in step.counts
         planner = autopar.Pipeline(stages=2, microbatches=4)
-        return planner.plan(step.graph(4), cluster, tied=step.tied, donated=step.donated)
+        return planner.plan(step.graph(4), cluster, state_pairs=step.state_pairs, donated=step.donated)
 
     monkeypatch.setattr(autopar.Auto, "search", found)
     options = {"planner": autopar.Auto(pipeline=True, layers=2), "cluster": "1x2:a100-80g", "cache": tmp_path}

@@ -246,7 +246,7 @@ def test_no_bytes_of_a_plan_are_negative_with_state_offloaded():
     search = MeshSearch(
         name="auto",
         graph=traced.graph,
-        tied=traced.tied,
+        state_pairs=traced.state_pairs,
         donated=traced.donated,
         options=SolverOptions(),
         offload=True,

@@ -53,7 +53,9 @@ def edited(program, operator, **placement):
     operators = list(program.plan.operators)
     old = operators[operator]
     operators[operator] = replace(old, placement=replace(old.placement, **placement))
-    return Program(graph=program.graph, plan=replace(program.plan, operators=tuple(operators)), tied=program.tied)
+    return Program(
+        graph=program.graph, plan=replace(program.plan, operators=tuple(operators)), state_pairs=program.state_pairs
+    )
 
 
 def operator(program, primitive, phase):
@@ -137,7 +139,9 @@ def test_a_gathered_parameter_is_named():
     inputs = list(program.plan.inputs)
     position = program.graph.input_names.index("state[0]['up']")
     inputs[position] = ShardingSpec(dims=((), ("data",)))
-    other = Program(graph=program.graph, plan=replace(program.plan, inputs=tuple(inputs)), tied=program.tied)
+    other = Program(
+        graph=program.graph, plan=replace(program.plan, inputs=tuple(inputs)), state_pairs=program.state_pairs
+    )
     found = judge(other, style_of("dp", program)).findings
     assert [(f.sent.role, f.sent.tensor, f.sent.kind) for f in found] == [
         ("parameter", "state[0]['up']", "all_gather"),

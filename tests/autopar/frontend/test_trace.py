@@ -118,7 +118,7 @@ def test_names_are_paths_in_the_users_words(step: Traced):
 def test_state_is_tied_leaf_by_leaf_and_donated(step: Traced):
     names = [
         (step.graph.output_names[output].removeprefix("out[0]"), step.graph.input_names[input].removeprefix("state"))
-        for output, input in step.tied
+        for output, input in step.state_pairs
     ]
     assert len(names) == len(step.graph.outputs) - 1
     assert all(output == input for output, input in names)

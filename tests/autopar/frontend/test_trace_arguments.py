@@ -229,7 +229,7 @@ class Carry(NamedTuple):
 
 def tied(fun: Any, *args: Any, **options: Any) -> list[tuple[str, str]]:
     found = traced(fun, *args, **options)
-    return [(found.graph.output_names[o], found.graph.input_names[i]) for o, i in found.tied]
+    return [(found.graph.output_names[o], found.graph.input_names[i]) for o, i in found.state_pairs]
 
 
 def test_tied_whole_output():

@@ -105,7 +105,7 @@ def arguments() -> tuple[dict[str, np.ndarray], np.ndarray, jax.Array]:
 @pytest.mark.parametrize("planner", [Auto(), Zero(3), Megatron(data=2, tensor=4)], ids=lambda p: type(p).__name__)
 def test_both_lowerings_agree_with_jit(planner: Planner) -> None:
     traced = trace(train_step, arguments(), {})
-    plan = planner.plan(traced.graph, MESH.cluster, tied=traced.tied, donated=traced.donated)
+    plan = planner.plan(traced.graph, MESH.cluster, state_pairs=traced.state_pairs, donated=traced.donated)
     assert plan.mesh.size == 8
     for lowering in (build, constrain):
         compare(lowering(traced, plan, jax.devices()))

@@ -103,7 +103,7 @@ def searching(traced, samples, layers, limit=1e15):
 @pytest.mark.parametrize("module", [gpt, llama])
 def test_a_sample_has_the_blocks_of_the_step(module):
     traced, short = language_model(module), sample(module)
-    whole = Sample(graph=family(module).graph(4), tied=traced.tied)
+    whole = Sample(graph=family(module).graph(4), state_pairs=traced.state_pairs)
     assert short.left_out == LAYERS - KEPT
     assert len(short.graph.nodes) < 0.8 * len(whole.graph.nodes)
     kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.blocks(4)] for one in (short, whole)]
@@ -116,7 +116,7 @@ def test_a_sample_has_the_blocks_of_the_step(module):
 def test_a_search_on_samples_finds_what_one_on_the_step_does():
     traced = language_model(gpt)
     assert sample(gpt).left_out
-    whole = Sample(graph=family(gpt).graph(4), tied=traced.tied)
+    whole = Sample(graph=family(gpt).graph(4), state_pairs=traced.state_pairs)
     one, other = free_plan(), searching(traced, {4: whole}, 4).run()
     assert (one.firsts, one.schedule_name, one.costs) == (other.firsts, other.schedule_name, other.costs)
     assert [stage.mesh for stage in one.stages] == [stage.mesh for stage in other.stages]
@@ -125,29 +125,29 @@ def test_a_search_on_samples_finds_what_one_on_the_step_does():
 
 
 def test_the_order_of_names_does_not_matter():
-    found = abridge((traced := mlp([jax.nn.relu] * 12)).graph, traced.tied)
+    found = abridge((traced := mlp([jax.nn.relu] * 12)).graph, traced.state_pairs)
     assert found is not None
     assert found.left_out == len(blocks(traced.graph)) - 1 - KEPT
-    state = {found.graph.types[found.graph.inputs[i]] for _, i in found.tied}
-    assert len(found.tied) < len(traced.tied)
-    assert state == {traced.graph.types[traced.graph.inputs[i]] for _, i in traced.tied}
+    state = {found.graph.types[found.graph.inputs[i]] for _, i in found.state_pairs}
+    assert len(found.state_pairs) < len(traced.state_pairs)
+    assert state == {traced.graph.types[traced.graph.inputs[i]] for _, i in traced.state_pairs}
 
 
 def test_one_block_that_differs_is_enough():
     uneven = [jax.nn.relu] * 12
     uneven[6] = jax.nn.silu
     traced = mlp(uneven)
-    assert abridge(traced.graph, traced.tied) is None
+    assert abridge(traced.graph, traced.state_pairs) is None
 
 
 def test_weights_that_are_shared_are_not_left_out():
     traced = mlp([jax.nn.relu] * 12, shared=True)
-    assert abridge(traced.graph, traced.tied) is None
+    assert abridge(traced.graph, traced.state_pairs) is None
 
 
 def test_a_value_that_all_blocks_read_stays():
     traced = mlp([jax.nn.relu] * 12, skip=True)
-    found = abridge(traced.graph, traced.tied)
+    found = abridge(traced.graph, traced.state_pairs)
     assert found is not None
     assert found.left_out == 12 - KEPT
     assert len(traced.graph.inputs) - len(found.inputs) == 4 * found.left_out  # a weight, a bias, and their moments
@@ -219,7 +219,7 @@ def test_no_mesh_is_taken_that_is_too_slow():
 
 def test_few_layers_are_not_abridged():
     traced = language_model(gpt, layers=3)
-    assert abridge(traced.graph, traced.tied) is None
+    assert abridge(traced.graph, traced.state_pairs) is None
     assert family_of(traced).sample(4).left_out == 0
 
 
@@ -238,14 +238,14 @@ def test_a_mask_is_made_where_it_is_read():
     traced = language_model(gpt)
     graph = family(gpt).graph(4)
     body = body_of(graph)
-    parts = cut(graph, in_blocks(body, 4).firsts, traced.tied).parts
+    parts = cut(graph, in_blocks(body, 4).firsts, traced.state_pairs).parts
     sent = {body.types[inner].dtype for part in parts for inner in part.streams.values()}
     assert "bool" not in sent
 
 
 def test_deep_models_have_more_layers():
     graph = mlp([jax.nn.relu] * 2).graph
-    deep, shallow = (Sample(graph=graph, tied=(), left_out=n) for n in (44, 0))
+    deep, shallow = (Sample(graph=graph, state_pairs=(), left_out=n) for n in (44, 0))
     assert finest(deep, 8) == 24
     assert finest(shallow, 8) == 8
 
@@ -292,7 +292,7 @@ def test_stages_of_a_deep_step_do_what_jit_does(make, options):
 
         state = params, optimizer.init(params)
         traced = trace(step, (state, batch), {})
-        assert abridge(traced.graph, traced.tied) is not None
+        assert abridge(traced.graph, traced.state_pairs) is not None
         parallel = autopar.parallelize(step, planner=Auto(pipeline=True), cluster="4x1:v100-16g", **options)
         assert isinstance(parallel.plan(state, batch), autopar.PipelinePlan)
         found, expected = parallel(state, batch), jax.jit(step)(state, batch)

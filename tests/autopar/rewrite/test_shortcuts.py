@@ -63,7 +63,7 @@ def small_gpt(layers=1):
 def assembled(traced):
     resharder = Resharder(MESH)
     grouping = group(traced.graph)
-    return assemble(traced.graph, MESH, grouping, resharder, traced.tied, refetch=False), resharder
+    return assemble(traced.graph, MESH, grouping, resharder, traced.state_pairs, refetch=False), resharder
 
 
 @pytest.fixture(scope="module", params=[mlp, small_gpt])
@@ -101,7 +101,7 @@ def test_classes_are_kept_as_their_representatives():
 
 @functools.cache
 def in_microbatches(layers, *counts):
-    """A small GPT, its ties, and its graph in each number of microbatches."""
+    """A small GPT, its state, and its graph in each number of microbatches."""
     traced = small_gpt(layers)
     structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in (traced.graph.types[v] for v in traced.graph.inputs)]
     return traced, {count: microbatched(traced, structs, count).graph for count in counts}
@@ -109,7 +109,7 @@ def in_microbatches(layers, *counts):
 
 def table_of(traced, graphs, cluster, n_layers, pricer, *, lazy=True):
     return StageCosts(
-        samples={count: Sample(graph=graph, tied=traced.tied) for count, graph in graphs.items()},
+        samples={count: Sample(graph=graph, state_pairs=traced.state_pairs) for count, graph in graphs.items()},
         cluster=cluster,
         n_layers=n_layers,
         meshes=lambda n: layouts(cluster, n, 2),
@@ -166,7 +166,7 @@ def test_blocks_that_are_alike_have_the_same_price(many_blocks):
     graph, last = block.part.graph, len(block.part.graph.inputs) - 1
     names = graph.input_names[::-1]
     part = replace(block.part, graph=replace(graph, inputs=graph.inputs[::-1], input_names=names))
-    other = Block.of(part, *(tuple((o, last - i) for o, i in pairs) for pairs in (block.ties, block.chain)))
+    other = Block.of(part, *(tuple((o, last - i) for o, i in pairs) for pairs in (block.state_pairs, block.chain)))
     assert other.kind == block.kind
     assert other.part.graph.fingerprint != graph.fingerprint
     mesh = Mesh(axes=("x",), sizes=(4,), cluster=MESH.cluster)
@@ -182,8 +182,11 @@ def test_the_kind_of_a_block_is_what_it_does(many_blocks):
     part = many_blocks[2].part
     node = part.graph.nodes[-1]
     other = replace(part.graph, nodes=(*part.graph.nodes[:-1], replace(node, primitive="another")))
-    assert Block.of(replace(part, graph=other), many_blocks[2].ties, many_blocks[2].chain).kind != many_blocks[2].kind
-    assert Block.of(part, many_blocks[2].ties[1:], many_blocks[2].chain).kind != many_blocks[2].kind
+    assert (
+        Block.of(replace(part, graph=other), many_blocks[2].state_pairs, many_blocks[2].chain).kind
+        != many_blocks[2].kind
+    )
+    assert Block.of(part, many_blocks[2].state_pairs[1:], many_blocks[2].chain).kind != many_blocks[2].kind
 
 
 def test_rough_prices_are_close(many_blocks):
@@ -209,7 +212,7 @@ def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
             assert pickle.loads(pickle.dumps(there.cost(*task))) == here.cost(block, mesh, math.inf)
             here.find([(block, mesh, math.inf)])
     block, meshes = many_blocks[2], layouts(MESH.cluster, 4, 2)
-    task = ("stage", Form(graph=block.part.graph, tied=block.ties, donated=()), meshes, SolverOptions())
+    task = ("stage", Form(graph=block.part.graph, state_pairs=block.state_pairs, donated=()), meshes, SolverOptions())
     plan, same = here.plan(*task), pickle.loads(pickle.dumps(here)).plan(*pickle.loads(pickle.dumps(task)))
     assert replace(pickle.loads(pickle.dumps(same)), solution=plan.solution) == plan
 
@@ -262,9 +265,9 @@ def test_a_chain_of_blocks_costs_what_its_blocks_do():
     assert count >= 4
     assert kinds[first : first + count] == [middle] * count
     begins = in_blocks(body_of(graphs[4]), 3).firsts
-    run = stages.cut(graphs[4], (0, begins[first], begins[first + count]), traced.tied).parts[1]
+    run = stages.cut(graphs[4], (0, begins[first], begins[first + count]), traced.state_pairs).parts[1]
     for mesh in layouts(MESH.cluster, 4, 2):
-        plan = best("stage", run.graph, [mesh], stages.ties(run, graphs[4], traced.tied), (), EXACT)
+        plan = best("stage", run.graph, [mesh], stages.state_pairs_of(run, graphs[4], traced.state_pairs), (), EXACT)
         together, one = priced(run, plan.layout, plan.mesh, plan.phases), table.pricer.price(blocks[first], mesh)
         whole, each = (cost.forward_seconds + cost.backward_seconds for cost in (together, one))
         assert whole == pytest.approx(count * each, rel=0.1)
@@ -275,19 +278,19 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     traced, graphs = in_microbatches(4, 2)
     graph = graphs[2]
     table = table_of(traced, graphs, MESH.cluster, 4, Pricer(options=SolverOptions()))
-    cut = stages.cut(graph, table.firsts(graph, table.cuts(2).layers, 2), traced.tied)
+    cut = stages.cut(graph, table.firsts(graph, table.cuts(2).layers, 2), traced.state_pairs)
     by_print = {}
     for part in cut.parts:
         by_print.setdefault(part.graph.fingerprint, []).append(part)
     first, second = next(parts for parts in by_print.values() if len(parts) > 1)[:2]
     plans = []
     for part in (first, second):
-        ties = stages.ties(part, graph, traced.tied)
-        plans.append(best("stage", part.graph, layouts(MESH.cluster, 4, 2), ties, (), SolverOptions()))
-    ties = stages.ties(second, graph, traced.tied)
+        state_pairs = stages.state_pairs_of(part, graph, traced.state_pairs)
+        plans.append(best("stage", part.graph, layouts(MESH.cluster, 4, 2), state_pairs, (), SolverOptions()))
+    state_pairs = stages.state_pairs_of(second, graph, traced.state_pairs)
     elsewhere = replace(first.graph, nodes=tuple(replace(node, source="") for node in first.graph.nodes))
     for planned in (first.graph, elsewhere):
-        again = restated(plans[0], planned, second.graph, ties, (False,) * len(second.graph.inputs))
+        again = restated(plans[0], planned, second.graph, state_pairs, (False,) * len(second.graph.inputs))
         assert replace(again, solution=plans[1].solution) == plans[1]
     ours, theirs = (priced(second, one.layout, one.mesh, one.phases) for one in (again, plans[1]))
     assert ours == theirs

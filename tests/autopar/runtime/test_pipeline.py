@@ -177,7 +177,7 @@ def written(planner: Pipeline, loss: Callable[..., jax.Array] = squared, layers:
     arguments = (params, OPTIMIZERS["adamw+clip"].init(params)), batch
     plan = parallel.plan(*arguments)
     traced = parallel.trace(*arguments)
-    cut = stages.cut(traced.graph, plan.firsts, traced.tied)
+    cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
     return plan, cut, build(traced, plan, cut, jax.devices()[:4])
 
 

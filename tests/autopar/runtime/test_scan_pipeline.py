@@ -236,7 +236,7 @@ def cut_of(planner: Pipeline, loss: Callable[..., jax.Array] = score, layers: in
     parallel = autopar.parallelize(step_of(loss, "adamw+clip"), planner=planner, cluster="4:a100-80g")
     given = arguments(layers)
     traced, plan = parallel.trace(*given), parallel.plan(*given)
-    return traced, plan, stages.cut(traced.graph, plan.firsts, traced.tied)
+    return traced, plan, stages.cut(traced.graph, plan.firsts, traced.state_pairs)
 
 
 def scans(graph: Graph) -> list[Node]:

@@ -80,7 +80,7 @@ class Made:
     layers, counts = 2, (1, 2, 4)
 
     def form(self, variant: Variant) -> Form:
-        return Form(graph=GRAPH, tied=(), donated=())
+        return Form(graph=GRAPH, state_pairs=(), donated=())
 
 
 @dataclass

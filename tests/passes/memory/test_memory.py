@@ -91,11 +91,11 @@ def whole(graph: Graph) -> Layout:
 
 
 def needed(
-    graph: Graph, tied: tuple[tuple[int, int], ...] = (), *, donated: bool = True, layout: Layout | None = None
+    graph: Graph, state_pairs: tuple[tuple[int, int], ...] = (), *, donated: bool = True, layout: Layout | None = None
 ) -> Memory:
     layout = layout or whole(graph)
     schedule = moves(graph, layout, Resharder(MESH))
-    given = (graph, group(graph), MESH, layout, schedule, tied, (donated,) * len(graph.inputs))
+    given = (graph, group(graph), MESH, layout, schedule, state_pairs, (donated,) * len(graph.inputs))
     found = memory(*given)
     assert found.peak_nbytes == max(found.over_time) == sum(found.nbytes.values())
     assert tuple(found.nbytes) == CAUSES

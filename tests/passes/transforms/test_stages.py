@@ -13,7 +13,7 @@ import pytest
 from passes.ir import LOOP, Graph, Node, TensorType
 from passes.layers import forward_nodes
 from passes.transforms import Part, Stages, cut, loop_of
-from passes.transforms.stages import ties
+from passes.transforms.stages import state_pairs_of
 
 SEEDS = range(60)
 SIDE, MICROBATCHES = 3, 3
@@ -325,7 +325,9 @@ def test_ties_are_those_of_the_parts_own_positions() -> None:
     graph, _, _, stages = made(3)
     pairs = tuple((i, i) for i in range(len(graph.inputs) - 3))  # every weight and its update
     found = [
-        (part.graph.outputs[o], part.graph.inputs[i]) for part in stages.parts for o, i in ties(part, graph, pairs)
+        (part.graph.outputs[o], part.graph.inputs[i])
+        for part in stages.parts
+        for o, i in state_pairs_of(part, graph, pairs)
     ]
     wanted = {(graph.outputs[o], graph.inputs[i]) for o, i in pairs}
     assert set(found) <= wanted
