@@ -1,4 +1,4 @@
-"""Every error that planning raises on purpose."""
+"""The errors that planning raises on purpose, and the text of their messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class PlanningError(Exception):
 
 
 class NoLegalPlanError(PlanningError):
-    """No choice of placements on one mesh is legal; another mesh may have one."""
+    """The error of a mesh on which no choice of placements is legal; another mesh may have one."""
 
 
 class OverBudgetError(PlanningError):
-    """No plan of the kind that was asked for keeps the memory limit; `leanest` needs the least, where one was found."""
+    """The error where no plan keeps the memory limit; `leanest` is the plan found that needs least, if any."""
 
     def __init__(self, message: str, *, leanest: object = None) -> None:
         super().__init__(message)
@@ -23,15 +23,15 @@ class OverBudgetError(PlanningError):
 
 
 class ClusterError(PlanningError):
-    """A cluster description that cannot be read, or that does not exist."""
+    """The error of a cluster description that cannot be read, or of a cluster that does not exist."""
 
 
 class PlanMismatchError(PlanningError):
-    """A saved plan that does not belong to this function, these shapes or these devices."""
+    """The error of a saved plan that does not belong to this function, these shapes or these devices."""
 
 
 class InternalError(Exception):
-    """A broken invariant of autopar itself; please report it with the plan and the traceback."""
+    """The error of a broken invariant of autopar itself; please report it with the plan and the traceback."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message}. This is a bug in autopar; please report it with this traceback.")

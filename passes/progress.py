@@ -1,4 +1,4 @@
-"""What a search tells of itself while it runs, to whoever asks for it with a callback."""
+"""How a search reports its progress to a callback, and the deadline that its user may set."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Deadline:
-    """The end of a search that its user gave so many `seconds`, from now on; None for a search that ends by itself.
+    """The time at which a search that was given `seconds` ends, counted from now; None for no time limit.
 
     Work is what ends a search otherwise: what is found within seconds depends on the machine and what else it does.
     """
 
     seconds: float | None = None
     was_met: bool = field(default=False, init=False)
-    """Whether something was left out for it."""
+    """Whether the search left something out because of the deadline."""
     _end: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -24,11 +24,15 @@ class Deadline:
 
     @property
     def left(self) -> float | None:
-        """Seconds until then, None if there is no end."""
+        """Seconds until the deadline; None without one."""
         return None if self._end is None else max(0.0, self._end - time.perf_counter())
 
     def is_over(self) -> bool:
-        """Whether it is past. Who asks leaves something out if so, and that is remembered."""
+        """Whether the deadline is past.
+
+        A caller leaves work out where it is, so that is recorded in `was_met`. Who asks leaves something out if so, and
+        that is remembered.
+        """
         self.was_met = self.was_met or self.left == 0
         return self.left == 0
 
@@ -53,7 +57,7 @@ Report = Callable[[Progress], None]
 
 
 def silent(progress: Progress) -> None:
-    """Reports to nobody."""
+    """The report that does nothing."""
 
 
 Best = Callable[[float | None], float | None]

@@ -17,7 +17,7 @@ from passes.ir.graph import Graph, Node, TensorType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A value at the border of bodies.
+    """A value that the bodies of a control node share with the program around it.
 
     A `carry` may stay a sum over devices from one iteration to the next, and so may what is `stacked` as it is made;
     `whole` ones are never cut.
@@ -31,7 +31,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """The slot of an operand or result of the node; `stacked` ones hold its slices along dimension 0."""
+    """The slot of an operand or result of the control node; a `stacked` one holds its slices along dimension 0."""
 
     slot: int
     stacked: bool = False
@@ -59,13 +59,14 @@ class Control:
 
 
 def control_of(node: Node, graph: Graph) -> Control | None:
-    """The node as control flow, None for an ordinary operator."""
+    """The control flow of a loop or branch; None for an ordinary operator."""
     if node.primitive not in _READERS or not node.subgraphs:
         return None
     return _READERS[node.primitive](node, graph)
 
 
 def _scan(node: Node, graph: Graph) -> Control:
+    """The control flow of a `scan`: constants, carries, and slices of its stacked operands and results."""
     (body,) = node.subgraphs
     constants, carries = cast("int", node.params["num_consts"]), cast("int", node.params["num_carry"])
     entering, fixed = len(body.inputs), constants + carries
@@ -83,7 +84,7 @@ def _scan(node: Node, graph: Graph) -> Control:
 
 
 def _while(node: Node, graph: Graph) -> Control:
-    """The number of iterations is unknown: one is counted, as XLA does.
+    """The control flow of a `while`, whose number of iterations is unknown: one is counted, as XLA does.
 
     Under `vmap` the test has one truth value a row, and rows that are done keep what they carry: then nothing is cut.
     """
@@ -92,13 +93,13 @@ def _while(node: Node, graph: Graph) -> Control:
     fixed, count = for_test + for_body, len(node.inputs)
     # JAX runs a test with ordered effects once before the loop and then at the end of its body.
     tests = 2 if any(map(is_ordered, test.nodes)) else 1
-    going = test.types[test.outputs[0]]
-    whole = going.rank > 0
+    truth = test.types[test.outputs[0]]
+    whole_carries = truth.rank > 0
     slots = [
-        Slot(type=graph.types[v], carry=i >= fixed and not whole, whole=i >= fixed and whole)
+        Slot(type=graph.types[v], carry=i >= fixed and not whole_carries, whole=i >= fixed and whole_carries)
         for i, v in enumerate(node.inputs)
     ]
-    slots.append(Slot(type=going, whole=True))
+    slots.append(Slot(type=truth, whole=True))
     carries = tuple(range(fixed, count))
     return Control(
         slots=tuple(slots),
@@ -112,7 +113,7 @@ def _while(node: Node, graph: Graph) -> Control:
 
 
 def _cond(node: Node, graph: Graph) -> Control:
-    """Every branch is taken equally often."""
+    """The control flow of a `cond`, whose branches are taken equally often."""
     count = len(node.inputs)
     slots = tuple(Slot(type=graph.types[v]) for v in (*node.inputs, *node.outputs))
     leaving = tuple(range(count, len(slots)))

@@ -1,4 +1,4 @@
-"""What a node does besides computing: callbacks into the host's own code, some of them in program order."""
+"""Primitives that do something besides computing: callbacks into the host's code, some of them in program order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def has_effect(node: Node) -> bool:
 
 
 def is_ordered(node: Node) -> bool:
-    """Whether a node, or one in its bodies, does so in program order."""
+    """Whether a node, or one in its bodies, has an effect that must happen in program order."""
     if node.primitive in EFFECTFUL:
         return bool(node.params.get("ordered")) or node.params.get("effect") == "OrderedDebug"
     return any(is_ordered(inner) for body in node.subgraphs for inner in body.nodes)

@@ -112,11 +112,11 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that change when operations, shapes, dtypes or wiring change, and not when names do."""
+        """16 hex digits that differ where operations, shapes, dtypes or wiring do; names do not count."""
         return hashlib.sha256(_canonical(self).encode()).hexdigest()[:16]
 
     def part(self, nodes: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
-        """Some of the nodes as a program of their own, values numbered as here."""
+        """The subgraph of some nodes, as a program of its own whose values keep their numbers."""
         picked = tuple(self.nodes[i] for i in nodes)
         read = {value for node in picked for value in node.inputs}.union(outputs)
         names = dict(zip((*self.inputs, *self.outputs), (*self.input_names, *self.output_names), strict=False))
@@ -133,26 +133,26 @@ class Graph:
 
     def verify(self) -> None:
         """Raises InternalError unless every value is written once, before it is read."""
-        known: set[int] = set()
+        written: set[int] = set()
         for value in (*self.inputs, *self.constants, *self.literals):
-            if value in known:
+            if value in written:
                 raise InternalError(f"value %{value} enters the graph twice")
-            known.add(value)
+            written.add(value)
         for index, node in enumerate(self.nodes):
             for value in node.inputs:
-                if value not in known:
+                if value not in written:
                     raise InternalError(f"node {index} ({node.primitive}) reads %{value} before it is written")
             for value in node.outputs:
-                if value in known:
+                if value in written:
                     raise InternalError(f"node {index} ({node.primitive}) writes %{value} again")
-                known.add(value)
+                written.add(value)
             for subgraph in node.subgraphs:
                 subgraph.verify()
         for value in self.outputs:
-            if value not in known:
+            if value not in written:
                 raise InternalError(f"output %{value} is never written")
-        if known and max(known) >= len(self.types):
-            raise InternalError(f"value %{max(known)} has no type")
+        if written and max(written) >= len(self.types):
+            raise InternalError(f"value %{max(written)} has no type")
 
     def format(self, *, sources: bool = False) -> str:
         """The graph as text, one line a node, bodies indented; `sources` adds the user's lines."""
@@ -163,6 +163,7 @@ class Graph:
 
 
 def _canonical(graph: Graph) -> str:
+    """The graph as text with values numbered in order of use: equal graphs have equal texts."""
     names = {value: f"{literal!r}:{graph.types[value]}" for value, literal in graph.literals.items()}
     types: dict[TensorType, str] = {}
     spelled: dict[int, str] = {}  # nodes of equal layers share their parameters

@@ -1,4 +1,4 @@
-"""Which part of a training step a node belongs to, read off JAX's own name stack."""
+"""The phase of a training step that a node belongs to, from JAX's own name stack."""
 
 from __future__ import annotations
 

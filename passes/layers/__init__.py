@@ -1,6 +1,4 @@
-"""The forward pass of a step as layers: where little crosses, which blocks repeat, and the same step with fewer of
-them.
-"""
+"""The forward pass of a step as layers: where to cut it, which blocks repeat, and the step with fewer of them."""
 
 from passes.layers.cuts import crossing_nbytes, work
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope

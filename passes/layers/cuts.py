@@ -1,4 +1,4 @@
-"""Where a forward pass may be cut: positions that little crosses, between which the work is even.
+"""Cuts of a forward pass into parts of even work, at positions that few bytes cross.
 
 Reference: layer clustering of Zheng et al., "Alpa" (OSDI 2022), section 5.
 """
@@ -18,14 +18,14 @@ from passes.layers.forward import forward_nodes
 from passes.rules import rule_of
 
 UNEVEN = ((0.1, 0.25, 0.5), (1.0, 3.0))
-"""How far the largest stage may be above the average: the first that can be had, however much crosses, before more."""
+"""Bounds on how far the largest part may exceed the average work, tried in order; the first tier with any cut wins."""
 
 CROSSING = (1.2, 2.0, 8.0, np.inf)
-"""How much may cross a cut, as a multiple of the least that crosses anywhere."""
+"""Bounds on the bytes that cross a cut, as multiples of the least that cross anywhere, tried in order."""
 
 
 def crossing_nbytes(body: Graph, nodes: Sequence[int]) -> NDArray[np.float64]:
-    """Bytes that each cut sends forward, [len(nodes) + 1]: cut i is before node i; the ends send nothing."""
+    """Bytes [len(nodes) + 1] that cross each cut: cut i is before node i; nothing crosses the ends."""
     place = {node: i for i, node in enumerate(nodes)}
     change = np.zeros(len(nodes) + 2)
     for node, at in place.items():
@@ -37,7 +37,7 @@ def crossing_nbytes(body: Graph, nodes: Sequence[int]) -> NDArray[np.float64]:
 
 
 def work(body: Graph, nodes: Sequence[int]) -> NDArray[np.float64]:
-    """Flops of each node, loops by their trips."""
+    """Flops of each node; those of a loop's body count once for each trip."""
     return np.array([_flops(body, node) for node in nodes])
 
 
@@ -51,7 +51,7 @@ def _flops(body: Graph, index: int) -> float:
 
 
 def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
-    """The first body node of each of `n_stages` stages: as even as can be where little crosses.
+    """The first body node of each of `n_stages` stages of even work, cut where few bytes cross.
 
     With a `pattern` of module names, only where one such module gives way to another.
 
@@ -62,21 +62,21 @@ def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
     nodes = forward_nodes(body)
     crossing, flops = crossing_nbytes(body, nodes), work(body, nodes)
     total = np.concatenate([[0.0], np.cumsum(flops)])
-    heavy = [i for i in range(1, len(nodes)) if total[i] > 0.02 * total[-1] and total[i] < 0.98 * total[-1]]
+    inner = [i for i in range(1, len(nodes)) if total[i] > 0.02 * total[-1] and total[i] < 0.98 * total[-1]]
     if pattern:
-        heavy = [i for i in heavy if _module(body, nodes[i], pattern) != _module(body, nodes[i - 1], pattern)]
-    least = min((crossing[i] for i in heavy if crossing[i] > 0), default=0.0)
-    tries = ((most, uneven) for tier in UNEVEN for most, uneven in itertools.product(CROSSING, tier))
-    for most, uneven in tries:
-        places = [i for i in heavy if crossing[i] <= most * least]
-        found = _cheapest(places, crossing, total, n_stages, (1 + uneven) * total[-1] / n_stages)
-        if found:
-            return (0, *(nodes[i] for i in found))
+        inner = [i for i in inner if _module(body, nodes[i], pattern) != _module(body, nodes[i - 1], pattern)]
+    fewest = min((crossing[i] for i in inner if crossing[i] > 0), default=0.0)
+    tries = ((bound, uneven) for tier in UNEVEN for bound, uneven in itertools.product(CROSSING, tier))
+    for bound, uneven in tries:
+        places = [i for i in inner if crossing[i] <= bound * fewest]
+        cuts = _cheapest(places, crossing, total, n_stages, (1 + uneven) * total[-1] / n_stages)
+        if cuts:
+            return (0, *(nodes[i] for i in cuts))
     named = f"; layers={pattern!r} may fit no module" if pattern else ""
     raise PlanningError(
         explain(
             f"stages={n_stages}",
-            f"the forward pass has {len(heavy)} places where it can be cut, too few or too uneven for that many stages",
+            f"the forward pass has {len(inner)} places where it can be cut, too few or too uneven for that many stages",
             "",
             "ask for fewer stages, or plan without a pipeline" + named,
         )
@@ -84,7 +84,7 @@ def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
 
 
 def _module(body: Graph, index: int, pattern: str) -> str:
-    """The outermost module of a node's name stack that fits, empty for none."""
+    """The outermost module in a node's name stack that matches the pattern; empty for none."""
     return next((name for name in body.nodes[index].scope.split("/") if fnmatchcase(name, pattern)), "")
 
 
@@ -95,17 +95,22 @@ def _cheapest(
     n_stages: int,
     limit: float,
 ) -> tuple[int, ...]:
-    """Cuts at `n_stages` - 1 of the places so that no stage has more than `limit` flops, the least bytes crossing."""
+    """The `n_stages` - 1 of the places with the least bytes crossing where no stage has more than `limit` flops."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for _ in range(n_stages - 1):
-        after: dict[int, tuple[float, tuple[int, ...]]] = {}
-        begins, known = np.array(list(best), dtype=np.intp), list(best.values())
-        costs, before = np.array([cost for cost, _ in known]), total[begins]
+        extended: dict[int, tuple[float, tuple[int, ...]]] = {}
+        begins, partials = np.array(list(best), dtype=np.intp), list(best.values())
+        costs, flops_before = np.array([cost for cost, _ in partials]), total[begins]
         for place in places:
-            reached = np.where((begins < place) & (total[place] - before <= limit), costs + crossing[place], np.inf)
-            least = float(reached.min(initial=np.inf))
-            if least < np.inf:
-                after[place] = least, min((*known[i][1], place) for i in np.flatnonzero(reached == least).tolist())
-        best = after
-    ends = [one for begin, one in best.items() if total[-1] - total[begin] <= limit]
+            reached = np.where(
+                (begins < place) & (total[place] - flops_before <= limit), costs + crossing[place], np.inf
+            )
+            cost = float(reached.min(initial=np.inf))
+            if cost < np.inf:
+                extended[place] = (
+                    cost,
+                    min((*partials[i][1], place) for i in np.flatnonzero(reached == cost).tolist()),
+                )
+        best = extended
+    ends = [partial for begin, partial in best.items() if total[-1] - total[begin] <= limit]
     return min(ends)[1] if ends else ()

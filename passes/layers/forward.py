@@ -1,4 +1,4 @@
-"""The forward pass of a step's body, between whose nodes layers and stages are cut, and what follows it."""
+"""The nodes of a step by phase: forward, between which it is cut, later ones, and those copied to every stage."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _TRANSPOSED = re.compile(r"transpose\((jvp\([^()]*\))\)")
 
 
 def forward_scope(scope: str) -> str:
-    """The scope of the operator that a transposed one belongs to."""
+    """The name stack of the forward operator that a transposed one is the gradient of."""
     return _TRANSPOSED.sub(r"\1", scope)
 
 
 def forward_nodes(body: Graph) -> tuple[int, ...]:
-    """The nodes between which stages may be cut, in order: those of the forward pass."""
+    """The nodes of the forward pass in order; layers and stages are cut between them."""
     late, anywhere = after_backward(body), everywhere(body)
     return tuple(i for i, n in enumerate(body.nodes) if i not in late and i not in anywhere and not adds_up(n))
 
 
 def after_backward(body: Graph) -> set[int]:
-    """The nodes of the backward pass and those that need it."""
+    """The nodes of the backward pass and all that depend on them."""
     late: set[int] = set()
     values: set[int] = set()
     for index, node in enumerate(body.nodes):
@@ -33,18 +33,19 @@ def after_backward(body: Graph) -> set[int]:
 
 
 def adds_up(node: Node) -> bool:
+    """Whether a node adds a microbatch's gradient to the sum of those before."""
     return node.scope.endswith("accumulate")
 
 
 def everywhere(body: Graph) -> frozenset[int]:
-    """The nodes that any stage makes for itself: what says which microbatch it is, and broadcasts of what all can have.
+    """The nodes that every stage computes for itself: microbatch indices, and broadcasts of what all stages have.
 
     What a broadcast makes is larger than what it reads, and would otherwise be sent to every stage (a mask).
     """
-    found: set[int] = set()
+    copied: set[int] = set()
     for index, node in enumerate(body.nodes):
-        made = (body.producers[v] for v in node.inputs if v in body.producers)
+        producers = (body.producers[v] for v in node.inputs if v in body.producers)
         is_glue = node.scope.startswith(LOOP) and not adds_up(node)
-        if is_free(body, index) or ((is_glue or node.primitive in FREE) and all(m in found for m in made)):
-            found.add(index)
-    return frozenset(found)
+        if is_free(body, index) or ((is_glue or node.primitive in FREE) and all(m in copied for m in producers)):
+            copied.add(index)
+    return frozenset(copied)

@@ -1,4 +1,4 @@
-"""Where a forward pass repeats itself: the first operator of every one of its equal blocks.
+"""The equal blocks of a forward pass, by the first operator of each.
 
 A model's layers do the same in the same order, so the sequence of their operators and types has a period. Which
 operators begin a block is settled by what crosses there: as little as can be. Blocks found here look alike; whether
@@ -36,7 +36,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """Parts of a forward pass by their first nodes; the blocks of a step in order, by part; each layer's first block.
+    """A forward pass in parts: the first node of each part, the part of each block, the first block of each layer.
 
     A part stands for several blocks if some were left out. `even` has the first block of each of so many stages, made
     as `stage_cuts` makes them.
@@ -49,8 +49,7 @@ class Cuts:
 
 
 def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int] = ()) -> Cuts:
-    """A forward pass in blocks, and those in layers of even work; where nothing repeats, layers are made of blocks that
-    are cut where layers or even stages begin, of which there are `also` these numbers, as far as they can be had.
+    """The forward pass in blocks, and those in `n_layers` layers of even work.
 
     `left_out` blocks are missing after the second that repeats. Raises PlanningError where there are too few places to
     cut into layers.
@@ -65,13 +64,13 @@ def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int]
     if left_out:
         second = firsts.index(repeated[1])
         order[second:second] = [second] * left_out
-    each = np.add.reduceat(flops, np.searchsorted(nodes, firsts))[order].tolist()
-    evenly = {n: tuple(first for first, _ in even(each, n)) for n in {n_layers, *also} if n <= len(order)}
+    block_flops = np.add.reduceat(flops, np.searchsorted(nodes, firsts))[order].tolist()
+    evenly = {n: tuple(first for first, _ in even(block_flops, n)) for n in {n_layers, *also} if n <= len(order)}
     return Cuts(firsts=firsts, blocks=tuple(order), layers=evenly[n_layers], even=evenly)
 
 
 def _uneven(body: Graph, n_layers: int, also: Sequence[int]) -> Cuts:
-    """Layers and even stages of a forward pass that does not repeat itself that often."""
+    """The layers and even stages of a forward pass that does not repeat itself often enough."""
     evenly = {n_layers: even_cuts(body, n_layers)}
     for n_stages in also:
         if n_stages < n_layers:
@@ -84,7 +83,7 @@ def _uneven(body: Graph, n_layers: int, also: Sequence[int]) -> Cuts:
 
 
 def most_layers(body: Graph, at_most: int, left_out: int = 0) -> int:
-    """In how many layers a forward pass can be cut, up to so many; 1 where it cannot."""
+    """The number of layers that a forward pass can be cut into, at most `at_most`; 1 where it cannot be cut."""
     for n_layers in range(at_most, 1, -1):
         with suppress(PlanningError):
             return len(in_blocks(body, n_layers, left_out).layers)
@@ -92,29 +91,29 @@ def most_layers(body: Graph, at_most: int, left_out: int = 0) -> int:
 
 
 def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
-    """The first body node of each of `n_stages` stages: between blocks where a model repeats itself often enough.
+    """The first body node of each of `n_stages` stages, between equal blocks where a model has enough of them.
 
     Else, or with a `pattern` of module names, as `even_cuts` has it, which raises PlanningError.
     """
     if pattern or n_stages == 1:
         return even_cuts(body, n_stages, pattern)
-    found = in_blocks(body, n_stages)
-    return tuple(found.firsts[found.blocks[block]] for block in found.layers)
+    cuts = in_blocks(body, n_stages)
+    return tuple(cuts.firsts[cuts.blocks[block]] for block in cuts.layers)
 
 
 def blocks(body: Graph, covered: float = COVERED) -> tuple[int, ...]:
-    """The node of the body with which each equal block begins, and what comes after them; empty if nothing repeats."""
+    """The first body node of each equal block, and of what follows the last; empty if nothing repeats."""
     nodes = forward_nodes(body)
     return _blocks(body, nodes, work(body, nodes), covered)
 
 
-def _blocks(body: Graph, nodes: Sequence[int], each: Floats, covered: float) -> tuple[int, ...]:
-    """The blocks of the forward `nodes`, which have so many flops `each`."""
-    flops = np.concatenate([[0.0], np.cumsum(each)])
-    found = _run(_words(body, nodes), flops)
-    if found is None:
+def _blocks(body: Graph, nodes: Sequence[int], node_flops: Floats, covered: float) -> tuple[int, ...]:
+    """The blocks among the forward `nodes`, whose flops are `node_flops`."""
+    flops = np.concatenate([[0.0], np.cumsum(node_flops)])
+    stretch = _run(_words(body, nodes), flops)
+    if stretch is None:
         return ()
-    begin, end, period = found
+    begin, end, period = stretch
     crossing = crossing_nbytes(body, nodes)
 
     def order(start: int) -> tuple[float, int]:
@@ -128,32 +127,32 @@ def _blocks(body: Graph, nodes: Sequence[int], each: Floats, covered: float) -> 
 
 
 def _count(begin: int, end: int, period: int) -> int:
-    """How many whole blocks there are."""
+    """The number of whole blocks in a stretch."""
     return (end - begin) // period
 
 
 def _words(body: Graph, nodes: Sequence[int]) -> Numbers:
     """A number for every node, equal for equal operators on equal types."""
-    known: dict[object, int] = {}
-    found: list[int] = []
+    numbers: dict[object, int] = {}
+    words: list[int] = []
     for index in nodes:
         node = body.nodes[index]
         types = (body.types[value] for value in (*node.inputs, *node.outputs))
-        found.append(known.setdefault((node.primitive, *types), len(known)))
-    return np.array(found, dtype=np.int64)
+        words.append(numbers.setdefault((node.primitive, *types), len(numbers)))
+    return np.array(words, dtype=np.int64)
 
 
 def _run(words: Numbers, flops: Floats) -> tuple[int, int, int] | None:
-    """(begin, end, period) of the stretch that repeats with the most work; the shortest period of nearly as much."""
+    """The repeating stretch (begin, end, period) with the most work; of near equals, the shortest period."""
     stretches = [(*_longest(words[:-period] == words[period:]), period) for period in _periods(words)]
-    held = {
+    work_of = {
         (begin, end + period, period): flops[begin + _count(begin, end + period, period) * period] - flops[begin]
         for begin, end, period in stretches
         if end - begin >= (FEWEST - 1) * period
     }
-    most = max(held.values(), default=0.0)
-    near = [stretch for stretch, covered in held.items() if covered >= 0.9 * most]
-    return min(near, key=lambda stretch: stretch[2], default=None)
+    most_work = max(work_of.values(), default=0.0)
+    best = [stretch for stretch, covered in work_of.items() if covered >= 0.9 * most_work]
+    return min(best, key=lambda stretch: stretch[2], default=None)
 
 
 def _periods(words: Numbers) -> list[int]:
@@ -167,7 +166,7 @@ def _periods(words: Numbers) -> list[int]:
 
 
 def _longest(equal: NDArray[np.bool_]) -> tuple[int, int]:
-    """[begin, end) of the longest run of truth."""
+    """The ends [begin, end) of the longest run of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], equal, [False]]).astype(np.int8)))
     begins, ends = edges[::2], edges[1::2]
     if not len(begins):

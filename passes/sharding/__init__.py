@@ -1,4 +1,4 @@
-"""How one value lies on a mesh, and the cheapest chain of steps from one sharding spec to another."""
+"""The sharding spec of a value on a mesh, and reshardings: the cheapest chain of steps from one spec to another."""
 
 from passes.sharding.resharding import Resharder, Step, placed
 from passes.sharding.spec import ShardingSpec, parse_spec, replicated

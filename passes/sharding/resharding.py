@@ -1,4 +1,4 @@
-"""Changing how a value lies on one mesh: the cheapest chain of single-axis steps, priced and spelled out alike.
+"""Reshardings on one mesh: the cheapest chain of single-axis steps between two placements, and its seconds.
 
 The states of a value are its placements (sharding specs); the steps between them are those of XLA's own collectives.
 `Resharder.seconds` holds the cost of the cheapest chain between any two placements, `Resharder.steps` the chain.
@@ -30,12 +30,12 @@ Indices = NDArray[np.intp]
 T = TypeVar("T")
 
 _CACHED = 1 << 16
-"""How many numbers a processor has near at hand."""
+"""Numbers that fit a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One move. `slice` and `keep` are local; the others are one collective each.
+    """One step of a resharding. `slice` and `keep` are local; the others are one collective each.
 
     `slice` cuts dimension `to_dim` by `axes`; `keep` turns copies into partial sums (rank 0 keeps its copy, the others
     hold zeros); `all_gather` undoes the minor axis of `dim`; `all_to_all` moves it to `to_dim`; `all_reduce` finishes
@@ -78,7 +78,7 @@ def placed(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...], reductio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Routes:
-    """All single steps between the placements of one rank, whatever the mesh's sizes: `source[m]` to `target[m]`.
+    """All single steps between the placements of one rank, on any mesh: step m leads from `source[m]` to `target[m]`.
 
     `cuts` [placements, dimensions, axes] says which axes cut which dimension. `seams[:, m]` are the dimensions that
     collective m cuts and joins (-1: none). `classes` are the moves of one kind and axes.
@@ -96,7 +96,7 @@ class _Routes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moves:
-    """Routes on a mesh: `parts` [placements, dimensions] are the devices that cut each dimension.
+    """The single steps on one mesh; `parts` [placements, dimensions] is how many devices cut each dimension.
 
     `payload_parts` [moves] are the devices that share what is moved, `seam_parts` those that cut what stands before
     the seams.
@@ -109,7 +109,7 @@ class _Moves:
 
 
 class Resharder:
-    """Costs and steps of every resharding on one mesh; remembers what it has computed."""
+    """The costs and steps of every resharding on one mesh, computed once."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -118,7 +118,7 @@ class Resharder:
         self._kept: dict[object, object] = {}
 
     def kept(self, make: Callable[[Resharder], T]) -> T:
-        """What `make` makes of this, once: what other passes remember of the mesh, for as long as this lives."""
+        """The result of `make` for this mesh, computed once: a cache for other passes, as long-lived as this."""
         if make not in self._kept:
             self._kept[make] = make(self)
         return cast("T", self._kept[make])
@@ -128,7 +128,7 @@ class Resharder:
         return self._moves_of(rank, reduction).routes.placements
 
     def index(self, spec: ShardingSpec, reduction: str = "add") -> int:
-        """The position of `spec` in `placements` and in the rows of `seconds`."""
+        """The index of `spec` in `placements` and in the rows of `seconds`."""
         return self._moves_of(len(spec.dims), reduction).routes.index[spec]
 
     def seconds(self, type: TensorType, reduction: str = "add") -> Seconds:
@@ -145,7 +145,7 @@ class Resharder:
         return float(self.seconds(type, reduction)[self.index(before, reduction), self.index(after, reduction)])
 
     def matrix(self, type: TensorType, before: Sequence[ShardingSpec], after: Sequence[ShardingSpec]) -> Seconds:
-        """`cost` of every pair, [before, after]."""
+        """Seconds of the cheapest chain for every pair [before, after]."""
         if all(spec.reduction == "add" for spec in (*before, *after)):
             index = self._moves_of(type.rank, "add").routes.index
             return self.seconds(type)[np.ix_([index[spec] for spec in before], [index[spec] for spec in after])]
@@ -156,16 +156,16 @@ class Resharder:
         reduction = before.reduction if before.partial else after.reduction
         moves = self._moves_of(type.rank, reduction)
         total, single = self._closure(type, reduction)
-        here, there = moves.routes.index[before], moves.routes.index[after]
-        if not np.isfinite(total[here, there]):
+        at, goal = moves.routes.index[before], moves.routes.index[after]
+        if not np.isfinite(total[at, goal]):
             raise InternalError(f"no chain of steps takes {type} from {before} to {after} on mesh {self.mesh}")
         chain: list[Step] = []
-        while here != there:
-            outgoing: NDArray[np.intp] = np.flatnonzero(moves.routes.source == here)
-            through = single[outgoing] + total[moves.routes.target[outgoing], there]
+        while at != goal:
+            outgoing: NDArray[np.intp] = np.flatnonzero(moves.routes.source == at)
+            through = single[outgoing] + total[moves.routes.target[outgoing], goal]
             move = int(outgoing[int(np.argmin(through))])
             chain.append(moves.routes.steps[move])
-            here = int(moves.routes.target[move])
+            at = int(moves.routes.target[move])
         return tuple(chain)
 
     def _moves_of(self, rank: int, reduction: str) -> _Moves:
@@ -175,6 +175,7 @@ class Resharder:
         return self._moves[key]
 
     def _closure(self, type: TensorType, reduction: str) -> tuple[Seconds, Seconds]:
+        """Seconds of the cheapest chain between any two placements, and of every single step."""
         key = (type, reduction)
         if key not in self._closures:
             moves = self._moves_of(type.rank, reduction)
@@ -187,6 +188,7 @@ class Resharder:
         return self._closures[key]
 
     def _single_steps(self, type: TensorType, moves: _Moves) -> Seconds:
+        """Seconds of every single step; infinite where an axis does not divide its dimension."""
         device = self.mesh.cluster.group().device
         cost = np.zeros(len(moves.routes.steps))
         payload = type.nbytes / moves.payload_parts
@@ -208,45 +210,46 @@ class Resharder:
 
 
 def _strided(type: TensorType, moves: _Moves) -> Seconds:
-    """How many of a move's seams run through dimensions that have something before them."""
+    """The number of dimensions [steps] that a collective cuts or joins inside others, copying with strides."""
     seams = moves.routes.seams
     leading = np.cumprod((1, *type.shape), dtype=np.float64)[seams] / moves.seam_parts
     return ((seams >= 0) & (leading > 1)).sum(axis=0).astype(np.float64)
 
 
 def _moves(mesh: Mesh, routes: _Routes) -> _Moves:
-    """The routes between placements on a mesh with its sizes."""
+    """The single steps on a mesh, with the devices that cut every dimension."""
     parts: Indices = np.where(routes.cuts, np.array(mesh.sizes, dtype=np.intp), 1).prod(axis=2)
     # [placements, dimensions + 1], the devices that cut what stands before a dimension
     leading: Indices = np.cumprod(np.insert(parts, 0, 1, axis=1), axis=1, dtype=np.intp)
-    held: Indices = leading[routes.source, -1]
-    left: Indices = leading[routes.target, -1]
+    parts_before: Indices = leading[routes.source, -1]
+    parts_after: Indices = leading[routes.target, -1]
     slices = np.array([step.kind == "slice" for step in routes.steps], dtype=bool)
     return _Moves(
         routes=routes,
         parts=parts,
-        payload_parts=np.where(slices, left, np.minimum(held, left)).astype(np.float64),
+        payload_parts=np.where(slices, parts_after, np.minimum(parts_before, parts_after)).astype(np.float64),
         seam_parts=leading[routes.source, np.maximum(routes.seams, 0)].astype(np.float64),
     )
 
 
 @lru_cache(maxsize=256)
 def _routes(axes: tuple[str, ...], rank: int, reduction: str) -> _Routes:
+    """The single steps between the placements of a rank; they do not depend on the sizes of the axes."""
     placements = tuple(_placements(axes, rank, reduction))
     index = {spec: i for i, spec in enumerate(placements)}
-    found = [
+    transitions = [
         (step, index[spec], index[after])
         for spec in placements
         for step in _single(spec, axes, rank)
         if (after := step.apply(spec)) in index
     ]
-    steps = tuple(step for step, _, _ in found)
+    steps = tuple(step for step, _, _ in transitions)
     seams = [(-1, -1) if step.is_local else (step.dim, step.to_dim) for step in steps]
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for i, step in enumerate(steps):
         groups.setdefault((step.kind, step.axes), []).append(i)
     cuts = [[[axis in dim for axis in axes] for dim in spec.dims] for spec in placements]
-    source, target = np.array([ends for _, *ends in found], dtype=np.intp).reshape(-1, 2).T
+    source, target = np.array([ends for _, *ends in transitions], dtype=np.intp).reshape(-1, 2).T
     return _Routes(
         placements=placements,
         index=index,
@@ -260,35 +263,37 @@ def _routes(axes: tuple[str, ...], rank: int, reduction: str) -> _Routes:
 
 
 def _placements(axes: tuple[str, ...], rank: int, reduction: str) -> list[ShardingSpec]:
-    """Replicated first; every axis is unused, partial, or on one dimension in every order."""
-    found: dict[ShardingSpec, None] = {}
-    for seats in itertools.product((None, *range(rank), "partial"), repeat=len(axes)):
-        partial = tuple(axis for axis, seat in zip(axes, seats, strict=True) if seat == "partial")
-        by_dim = [[axis for axis, seat in zip(axes, seats, strict=True) if seat == d] for d in range(rank)]
+    """All placements of a rank, replicated first: every axis is unused, partial, or on one dimension in every order."""
+    specs: dict[ShardingSpec, None] = {}
+    for uses in itertools.product((None, *range(rank), "partial"), repeat=len(axes)):
+        partial = tuple(axis for axis, use in zip(axes, uses, strict=True) if use == "partial")
+        by_dim = [[axis for axis, use in zip(axes, uses, strict=True) if use == d] for d in range(rank)]
         for dims in itertools.product(*(itertools.permutations(used) for used in by_dim)):
-            found[placed(tuple(dims), partial, reduction)] = None
-    return list(found)
+            specs[placed(tuple(dims), partial, reduction)] = None
+    return list(specs)
 
 
 def _single(spec: ShardingSpec, axes: tuple[str, ...], rank: int) -> list[Step]:
-    """Every step that leaves `spec`."""
+    """Every single step that can follow `spec`."""
     idle = [axis for axis in axes if axis not in spec.axes]
-    found = [Step(kind="slice", axes=(axis,), to_dim=dim) for axis in idle for dim in range(rank)]
+    steps = [Step(kind="slice", axes=(axis,), to_dim=dim) for axis in idle for dim in range(rank)]
     if spec.reduction == "add":
-        found += [Step(kind="keep", axes=(axis,)) for axis in idle]
-    for dim, held in enumerate(spec.dims):
-        if held:
-            found.append(Step(kind="all_gather", axes=held[-1:], dim=dim))
-            found += [Step(kind="all_to_all", axes=held[-1:], dim=dim, to_dim=to) for to in range(rank) if to != dim]
+        steps += [Step(kind="keep", axes=(axis,)) for axis in idle]
+    for dim, minor_axes in enumerate(spec.dims):
+        if minor_axes:
+            steps.append(Step(kind="all_gather", axes=minor_axes[-1:], dim=dim))
+            steps += [
+                Step(kind="all_to_all", axes=minor_axes[-1:], dim=dim, to_dim=to) for to in range(rank) if to != dim
+            ]
     for count in range(1, len(spec.partial) + 1):
-        found += [Step(kind="all_reduce", axes=some) for some in itertools.combinations(spec.partial, count)]
+        steps += [Step(kind="all_reduce", axes=some) for some in itertools.combinations(spec.partial, count)]
     if spec.partial and spec.reduction == "add":
-        found += [Step(kind="reduce_scatter", axes=(axis,), to_dim=dim) for axis in spec.partial for dim in range(rank)]
-    return found
+        steps += [Step(kind="reduce_scatter", axes=(axis,), to_dim=dim) for axis in spec.partial for dim in range(rank)]
+    return steps
 
 
 def _shortest(total: Seconds) -> Seconds:
-    """Min-plus closure by repeated squaring, some rows at a time, so that what is added up stays in the cache."""
+    """The shortest paths between all pairs, by repeated min-plus squaring; blocks of rows keep to the cache."""
     count = max(1, _CACHED // total.size)
     while True:
         blocks = [total[first : first + count] for first in range(0, len(total), count)]

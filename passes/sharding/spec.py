@@ -1,4 +1,4 @@
-"""How one value lies on a mesh: ordered mesh axes per dimension, plus axes over which it is still a partial result."""
+"""Sharding specs: the mesh axes that cut each dimension of a value, and those over which it is a partial result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from passes.ir import TensorType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSpec:
-    """`dims[d]` are the mesh axes that cut dimension d, major first; `partial` are axes still to be reduced.
+    """The placement of a value: `dims[d]` are the mesh axes that cut dimension d, major first; `partial` are axes still
+    to be reduced.
 
     All partial axes of a value share one `reduction` (`add`, `max`, `min`, `mul`, `or`, `and`). Axes named nowhere hold
     copies. Only the last axis of a dimension can be added for free or gathered alone.
@@ -65,7 +66,7 @@ def replicated(rank: int) -> ShardingSpec:
 
 
 def parse_spec(text: str) -> ShardingSpec:
-    """The spec whose text form is `text`, as plans store it."""
+    """The spec that a text such as `[x, -] add@y` stands for, as plans store it."""
     body, _, tail = text.partition("]")
     inner = body.removeprefix("[")
     dims = tuple(() if part == "-" else tuple(part.split("+")) for part in inner.split(", ")) if inner else ()

@@ -31,16 +31,16 @@ def nbytes(value: float) -> str:
 
 
 def parse_nbytes(text: str) -> float | None:
-    """The bytes that `12 GiB`, `1.5 GB` or `4096` say; None for other words."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtp]?)(i?)b?\s*", text.lower())
-    if found is None or found[1].count(".") > 1 or found[1] == ".":
+    """The number of bytes in a text such as `12 GiB`, `1.5 GB` or `4096`; None for any other text."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtp]?)(i?)b?\s*", text.lower())
+    if match is None or match[1].count(".") > 1 or match[1] == ".":
         return None
-    power = " kmgtp".index(found[2] or " ")
-    return float(found[1]) * (1024 if found[3] else 1000) ** power
+    power = " kmgtp".index(match[2] or " ")
+    return float(match[1]) * (1024 if match[3] else 1000) ** power
 
 
 def share(part: float, whole: float) -> str:
-    """`part` of `whole` in percent: `12.5 %`; a dash where there is no whole."""
+    """`part` of `whole` as a percentage: `12.5 %`; a dash if `whole` is zero."""
     return f"{100 * part / whole:.1f} %" if whole and math.isfinite(part / whole) else "-"
 
 
@@ -63,5 +63,5 @@ def _digits(value: float) -> float:
 
 def _three(value: float) -> str:
     """Three significant digits, without an exponent: 1.23, 12.3, 123, 1020."""
-    whole = len(str(int(abs(_digits(value)))))
-    return f"{value:.{max(0, 3 - whole)}f}"
+    integer_digits = len(str(int(abs(_digits(value)))))
+    return f"{value:.{max(0, 3 - integer_digits)}f}"

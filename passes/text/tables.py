@@ -12,7 +12,7 @@ NARROWEST = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A heading; `right` for numbers; a `flexible` column wraps where the table is too wide."""
+    """One column: its heading; `right` aligns numbers; a `flexible` one wraps where the table is too wide."""
 
     heading: str
     right: bool = False
@@ -30,7 +30,7 @@ class Table:
 
     @property
     def is_headed(self) -> bool:
-        """Whether there are headings to show, and rows to show them over."""
+        """Whether headings are printed: there are some, and rows under them."""
         return bool(self.rows) and any(column.heading for column in self.columns)
 
     def fitted(self, width: int) -> Table:
@@ -53,7 +53,7 @@ class Table:
         return "\n".join(lines)
 
     def _widths(self, width: int) -> list[int]:
-        """Characters of each column: the widest flexible ones give way until the row fits."""
+        """Characters of each column; the widest flexible ones shrink until the row fits."""
         cells = (tuple(column.heading for column in self.columns), *self.rows)
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         flexible: list[int] = [i for i, column in enumerate(self.columns) if column.flexible and widths[i] > NARROWEST]
@@ -80,8 +80,8 @@ def wrap(text: str, width: int) -> list[str]:
     while len(text) > width:
         ends = range(width, width // 2, -1)
         spaces = (i for i in ends if text[i] == " " and text.count("[", 0, i) == text.count("]", 0, i))
-        others = (i for i in ends if text[i] == " " or text[i - 1] in " ./]")
-        end = next(itertools.chain(spaces, others), width)
+        fallbacks = (i for i in ends if text[i] == " " or text[i - 1] in " ./]")
+        end = next(itertools.chain(spaces, fallbacks), width)
         lines.append(text[:end].rstrip())
         text = text[end:].lstrip()
     return [*lines, text]
