@@ -29,7 +29,7 @@ from benchmarks.functions import FUNCTIONS, Function
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.zoo import models
 from passes.errors import PlanningError
-from passes.memory.peak import gradient_nbytes
+from passes.memory import gradient_nbytes
 from passes.text import quantities
 
 DEVICES = 8

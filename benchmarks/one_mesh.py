@@ -18,7 +18,7 @@ from benchmarks import trainings
 from models import gpt, llama, moe, wide_resnet
 from passes.cluster import Cluster
 from passes.intra_op import assemble, best, named
-from passes.memory import memory
+from passes.memory import peak
 from passes.placement import group, moves
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
@@ -110,7 +110,7 @@ def plan(
         layout = assembly.layout(answer.choice)
         schedule = moves(graph, layout, resharder, refetch=False)
     with found.timed("memory"):
-        memory(graph, grouping, mesh, layout, schedule, traced.state_pairs, traced.donated)
+        peak(graph, grouping, mesh, layout, schedule, traced.state_pairs, traced.donated)
     with found.timed("whole"):
         whole = best("auto", graph, [mesh], traced.state_pairs, traced.donated, options)
     parts = [spent for phase, spent in found.spent.items() if phase not in ("trace", "whole")]
@@ -128,8 +128,8 @@ def plan(
         "relaxations solved": answer.relaxations,
     }
     found.status, found.objective, found.gap = whole.solution.status, whole.solution.objective, whole.gap
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found.rss_nbytes = peak if sys.platform == "darwin" else peak * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found.rss_nbytes = most if sys.platform == "darwin" else most * 1024
     return found
 
 

@@ -10,7 +10,7 @@ from passes.gc_pause import uncollected
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.computing import compute_seconds
 from passes.ir import PHASES, Graph, Phase, StatePairs
-from passes.memory import memory
+from passes.memory import peak
 from passes.placement import Grouping, Schedule, due, group, moves
 from passes.placement import collectives as collectives_of
 from passes.plan import MemoryReport, Plan, Solution, operators
@@ -39,7 +39,7 @@ def read_off(
     donated = donated or (False,) * len(graph.inputs)
     compute = assembly.root.compute_seconds(answer.choice)
     moving, moved = move_seconds(graph, schedule, resharder)
-    held = memory(graph, grouping, mesh, layout, schedule, state_pairs, donated)
+    held = peak(graph, grouping, mesh, layout, schedule, state_pairs, donated)
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,
@@ -77,7 +77,7 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
     schedule = moves(graph, layout, resharder, refetch=plan.refetch)
     sent = collectives_of(graph, schedule, mesh)
-    held = memory(graph, grouping, mesh, layout, schedule, state_pairs, donated or (False,) * len(graph.inputs))
+    held = peak(graph, grouping, mesh, layout, schedule, state_pairs, donated or (False,) * len(graph.inputs))
     nbytes = {cause: size for cause, size in held.nbytes.items() if size}
     away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
     compute = compute_seconds(graph, grouping, mesh, layout)

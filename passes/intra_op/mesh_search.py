@@ -35,7 +35,7 @@ from passes.intra_op.meshes import allowed
 from passes.intra_op.offloading import away, held_nbytes, resting
 from passes.intra_op.peak_node import Path, busiest
 from passes.ir import Graph, StatePairs
-from passes.memory import memory
+from passes.memory import peak
 from passes.placement import Grouping, group, moves
 from passes.plan import INTERRUPTED, Plan
 from passes.progress import Deadline, Progress, Report, silent
@@ -286,8 +286,8 @@ class MeshSearch:
         dear: DearError | None = None
         for one in twins:
             try:
-                peak = partial(self._peak, one)
-                found = within(one.assembly, one.answer, limit, self.options, peak, self.offloaded, self.seen, at_most)
+                point = partial(self._peak, one)
+                found = within(one.assembly, one.answer, limit, self.options, point, self.offloaded, self.seen, at_most)
             except HopelessError:
                 raise
             except DearError as error:
@@ -419,7 +419,7 @@ class MeshSearch:
         layout = one.assembly.layout(choice)
         schedule = moves(graph, layout, one.resharder, refetch=one.refetch)
         donated = self.donated or (False,) * len(graph.inputs)
-        found = memory(graph, grouping, mesh, layout, schedule, self.state_pairs, donated)
+        found = peak(graph, grouping, mesh, layout, schedule, self.state_pairs, donated)
         elsewhere = away(held_nbytes(graph, layout, self.offloaded, mesh))
         needed = found.peak_nbytes - elsewhere
         if self.lowest is None or needed < self.lowest[0]:

@@ -2,7 +2,7 @@
 (passes/intra_op/memory_rows.py).
 
 Nodes are counted in the order in which the program was traced, and values that leave their bundle as live, which a
-budget can say too. What a compiler makes of the same plan is in passes/memory/peak.py.
+budget can say too. What a compiler makes of the same plan is in passes/memory/xla_cpu.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Peak bytes of one device under a choice of placements, by the compiler's own simplification, fusion, scheduling and
-packing of buffers.
+"""Peak bytes of one device under a choice of placements, by a model of the compiler's own simplification, fusion,
+scheduling and packing of buffers.
 """
 
-from passes.memory.peak import PERSISTENT, Holder, Memory, memory
+from passes.memory.accounting import Model, gradient_nbytes, peak
+from passes.memory.holders import PERSISTENT, Holder, Memory, Temporaries
 
-__all__ = ["PERSISTENT", "Holder", "Memory", "memory"]
+__all__ = ["PERSISTENT", "Holder", "Memory", "Model", "Temporaries", "gradient_nbytes", "peak"]

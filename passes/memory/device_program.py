@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from passes.cluster import Mesh
 from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
 from passes.memory.all_reduces import combined
+from passes.memory.collectives import taken
+from passes.memory.lowering_rules import BARRIER, spell
 from passes.memory.operations import Operation, Operations
 from passes.memory.widening import round_to, spell_widened, widen
-from passes.memory.xla_operations import joined_by_copies
 from passes.placement import FREE, Layout, Move, Placement, Schedule, is_free, shared
 from passes.rules import ShardingRule
-from passes.sharding import ShardingSpec, Step, replicated
+from passes.sharding import ShardingSpec, replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,6 @@ IN_PLACE = frozenset({"literal", "bitcast", "broadcast", "iota", "transpose"})
 
 FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "update"})
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
-
-PIECES = 8
-"""Into how many pieces an all-to-all is cut at most, for what that does to memory: more change little."""
 
 Inside = Callable[[int, Placement, Mapping[int, object]], None]
 """Sees to the bodies of a control node, by its index, its placement and the numbers that slots hold."""
@@ -137,7 +135,7 @@ def _hoisted(
     for index, operation in enumerate(operations):
         if operation.kind not in FIXTURES and same.issuperset(operation.operands):
             same.add(index)
-            if operation.kind not in IN_PLACE and operation.name not in ("slice", "rev"):
+            if operation.kind not in IN_PLACE and operation.name not in ("slice", "reverse"):
                 moved.add(index)
     replaced, read, left = list(operations), set(outputs), set[int]()
     for index in reversed(range(len(operations))):
@@ -211,51 +209,10 @@ class _Lowering:
             if number is not None and (step.kind == "slice" or number == 0):
                 made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
             else:
-                stepped = self._stepped(widen(self.operations, made, self.widened), step, type.shape, move)
+                wide = widen(self.operations, made, self.widened)
+                stepped = taken(self.operations, wide, step, type.shape, move.before.reduction)
                 made = round_to(self.operations, stepped, type.dtype)
         return made
-
-    def _stepped(self, made: int, step: Step, shape: tuple[int, ...], move: Move) -> int:
-        """A step of a move; the dimension that a collective joins or cuts comes first in memory."""
-        dtype = self.operations[made].dtype
-        if step.kind in ("slice", "keep"):
-            return self.operations.add(
-                "rearrange" if step.kind == "slice" else "elementwise", (made,), shape, dtype, str(step)
-            )
-        tag = (step.kind, step.axes, move.before.reduction, step.dim, step.to_dim)
-        if step.kind == "all_to_all":
-            return self._exchanged(made, step, shape, tag)
-        along = {"all_gather": step.dim, "reduce_scatter": step.to_dim}.get(step.kind, -1)
-        if along < 0:
-            return self.operations.add("collective", (made,), shape, dtype, tag)
-        order = (along, *(d for d in range(len(shape)) if d != along))
-        moved = tuple(shape[d] for d in order)
-        made = self.operations.add("collective", (self.operations.transpose(made, order),), moved, dtype, tag)
-        return self.operations.transpose(made, sorted(range(len(shape)), key=order.__getitem__))
-
-    def _exchanged(self, made: int, step: Step, shape: tuple[int, ...], tag: tuple[object, ...]) -> int:
-        """An all-to-all: pieces are cut out one by one, sent, joined where they were cut, and then brought to place.
-
-        Reference: XLA's AllToAllDecomposer, and what XlaBuilder makes of an all-to-all of arrays.
-        """
-        operations, cut = self.operations, step.to_dim
-        whole, dtype = operations[made].shape, operations[made].dtype
-        count = whole[cut] // shape[cut]
-        few = min(count, PIECES)
-        sizes = [whole[cut] * (i + 1) // few - whole[cut] * i // few for i in range(few)]
-        parts = [(*whole[:cut], size, *whole[cut + 1 :]) for size in sizes]
-        pieces = [operations.add("rearrange", (made,), p, dtype, ("slice", tag, i)) for i, p in enumerate(parts)]
-        sent = operations.add("collective", pieces, (0,), dtype, (*tag, pieces[0]))
-        received = [operations.add("result", (sent,), p, dtype, i) for i, p in enumerate(parts)]
-        joined = joined_by_copies(operations, received, whole, dtype, cut, count)
-        grid = operations.reshape(joined, (*whole[:cut], count, shape[cut], *whole[cut + 1 :]))
-        order = [d for d in range(len(whole) + 1) if d != cut]
-        order.insert(step.dim, cut)
-        moved = [d for d in order if operations[grid].shape[d] > 1]
-        if moved != sorted(moved):  # a change of layout, which the library of kernels does not take in
-            between = tuple(operations[grid].shape[d] for d in order)
-            grid = operations.add("rearrange", (grid,), between, dtype, ("transpose", tuple(order)))
-        return operations.reshape(grid, shape)
 
     def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
         """A value in the placement that its reader wants; literals and free values are made for each placement."""
@@ -280,9 +237,8 @@ class _Lowering:
 
     def _make(self, value: int, spec: ShardingSpec) -> int:
         type, node = self._type(value, spec), self.graph.nodes[self.free[value]]
-        if node.primitive == "iota":
-            return self.operations.add("iota", (), type.shape, type.dtype, node.params.get("dimension"))
-        return self.operations.broadcast(self.read(node.inputs[0], spec, "forward"), type.shape, ())
+        (made,) = spell(self.operations, node, [self.read(v, spec, "forward") for v in node.inputs], [type])
+        return made
 
     def run(self, index: int, placement: Placement) -> None:
         """Adds the operations of a node and keeps its results."""
@@ -291,7 +247,7 @@ class _Lowering:
         if rule.alias:
             placed = zip(node.inputs, placement.operands, strict=True)
             made = [self.read(v, spec, phase(node)) for v, spec in placed]
-            if node.primitive == "optimization_barrier":
+            if node.primitive == BARRIER:
                 made = self._held(node.outputs, made)
         else:
             operands, results = self._operands(node, placement), self._results(node, rule, placement)
@@ -333,11 +289,11 @@ class _Lowering:
         self, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
     ) -> list[int]:
         """A loop keeps its carries where they are and has room for what it stacks; a branch makes new results."""
-        node, control = self.graph.nodes[index], self.context.controls[index]
+        control = self.context.controls[index]
         entering = {wire.slot: o for wire, o in zip(control.operands, operands, strict=True)}
         room: list[int] = []
         for position, (wire, type) in enumerate(zip(control.results, results, strict=True)):
-            held = () if node.primitive == "cond" or wire.slot not in entering else (entering[wire.slot],)
+            held = (entering[wire.slot],) if wire.slot in entering else ()
             kind = "carry" if held else "fresh"
             room.append(self.operations.add(kind, held, type.shape, type.dtype, (index, position)))
         fixed = {w.slot for w in control.operands} - {w.slot for w in control.results}
@@ -360,7 +316,7 @@ def _needed(graph: Graph) -> set[int]:
     """The values that outputs depend on, through each barrier one by one."""
     needed = set(graph.outputs)
     for node in reversed(graph.nodes):
-        if node.primitive == "optimization_barrier":
+        if node.primitive == BARRIER:
             needed.update(v for v, made in zip(node.inputs, node.outputs, strict=True) if made in needed)
         elif not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)

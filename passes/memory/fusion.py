@@ -26,9 +26,9 @@ ONCE = frozenset({"expensive", "gather", "reduce"})
 REPEATING = frozenset({"broadcast", "gather", "rearrange"})
 LIBRARY_ELEMENTS = 4096
 LIBRARY_DTYPES = frozenset({"float32", "float64"})
-LIBRARY_NAMES = frozenset(
-    "abs add add_any ceil cos div erf exp expm1 floor log log1p max min mul neg pow round rsqrt sign sin sqrt square "
-    "sub tan tanh".split()
+LIBRARY_OPCODES = frozenset(
+    "abs add ceil cosine divide erf exponential exponential-minus-one floor log log-plus-one maximum minimum multiply "
+    "negate power round rsqrt sign sine sqrt square subtract tan tanh".split()
 )
 LIBRARY_SHAPES = frozenset({"bitcast", "broadcast", "transpose", "iota"})
 SEARCHED = 256
@@ -118,7 +118,7 @@ class _Fusion:
             return operation.dtype in LIBRARY_DTYPES or operation.dtype == "int32"
         if operation.kind == "rearrange":
             return operation.name == "pad"
-        known = operation.name in LIBRARY_NAMES or operation.name.startswith(("power", "convert"))
+        known = operation.name in LIBRARY_OPCODES or operation.name.startswith(("power", "convert"))
         return operation.kind in ELEMENTWISE and known and self._large(index)
 
     def _large(self, index: int) -> bool:

@@ -46,19 +46,19 @@ another name for its first operand once the others are there, `result` one of se
 Shape = tuple[int, ...]
 
 NEUTRAL: Mapping[str, float] = MappingProxyType(
-    {"add": 0.0, "add_any": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0, "max": -math.inf, "min": math.inf}
+    {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0, "maximum": -math.inf, "minimum": math.inf}
 )
 """The second operand that changes nothing."""
 
 BY_COLUMNS = (((0,), (0,)), ((), ()))
 """The dimension numbers of a product of columns with columns."""
 
-COMMUTATIVE = frozenset({"add", "add_any", "mul", "max", "min"})
+COMMUTATIVE = frozenset({"add", "multiply", "maximum", "minimum"})
 
 UNIFORM = frozenset({"literal", "broadcast"})
 """Kinds that may be the same along a dimension: without any of them, and unless it is `SIMPLIFIED`, all is as it is."""
 
-SIMPLIFIED = frozenset({"add", "add_any", "select_n"})
+SIMPLIFIED = frozenset({"add", "select"})
 
 
 class Operation(NamedTuple):
@@ -78,7 +78,7 @@ class Operation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the tag begins with: a primitive, or the kind of a collective."""
+        """What the tag begins with: an opcode, or the kind of a collective."""
         tag = cast("tuple[object, ...]", self.tag) if isinstance(self.tag, tuple) else (self.tag,)
         return str(tag[0]) if tag else ""
 
@@ -231,9 +231,9 @@ class Operations:
                 return spread[0]
             if name in COMMUTATIVE and is_number(numbers[0], NEUTRAL[name]):
                 return spread[1]
-        if name == "select_n" and len(set(spread[1:])) == 1:
+        if name == "select" and len(set(spread[1:])) == 1:
             return spread[1]
-        if name in ("add", "add_any") and len(spread) == 2:
+        if name == "add" and len(spread) == 2:
             for into, scattered in (spread, spread[::-1]):
                 held = self.every[scattered]
                 if held.kind == "update" and is_number(self.number(held.operands[0]), 0.0) and "-add" in str(held.tag):

@@ -12,14 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from passes.ir import Node, TensorType
+from passes.memory.lowering_rules import CONVERSION, NARROW, spell
 from passes.memory.operations import Operations
-from passes.memory.xla_operations import spell
-
-NARROW = frozenset(
-    "bitcast_convert_type broadcast_in_dim clz convert_element_type copy copy_p device_put expand_dims name reshape "
-    "sharding_constraint shift_left shift_right_arithmetic shift_right_logical squeeze stop_gradient transpose".split()
-)
-"""Primitives that take any dtype as it is: views, what makes no operation, and what would mean something else wider."""
 
 
 def spell_widened(
@@ -30,7 +24,7 @@ def spell_widened(
     widened: Mapping[str, str],
 ) -> list[int]:
     """The operations that hold a node's results, where arithmetic on the keys of `widened` is done in its values."""
-    if node.primitive == "convert_element_type" and widened.get(operations[operands[0]].dtype) == results[0].dtype:
+    if node.primitive == CONVERSION and widened.get(operations[operands[0]].dtype) == results[0].dtype:
         return [operations.before_rounding.get(operands[0]) or operations.converted(operands[0], results[0].dtype)]
     if node.primitive in NARROW:
         return spell(operations, node, operands, results)

@@ -11,7 +11,7 @@ from passes.errors import InternalError, PlanningError, explain
 from passes.inter_op import StageCost, Transfer
 from passes.intra_op import accounted
 from passes.ir import Graph, StatePairs
-from passes.memory import memory
+from passes.memory import peak
 from passes.pipeline.segments import Needs, needs
 from passes.placement import Layout, collectives, group, is_free, moves
 from passes.plan import MemoryReport, PipelinePlan, Plan, operators
@@ -79,7 +79,7 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
     schedule = moves(graph, layout, Resharder(mesh), refetch=plan.refetch)
-    held = memory(graph, group(graph), mesh, layout, schedule, state_pairs, donated)
+    held = peak(graph, group(graph), mesh, layout, schedule, state_pairs, donated)
     return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(held))
 
 

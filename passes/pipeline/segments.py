@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from passes.cluster import Mesh
 from passes.ir import Graph, StatePairs
-from passes.memory import PERSISTENT, memory
+from passes.memory import PERSISTENT, peak
 from passes.placement import Layout, group, is_free, moves
 from passes.sharding import Resharder, ShardingSpec
 from passes.transforms import Part
@@ -145,5 +145,5 @@ def _temporary(piece: Piece, mesh: Mesh, resharder: Resharder, state_pairs: Stat
         return 0
     schedule = moves(graph, piece.layout, resharder)
     donated = (True,) * len(graph.inputs)
-    found = memory(graph, group(graph), mesh, piece.layout, schedule, state_pairs, donated)
+    found = peak(graph, group(graph), mesh, piece.layout, schedule, state_pairs, donated)
     return sum(nbytes for cause, nbytes in found.nbytes.items() if cause not in (*PERSISTENT, "outputs"))

@@ -150,14 +150,14 @@ def nbytes_kept(step: Any, given: Any) -> int:
 
 def underestimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the memory model see six tenths of what is needed."""
-    true = memory.memory
+    true = memory.peak
 
     def short(*args: Any, **kwargs: Any) -> Any:
         found = true(*args, **kwargs)
         return replace(found, nbytes={cause: int(0.6 * nbytes) for cause, nbytes in found.nbytes.items()})
 
     for module in (mesh_search, read_off):
-        monkeypatch.setattr(module, "memory", short)
+        monkeypatch.setattr(module, "peak", short)
 
 
 def test_the_first_call_checks_what_it_compiles_as_well(monkeypatch: pytest.MonkeyPatch):

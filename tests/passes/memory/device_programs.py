@@ -15,7 +15,7 @@ ROWS, TABLE = (64,), (64, 96)
 def operation(
     kind: Kind, *operands: int, shape: tuple[int, ...] = ROWS, name: str = "", tag: object = None
 ) -> Operation:
-    """An operation of float32; `name` is its primitive."""
+    """An operation of float32; `name` is its opcode."""
     return Operation(kind, operands, shape, "float32", -1, tag=tag if tag is not None else (name or kind,))
 
 
@@ -38,14 +38,14 @@ def drawn(seed: int, size: int = 24) -> DeviceProgram:
         ):
             case "elementwise" if first >= 0:
                 every.append(
-                    operation("elementwise", first, second, shape=shape, name=r.choice(("add", "mul", "select_n")))
+                    operation("elementwise", first, second, shape=shape, name=r.choice(("add", "multiply", "select")))
                 )
             case "expensive" if first >= 0:
-                every.append(operation("expensive", first, shape=shape, name="exp"))
+                every.append(operation("expensive", first, shape=shape, name="exponential"))
             case "broadcast" if (row := pick(ROWS, ())) >= 0:
                 every.append(operation("broadcast", row, shape=TABLE, tag=(0,)))
             case "reduce" if (table := pick(TABLE)) >= 0:
-                every.append(operation("reduce", table, name="reduce_sum"))
+                every.append(operation("reduce", table, name="reduce-sum"))
             case "dot" if first >= 0:
                 every.append(operation("dot", first, second, shape=shape))
             case "bitcast" if first >= 0:
@@ -55,7 +55,7 @@ def drawn(seed: int, size: int = 24) -> DeviceProgram:
             case "gather" if first >= 0 and (source := pick(ROWS, TABLE)) >= 0:
                 every.append(operation("gather", source, first, shape=shape))
             case "update" if first >= 0:
-                every.append(operation("update", first, pick(ROWS, TABLE), shape=shape, name="dynamic_update_slice"))
+                every.append(operation("update", first, pick(ROWS, TABLE), shape=shape, name="dynamic-update-slice"))
             case _:
                 pass
     return program(every, r.sample(range(size // 2, size), 3))

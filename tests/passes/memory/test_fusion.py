@@ -119,37 +119,40 @@ def test_a_chain_of_cheap_operations_is_one_kernel() -> None:
 
 def test_a_cheap_operation_is_computed_for_each_reader_and_a_dear_one_is_not() -> None:
     for kind, wanted in (("elementwise", {0: (), 2: (0,), 3: (0,)}), ("expensive", {0: (), 1: (0,), 2: (1,), 3: (1,)})):
-        shared = operation(kind, 0, name="neg")
+        shared = operation(kind, 0, name="negate")
         dots = [operation("elementwise", 1, name="a"), operation("elementwise", 1, name="b")]
         assert fused(A, shared, *dots, outputs=(2, 3)) == wanted
 
 
 def test_a_dear_operation_is_not_computed_for_every_row_of_a_broadcast() -> None:
-    once, spread = operation("expensive", 0, name="exp"), operation("broadcast", 1, shape=TABLE, tag=(0,))
+    once, spread = operation("expensive", 0, name="exponential"), operation("broadcast", 1, shape=TABLE, tag=(0,))
     last = operation("elementwise", 2, 2, shape=TABLE, name="add")
     assert fused(A, once, spread, last, outputs=(3,)) == {0: (), 1: (0,), 3: (1,)}
 
 
 def test_nor_is_one_that_only_a_cheap_operation_stands_between() -> None:
-    once, cheap = operation("expensive", 0, name="exp"), operation("elementwise", 1, name="neg")
+    once, cheap = operation("expensive", 0, name="exponential"), operation("elementwise", 1, name="negate")
     spread = operation("broadcast", 2, shape=TABLE, tag=(0,))
     last = operation("elementwise", 3, 3, shape=TABLE, name="add")
     assert fused(A, once, cheap, spread, last, outputs=(4,)) == {0: (), 1: (0,), 4: (1,)}
 
 
 def test_what_no_output_needs_is_left_out() -> None:
-    assert fused(A, operation("dot", 0, 0), operation("elementwise", 0, name="neg"), outputs=(2,)) == {0: (), 2: (0,)}
+    assert fused(A, operation("dot", 0, 0), operation("elementwise", 0, name="negate"), outputs=(2,)) == {
+        0: (),
+        2: (0,),
+    }
 
 
 def test_an_output_is_written_even_where_others_compute_it_again() -> None:
-    first, second = operation("elementwise", 0, name="neg"), operation("elementwise", 1, name="sin")
+    first, second = operation("elementwise", 0, name="negate"), operation("elementwise", 1, name="sine")
     assert fused(A, first, second, outputs=(1, 2)).keys() == {0, 1, 2}
 
 
 def test_a_large_sum_takes_in_what_surrounds_it() -> None:
     table = operation("input", shape=TABLE, tag=0)
-    squared = operation("elementwise", 0, 0, shape=TABLE, name="mul")
-    total = operation("reduce", 1, name="reduce_sum")
+    squared = operation("elementwise", 0, 0, shape=TABLE, name="multiply")
+    total = operation("reduce", 1, name="reduce-sum")
     root = operation("elementwise", 2, name="sqrt")
     found = fuse((table, squared, total, root), (3,))
     assert [(k.operation, k.reads, k.over) for k in found] == [(0, (), ()), (2, (0,), ()), (3, (2,), (2,))]
@@ -161,5 +164,5 @@ def test_a_large_sum_takes_in_what_surrounds_it() -> None:
 def test_several_large_operands_are_written_where_a_reader_cannot_take_them_in() -> None:
     """A sum that a product of matrices reads too is written once, not added up again by its other reader."""
     total = operation("elementwise", 0, 1, name="add")
-    product, other = operation("dot", 2, 2), operation("elementwise", 2, name="neg")
+    product, other = operation("dot", 2, 2), operation("elementwise", 2, name="negate")
     assert fused(A, B, total, product, other, outputs=(3, 4)) == {0: (), 1: (), 2: (0, 1), 3: (2,), 4: (2,)}

@@ -51,7 +51,7 @@ def test_of_the_readers_of_an_array_products_run_first_then_what_is_fused_the_la
     every = [
         operation("input", shape=ROWS, tag=0),
         operation("dot", 0, 0),
-        operation("elementwise", 1, name="neg"),  # alone: wrapped once everything else is fused
+        operation("elementwise", 1, name="negate"),  # alone: wrapped once everything else is fused
         operation("elementwise", 1, name="abs"),
         operation("elementwise", 3, name="sign"),
         operation("elementwise", 1, name="floor"),
@@ -156,7 +156,7 @@ def test_of_a_chain_two_are_live() -> None:
 
 def test_an_elementwise_kernel_writes_over_what_nothing_reads_later() -> None:
     every = [operation("input", shape=TABLE, tag=0), operation("dot", 0, 0, shape=TABLE)]
-    every += [operation("expensive", 1, shape=TABLE, name="exp"), operation("dot", 2, 0, shape=TABLE)]
+    every += [operation("expensive", 1, shape=TABLE, name="exponential"), operation("dot", 2, 0, shape=TABLE)]
     _, found = lived(program(every, [3]))
     assert found.buffers == (Buffer(operations=(1, 2), nbytes=NBYTES, first=1, last=3),)
 

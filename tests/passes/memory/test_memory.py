@@ -9,10 +9,11 @@ import pytest
 from passes.cluster import Cluster, DeviceSpec, HostGroup, Mesh
 from passes.cluster.cluster import Link
 from passes.ir import Graph, Node, TensorType
-from passes.memory import Memory, memory
+from passes.memory import Holder, Memory, Temporaries, peak
+from passes.memory.accounting import gradient_nbytes
 from passes.memory.all_reduces import combined
+from passes.memory.holders import CAUSES
 from passes.memory.operations import Operation
-from passes.memory.peak import CAUSES, gradient_nbytes
 from passes.placement import Layout, Placement, group, moves, shared
 from passes.sharding import Resharder, ShardingSpec, replicated
 
@@ -96,7 +97,7 @@ def needed(
     layout = layout or whole(graph)
     schedule = moves(graph, layout, Resharder(MESH))
     given = (graph, group(graph), MESH, layout, schedule, state_pairs, (donated,) * len(graph.inputs))
-    found = memory(*given)
+    found = peak(*given)
     assert found.peak_nbytes == max(found.over_time) == sum(found.nbytes.values())
     assert tuple(found.nbytes) == CAUSES
     return found
@@ -105,13 +106,13 @@ def needed(
 def test_arguments_stay_and_so_does_what_is_returned():
     program = Program(2)
     found = needed(program.graph(program.dot(0, 1)))
-    assert peak(found) == {"other arguments": 2 * NBYTES, "outputs": NBYTES}
+    assert causes(found) == {"other arguments": 2 * NBYTES, "outputs": NBYTES}
 
 
 def test_a_state_that_is_donated_is_returned_in_its_own_place():
     program = Program(2)
     graph = program.graph(program.add("add", 0, 1))
-    assert peak(needed(graph, ((0, 0),))) == {"optimizer state": NBYTES, "other arguments": NBYTES}
+    assert causes(needed(graph, ((0, 0),))) == {"optimizer state": NBYTES, "other arguments": NBYTES}
     assert needed(graph, ((0, 0),), donated=False).nbytes["outputs"] == NBYTES
 
 
@@ -245,10 +246,10 @@ def test_what_is_cut_counts_a_piece():
     graph = program.graph(program.add("neg", 0))
     piece = Placement(operands=(CUT,), results=(CUT,))
     found = needed(graph, layout=Layout(inputs=(CUT,), placements=(piece,), outputs=(CUT,)))
-    assert peak(found) == {"other arguments": NBYTES // 8, "outputs": NBYTES // 8}
+    assert causes(found) == {"other arguments": NBYTES // 8, "outputs": NBYTES // 8}
 
 
-def peak(found: Memory) -> dict[str, int]:
+def causes(found: Memory) -> dict[str, int]:
     """The causes that hold anything."""
     return {cause: nbytes for cause, nbytes in found.nbytes.items() if nbytes}
 
@@ -275,3 +276,21 @@ def test_what_waits_for_a_combined_collective_comes_after_it() -> None:
     assert [o.kind for o in operations] == ["input", "input", "collective", "result", "elementwise", "result"]
     assert place == (0, 1, 3, 4, 5)
     assert all(o < index for index, operation in enumerate(operations) for o in operation.operands)
+
+
+def test_a_model_of_another_compiler_says_what_comes_and_goes():
+    """Arguments and outputs are counted alike; only what is between them is up to the model."""
+    program = Program(2)
+    graph = program.graph(program.dot(0, 1))
+    layout = whole(graph)
+    schedule = moves(graph, layout, Resharder(MESH))
+
+    def frugal(*given: object) -> Temporaries:
+        assert given == (graph, grouping, MESH, layout, schedule)
+        working = Holder(name="scratch", nbytes=40, cause="transients")
+        return Temporaries(where="here", holders=(working,), gaps_nbytes=2, over_time=(0, 40))
+
+    grouping = group(graph)
+    found = peak(graph, grouping, MESH, layout, schedule, (), (False, False), model=frugal)
+    assert causes(found) == {"other arguments": 2 * NBYTES, "outputs": NBYTES, "transients": 42}
+    assert (found.where, found.over_time) == ("here", (3 * NBYTES + 2, 3 * NBYTES + 42))

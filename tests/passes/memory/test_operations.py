@@ -16,14 +16,14 @@ from passes.memory.operations import Operations
 SHAPES = [(), (1,), (4,), (3, 4), (3, 1), (2, 3, 4), (4, 3), (12,), (2, 1, 4)]
 APPLY: dict[str, Any] = {
     "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "max": np.maximum,
-    "neg": np.negative,
-    "exp": lambda x: np.exp(np.minimum(x, 2)),
-    "select_n": lambda p, a, b: np.where(p != 0, b, a),
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "maximum": np.maximum,
+    "negate": np.negative,
+    "exponential": lambda x: np.exp(np.minimum(x, 2)),
+    "select": lambda p, a, b: np.where(p != 0, b, a),
 }
-COUNTS = {"neg": 1, "exp": 1, "select_n": 3}
+COUNTS = {"negate": 1, "exponential": 1, "select": 3}
 SEEDS = range(120)
 
 
@@ -100,7 +100,7 @@ def test_what_is_kept_computes_what_was_asked_for(seed: int) -> None:
                 operands = [pick(shape, ()) for _ in range(COUNTS.get(name, 2))]
                 value = np.broadcast_to(APPLY[name](*(wanted[o] for o in operands)), shape)
                 type = TensorType(shape=shape, dtype="float32")
-                made = operations.elementwise(name, operands, type, expensive=name == "exp")
+                made = operations.elementwise(name, operands, type, expensive=name == "exponential")
         assert operations[made].shape == value.shape or operations[made].kind == "literal"
         if made in wanted:
             np.testing.assert_allclose(wanted[made], value, rtol=1e-9)
@@ -140,13 +140,18 @@ def test_equal_operations_are_one() -> None:
     operations = Operations()
     x = operations.add("input", (), (4,), "float32", 0)
     type = TensorType(shape=(4,), dtype="float32")
-    assert operations.elementwise("exp", [x], type) == operations.elementwise("exp", [x], type)
-    assert operations.elementwise("exp", [x], type) != operations.elementwise("neg", [x], type)
+    assert operations.elementwise("exponential", [x], type) == operations.elementwise("exponential", [x], type)
+    assert operations.elementwise("exponential", [x], type) != operations.elementwise("negate", [x], type)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "first", "second"),
-    [("add", 0.0, True, True), ("sub", 0.0, False, True), ("mul", 1.0, True, True), ("div", 1.0, False, True)],
+    [
+        ("add", 0.0, True, True),
+        ("subtract", 0.0, False, True),
+        ("multiply", 1.0, True, True),
+        ("divide", 1.0, False, True),
+    ],
 )
 def test_what_changes_nothing_is_left_out(name: str, value: float, first: bool, second: bool) -> None:
     """`first` and `second` say on which side a number may be left out."""
@@ -164,6 +169,6 @@ def test_what_is_the_same_along_a_dimension_is_computed_once() -> None:
     operations = Operations()
     row = operations.add("input", (), (4,), "float32", 0)
     wide = operations.broadcast(row, (3, 4), (1,))
-    made = operations.elementwise("exp", [wide], TensorType(shape=(3, 4), dtype="float32"), expensive=True)
+    made = operations.elementwise("exponential", [wide], TensorType(shape=(3, 4), dtype="float32"), expensive=True)
     assert operations[made].kind == "broadcast"
     assert operations[operations[made].operands[0]].shape == (4,)

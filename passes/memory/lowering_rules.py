@@ -1,7 +1,8 @@
 """What each primitive turns into, as XLA comes to see it, on the shapes of one device.
 
-What a dot or a convolution takes is transposed to where its kernel wants it, quotients by a broadcast become products,
-logistic functions are spelled out, and the transpose of max-pooling finds every window's choice before it scatters.
+The names of primitives end here: what follows speaks of XLA's operations, by their opcodes. What a dot or a
+convolution takes is transposed to where its kernel wants it, quotients by a broadcast become products, logistic
+functions are spelled out, and the transpose of max-pooling finds every window's choice before it scatters.
 
 Reference: XLA's dot decomposer, transpose folding, logistic and select-and-scatter expanders, as of jaxlib 0.10.
 """
@@ -31,8 +32,40 @@ EXPENSIVE = frozenset(
 )
 """Elementwise primitives that XLA computes once, however many readers they have."""
 
+OPCODES: Mapping[str, str] = MappingProxyType(
+    {
+        "add_any": "add",
+        "clz": "count-leading-zeros",
+        "cos": "cosine",
+        "div": "divide",
+        "exp": "exponential",
+        "expm1": "exponential-minus-one",
+        "log1p": "log-plus-one",
+        "max": "maximum",
+        "min": "minimum",
+        "mul": "multiply",
+        "neg": "negate",
+        "pow": "power",
+        "rem": "remainder",
+        "rev": "reverse",
+        "select_n": "select",
+        "sin": "sine",
+        "sub": "subtract",
+    }
+)
+"""XLA's opcodes, of the primitives that are called otherwise."""
+
 SLICES = frozenset({"slice", "dynamic_slice", "split"})
 """Primitives that take a part of an array."""
+
+NARROW = frozenset(
+    "bitcast_convert_type broadcast_in_dim clz convert_element_type copy copy_p device_put expand_dims name reshape "
+    "sharding_constraint shift_left shift_right_arithmetic shift_right_logical squeeze stop_gradient transpose".split()
+)
+"""Primitives that take any dtype as it is: views, what makes no operation, and what would mean something else wider."""
+
+CONVERSION = "convert_element_type"
+BARRIER = "optimization_barrier"
 
 Spelling = Callable[[Operations, Node, Sequence[int], Sequence[TensorType]], list[int]]
 
@@ -43,9 +76,14 @@ def spell(operations: Operations, node: Node, operands: Sequence[int], results: 
         return SPELLINGS[node.primitive](operations, node, operands, results)
     if node.primitive in CHEAP or node.primitive in EXPENSIVE:
         expensive = node.primitive in EXPENSIVE
-        return [operations.elementwise(node.primitive, operands, type, expensive=expensive) for type in results]
+        return [operations.elementwise(opcode(node), operands, type, expensive=expensive) for type in results]
     tag = (node.primitive, operations.at)
     return [operations.add("opaque", operands, t.shape, t.dtype, (*tag, i)) for i, t in enumerate(results)]
+
+
+def opcode(node: Node) -> str:
+    """What XLA calls the operation that a primitive becomes."""
+    return OPCODES.get(node.primitive, node.primitive.replace("_", "-"))
 
 
 def _same(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -60,19 +98,19 @@ def _divided(operations: Operations, node: Node, operands: Sequence[int], result
     """A quotient by something known or broadcast is a product."""
     (type,), (above, below) = results, operands
     if "float" not in type.dtype:
-        return [operations.elementwise("div", operands, type, expensive=operations.number(below) is None)]
+        return [operations.elementwise("divide", operands, type, expensive=operations.number(below) is None)]
     if (number := operations.number(below)) is not None:
         if is_number(number, 1.0):
             return [operations.broadcast(above, type.shape)]
-        return [operations.elementwise("mul", (above, operations.literal(("1/", number), type.dtype)), type)]
+        return [operations.elementwise("multiply", (above, operations.literal(("1/", number), type.dtype)), type)]
     spread = operations[operations.broadcast(below, type.shape)]
     if spread.kind != "broadcast" or operations.number(above) is not None:
-        return [operations.elementwise("div", operands, type, expensive=True)]
+        return [operations.elementwise("divide", operands, type, expensive=True)]
     narrow = TensorType(shape=operations[spread.operands[0]].shape, dtype=type.dtype)
     one = operations.literal(1.0, type.dtype)
-    inverse = operations.elementwise("div", (one, spread.operands[0]), narrow, expensive=True)
+    inverse = operations.elementwise("divide", (one, spread.operands[0]), narrow, expensive=True)
     wide = operations.broadcast(inverse, type.shape, cast("tuple[int, ...]", spread.tag))
-    return [operations.elementwise("mul", (above, wide), type)]
+    return [operations.elementwise("multiply", (above, wide), type)]
 
 
 def _power(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -82,16 +120,16 @@ def _power(operations: Operations, node: Node, operands: Sequence[int], results:
         raised = operations.elementwise(f"power {abs(exponent)}", operands, type)
     if exponent < 0:
         one = operations.literal(1.0, type.dtype)
-        raised = operations.elementwise("div", (one, raised), type, expensive=True)
+        raised = operations.elementwise("divide", (one, raised), type, expensive=True)
     return [raised]
 
 
 def _logistic(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     (type,), one = results, operations.literal(1.0, results[0].dtype)
-    negative = operations.elementwise("neg", operands, type)
-    exponential = operations.elementwise("exp", (negative,), type, expensive=True)
+    negative = operations.elementwise("negate", operands, type)
+    exponential = operations.elementwise("exponential", (negative,), type, expensive=True)
     below = operations.elementwise("add", (one, exponential), type)
-    return [operations.elementwise("div", (one, below), type, expensive=True)]
+    return [operations.elementwise("divide", (one, below), type, expensive=True)]
 
 
 def _reshaped(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -123,7 +161,7 @@ def _rearranged(
     """A slice of everything is what was there."""
     if node.primitive in SLICES and results[0].shape == operations[operands[0]].shape:
         return list(operands[:1])
-    tag = (node.primitive, repr(node.params))
+    tag = (opcode(node), repr(node.params))
     return [operations.add("rearrange", operands, t.shape, t.dtype, (*tag, i)) for i, t in enumerate(results)]
 
 
@@ -222,7 +260,7 @@ def _gathered(operations: Operations, node: Node, operands: Sequence[int], resul
 
 
 def _scattered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    return [operations.add("update", operands, results[0].shape, results[0].dtype, (node.primitive, operations.at))]
+    return [operations.add("update", operands, results[0].shape, results[0].dtype, (opcode(node), operations.at))]
 
 
 def _reduced(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -234,9 +272,9 @@ def _reduced(operations: Operations, node: Node, operands: Sequence[int], result
     axes = sorted(cast("tuple[int, ...]", node.params["axes"]))
     if all(held.shape[d] == 1 for d in axes):
         return [operations.reshape(operands[0], type.shape)]
-    if node.primitive == "reduce_sum" and held.tag == "neg":
+    if node.primitive == "reduce_sum" and held.tag == "negate":
         made = _reduced(operations, node, held.operands, results)
-        return [operations.elementwise("neg", made, type)]
+        return [operations.elementwise("negate", made, type)]
     (operand,) = operands
     if held.kind == "bitcast" and held.tag is None:
         before = _axes_before(operations[held.operands[0]].shape, held.shape, axes)
@@ -249,7 +287,7 @@ def _reduced(operations: Operations, node: Node, operands: Sequence[int], result
         kept = [d for position, d in enumerate(order) if position not in axes]
         if kept == sorted(kept):
             operand, axes = held.operands[0], sorted(order[d] for d in axes)
-    return [operations.add("reduce", (operand,), type.shape, type.dtype, (node.primitive, tuple(axes)))]
+    return [operations.add("reduce", (operand,), type.shape, type.dtype, (opcode(node), tuple(axes)))]
 
 
 def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] | None:
@@ -314,7 +352,7 @@ SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
         "cholesky": _cholesky,
         "concatenate": _concatenated,
         "conv_general_dilated": _convolved,
-        "convert_element_type": _converted,
+        CONVERSION: _converted,
         "div": _divided,
         "dot_general": contraction,
         "dynamic_update_slice": _scattered,

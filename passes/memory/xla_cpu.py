@@ -1,6 +1,6 @@
-"""Peak bytes of one device under a plan, by cause: where the peak is, what holds it, and bytes over the whole step.
+"""What XLA's CPU compiler makes of a planned program, as far as memory goes.
 
-The plan is followed to what XLA's CPU compiler makes of it, and that is where the accuracy comes from:
+The plan is followed to what the compiler makes of it, and that is where the accuracy comes from:
 
     lower      the graph on local shapes, moves included, in XLA's own operations      passes/memory/device_program.py
     combine    all-reduces that do not wait for each other are one                     passes/memory/all_reduces.py
@@ -8,114 +8,32 @@ The plan is followed to what XLA's CPU compiler makes of it, and that is where t
     run        kernels breadth first; each result lives until its last reader          passes/memory/liveness.py
     count      the busiest moment, the bodies of loops at theirs                       here
     pack       the gaps that are left where buffers come and go                        passes/memory/packing.py
-
-Arguments and outputs stay for the whole step; outputs that replace donated arguments take no room. An accelerator's
-compiler schedules and fuses otherwise: what persists is exact there too, the rest is an estimate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from passes.cluster import Mesh
-from passes.gc_pause import uncollected
-from passes.ir import Graph, Node, Phase, StatePairs, phase
+from passes.ir import Graph, Phase
 from passes.memory.device_program import WHOLE, Border, Context, DeviceProgram, border_of, lower
 from passes.memory.fusion import fuse
+from passes.memory.holders import Holder, Temporaries, phase_of
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
 from passes.memory.packing import Span, gaps_nbytes
 from passes.placement import Grouping, Layout, Placement, Schedule
 
-CAUSES = (
-    "parameters",
-    "optimizer state",
-    "other arguments",
-    "outputs",
-    "gradients",
-    "saved for backward",
-    "collective buffers",
-    "transients",
-)
-PERSISTENT = CAUSES[:3]
-HOLDERS = 10
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """An array at the peak: an input by its name, anything else by its primitive and source line."""
-
-    name: str
-    nbytes: int
-    cause: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes of one device: at the peak by cause, `where` it is, its largest `holders`, and `over_time`, [kernels]."""
-
-    nbytes: Mapping[str, int]
-    where: str
-    holders: tuple[Holder, ...]
-    over_time: tuple[int, ...]
-
-    @property
-    def peak_nbytes(self) -> int:
-        """All causes together."""
-        return sum(self.nbytes.values())
-
-
-@uncollected()
-def memory(
-    graph: Graph,
-    grouping: Grouping,
-    mesh: Mesh,
-    layout: Layout,
-    schedule: Schedule,
-    state_pairs: StatePairs,
-    donated: Sequence[bool],
-) -> Memory:
-    """What a plan needs on one device; `state_pairs` are the (output, input) positions of its state."""
-    forward = _read_forward(graph, grouping)
-    state = {i for _, i in state_pairs}
-    held: list[Holder] = []
-    for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
-        cause = "other arguments"
-        if position in state:
-            cause = "parameters" if value in forward else "optimizer state"
-        name = graph.input_names[position] if graph.input_names else f"argument {position}"
-        held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause=cause))
-    in_place = {o for o, i in state_pairs if donated[i]}
-    for position, (value, spec) in enumerate(zip(graph.outputs, layout.outputs, strict=True)):
-        if position not in in_place:
-            name = graph.output_names[position] if graph.output_names else f"output {position}"
-            held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause="outputs"))
-    peak = _Region(graph, grouping, mesh, layout, schedule).peak()
-    gaps = Holder(name="gaps between buffers", nbytes=gaps_nbytes(peak.spans), cause="transients")
-    everything = (*held, *peak.holders, *((gaps,) if gaps.nbytes else ()))
-    resident = sum(holder.nbytes for holder in (*held, gaps))
-    nbytes = {cause: sum(h.nbytes for h in everything if h.cause == cause) for cause in CAUSES}
-    return Memory(
-        nbytes=MappingProxyType(nbytes),
-        where=peak.where,
-        holders=tuple(sorted(everything, key=lambda holder: -holder.nbytes)[:HOLDERS]),
-        over_time=tuple(resident + live for live in peak.over_time),
+def temporaries(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> Temporaries:
+    """What the compiled step needs beside arguments and outputs."""
+    found = _Region(graph, grouping, mesh, layout, schedule).peak()
+    return Temporaries(
+        where=found.where,
+        holders=found.holders,
+        gaps_nbytes=gaps_nbytes(found.spans),
+        over_time=found.over_time,
     )
-
-
-def gradient_nbytes(graph: Graph, mesh: Mesh, layout: Layout) -> int:
-    """Bytes of all gradients on one device, as the apply phase reads them; they are not all there at the peak."""
-    found = 0
-    for index, node in enumerate(graph.nodes):
-        if _phase(node) != "apply":
-            continue
-        for value, spec in zip(node.inputs, layout.placements[index].operands, strict=True):
-            made = graph.producers.get(value)
-            first = next(r for r in graph.consumers[value] if _phase(graph.nodes[r]) == "apply")
-            if made is not None and _phase(graph.nodes[made]) == "backward" and first == index:
-                found += spec.local_nbytes(graph.types[value], mesh)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +62,7 @@ class _Region:
         self.layout, self.schedule = layout, schedule
         self.input_names = dict(zip(graph.inputs, graph.input_names, strict=False))
         self.inside: dict[int, Peak] = {}
-        self.phases: list[Phase] = [_phase(node) for node in graph.nodes]
+        self.phases: list[Phase] = [phase_of(node) for node in graph.nodes]
 
     def peak(self, border: Border = WHOLE) -> Peak:
         """The busiest moment; a body is told how it hangs on what is around it."""
@@ -233,34 +151,6 @@ class _Region:
             for body, grouping, layout, schedule in bodies
         ]
         self.inside[index] = max(peaks, key=lambda peak: peak.nbytes)
-
-
-def _phase(node: Node) -> Phase:
-    """The phase of a node; that of a loop over microbatches is `backward`, where its gradients are made."""
-    found = phase(node)
-    if found != "apply" or not node.subgraphs:
-        return found
-    inside = {_phase(inner) for body in node.subgraphs for inner in body.nodes}
-    if "backward" in inside:
-        return "backward"
-    return "forward" if "forward" in inside else "apply"
-
-
-def _read_forward(graph: Graph, grouping: Grouping) -> set[int]:
-    """The values that the forward pass reads, that inside loops and branches included."""
-    return set(_forward_reads(graph, grouping))
-
-
-def _forward_reads(graph: Graph, grouping: Grouping) -> Iterator[int]:
-    for index, node in enumerate(graph.nodes):
-        if phase(node) == "forward":
-            yield from node.inputs
-        elif index in grouping.controls:
-            control, slots = grouping.controls[index], set[int]()
-            for body, inner in zip(control.bodies, grouping.bodies[index], strict=True):
-                read = _read_forward(body.graph, inner)
-                slots.update(s for v, s in zip(body.graph.inputs, body.inputs, strict=True) if v in read)
-            yield from (v for v, wire in zip(node.inputs, control.operands, strict=True) if wire.slot in slots)
 
 
 def _maker(graph: Graph, value: int) -> str:

@@ -1,0 +1,103 @@
+"""Peak bytes of one device under a plan, by cause: what persists, and what a compiler's model says that comes and goes.
+
+Arguments and outputs stay for the whole step, whatever compiles it; outputs that replace donated arguments take no
+room. Everything else is for the compiler to decide. `peak` takes a model of one: any function of `Model`'s type. There
+is one, of XLA's CPU compiler (passes/memory/xla_cpu.py); for an accelerator it is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from passes.cluster import Mesh
+from passes.gc_pause import uncollected
+from passes.ir import Graph, StatePairs, phase
+from passes.memory.holders import CAUSES, HOLDERS, Holder, Memory, Temporaries, phase_of
+from passes.memory.xla_cpu import temporaries
+from passes.placement import Grouping, Layout, Schedule
+
+
+class Model(Protocol):
+    """What a compiler makes of a planned program, as far as memory goes."""
+
+    def __call__(
+        self, graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule, /
+    ) -> Temporaries: ...
+
+
+@uncollected()
+def peak(
+    graph: Graph,
+    grouping: Grouping,
+    mesh: Mesh,
+    layout: Layout,
+    schedule: Schedule,
+    state_pairs: StatePairs,
+    donated: Sequence[bool],
+    *,
+    model: Model = temporaries,
+) -> Memory:
+    """What one device of `mesh` holds at the busiest moment of a step, by cause.
+
+    `layout` says where the arrays of `graph` lie, `grouping` which rules cut its nodes, and `schedule` the moves
+    between them. `state_pairs` are the (output, input) positions of its state; an output takes no room where its input
+    is `donated`, by input position. `model` says what comes and goes between arguments and outputs.
+    """
+    forward = _read_forward(graph, grouping)
+    state = {i for _, i in state_pairs}
+    held: list[Holder] = []
+    for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
+        cause = "other arguments"
+        if position in state:
+            cause = "parameters" if value in forward else "optimizer state"
+        name = graph.input_names[position] if graph.input_names else f"argument {position}"
+        held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause=cause))
+    in_place = {o for o, i in state_pairs if donated[i]}
+    for position, (value, spec) in enumerate(zip(graph.outputs, layout.outputs, strict=True)):
+        if position not in in_place:
+            name = graph.output_names[position] if graph.output_names else f"output {position}"
+            held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause="outputs"))
+    found = model(graph, grouping, mesh, layout, schedule)
+    gaps = Holder(name="gaps between buffers", nbytes=found.gaps_nbytes, cause="transients")
+    everything = (*held, *found.holders, *((gaps,) if gaps.nbytes else ()))
+    resident = sum(holder.nbytes for holder in (*held, gaps))
+    nbytes = {cause: sum(h.nbytes for h in everything if h.cause == cause) for cause in CAUSES}
+    return Memory(
+        nbytes=MappingProxyType(nbytes),
+        where=found.where,
+        holders=tuple(sorted(everything, key=lambda holder: -holder.nbytes)[:HOLDERS]),
+        over_time=tuple(resident + live for live in found.over_time),
+    )
+
+
+def gradient_nbytes(graph: Graph, mesh: Mesh, layout: Layout) -> int:
+    """Bytes of all gradients on one device, as the apply phase reads them; they are not all there at the peak."""
+    found = 0
+    for index, node in enumerate(graph.nodes):
+        if phase_of(node) != "apply":
+            continue
+        for value, spec in zip(node.inputs, layout.placements[index].operands, strict=True):
+            made = graph.producers.get(value)
+            first = next(r for r in graph.consumers[value] if phase_of(graph.nodes[r]) == "apply")
+            if made is not None and phase_of(graph.nodes[made]) == "backward" and first == index:
+                found += spec.local_nbytes(graph.types[value], mesh)
+    return found
+
+
+def _read_forward(graph: Graph, grouping: Grouping) -> set[int]:
+    """The values that the forward pass reads, that inside loops and branches included."""
+    return set(_forward_reads(graph, grouping))
+
+
+def _forward_reads(graph: Graph, grouping: Grouping) -> Iterator[int]:
+    for index, node in enumerate(graph.nodes):
+        if phase(node) == "forward":
+            yield from node.inputs
+        elif index in grouping.controls:
+            control, slots = grouping.controls[index], set[int]()
+            for body, inner in zip(control.bodies, grouping.bodies[index], strict=True):
+                read = _read_forward(body.graph, inner)
+                slots.update(s for v, s in zip(body.graph.inputs, body.inputs, strict=True) if v in read)
+            yield from (v for v, wire in zip(node.inputs, control.operands, strict=True) if wire.slot in slots)

@@ -1,0 +1,54 @@
+"""What the steps of a move turn into on one device: collectives, and how what they send lies before and after."""
+
+from __future__ import annotations
+
+from passes.memory.lowering_rules import joined_by_copies
+from passes.memory.operations import Operations, Shape
+from passes.sharding import Step
+
+PIECES = 8
+"""Into how many pieces an all-to-all is cut at most, for what that does to memory: more change little."""
+
+
+def taken(operations: Operations, made: int, step: Step, shape: Shape, reduction: str) -> int:
+    """The operation that holds what `made` becomes by a step of a move, of this local shape.
+
+    The dimension that a collective joins or cuts comes first in memory.
+    """
+    dtype = operations[made].dtype
+    if step.kind in ("slice", "keep"):
+        return operations.add("rearrange" if step.kind == "slice" else "elementwise", (made,), shape, dtype, str(step))
+    tag = (step.kind, step.axes, reduction, step.dim, step.to_dim)
+    if step.kind == "all_to_all":
+        return _exchanged(operations, made, step, shape, tag)
+    along = {"all_gather": step.dim, "reduce_scatter": step.to_dim}.get(step.kind, -1)
+    if along < 0:
+        return operations.add("collective", (made,), shape, dtype, tag)
+    order = (along, *(d for d in range(len(shape)) if d != along))
+    moved = tuple(shape[d] for d in order)
+    made = operations.add("collective", (operations.transpose(made, order),), moved, dtype, tag)
+    return operations.transpose(made, sorted(range(len(shape)), key=order.__getitem__))
+
+
+def _exchanged(operations: Operations, made: int, step: Step, shape: Shape, tag: tuple[object, ...]) -> int:
+    """An all-to-all: pieces are cut out one by one, sent, joined where they were cut, and then brought to place.
+
+    Reference: XLA's AllToAllDecomposer, and what XlaBuilder makes of an all-to-all of arrays.
+    """
+    cut, whole, dtype = step.to_dim, operations[made].shape, operations[made].dtype
+    count = whole[cut] // shape[cut]
+    few = min(count, PIECES)
+    sizes = [whole[cut] * (i + 1) // few - whole[cut] * i // few for i in range(few)]
+    parts = [(*whole[:cut], size, *whole[cut + 1 :]) for size in sizes]
+    pieces = [operations.add("rearrange", (made,), p, dtype, ("slice", tag, i)) for i, p in enumerate(parts)]
+    sent = operations.add("collective", pieces, (0,), dtype, (*tag, pieces[0]))
+    received = [operations.add("result", (sent,), p, dtype, i) for i, p in enumerate(parts)]
+    joined = joined_by_copies(operations, received, whole, dtype, cut, count)
+    grid = operations.reshape(joined, (*whole[:cut], count, shape[cut], *whole[cut + 1 :]))
+    order = [d for d in range(len(whole) + 1) if d != cut]
+    order.insert(step.dim, cut)
+    moved = [d for d in order if operations[grid].shape[d] > 1]
+    if moved != sorted(moved):  # a change of layout, which the library of kernels does not take in
+        between = tuple(operations[grid].shape[d] for d in order)
+        grid = operations.add("rearrange", (grid,), between, dtype, ("transpose", tuple(order)))
+    return operations.reshape(grid, shape)

@@ -1,0 +1,70 @@
+"""What a device holds while a step runs: arrays at the peak by cause, and what a compiler's model reports of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.ir import Node, Phase, phase
+
+CAUSES = (
+    "parameters",
+    "optimizer state",
+    "other arguments",
+    "outputs",
+    "gradients",
+    "saved for backward",
+    "collective buffers",
+    "transients",
+)
+PERSISTENT = CAUSES[:3]
+HOLDERS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """An array at the peak: an input by its name, anything else by its primitive and source line."""
+
+    name: str
+    nbytes: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one device: at the peak by cause, `where` it is, its largest `holders`, and `over_time`, [kernels]."""
+
+    nbytes: Mapping[str, int]
+    where: str
+    holders: tuple[Holder, ...]
+    over_time: tuple[int, ...]
+
+    @property
+    def peak_nbytes(self) -> int:
+        """All causes together."""
+        return sum(self.nbytes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temporaries:
+    """What a compiler's model finds that a step needs beside arguments and outputs, on one device.
+
+    `holders` are live together at the busiest moment, which is at the source line `where`; `gaps_nbytes` are lost
+    between them; `over_time` are live bytes as each kernel runs, gaps left out, [kernels].
+    """
+
+    where: str
+    holders: tuple[Holder, ...]
+    gaps_nbytes: int
+    over_time: tuple[int, ...]
+
+
+def phase_of(node: Node) -> Phase:
+    """The phase of a node; that of a loop over microbatches is `backward`, where its gradients are made."""
+    found = phase(node)
+    if found != "apply" or not node.subgraphs:
+        return found
+    inside = {phase_of(inner) for body in node.subgraphs for inner in body.nodes}
+    if "backward" in inside:
+        return "backward"
+    return "forward" if "forward" in inside else "apply"
