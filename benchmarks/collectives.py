@@ -10,7 +10,7 @@ import csv
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from passes.cluster.devices import host_spec
 from passes.cluster.mesh import Group
 from passes.text import quantities
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "data" / "published" / "collectives_measured.csv"
+PUBLISHED = Path(__file__).resolve().parent / "published" / "data" / "collectives_measured.csv"
 
 KINDS: dict[str, Kind] = {
     "all-reduce": "all_reduce",
@@ -83,18 +83,22 @@ class System:
 def published(path: Path = PUBLISHED) -> tuple[System, ...]:
     """The systems of the file whose devices the table knows or nearly knows, with their measurements."""
     with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+        return systems(list(csv.DictReader(file)))
+
+
+def systems(rows: Sequence[Mapping[str, str]]) -> tuple[System, ...]:
+    """The systems of these lines whose devices the table knows or nearly knows, with their measurements."""
 
     def rows_of(system: str, hardware: str = "", placement: str = "") -> tuple[Measurement, ...]:
         wanted = (system, hardware, placement)
         found = [
             r for r in rows if all(w in r[c] for w, c in zip(wanted, ("system", "hardware", "placement"), strict=True))
         ]
-        return tuple(m for row in found if (m := _measurement(row)))
+        return tuple(m for row in found if (m := measurement(row)))
 
     h100, h200, b200, a100 = map(host_spec, ("h100", "h200", "b200", "a100-80g"))
     launch = h100.device.launch_seconds
-    systems = [
+    known = [
         System(
             name="nanotron, H100, AWS p5",
             intra=h100.intra,
@@ -124,7 +128,7 @@ def published(path: Path = PUBLISHED) -> tuple[System, ...]:
     ]
     for name, spec, hardware in (("H200", h200, "H200"), ("B200", b200, "B200")):
         for reduces in (True, False):
-            systems.append(
+            known.append(
                 System(
                     name=f"stas00, {name}, SHARP {'on' if reduces else 'off'}",
                     intra=replace(spec.intra, reduces=reduces),
@@ -134,10 +138,10 @@ def published(path: Path = PUBLISHED) -> tuple[System, ...]:
                     fitted=("intra.bytes_per_second",),
                 )
             )
-    return tuple(systems)
+    return tuple(known)
 
 
-def _measurement(row: dict[str, str]) -> Measurement | None:
+def measurement(row: Mapping[str, str]) -> Measurement | None:
     """The row's measurement, its time from bus bandwidth where none is printed; None where payload or both lack."""
     if row["collective"] not in KINDS or not row["payload_bytes"]:
         return None

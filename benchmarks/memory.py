@@ -45,7 +45,7 @@ PLANNERS: dict[str, Callable[[], Any]] = {
 COUNTS = (1, 2, 4, 8)
 DTYPES = ("float32", "bfloat16")
 FUNCTION_PLANNERS = frozenset({"dp", "auto"})
-ZERO = Path(__file__).resolve().parents[2] / "shared" / "data" / "published" / "zero.csv"
+ZERO = Path(__file__).resolve().parent / "published" / "data" / "zero.csv"
 V100_NBYTES = 32e9
 STAGES = {"baseline DP": 0, "Pos+g (ZeRO-2)": 2, "Pos+g+p (ZeRO-3)": 3}
 """The paper's schemes that are planned; its Pos is not, for `Zero(1)` scatters gradients as soon as they are summed."""
@@ -241,15 +241,11 @@ def published(path: Path = ZERO) -> Iterator[Published]:
         if row["table"].startswith("Table 1 ") and stage >= 0:
             size, printed = float(row["model_params_billion"]), row["model_state_memory_GB_per_device"]
             nbytes = state_nbytes(stage, devices, size)
-            what, found, rounding = f"{size:g}B on {devices}", nbytes / 1e9, _unit(printed)
+            what, found, rounding = f"{size:g}B on {devices}", nbytes / 1e9, rounding_of(printed)
         elif row["table"].startswith("Table 2 ") and stage >= 0:
             degree, printed = int(row["mp_degree"]), row["theoretical_max_params_billion"]
             found = degree * V100_NBYTES / (state_nbytes(stage, devices, 1.0) / 1e9) / 1e9
-            loose = 10 ** math.floor(math.log10(float(printed))) / 2
-            what, rounding = (
-                f"largest, {devices} x {degree}",
-                loose if float(printed) >= 500 else degree * _unit(printed),
-            )
+            what, rounding = f"largest, {devices} x {degree}", rounding_of(printed, degree)
         else:
             continue
         yield Published(
@@ -262,9 +258,14 @@ def published(path: Path = ZERO) -> Iterator[Published]:
         )
 
 
-def _unit(printed: str) -> float:
-    """One in the last digit of a printed number."""
-    return 10.0 ** -len(printed.partition(".")[2])
+def rounding_of(printed: str, degree: int = 1) -> float:
+    """How far a printed number may be off: one in its last digit, `degree` times as much where it was multiplied.
+
+    A multiplied number from 500 has one digit.
+    """
+    if degree > 1 and float(printed) >= 500:
+        return 10 ** math.floor(math.log10(float(printed))) / 2
+    return degree * 10.0 ** -len(printed.partition(".")[2])
 
 
 def table(rows: Sequence[Row]) -> Table:

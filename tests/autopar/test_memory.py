@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 import benchmarks.memory
-from benchmarks.memory import UNDER_TARGET, WORST_TARGET, ZERO, Case, Row, measure, published, state_nbytes
+from benchmarks.memory import UNDER_TARGET, WORST_TARGET, Case, Row, measure, published, state_nbytes
 from tests.sample import slow
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
@@ -88,7 +88,6 @@ def test_model_states_are_those_of_the_paper(stage: int):
     assert state_nbytes(stage, devices, billions) == pytest.approx(formula * billions * 1e9, rel=1e-12)
 
 
-@pytest.mark.skipif(not ZERO.exists(), reason="the published tables are not here")
 def test_the_tables_of_the_paper_are_met():
     rows = tuple(published())
     assert len(rows) == 51

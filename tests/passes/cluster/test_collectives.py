@@ -3,7 +3,6 @@
 import math
 import statistics
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import hypothesis.strategies as st
@@ -16,8 +15,6 @@ from passes.cluster import Collective, Kind, Mesh, collectives, parse_cluster
 from passes.cluster.cluster import Link
 from passes.cluster.collectives import seconds
 from passes.cluster.mesh import Group
-
-PUBLISHED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "published" / "collectives_measured.csv"
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 INTRA = Link(alpha_seconds=2e-6, bytes_per_second=200e9)
@@ -158,19 +155,17 @@ EXPECTED = {
 }
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not beside this checkout")
 def test_published_measurements_are_predicted() -> None:
-    systems = {system.name: system for system in published(PUBLISHED)}
+    systems = {system.name: system for system in published()}
     assert systems.keys() == EXPECTED.keys()
     errors = {name: statistics.median(system.errors()) for name, system in systems.items()}
     assert {name: error for name, error in errors.items() if error > EXPECTED[name]} == {}
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not beside this checkout")
 def test_large_messages_on_one_host_are_predicted_closely() -> None:
     errors = [
         error
-        for system in published(PUBLISHED)
+        for system in published()
         for m, error in zip(system.measurements, system.errors(), strict=True)
         if m.kind == "all_reduce" and m.hosts == 1 and m.nbytes >= 2**26
     ]

@@ -1,0 +1,162 @@
+"""A configuration that somebody measured, planned by a planner by hand on the path that every plan takes.
+
+What `autopar.parallelize(step, cluster=, planner=).plan(shapes)` does is done here part by part, so that rows share
+what they have in common: the trace of a model at a batch size, and the same in microbatches. Plans that do not fit are
+wanted too, so no limit is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from autopar.frontend import Traced, trace
+from autopar.rewrite import in_pieces, microbatched
+from benchmarks.published.rows import Answer
+from passes.cluster import Cluster
+from passes.gc_pause import uncollected
+from passes.plan import PipelinePlan, Plan
+from passes.planners import Auto, Megatron, Planner, Zero
+
+Precision = Literal["master copy", "cast", "single"]
+"""Where a model computes in half precision: what the optimizer updates is a copy in float32 beside parameters in half
+precision (Megatron-LM), or the parameters themselves, cast where they are used, so that gradients add up in float32
+(nanotron). `single` has one precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained: a model's module and configuration, so many sequences a step, and how it is kept and updated."""
+
+    module: ModuleType
+    config: Any
+    batch: int
+    precision: Precision
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A job on a cluster: `data` x `tensor` devices for each of `pipeline` groups, which have `interleave` stages each.
+
+    `zero` is the stage of ZeRO over `data`, 0 for none. With `total`, bytes are those of all groups' fullest devices.
+    """
+
+    job: Job
+    cluster: Cluster
+    microbatches: int = 1
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    schedule: str = "1f1b"
+    zero: int = 0
+    total: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero and self.tensor * self.pipeline > 1:
+            raise ValueError(f"zero={self.zero}: no planner cuts state over data beside tensors and stages")
+
+    def answer(self) -> Answer:
+        """Seconds of a step and peak bytes as planned. Raises PlanningError where there is no such plan."""
+        plan = self.plan()
+        nbytes = plan.peak_nbytes
+        if self.total and isinstance(plan, PipelinePlan):
+            nbytes = sum(plan.timeline.peak_nbytes)
+        limit = Auto().limit(self.cluster)
+        return Answer(seconds=plan.step_seconds, nbytes=nbytes, limit_nbytes=limit)
+
+    def plan(self) -> Plan | PipelinePlan:
+        """The plan. What stages cost is the same under every schedule with as many stages: that is planned once."""
+        if self.interleave > 1:
+            return _plan(self)
+        plan = _plan(replace(self, schedule="1f1b"))
+        return replace(plan, schedule_name=self.schedule) if isinstance(plan, PipelinePlan) else plan
+
+
+@lru_cache(maxsize=4)
+def _plan(asked: Configuration) -> Plan | PipelinePlan:
+    count, stages = asked.microbatches, asked.pipeline * asked.interleave
+    program = traced(asked.job) if count == stages == 1 else in_microbatches(asked.job, count, stages)
+    with uncollected():
+        return planner(asked).plan(program.graph, asked.cluster, tied=program.tied, donated=program.donated)
+
+
+def planner(asked: Configuration) -> Planner:
+    """The planner by hand that lays a configuration out."""
+    if asked.zero:
+        return Zero(asked.zero)
+    return Megatron(
+        data=asked.data,
+        tensor=asked.tensor,
+        pipeline=asked.pipeline,
+        interleave=asked.interleave,
+        microbatches=asked.microbatches,
+        schedule=asked.schedule,
+    )
+
+
+@lru_cache(maxsize=2)
+def traced(job: Job) -> Traced:
+    """The job's train step, from shapes alone."""
+    state, batch = shapes(job)
+    return trace(make_step(job), (state, batch), {}, donate_argnums=(0,))
+
+
+@lru_cache(maxsize=2)
+def in_microbatches(job: Job, count: int, stages: int) -> Traced:
+    """The job's train step in microbatches, its loop over layers in pieces for so many stages.
+
+    Gradients in half precision are rounded once a microbatch, which is not exactly the step; the sources do so too.
+    """
+    program, structs = traced(job), jax.tree.leaves(shapes(job))
+    if stages > 1:
+        program, pieces = in_pieces(program, stages)
+        structs = pieces.structs(structs) if pieces else structs
+    with uncollected():
+        return microbatched(program, structs, count, "independent")
+
+
+def shapes(job: Job) -> tuple[Any, Any]:
+    """The shapes of the state and of a batch."""
+    state = jax.eval_shape(partial(_make_state, job), jax.random.key(0))
+    return state, jax.eval_shape(partial(job.module.example_batch, job.config, job.batch), jax.random.key(1))
+
+
+def _optimizer(job: Job) -> optax.GradientTransformation:
+    if job.optimizer == "rmsprop":
+        return optax.rmsprop(1e-4)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95, weight_decay=0.1))
+
+
+def _make_state(job: Job, key: jax.Array) -> Any:
+    params = job.module.init(job.config, key)
+    master = _cast(params, "float32") if job.precision == "master copy" else None
+    return params, master, _optimizer(job).init(params if master is None else master)
+
+
+def _cast(tree: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def make_step(job: Job) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
+    """An ordinary train step (state, batch) -> (state, loss); state is (parameters, copy or None, optimizer's own)."""
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, master, moments = state
+        loss, gradients = jax.value_and_grad(lambda p: job.module.loss(job.config, p, batch))(params)
+        if master is None:
+            updates, moments = _optimizer(job).update(gradients, moments, params)
+            return (optax.apply_updates(params, updates), None, moments), loss
+        updates, moments = _optimizer(job).update(_cast(gradients, "float32"), moments, master)
+        master = jax.tree.map(jnp.add, master, updates)
+        return (_cast(master, job.config.param_dtype), master, moments), loss
+
+    return train_step

@@ -1,0 +1,105 @@
+"""A row of a published table: what was measured, and the question whose answer is held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Fields = Mapping[str, str]
+"""One line of a CSV file, by column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the library predicts: seconds of a step, peak bytes of a device, and how many bytes a plan may need."""
+
+    seconds: float | None = None
+    nbytes: float | None = None
+    limit_nbytes: float | None = None
+
+    @property
+    def is_out_of_memory(self) -> bool | None:
+        """Whether no device could run it; None where that was not asked."""
+        return None if self.nbytes is None or self.limit_nbytes is None else self.nbytes > self.limit_nbytes
+
+
+class Question(Protocol):
+    """Something that the library predicts; equal questions have equal answers. Raises PlanningError where it cannot."""
+
+    def answer(self) -> Answer: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement: seconds of a step, bytes of a device, or that it did not run; None for what was not said.
+
+    The rate that the source prints is `work` a second, in `unit`. Rows of a `sweep` differ in one thing; where that is
+    the configuration of one job, the sweep `is_choice`. Where the source prints throughput relative to another row of
+    the sweep, that row is the `base` and `seconds` count its steps. `fitted` rows have set a number of the library, the
+    others judge. Printed figures are met where they differ by no more than `rounding`, as a share; 0 for measured ones.
+    Without a `question` there is a reason `why` the row cannot be asked.
+    """
+
+    source: str
+    sweep: str
+    name: str
+    question: Question | None = None
+    why: str = ""
+    seconds: float | None = None
+    nbytes: float | None = None
+    out_of_memory: bool | None = None
+    work: float = 1.0
+    unit: str = "steps/s"
+    base: str = ""
+    is_choice: bool = False
+    fitted: bool = False
+    rounding: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A row and what is predicted for it; `answer` is None where the library refused, with the reason `why`."""
+
+    row: Row
+    answer: Answer | None = None
+    why: str = ""
+
+    @property
+    def seconds_ratio(self) -> float | None:
+        """Predicted seconds by measured ones."""
+        return _ratio(self.answer and self.answer.seconds, self.row.seconds)
+
+    @property
+    def nbytes_ratio(self) -> float | None:
+        """Predicted bytes by measured ones."""
+        return _ratio(self.answer and self.answer.nbytes, self.row.nbytes)
+
+
+def _ratio(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured if predicted is not None and measured else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A reader of one kind of file, known by its `columns`; it may give rows under several names, `names`."""
+
+    names: tuple[str, ...]
+    columns: frozenset[str]
+    read: Callable[[Sequence[Fields]], Iterable[Row]]
+
+
+def number(fields: Fields, *columns: str) -> float | None:
+    """The first of the columns that has a number in it, None where none has. Raises ValueError for other text."""
+    found = next((fields[column] for column in columns if fields.get(column)), "")
+    return float(found) if found else None
+
+
+def whole(fields: Fields, column: str, default: int | None = None) -> int:
+    """The whole number in a column. Raises ValueError where there is none, and no default either."""
+    text = fields.get(column, "")
+    if not text and default is not None:
+        return default
+    if not text or float(text) % 1:
+        raise ValueError(f"column {column!r}: {text!r} is no whole number")
+    return int(float(text))

@@ -1,0 +1,62 @@
+"""Rows to results: every question is asked once, those about one model together, and told of as they are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from benchmarks.published.planned import Configuration
+from benchmarks.published.rows import Answer, Question, Result, Row
+from benchmarks.published.zero_bubble import TaskTimes
+from passes.errors import PlanningError
+
+
+def predict(rows: Sequence[Row], told: Callable[[Row], None] = lambda row: None) -> list[Result]:
+    """What is predicted for each row, in their order; `told` hears of a row before it is asked."""
+    answers: dict[Question, Answer | str] = {}
+    for row in sorted(rows, key=_together):
+        told(row)
+        if row.question is not None and row.question not in answers:
+            answers[row.question] = _answer(row.question)
+    results = [_result(row, answers) for row in rows]
+    return _relative(results)
+
+
+def _together(row: Row) -> tuple[str, ...]:
+    """Rows that have a model, its microbatches and its stages in common sort side by side."""
+    asked = row.question.asked if isinstance(row.question, TaskTimes) else row.question
+    if not isinstance(asked, Configuration):
+        return (row.source,)
+    stages = asked.pipeline * asked.interleave
+    return ("", str(asked.job), f"{asked.microbatches:6}", f"{stages:6}", str(replace(asked, schedule="")))
+
+
+def _answer(question: Question) -> Answer | str:
+    """The answer, or why there is none."""
+    try:
+        return question.answer()
+    except PlanningError as error:
+        return " ".join(str(error).split())
+
+
+def _result(row: Row, answers: dict[Question, Answer | str]) -> Result:
+    if row.question is None:
+        return Result(row=row, why=row.why)
+    found = answers[row.question]
+    return Result(row=row, why=found) if isinstance(found, str) else Result(row=row, answer=found)
+
+
+def _relative(results: Sequence[Result]) -> list[Result]:
+    """The results, those of rows that have a base in steps of that."""
+    named = {(r.row.source, r.row.name): r.answer for r in results}
+    found: list[Result] = []
+    for result in results:
+        row, answer = result.row, result.answer
+        if row.base and answer and answer.seconds is not None:
+            base = named.get((row.source, row.base))
+            if base is None or not base.seconds:
+                result = replace(result, answer=None, why=f"its base, {row.base}, was not predicted")
+            else:
+                result = replace(result, answer=replace(answer, seconds=answer.seconds / base.seconds))
+        found.append(result)
+    return found

@@ -1,0 +1,154 @@
+"""How good predictions are: errors, bias, order within a sweep, what the predicted best loses, out of memory or not."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scipy.stats import kendalltau
+
+from benchmarks.published.rows import Result
+
+SLACK = 1e-9
+"""Of a rounding, for the arithmetic between."""
+
+
+def mape(ratios: Sequence[float]) -> float:
+    """Mean absolute error of predictions, given as ratios to what was measured."""
+    return statistics.fmean(abs(ratio - 1) for ratio in ratios)
+
+
+def bias(ratios: Sequence[float]) -> float:
+    """Mean error: above 0 where more is predicted than was measured."""
+    return statistics.fmean(ratio - 1 for ratio in ratios)
+
+
+def tau(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Kendall's tau-b of (predicted, measured): 1 for the same order, -1 for the reverse; None where there is none."""
+    predicted, measured = zip(*pairs, strict=True) if pairs else ((), ())
+    found: Any = kendalltau(predicted, measured) if len(pairs) > 1 else None
+    return None if found is None or math.isnan(found.statistic) else float(found.statistic)
+
+
+def regret(pairs: Sequence[tuple[float, float]]) -> float:
+    """What is lost by running what is predicted to be fastest: its measured time by the least one, less 1.
+
+    Pairs are seconds (predicted, measured); of several that are predicted equal, the slowest.
+    """
+    best = min(predicted for predicted, _ in pairs)
+    return max(m for p, m in pairs if p == best) / min(measured for _, measured in pairs) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The order of one sweep's rows: tau of rates, and regret where the sweep is a choice."""
+
+    source: str
+    name: str
+    rows: int
+    tau: float | None
+    regret: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a set of results comes to; errors are shares, None where nothing was compared.
+
+    `printed` are figures of tables, `met` those of them that are met within their rounding. `positives` ran out of
+    memory, `warned` were predicted to, `caught` both.
+    """
+
+    rows: int
+    asked: int
+    refused: int
+    timed: int
+    mape: float | None
+    bias: float | None
+    worst: float | None
+    tau: float | None
+    regret: float | None
+    weighed: int
+    memory_mape: float | None
+    memory_bias: float | None
+    memory_least: float | None
+    memory_most: float | None
+    judged_memory: int
+    positives: int
+    warned: int
+    caught: int
+    printed: int
+    met: int
+
+    @property
+    def precision(self) -> float | None:
+        """Of those predicted to run out of memory, the share that did."""
+        return self.caught / self.warned if self.judged_memory and self.warned else None
+
+    @property
+    def recall(self) -> float | None:
+        """Of those that ran out of memory, the share that was predicted."""
+        return self.caught / self.positives if self.judged_memory and self.positives else None
+
+
+def sweeps(results: Iterable[Result]) -> list[Sweep]:
+    """The order within every sweep of two measured rows or more."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        if result.seconds_ratio is not None:
+            groups.setdefault((result.row.source, result.row.sweep), []).append(result)
+    found: list[Sweep] = []
+    for (source, name), members in groups.items():
+        if len(members) < 2:
+            continue
+        times = [(r.answer.seconds, r.row.seconds) for r in members if r.answer and r.answer.seconds and r.row.seconds]
+        work = [r.row.work for r in members]
+        rates = [(w / p, w / m) for w, (p, m) in zip(work, times, strict=True)]
+        lost = regret(times) if all(r.row.is_choice for r in members) else None
+        found.append(Sweep(source=source, name=name, rows=len(members), tau=tau(rates), regret=lost))
+    return found
+
+
+def score(results: Sequence[Result]) -> Score:
+    """The score of results; tau and regret are means over their sweeps."""
+    times = [ratio for r in results if (ratio := r.seconds_ratio) is not None]
+    held = [ratio for r in results if (ratio := r.nbytes_ratio) is not None]
+    orders = sweeps(results)
+    taus = [sweep.tau for sweep in orders if sweep.tau is not None]
+    losses = [sweep.regret for sweep in orders if sweep.regret is not None]
+    fates = [
+        (r.answer.is_out_of_memory, r.row.out_of_memory)
+        for r in results
+        if r.answer and r.answer.is_out_of_memory is not None and r.row.out_of_memory is not None
+    ]
+    exact = [r for r in results if r.row.rounding and r.answer]
+    return Score(
+        rows=len(results),
+        asked=sum(r.answer is not None for r in results),
+        refused=sum(r.answer is None and r.row.question is not None for r in results),
+        timed=len(times),
+        mape=mape(times) if times else None,
+        bias=bias(times) if times else None,
+        worst=max((ratio - 1 for ratio in times), key=abs, default=None),
+        tau=statistics.fmean(taus) if taus else None,
+        regret=statistics.fmean(losses) if losses else None,
+        weighed=len(held),
+        memory_mape=mape(held) if held else None,
+        memory_bias=bias(held) if held else None,
+        memory_least=min(held, default=None),
+        memory_most=max(held, default=None),
+        judged_memory=len(fates),
+        positives=sum(measured for _, measured in fates if measured),
+        warned=sum(bool(predicted) for predicted, _ in fates),
+        caught=sum(bool(predicted and measured) for predicted, measured in fates),
+        printed=len(exact),
+        met=sum(is_met(r) for r in exact),
+    )
+
+
+def is_met(result: Result) -> bool:
+    """Whether a printed figure is met within its rounding."""
+    ratios = (result.seconds_ratio, result.nbytes_ratio)
+    return all(abs(ratio - 1) <= result.row.rounding * (1 + SLACK) for ratio in ratios if ratio is not None)

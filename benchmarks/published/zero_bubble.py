@@ -1,0 +1,193 @@
+"""Zero Bubble's tables: throughput and memory of schedules (4), bubble rates by simulation (5), times of tasks (6).
+
+Table 4 is predicted three times: planned from the model, and simulated from the times of table 6, once as the library
+simulates (transfers overlap with compute), once with senders that wait. Table 5 is simulated as the authors do.
+
+The vocabulary is not said: Megatron-LM's. The embedding and the head count as a layer each, so a group has
+(layers + 2) / groups of them; interleaved, every layer is a chunk. Times of tasks are means over the stages.
+
+Reference: Qi et al., "Zero Bubble Pipeline Parallelism" (2401.10241), section 5 and appendix E.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.published.machines import machine
+from benchmarks.published.megatron import gpt_job
+from benchmarks.published.planned import Configuration
+from benchmarks.published.rows import Answer, Fields, Row, Source, number, whole
+from benchmarks.published.schedules import Simulated
+from passes.errors import PlanningError
+from passes.plan import PipelinePlan
+
+NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zero-bubble-h1", "ZB-1p": "zero-bubble-h1"}
+"""Their schedules that the library has; ZB-1p, found by a search with the memory of 1F1B, has the rates of ZB-H1."""
+
+GB = 1e9
+RATE_ROUNDING = 0.5e-4
+
+Task = Literal["T_F", "T_B + T_W", "T_comm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTimes:
+    """The mean over the stages of one kind of task, or over the boundaries of a transfer, as planned."""
+
+    asked: Configuration
+    task: Task
+
+    def answer(self) -> Answer:
+        """Seconds of the task. Raises PlanningError where there is no such plan."""
+        plan = self.asked.plan()
+        if not isinstance(plan, PipelinePlan):
+            raise PlanningError("a plan without stages has no tasks")
+        match self.task:
+            case "T_F":
+                found = [cost.forward_seconds for cost in plan.costs]
+            case "T_B + T_W":
+                found = [cost.backward_seconds for cost in plan.costs]
+            case "T_comm":
+                found = [transfer.forward_seconds for transfer in plan.transfers]
+        return Answer(seconds=statistics.fmean(found))
+
+
+def _read(lines: Sequence[Fields]) -> Iterator[Row]:
+    times = {_key(fields): fields for fields in lines if fields["table"].startswith("Table 6")}
+    for fields in lines:
+        if fields["table"].startswith("Table 4"):
+            yield from _table_4(fields, times.get(_key(fields)))
+        elif fields["table"].startswith("Table 5"):
+            yield _table_5(fields, times.get(_key(fields)))
+        elif fields["table"].startswith("Table 6"):
+            yield from _table_6(fields)
+
+
+def _key(fields: Fields) -> tuple[str, str, str]:
+    return fields["model"], fields["p"], fields["num_microbatches"]
+
+
+def _chunks(fields: Fields) -> int:
+    """Stages on each group."""
+    return (whole(fields, "layers") + 2) // whole(fields, "p") if fields["schedule"] == "1F1B-I" else 1
+
+
+def _name(fields: Fields) -> str:
+    return f"{fields['model']} p{fields['p']} m{fields['num_microbatches']} {fields['schedule']}".strip()
+
+
+def _configuration(fields: Fields) -> Configuration | None:
+    """The pipeline of a row; None for a device that is not known."""
+    cluster = machine(fields["gpu"], whole(fields, "num_gpus"))
+    if cluster is None:
+        return None
+    count = whole(fields, "num_microbatches")
+    return Configuration(
+        job=gpt_job(fields, count * whole(fields, "microbatch_seqs"), remat=False),
+        cluster=cluster,
+        microbatches=count,
+        pipeline=whole(fields, "p"),
+        interleave=_chunks(fields),
+        schedule=NAMES.get(fields["schedule"], "1f1b"),
+    )
+
+
+def _table_4(fields: Fields, times: Fields | None) -> Iterator[Row]:
+    rate, held = number(fields, "samples_per_gpu_per_s"), number(fields, "peak_memory_GB")
+    work = whole(fields, "microbatch_seqs") * whole(fields, "num_microbatches") / whole(fields, "num_gpus")
+    row = Row(
+        source="zero-bubble",
+        sweep=f"{fields['model']} p{fields['p']} m{fields['num_microbatches']}",
+        name=_name(fields),
+        seconds=work / rate if rate else None,
+        nbytes=held * GB if held else None,
+        work=work,
+        unit="sequences/s a device",
+        is_choice=True,
+    )
+    known, asked = fields["schedule"] in NAMES, _configuration(fields)
+    missing = f"the library has no schedule {fields['schedule']}"
+    if asked is None:
+        yield replace(row, why=f"no device of the table is called {fields['gpu']!r}")
+    else:
+        yield replace(row, question=asked) if known else replace(row, why=missing)
+    for source, blocking in (("zero-bubble-times", False), ("zero-bubble-times-blocking", True)):
+        given = replace(row, source=source, nbytes=None)
+        if not known:
+            yield replace(given, why=missing)
+        elif times is None:
+            yield replace(given, why="no times are given for it")
+        else:
+            yield replace(given, question=_simulated(fields, times, blocking=blocking))
+
+
+def _simulated(fields: Fields, times: Fields, *, blocking: bool = False, longest: bool = False) -> Simulated:
+    """The schedule of a row, with the profiled times of its model."""
+    milliseconds = [number(times, f"T_{kind}_ms") or 0.0 for kind in ("F", "B", "W", "comm")]
+    forward, inputs, weights, transfer = (spent / 1e3 for spent in milliseconds)
+    return Simulated(
+        schedule=NAMES[fields["schedule"]],
+        pipeline=whole(fields, "p"),
+        microbatches=whole(fields, "num_microbatches"),
+        forward_seconds=forward,
+        input_seconds=inputs,
+        weight_seconds=weights,
+        transfer_seconds=transfer,
+        chunks=_chunks(fields),
+        blocking=blocking,
+        longest=longest,
+    )
+
+
+def _table_5(fields: Fields, times: Fields | None) -> Row:
+    rate = number(fields, "bubble_rate") or 0.0
+    row = Row(source="zero-bubble-rates", sweep=fields["schedule"], name=_name(fields))
+    if fields["schedule"] not in NAMES:
+        return replace(row, why=f"the library has no schedule {fields['schedule']}")
+    if times is None:
+        return replace(row, why="no times are given for it")
+    ideal = _ideal_seconds(fields, times)
+    return replace(
+        row,
+        question=_simulated(fields, times, longest=True),
+        seconds=ideal / (1 - rate),
+        rounding=RATE_ROUNDING / (1 - rate - RATE_ROUNDING),
+    )
+
+
+def _ideal_seconds(fields: Fields, times: Mapping[str, str]) -> float:
+    """Seconds of a step that no group waits in."""
+    busy = sum(number(times, f"T_{kind}_ms") or 0.0 for kind in "FBW")
+    return whole(fields, "num_microbatches") * busy / 1e3
+
+
+def _table_6(fields: Fields) -> Iterator[Row]:
+    asked = _configuration(fields)
+    forward, inputs, weights, transfer = (number(fields, f"T_{kind}_ms") for kind in ("F", "B", "W", "comm"))
+    backward = inputs + weights if inputs and weights else None
+    tasks: tuple[tuple[Task, float | None], ...] = (("T_F", forward), ("T_B + T_W", backward), ("T_comm", transfer))
+    for task, spent in tasks:
+        yield Row(
+            source="zero-bubble-tasks",
+            sweep=task,
+            name=f"{_name(fields)} {task}",
+            seconds=spent / 1e3 if spent else None,
+            question=asked and TaskTimes(asked=asked, task=task),
+            why="" if asked else f"no device of the table is called {fields['gpu']!r}",
+        )
+
+
+ZERO_BUBBLE = Source(
+    names=(
+        "zero-bubble",
+        "zero-bubble-tasks",
+        "zero-bubble-times",
+        "zero-bubble-times-blocking",
+        "zero-bubble-rates",
+    ),
+    columns=frozenset({"table", "p", "schedule", "samples_per_gpu_per_s", "bubble_rate", "T_F_ms", "T_comm_ms"}),
+    read=_read,
+)
