@@ -86,7 +86,8 @@ def _plan(asked: Configuration) -> Plan | PipelinePlan:
     count, stages = asked.microbatches, asked.pipeline * asked.interleave
     program = traced(asked.job) if count == stages == 1 else in_microbatches(asked.job, count, stages)
     with uncollected():
-        return planner(asked).plan(program.graph, asked.cluster, tied=program.tied, donated=program.donated)
+        state, donated = program.state_pairs, program.donated
+        return planner(asked).plan(program.graph, asked.cluster, state_pairs=state, donated=donated)
 
 
 def planner(asked: Configuration) -> Planner:
