@@ -17,8 +17,6 @@ TOO_LONG = frozenset(
         "autopar.api",
         "autopar.api.ParallelFunction",
         "autopar.rewrite.chunked_scans._Cutter",
-        "autopar.runtime.instructions",
-        "autopar.runtime.instructions._Builder",
         "benchmarks.causes",
         "benchmarks.causes.Program",
         "benchmarks.iopddl.reductions._Work",

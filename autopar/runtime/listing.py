@@ -1,0 +1,98 @@
+"""A pipeline's program while it is written: its segments and instructions so far, and the slot of every value there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from autopar import jax_compat
+from autopar.frontend import Body
+from autopar.runtime.program import Feed, Held, Instruction, Run, Segment, Send, Slot
+from autopar.runtime.segments import Stage, segment_of
+from passes.inter_op import Task
+from passes.ir import TensorType
+from passes.placement import Layout
+from passes.sharding import ShardingSpec
+
+
+class Listing:
+    """What a program holds by now; `slots` are those of values by stage and placement."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.feeds: list[Feed] = []
+        self.constants: list[tuple[Slot, Any, Sharding]] = []
+        self.instructions: list[Instruction] = []
+        self.slots: dict[tuple[int, int, ShardingSpec], Slot] = {}
+        self.n_slots = 0
+
+    def fresh(self) -> Slot:
+        """A slot that nothing has used."""
+        self.n_slots += 1
+        return self.n_slots - 1
+
+    def add(self, segment: Segment) -> int:
+        """The segment's number."""
+        self.segments.append(segment)
+        return len(self.segments) - 1
+
+    def run(self, segment: int, inputs: Sequence[Slot], task: Task | None = None) -> tuple[Slot, ...]:
+        """The slots of a segment's outputs, once it has run on these inputs."""
+        outputs = tuple(self.fresh() for _ in self.segments[segment].outputs)
+        self.instructions.append(Run(segment=segment, inputs=tuple(inputs), outputs=outputs, task=task))
+        return outputs
+
+    def compute(
+        self,
+        stage: Stage,
+        name: str,
+        body: Body,
+        nodes: Sequence[int],
+        layout: Layout,
+        home: Mapping[int, ShardingSpec],
+        wanted: Sequence[Held],
+    ) -> None:
+        """Writes a segment that runs once a step, on slots that are there."""
+        if not wanted:
+            return
+        segment = segment_of(stage, name, body, nodes, layout, home, wanted)
+        inputs = [self.slots[stage.number, *held] for held in segment.inputs]
+        outputs = self.run(self.add(segment), inputs)
+        self.slots.update({(stage.number, *held): slot for held, slot in zip(wanted, outputs, strict=True)})
+
+    def send(
+        self,
+        source: Slot,
+        type: TensorType,
+        sender: Stage,
+        held: ShardingSpec,
+        receiver: Stage,
+        spec: ShardingSpec,
+    ) -> Slot:
+        """The slot of an array of `sender` on the submesh of `receiver`, in another placement."""
+        target = self.fresh()
+        struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype), sharding=sender.sharding(held))
+        self.instructions.append(Send(source=source, target=target, struct=struct, sharding=receiver.sharding(spec)))
+        return target
+
+    def exchange(self, stages: Sequence[Stage]) -> None:
+        """Sends what stages read of values that live elsewhere and are there by now."""
+        for stage in stages:
+            for value, spec in zip(stage.part.graph.inputs, stage.layout.inputs, strict=True):
+                if (stage.number, value, spec) not in self.slots and value not in stage.part.streams:
+                    self._bring(stages, stage, value, spec)
+
+    def _bring(self, stages: Sequence[Stage], stage: Stage, value: int, spec: ShardingSpec) -> None:
+        """Sends a value from the first other stage that has it."""
+        for other in stages:
+            outputs = zip(other.part.graph.outputs, other.layout.outputs, strict=True)
+            inputs = zip(other.part.graph.inputs, other.layout.inputs, strict=True)
+            have = [(v, s) for v, s in (*outputs, *inputs) if v == value]
+            found = next((held for held in have if (other.number, *held) in self.slots), None)
+            if other is not stage and found:
+                source, type = self.slots[other.number, *found], stage.part.graph.types[value]
+                self.slots[stage.number, value, spec] = self.send(source, type, other, found[1], stage, spec)
+                return

@@ -1,0 +1,202 @@
+"""The loop over microbatches as instructions: a segment for each kind of a stage's tasks, run once a microbatch.
+
+What a task reads is a microbatch's slice, a sum so far, or what the loop holds for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.frontend import Body
+from autopar.runtime.listing import Listing
+from autopar.runtime.program import Feed, Held, Segment, Slot
+from autopar.runtime.segments import Stage, counts, inner_constants, segment_of, struct_of, task_nodes
+from passes.errors import InternalError
+from passes.inter_op import Task
+from passes.pipeline import homes
+from passes.placement import is_free
+from passes.sharding import ShardingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTasks:
+    """A stage's segments by kind of task; which sums end in which body values, what is sent, and how values leave."""
+
+    segments: Mapping[str, int]
+    totals: Mapping[int, int]
+    sent: tuple[int, ...]
+    ends: Mapping[int, ShardingSpec]
+
+
+def tasks_of(stage: Stage, listing: Listing, loop_body: Body, *, splits_backward: bool) -> StageTasks:
+    """The segments of a stage's tasks, added to the listing, compiled forms not yet made."""
+    part, inner = stage.part, stage.loop_placement.bodies[0]
+    body, node = part.body, part.graph.nodes[part.loop]
+    constants, carries = counts(node.params)
+    home = homes(body, inner)
+    ends = dict(zip(body.outputs, inner.outputs, strict=True))
+    start = body.inputs[constants : constants + carries]
+    totals = dict(zip(start, body.outputs[:carries], strict=True))
+    home |= {v: home[begin] for begin, v in totals.items()}
+    sent = [v for v in part.streams.values() if v in body.outputs]
+    rows = list(body.outputs[carries : len(body.outputs) - len(sent)])
+    groups = task_nodes(part, sent, splits_backward)
+    whole = Body(graph=body, equations=stage.loop_equations, constants=inner_constants(loop_body, body))
+    made_in = {v: kind for kind, nodes in groups.items() for i in nodes for v in body.nodes[i].outputs}
+    kinds = list(groups)
+    segments: dict[str, int] = {}
+    for kind, nodes in groups.items():
+        later = kinds[kinds.index(kind) + 1 :]
+        read_later = {v for k in later for i in groups[k] for v in body.nodes[i].inputs}
+        made = [v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs]
+        wanted: list[Held] = [(v, home[v]) for v in made if v in read_later or v in totals.values()]
+        wanted += [(v, ends[v]) for v in made if v in sent or v in rows]
+        wanted = list(dict.fromkeys(wanted))
+        if not wanted:
+            continue
+        begins = {v for v in start if made_in.get(totals[v]) == kind}
+        name = f"{kind} {stage.number}"
+        segments[kind] = listing.add(segment_of(stage, name, whole, nodes, inner, home, wanted, donated=begins))
+    return StageTasks(segments=segments, totals=totals, sent=tuple(sent), ends=ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """The loop as it is written; slots by stage of microbatches' slices, of sums so far and of the zeros they start as.
+
+    `arguments` are the positions of the step's inputs.
+    """
+
+    listing: Listing
+    stages: Sequence[Stage]
+    tasks: Sequence[StageTasks]
+    arguments: Mapping[int, int]
+    microbatches: int
+    slices: dict[tuple[int, int, ShardingSpec, int], Slot] = field(default_factory=dict)
+    sums: dict[tuple[int, int], Slot] = field(default_factory=dict)
+    zeros: dict[tuple[int, int], Slot] = field(default_factory=dict)
+
+    def run(self, task: Task) -> None:
+        """Writes a task, and behind it the transfers of what it makes for other stages."""
+        stage, tasks = self.stages[task.stage], self.tasks[task.stage]
+        if task.kind not in tasks.segments:
+            return
+        number = tasks.segments[task.kind]
+        segment = self.listing.segments[number]
+        inputs = [self._read(stage, held, task.microbatch) for held in segment.inputs]
+        outputs = self.listing.run(number, inputs, task)
+        totals = set(tasks.totals.values())
+        for (value, spec), slot in zip(segment.outputs, outputs, strict=True):
+            if value in totals:
+                self.sums[stage.number, value] = slot
+            self.slices[stage.number, value, spec, task.microbatch] = slot
+            if value in tasks.sent and spec == tasks.ends[value]:
+                self._send(stage, value, spec, slot, task.microbatch)
+
+    def _send(self, stage: Stage, value: int, held: ShardingSpec, source: Slot, microbatch: int) -> None:
+        """Sends a slice to every stage that reads it."""
+        for other in self.stages:
+            part = other.part
+            if not any(v == value and stream in part.graph.inputs for stream, v in part.streams.items()):
+                continue
+            body, inner = part.body, other.loop_placement.bodies[0]
+            spec = dict(zip(body.inputs, inner.inputs, strict=True))[value]
+            slot = self.listing.send(source, body.types[value], stage, held, other, spec)
+            self.slices[other.number, value, spec, microbatch] = slot
+
+    def _read(self, stage: Stage, held: Held, microbatch: int) -> Slot:
+        """The slot of what a task reads: a slice, a sum so far, or what the loop holds."""
+        value, spec = held
+        part, key = stage.part, (stage.number, value, spec, microbatch)
+        if key in self.slices:
+            return self.slices[key]
+        node = part.graph.nodes[part.loop]
+        constants, carries = counts(node.params)
+        position = part.body.inputs.index(value)
+        outer = node.inputs[position]
+        if position < constants:
+            return self.listing.slots[stage.number, outer, spec]
+        if position < constants + carries:
+            return self.total(stage, value, spec)
+        slot = self.slices[key] = self._slice(stage, outer, held, microbatch)
+        return slot
+
+    def _slice(self, stage: Stage, outer: int, held: Held, microbatch: int) -> Slot:
+        """A microbatch of the batch, or its number."""
+        (value, spec), slot = held, self.listing.fresh()
+        sharding, type = stage.sharding(spec), stage.part.body.types[value]
+        if outer in self.arguments:
+            feed = Feed(argument=self.arguments[outer], slot=slot, sharding=sharding, slice=microbatch)
+            self.listing.feeds.append(feed)
+        elif type.shape:
+            raise InternalError(f"value {outer} of the step is read in slices and is no argument")
+        else:
+            self.listing.constants.append((slot, np.asarray(microbatch, type.dtype), sharding))
+        return slot
+
+    def total(self, stage: Stage, start: int, spec: ShardingSpec) -> Slot:
+        """The sum that begins as the body's input `start`, as it stands.
+
+        Before the first microbatch it is zero, an array of its own for each sum: it is donated.
+        """
+        total = stage.number, self.tasks[stage.number].totals[start]
+        if total in self.sums:
+            return self.sums[total]
+        key = stage.number, start
+        if key not in self.zeros:
+            struct = struct_of(stage.part.body.types[start], spec, stage)
+            segment = Segment(
+                name=f"zero {stage.number}",
+                stage=stage.number,
+                function=lambda: (jnp.zeros(struct.shape, struct.dtype),),
+                inputs=(),
+                outputs=((start, spec),),
+                in_shardings=(),
+                out_shardings=(stage.sharding(spec),),
+                in_structs=(),
+                out_structs=(struct,),
+            )
+            (self.zeros[key],) = self.listing.run(self.listing.add(segment), ())
+        return self.zeros[key]
+
+    def finish(self, stage: Stage) -> None:
+        """The loop's results as values of the step: sums as they are, rows joined."""
+        part = stage.part
+        node, body, placement = part.graph.nodes[part.loop], part.body, stage.loop_placement
+        inner, slots = placement.bodies[0], self.listing.slots
+        constants, carries = counts(node.params)
+        begins = dict(zip(body.inputs, inner.inputs, strict=True))
+        ends = dict(zip(body.outputs, inner.outputs, strict=True))
+        results = zip(node.outputs, placement.results, strict=True)
+        for i, (value, spec) in enumerate(results):
+            if i < carries:
+                start = body.inputs[constants + i]
+                slots[stage.number, value, spec] = self.total(stage, start, begins[start])
+            elif value not in part.streams:
+                row = body.outputs[i]
+                slots[stage.number, value, spec] = self._joined(stage, (row, ends[row]), (value, spec))
+
+    def _joined(self, stage: Stage, row: Held, joined: Held) -> Slot:
+        """A row of each microbatch as one array."""
+        rows = [self.slices[stage.number, *row, m] for m in range(self.microbatches)]
+        type = stage.part.body.types[row[0]]
+        struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype))
+        segment = Segment(
+            name=f"rows {stage.number}",
+            stage=stage.number,
+            function=lambda *xs: (jnp.stack(xs),),
+            inputs=(row,) * len(rows),
+            outputs=(joined,),
+            in_shardings=(stage.sharding(row[1]),) * len(rows),
+            out_shardings=(stage.sharding(joined[1]),),
+            in_structs=(struct,) * len(rows),
+            out_structs=(struct_of(stage.part.graph.types[joined[0]], joined[1], stage),),
+        )
+        (slot,) = self.listing.run(self.listing.add(segment), rows)
+        return slot
