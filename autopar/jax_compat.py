@@ -24,7 +24,7 @@ from jax.extend.random import threefry2x32_p
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.lax import convert_element_type_p, optimization_barrier_p
 
-from passes.ir import CALLBACKS
+from passes.ir import CALLBACKS, CONTROL
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
@@ -64,7 +64,7 @@ __all__ = [
 
 _OURS = os.path.dirname(__file__) + os.sep
 _FRAMEWORK = re.compile(r"[\\/](?:site|dist)-packages[\\/](?:flax|optax|chex|haiku|equinox)[\\/]")
-_IN_ORDER = CALLBACKS | {"scan", "while", "cond"}
+_IN_ORDER = CALLBACKS | CONTROL
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 

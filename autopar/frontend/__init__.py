@@ -1,7 +1,8 @@
 """A function and its arguments as a traced program: signatures, types and the planner's graph."""
 
 from autopar.frontend.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
-from autopar.frontend.flattening import Body, Equation, flatten, plain_params
+from autopar.frontend.flattening import Body, Equation, flatten
+from autopar.frontend.primitives import plain_params
 from autopar.frontend.tracing import Traced, trace
 
 __all__ = [

@@ -4,7 +4,8 @@ primitives.
 
 from autopar.lowering import localize
 from autopar.lowering.custom_rules import register_rule
-from autopar.lowering.localize import USERS_OWN, Arrays, Cut
+from autopar.lowering.localize import Arrays, Cut
+from autopar.lowering.localizers import USERS_OWN
 from autopar.lowering.lower import OnPieces, body_of, build, device_mesh, shardings, walk
 
 __all__ = [

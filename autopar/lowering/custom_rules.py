@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from autopar import jax_compat
 from autopar.errors import ArgumentError, explain
 from autopar.jax_compat import Primitive
 from autopar.lowering.localize import Arrays, Cut, localizes, rebind
@@ -33,7 +34,6 @@ Localize = Callable[[Mapping[str, Any], tuple[jax.Array, ...], Structs], Any]
 
 _NEVER = "_"
 _WORD = re.compile(r"[^\W\d]\w*")
-_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 def register_rule(primitive: Primitive | str, rule: Rule, *, localize: Localize | None = None) -> None:
@@ -181,8 +181,4 @@ def _run(localize: Localize | None, cut: Cut, operands: Arrays) -> Arrays:
 
 
 def _structs(types: Types) -> Structs:
-    return tuple(jax.ShapeDtypeStruct(t.shape, _dtype(t.dtype)) for t in types)
-
-
-def _dtype(name: str) -> Any:
-    return jax.random.key(0, impl=_KEYS[name]).dtype if name in _KEYS else jax.numpy.dtype(name)
+    return tuple(jax.ShapeDtypeStruct(t.shape, jax_compat.dtype_of(t.dtype)) for t in types)

@@ -1,43 +1,43 @@
 """One node as each device runs it: its primitive bound on local pieces, inside `jax.shard_map`.
 
-Most primitives compute a piece of their result from pieces of their operands as they are. The few whose parameters name
-shapes or positions, or whose results depend on where a piece lies, have a localizer here. What comes out is checked
-against the shape that the placement promises: a primitive that lacks a localizer does not pass in silence.
+Most primitives compute a piece of their result from pieces of their operands as they are. Of those that do not, the
+sharding rule says so: it names the parameter that is the result's shape, or there is a localizer
+(`autopar.lowering.localizers`). What comes out is checked against the shape that the placement promises: a primitive
+that lacks a localizer does not pass in silence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import io_callback
-from jax.lax import GatherScatterMode
 
 from autopar import jax_compat
-from autopar.errors import UnsupportedError, explain
 from autopar.frontend import Equation
 from passes.cluster import Axes
 from passes.errors import InternalError
-from passes.ir import CALLBACKS, Graph, Node, TensorType
+from passes.ir import Graph, Node, TensorType
 from passes.placement import Placement
+from passes.rules import ShardingRule, rule_of
 
 Coordinate = Callable[[str], jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A node and how it is cut; `operands` and `results` are the types of the whole values.
+    """A node and how it is cut, by its `rule`; `operands` and `results` are the types of the whole values.
 
     `coordinate` gives this device's, or this moment's, place along an axis.
     """
 
     node: Node
     equation: Equation
+    rule: ShardingRule
     operands: tuple[TensorType, ...]
     results: tuple[TensorType, ...]
     placement: Placement
@@ -61,9 +61,6 @@ class Cut:
 Arrays = Sequence[jax.Array]
 Localizer = Callable[[Cut, Arrays], Arrays]
 
-USERS_OWN = "users_own_shard_map"
-"""The scope of what users' own shard_maps send, which no plan decides."""
-
 _LOCALIZERS: dict[str, Localizer] = {}
 
 
@@ -83,6 +80,7 @@ def cut_of(graph: Graph, index: int, equation: Equation, placement: Placement, m
     return Cut(
         node=node,
         equation=equation,
+        rule=rule_of(node, graph),
         operands=tuple(graph.types[value] for value in node.inputs),
         results=tuple(graph.types[value] for value in node.outputs),
         placement=placement,
@@ -96,10 +94,8 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
     Raises InternalError for a primitive that does not give the promised shapes, and UnsupportedError for random bits
     that cannot be drawn in pieces.
     """
-    always = cut.node.primitive == "shard_map" or cut.node.primitive in CALLBACKS
-    localizer = None if cut.is_whole and not always else _LOCALIZERS.get(cut.node.primitive)
     try:
-        results = localizer(cut, operands) if localizer else rebind(cut, operands)
+        results = _local(cut, operands)
     except (TypeError, ValueError) as error:
         raise InternalError(f"{_words(cut)} cannot run on pieces {[x.shape for x in operands]}: {error}") from error
     found = [tuple(x.shape) for x in results]
@@ -109,30 +105,18 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
     return results
 
 
-@localizes(*CALLBACKS)
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    """The first device calls; the others add nothing to what comes of it."""
-    if not cut.mesh.axes:
+def _local(cut: Cut, operands: Arrays) -> Arrays:
+    """The results of a node on pieces, in whatever shape they come."""
+    if cut.is_whole and not cut.rule.pinned and not cut.rule.once:
         return rebind(cut, operands)
-
-    def idle(*_: jax.Array) -> list[jax.Array]:
-        return [jnp.zeros(t.shape, t.dtype) for t in cut.results]
-
-    is_first = piece_index(cut.mesh.axes, cut.mesh, cut.coordinate) == 0
-    return lax.cond(is_first, lambda *held: list(_called(cut, held)), idle, *operands)
+    if cut.node.primitive in _LOCALIZERS:
+        return _LOCALIZERS[cut.node.primitive](cut, operands)
+    return rebind(cut, operands, **({cut.rule.shape_parameter: cut.local_shape()} if cut.rule.shape_parameter else {}))
 
 
-def _called(cut: Cut, operands: Arrays) -> Arrays:
-    """A callback's results; JAX keeps order on several devices for `io_callback` alone."""
-    if cut.node.primitive == "io_callback" or not jax_compat.is_ordered(cut.params):
-        return rebind(cut, operands)
-
-    def report(*held: Any) -> tuple[()]:
-        cut.equation.primitive.impl(*held, **cut.params)
-        return ()
-
-    io_callback(report, (), *operands, ordered=True)
-    return ()
+def localized_primitives() -> frozenset[str]:
+    """The primitives that have a localizer."""
+    return frozenset(_LOCALIZERS)
 
 
 def piece_index(axes: tuple[str, ...], mesh: Axes, coordinate: Coordinate = lax.axis_index) -> jax.Array:
@@ -151,209 +135,16 @@ def _words(cut: Cut) -> str:
 
 def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
     """The node's primitive on these operands, some parameters changed and none that say where values live."""
-    if cut.node.primitive == "sharding_constraint":
-        return operands  # the plan has placed it
+    if cut.rule.pieces is not None:
+        return operands  # a constraint, which the plan has met
     params = dict(cut.params) | changed
     params |= {name: None for name in ("sharding", "out_sharding") if name in params}
-    if cut.node.primitive == "device_put":
-        params |= {name: (None,) * len(params[name]) for name in ("devices", "srcs")}
+    params |= {name: (None,) * len(params[name]) for name in cut.rule.places}
     primitive = cut.equation.primitive
     results = primitive.bind(*operands, **jax_compat.bind_params(cut.equation, params))
     return results if primitive.multiple_results else (results,)
 
 
-def _offset(cut: Cut, axes: tuple[str, ...], extent: int, dtype: Any = np.int32) -> jax.Array:
+def offset(cut: Cut, axes: tuple[str, ...], extent: int, dtype: Any = np.int32) -> jax.Array:
     """Where this device's piece of a dimension begins, given the piece's extent."""
     return piece_index(axes, cut.mesh, cut.coordinate).astype(dtype) * np.asarray(extent, dtype)
-
-
-@localizes("shard_map")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Its body is one device's program, and this is one device: the axes have the names that it knows."""
-    with jax.named_scope(USERS_OWN):
-        return jax_compat.call_local(cut.params, operands)
-
-
-@localizes("broadcast_in_dim")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    return rebind(cut, operands, shape=cut.local_shape())
-
-
-@localizes("reshape")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    return rebind(cut, operands, new_sizes=cut.local_shape())
-
-
-@localizes("slice")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    """A dimension that is cut is one that the slice keeps whole."""
-    shape, params = operands[0].shape, cut.params
-    held = [bool(axes) for axes in cut.placement.operands[0].dims]
-    limits = tuple(n if h else e for n, h, e in zip(shape, held, params["limit_indices"], strict=True))
-    return rebind(cut, operands, limit_indices=limits)
-
-
-@localizes("dynamic_slice")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    return rebind(cut, operands, slice_sizes=cut.local_shape())
-
-
-@localizes("iota")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    """The positions count in integers first: a sum of rounded floats is not the rounded sum."""
-    shape, dimension, dtype = cut.local_shape(), cut.params["dimension"], jnp.dtype(cut.params["dtype"])
-    counter = dtype if jnp.issubdtype(dtype, np.integer) else np.dtype(np.int32)
-    begin = _offset(cut, cut.placement.results[0].dims[dimension], shape[dimension])
-    counts = lax.broadcasted_iota(counter, shape, dimension) + begin.astype(counter)
-    return (counts.astype(dtype),)
-
-
-@localizes("gather")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Where a selected dimension is cut, each device answers for its own indices and gives zeros for the rest.
-
-    An index that is out of bounds for the whole operand is the first device's to fill.
-    """
-    source, indices = operands
-    numbers, spec, slices = cut.params["dimension_numbers"], cut.placement.operands[0], cut.params["slice_sizes"]
-    pairs = zip(slices, source.shape, spec.dims, strict=True)
-    sizes = tuple(local if axes and size > 1 else size for size, local, axes in pairs)
-    selected = tuple(axis for d in numbers.start_index_map for axis in spec.dims[d])
-    if not selected:
-        return rebind(cut, operands, slice_sizes=sizes)
-    clamps = _mode(cut) in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
-    mine, is_outside = _shifted(cut, indices, numbers.start_index_map, slices, clamps=clamps)
-    dropping: dict[str, Any] = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
-    (found,) = rebind(cut, (_settled(source), mine), slice_sizes=sizes, **dropping)
-    if _mode(cut) != GatherScatterMode.FILL_OR_DROP:
-        return (found,)
-    is_first = piece_index(selected, cut.mesh, cut.coordinate) == 0
-    outside = lax.expand_dims(is_outside, numbers.offset_dims)
-    return (jnp.where(outside & is_first, _fill(cut.params["fill_value"], found.dtype), found),)
-
-
-@localizes("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Where a selected dimension is cut, updates of other pieces fall outside this one and are dropped."""
-    target, indices, updates = operands
-    numbers = cut.params["dimension_numbers"]
-    indexed = numbers.scatter_dims_to_operand_dims
-    if not any(cut.placement.operands[0].dims[d] for d in indexed):
-        return rebind(cut, operands)
-    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    extents = iter(updates.shape[d] for d in numbers.update_window_dims)
-    window = [1 if d in single else next(extents) for d in range(target.ndim)]
-    mine, _ = _shifted(cut, indices, indexed, window, clamps=_mode(cut) == GatherScatterMode.CLIP)
-    return rebind(cut, (_settled(target), mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
-
-
-def _settled(piece: jax.Array) -> jax.Array:
-    """A piece that XLA takes as it is.
-
-    Where it sees how the piece was sliced, and a single index, XLA turns both into one slice and forgets that the inner
-    one clamps: an index beyond the piece then reads and writes the wrong rows (openxla/xla#49121, jax-ml/jax#40849).
-    """
-    return lax.optimization_barrier(piece)
-
-
-def _shifted(
-    cut: Cut, indices: jax.Array, indexed: Sequence[int], window: Sequence[int], *, clamps: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Indices into this device's piece, out of bounds where another piece is meant, and which miss the whole operand.
-
-    `indexed` are the operand's dimensions that the last dimension of `indices` speaks of, `window` the extents taken
-    along every dimension; indices outside the whole are brought to its edge if the operation `clamps`. A shift keeps
-    sorted indices sorted and unique ones unique.
-    """
-    whole, spec = cut.operands[0].shape, cut.placement.operands[0]
-    wide = _signed(indices, [whole[d] for d in indexed])
-    last = np.asarray([whole[d] - window[d] for d in indexed], wide.dtype)
-    if clamps:
-        wide = jnp.clip(wide, 0, last)
-    local = spec.local_shape(whole, cut.mesh)
-    begins = [_offset(cut, spec.dims[d], local[d], wide.dtype) for d in indexed]
-    return wide - jnp.stack(begins), ((wide < 0) | (wide > last)).any(-1)
-
-
-def _mode(cut: Cut) -> GatherScatterMode:
-    return GatherScatterMode.from_any(cut.params["mode"])
-
-
-def _signed(indices: jax.Array, wholes: Sequence[int]) -> jax.Array:
-    """Indices in a type that can be shifted below zero; what was out of bounds (its whole or more) still is."""
-    if np.issubdtype(indices.dtype, np.unsignedinteger):
-        largest = np.iinfo(indices.dtype).max
-        indices = jnp.minimum(indices, np.asarray([min(whole, largest) for whole in wholes], indices.dtype))
-    return indices.astype(np.int64 if indices.dtype.itemsize == 8 else np.int32)
-
-
-def _fill(value: Any, dtype: Any) -> Any:
-    """What a gather gives for an index out of bounds: `value`, or JAX's default for the dtype."""
-    if value is not None:
-        return np.asarray(value).astype(dtype)
-    if jnp.issubdtype(dtype, np.inexact):
-        return jnp.asarray(np.nan, dtype)
-    info = jnp.iinfo(dtype)
-    return jnp.asarray(info.min if jnp.issubdtype(dtype, np.signedinteger) else info.max, dtype)
-
-
-@localizes("conv_general_dilated")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Groups are cut with the left side's features or batch, whichever they divide."""
-    batch, feature = cut.params["dimension_numbers"].lhs_spec[:2]
-    whole, local = cut.operands[0].shape, operands[0].shape
-    counts = {"feature_group_count": feature, "batch_group_count": batch}
-    changed = {name: cut.params[name] * local[d] // whole[d] for name, d in counts.items() if cut.params[name] > 1}
-    return rebind(cut, operands, **changed)
-
-
-@localizes("random_bits")
-def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Each element's bits are the hash of its position in the whole, so a piece is drawn from its own positions.
-
-    Reference: JAX, `jax_threefry_partitionable`; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
-    """
-    if not cast("Any", jax.config).jax_threefry_partitionable:
-        rule = (
-            "with jax_threefry_partitionable off, each bit depends on the whole shape and pieces cannot be drawn alone"
-        )
-        remedy = 'drop jax.config.update("jax_threefry_partitionable", False); on is JAX\'s default'
-        raise UnsupportedError(explain(f"random bits {cut.results[0]}", rule, cut.node.source, remedy))
-    key = jax_compat.key_data(operands[0])
-    (type,), local, width = cut.results, cut.local_shape(), cut.params["bit_width"]
-    cuts = zip(cut.placement.results[0].dims, local, strict=True)
-    begins = [_offset(cut, axes, extent, np.uint32) for axes, extent in cuts]
-    high, low = jax_compat.threefry2x32_p.bind(key[0], key[1], *positions(type.shape, begins, local))
-    dtype = jnp.dtype(type.dtype)
-    if width == 64:
-        return (lax.shift_left(high.astype(dtype), jnp.asarray(32, dtype)) | low.astype(dtype),)
-    return ((high ^ low).astype(dtype),)
-
-
-def positions(
-    shape: tuple[int, ...], begins: Sequence[jax.Array], extents: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """The row-major position in an array of `shape` of each element of a block, as uint32 halves (high, low).
-
-    Positions build up a dimension at a time, so only the last one costs work on every element.
-    """
-    high = low = jnp.zeros((1,) * len(shape), np.uint32)
-    for d, (size, begin, extent) in enumerate(zip(shape, begins, extents, strict=True)):
-        high, low = _multiply(high, low, size)
-        along = tuple(extent if i == d else 1 for i in range(len(shape)))
-        counts = lax.broadcasted_iota(np.uint32, along, d) + begin
-        total = low + counts
-        high, low = high + (total < counts).astype(np.uint32), total
-    return jnp.broadcast_to(high, extents), jnp.broadcast_to(low, extents)
-
-
-def _multiply(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """(high, low) times `factor` modulo 2^64, by 16-bit digits: 64-bit integers are off by default in JAX."""
-    if factor >= 1 << 32:
-        raise InternalError(f"random bits along a dimension of {factor}")
-    top, bottom = np.uint32(factor >> 16), np.uint32(factor & 0xFFFF)
-    upper, lower = low >> 16, low & np.uint32(0xFFFF)
-    middle = upper * bottom + (lower * bottom >> 16)
-    cross = lower * top + (middle & np.uint32(0xFFFF))
-    carried = upper * top + (middle >> 16) + (cross >> 16)
-    return high * np.uint32(factor) + carried, low * np.uint32(factor)

@@ -1,6 +1,7 @@
 """Traced programs rewritten: in microbatches, with recomputation, with loops in pieces, as shorter samples."""
 
-from autopar.rewrite.chunked_scans import MOST, in_pieces
+from autopar.rewrite.chunk_writer import MOST
+from autopar.rewrite.chunked_scans import in_pieces
 from autopar.rewrite.family import Family
 from autopar.rewrite.forms import TracedForms
 from autopar.rewrite.microbatch import microbatched

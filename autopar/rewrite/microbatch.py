@@ -20,7 +20,7 @@ from autopar import jax_compat
 from autopar.frontend import Body, Equation, Traced, flatten
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
 from passes.errors import InternalError
-from passes.ir import CALLBACKS, LOOP, Graph, Node
+from passes.ir import LOOP, Graph, Node
 from passes.placement import Layout, Move, Placement, is_free, moves
 from passes.sharding import ShardingSpec, Step, replicated
 from passes.transforms import AXIS, Coupling, Split, Time, split, sums_up_front, whole_layout
@@ -179,7 +179,7 @@ class OnTime:
     coupling: Coupling
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
-        if cut.node.primitive in CALLBACKS:
+        if cut.rule.once:
             return localize.rebind(cut, operands)  # to be run once a step, wherever the plan has it
         return localize.bind(replace(cut, coordinate=lambda axis: self.index), operands)
 

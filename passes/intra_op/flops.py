@@ -19,17 +19,9 @@ def product_flops(graph: Graph, grouping: Grouping, placements: Sequence[Placeme
             bodies = zip(grouping.controls[index].bodies, grouping.bodies[index], placement.bodies, strict=True)
             for body, inner, layout in bodies:
                 total += max(body.trips, 1) * product_flops(body.graph, inner, layout.placements, mesh)
-        elif _is_product(rule):
+        elif rule.is_product:
             total += rule.flops / _parts(rule, placement, mesh)
     return total
-
-
-def _is_product(rule: ShardingRule) -> bool:
-    """Whether two operands are multiplied and summed over something that they share."""
-    if len(rule.operands) < 2 or rule.light:
-        return False
-    both = (set(rule.operands[0]) & set(rule.operands[1])).difference(*rule.results)
-    return any(f >= 0 and rule.factors[f].reduction == "add" for f in both)
 
 
 def _parts(rule: ShardingRule, placement: Placement, mesh: Mesh) -> int:

@@ -24,6 +24,7 @@ from passes.intra_op.roles import Roles, Value, origin, roles
 from passes.intra_op.strategies import Strategy
 from passes.ir import phase
 from passes.placement import weights
+from passes.rules import rule_of
 from passes.sharding import ShardingSpec
 
 
@@ -189,7 +190,7 @@ def _made_of_weights(region: Region, found: Roles) -> Iterator[int]:
         for value in node.inputs
     }
     for node in graph.nodes:  # in order: what is made of a copy is one
-        fetched = copied if node.primitive == "convert_element_type" else copied | whole
+        fetched = copied if rule_of(node, graph).casts else copied | whole
         if not fetched.isdisjoint(node.inputs):
             copied |= light.intersection(node.outputs)
     for value in sorted((light - copied) & region.borders.keys()):

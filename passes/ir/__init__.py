@@ -1,12 +1,13 @@
 """The program as planning sees it: nodes over typed values; their loops and branches, effects and phases."""
 
-from passes.ir.control import Body, Control, Slot, Wire, control_of
+from passes.ir.control import CONTROL, Body, Control, Scan, Slot, Wire, control_of, scan_of
 from passes.ir.effects import CALLBACKS, has_effect, is_ordered
 from passes.ir.graph import Graph, Node, StatePairs, TensorType, item_nbytes
 from passes.ir.phases import LOOP, PHASES, Phase, phase
 
 __all__ = [
     "CALLBACKS",
+    "CONTROL",
     "LOOP",
     "PHASES",
     "Body",
@@ -14,6 +15,7 @@ __all__ = [
     "Graph",
     "Node",
     "Phase",
+    "Scan",
     "Slot",
     "StatePairs",
     "TensorType",
@@ -23,4 +25,5 @@ __all__ = [
     "is_ordered",
     "item_nbytes",
     "phase",
+    "scan_of",
 ]

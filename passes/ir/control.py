@@ -8,9 +8,11 @@ is never cut.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from passes.errors import InternalError
 from passes.ir.effects import is_ordered
 from passes.ir.graph import Graph, Node, TensorType
 
@@ -50,12 +52,54 @@ class Body:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """A control node: its slots, how its operands and results hang on them, and its bodies."""
+    """A control node: its slots, how its operands and results hang on them, and its bodies.
+
+    The slot `choice` says which of them runs, where only one does.
+    """
 
     slots: tuple[Slot, ...]
     operands: tuple[Wire, ...]
     results: tuple[Wire, ...]
     bodies: tuple[Body, ...]
+    choice: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """A loop of known `length` over slices: its operands are `constants`, then `carries`, then what is sliced."""
+
+    constants: int
+    carries: int
+    length: int
+
+    @property
+    def fixed(self) -> int:
+        """The operands that are not sliced."""
+        return self.constants + self.carries
+
+    def params(self) -> Mapping[str, object]:
+        """The parameters of a node that is such a loop."""
+        return {"length": self.length, "num_carry": self.carries, "num_consts": self.constants}
+
+    def node(self, body: Graph, inputs: tuple[int, ...], outputs: tuple[int, ...], *, source: str, scope: str) -> Node:
+        """A node that is this loop, from its first slices to its last."""
+        return Node(
+            primitive="scan",
+            inputs=inputs,
+            outputs=outputs,
+            params={**self.params(), "reverse": False, "unroll": 1},
+            subgraphs=(body,),
+            source=source,
+            scope=scope,
+        )
+
+
+def scan_of(node: Node) -> Scan | None:
+    """The node as a loop of known length, None for any other."""
+    if node.primitive != "scan" or not node.subgraphs:
+        return None
+    constants, carries, length = (cast("int", node.params[name]) for name in ("num_consts", "num_carry", "length"))
+    return Scan(constants=constants, carries=carries, length=length)
 
 
 def control_of(node: Node, graph: Graph) -> Control | None:
@@ -67,19 +111,18 @@ def control_of(node: Node, graph: Graph) -> Control | None:
 
 def _scan(node: Node, graph: Graph) -> Control:
     """The control flow of a `scan`: constants, carries, and slices of its stacked operands and results."""
-    (body,) = node.subgraphs
-    constants, carries = cast("int", node.params["num_consts"]), cast("int", node.params["num_carry"])
-    entering, fixed = len(body.inputs), constants + carries
-    slots = [Slot(type=body.types[v], carry=constants <= i < fixed) for i, v in enumerate(body.inputs)]
-    slots += [Slot(type=body.types[v], stacked=True) for v in body.outputs[carries:]]
-    leaving = (*range(constants, fixed), *range(entering, len(slots)))
+    (body,), scan = node.subgraphs, scan_of(node)
+    if scan is None:
+        raise InternalError(f"{node.primitive} is read as a loop of known length")
+    entering, fixed = len(body.inputs), scan.fixed
+    slots = [Slot(type=body.types[v], carry=scan.constants <= i < fixed) for i, v in enumerate(body.inputs)]
+    slots += [Slot(type=body.types[v], stacked=True) for v in body.outputs[scan.carries :]]
+    leaving = (*range(scan.constants, fixed), *range(entering, len(slots)))
     return Control(
         slots=tuple(slots),
         operands=tuple(Wire(slot=s, stacked=s >= fixed) for s in range(entering)),
         results=tuple(Wire(slot=s, stacked=s >= entering) for s in leaving),
-        bodies=(
-            Body(graph=body, inputs=tuple(range(entering)), outputs=leaving, trips=cast("int", node.params["length"])),
-        ),
+        bodies=(Body(graph=body, inputs=tuple(range(entering)), outputs=leaving, trips=scan.length),),
     )
 
 
@@ -125,7 +168,11 @@ def _cond(node: Node, graph: Graph) -> Control:
             Body(graph=branch, inputs=tuple(range(1, count)), outputs=leaving, share=1 / len(node.subgraphs))
             for branch in node.subgraphs
         ),
+        choice=0,
     )
 
 
 _READERS = {"scan": _scan, "while": _while, "cond": _cond}
+
+CONTROL = frozenset(_READERS)
+"""Primitives that run bodies of their own."""

@@ -12,7 +12,7 @@ from passes.memory.collectives import taken
 from passes.memory.lowering_rules import BARRIER, spell
 from passes.memory.operations import Operation, Operations
 from passes.memory.widening import round_to, spell_widened, widen
-from passes.placement import FREE, Layout, Move, Placement, Schedule, is_free, shared
+from passes.placement import Layout, Move, Placement, Schedule, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, replicated
 
@@ -99,7 +99,7 @@ def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, bo
     for index, placement in enumerate(layout.placements):
         if schedule.before[index]:
             lowering.bring(index, schedule.before[index])
-        if graph.nodes[index].primitive in FREE and is_free(graph, index):
+        if is_free(graph, index):
             lowering.free.update(dict.fromkeys(graph.nodes[index].outputs, index))
         else:
             lowering.run(index, placement)

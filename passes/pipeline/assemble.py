@@ -155,17 +155,9 @@ def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
     )
 
 
-def microbatches_of(part: Part) -> int:
-    """How often a stage's loop runs."""
-    length = part.graph.nodes[part.loop].params["length"]
-    if not isinstance(length, int):
-        raise InternalError(f"a loop of {length!r} microbatches")
-    return length
-
-
 def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float]) -> StageCost:
     """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
-    length = microbatches_of(part)
+    length = part.scan.length
     backward = seconds.get("backward", 0.0) / length
     return StageCost(
         forward_seconds=seconds.get("forward", 0.0) / length,

@@ -20,7 +20,7 @@ from passes.errors import NoLegalPlanError, PlanningError
 from passes.inter_op import StageCost
 from passes.intra_op import Assembly, Form, assemble, best, move_seconds
 from passes.ir import PHASES, StatePairs
-from passes.pipeline.assemble import kept, microbatches_of, priced
+from passes.pipeline.assemble import kept, priced
 from passes.pipeline.segments import entering
 from passes.pipeline.structural_hash import likeness
 from passes.pipeline.workers import Crew
@@ -56,7 +56,7 @@ class Block:
 
     def pace(self, cost: StageCost) -> float:
         """Seconds of a microbatch with its share of what comes after all of them."""
-        return cost.forward_seconds + cost.backward_seconds + cost.finish_seconds / microbatches_of(self.part)
+        return cost.forward_seconds + cost.backward_seconds + cost.finish_seconds / self.part.scan.length
 
 
 def alike(parts: Sequence[Part], state_pairs: Sequence[StatePairs]) -> tuple[Block, ...]:
@@ -182,7 +182,7 @@ class Pricer:
             return found.forward_seconds + found.backward_seconds, block.pace(found)
         least, _ = self.least(block, mesh.cluster, mesh.size)
         step = max(self._bounds.get((kind, mesh), 0.0) for kind in (block.kind, *block.fewer))
-        return least, max(least, step / microbatches_of(block.part))
+        return least, max(least, step / block.part.scan.length)
 
     def least(self, block: Block, cluster: Cluster, n_devices: int) -> tuple[float, float]:
         """Seconds of a microbatch and bytes of one device that no price on so many devices goes below.
@@ -210,7 +210,7 @@ class Pricer:
         except NoLegalPlanError:
             return 0.0
         spent = assembly.root.compute_seconds([int(np.argmin(seconds)) for seconds in assembly.problem.seconds])
-        return (spent.get("forward", 0.0) + spent.get("backward", 0.0)) / microbatches_of(part)
+        return (spent.get("forward", 0.0) + spent.get("backward", 0.0)) / part.scan.length
 
     def _first(self, block: Block) -> _First:
         if block.kind not in self._firsts:
@@ -255,7 +255,7 @@ class Pricer:
         assembly = assemble(graph, mesh, one.grouping, resharder, state_pairs, refetch=False)
         assembly = self.restrict(assembly) if self.restrict else assembly
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
-        most = at_most * microbatches_of(part)
+        most = at_most * part.scan.length
         answer = solve(assembly.problem, options, most, close=False)
         if answer.bound >= most:
             return None, answer.bound

@@ -91,8 +91,7 @@ def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
     graph = part.graph
     node, placement = graph.nodes[part.loop], layout.placements[part.loop]
     there = set(zip(graph.inputs, layout.inputs, strict=True))
-    n_constants = node.params["num_consts"]
-    assert isinstance(n_constants, int)
+    n_constants = part.scan.constants
     read = dict.fromkeys(zip(node.inputs[:n_constants], placement.operands[:n_constants], strict=True))
     fixed = {*graph.literals, *graph.constants}
     return sum(s.local_nbytes(graph.types[v], mesh) for v, s in read if (v, s) not in there and v not in fixed)
@@ -100,10 +99,7 @@ def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
 
 def _working(part: Part, inside: Layout, mesh: Mesh, resharder: Resharder) -> int:
     """What a task needs besides what it reads and what is kept of it: the forward, or the backward."""
-    body, loop = part.body, part.graph.nodes[part.loop]
-    n_constants, n_carries = loop.params["num_consts"], loop.params["num_carry"]
-    assert isinstance(n_constants, int)
-    assert isinstance(n_carries, int)
+    body, n_constants, n_carries = part.body, part.scan.constants, part.scan.carries
     home, ends = homes(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
     sums = dict(zip(body.outputs[:n_carries], body.inputs[n_constants:], strict=False))
     late = [i for i in range(len(body.nodes)) if i not in part.forward]

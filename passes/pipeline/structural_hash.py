@@ -24,7 +24,7 @@ def likeness(part: Part, state_pairs: StatePairs) -> str:
     graph, body, loop = part.graph, part.body, part.graph.nodes[part.loop]
     names, inside = _Names(graph), _Names(body)
     lines = [f"{inside.line(node)} {index in part.forward}" for index, node in enumerate(body.nodes)]
-    fixed, carried = (int(str(loop.params[name])) for name in ("num_consts", "num_carry"))
+    fixed, carried = part.scan.constants, part.scan.carries
     roles = ["fixed"] * fixed + [f"until {inside.of(value)}" for value in body.outputs[:carried]]
     entering = _paired(inside, body.inputs, loop.inputs, roles)
     leaving = _paired(inside, body.outputs, loop.outputs, ["carried"] * carried)

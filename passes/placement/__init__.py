@@ -4,7 +4,6 @@ are placed together.
 
 from passes.placement.bundles import Bundle, Grouping, group
 from passes.placement.reshardings import (
-    FREE,
     Layout,
     Move,
     Placement,
@@ -18,7 +17,6 @@ from passes.placement.reshardings import (
 )
 
 __all__ = [
-    "FREE",
     "Bundle",
     "Grouping",
     "Layout",

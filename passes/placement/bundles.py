@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from passes.gc_pause import uncollected
 from passes.ir import Control, Graph, Node, Phase, control_of, phase
-from passes.placement.reshardings import FREE, is_free
+from passes.placement.reshardings import is_free
 from passes.rules import ShardingRule, replicate, rule_of
 
 
@@ -144,7 +144,7 @@ class _Grouper:
 
     def run(self) -> Grouping:
         for index, node in enumerate(self.graph.nodes):
-            if node.primitive in FREE and is_free(self.graph, index):
+            if self.rules[index].free and is_free(self.graph, index):
                 self.free.update(node.outputs)
             elif self.rules[index].alias:
                 for value, result in zip(node.inputs, node.outputs, strict=True):

@@ -15,9 +15,6 @@ from passes.ir import Graph, Node, Phase, TensorType, control_of, phase
 from passes.rules import makes_the_same, rule_of
 from passes.sharding import ShardingSpec, Step, replicated
 
-FREE = frozenset({"broadcast_in_dim", "iota"})
-"""Primitives that, fed by literals alone, are computed in whatever placement their readers want."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -76,9 +73,9 @@ class Move:
 
 
 def is_free(graph: Graph, node: int) -> bool:
-    """Whether a node is a broadcast or iota of literals, which costs nothing in any placement."""
-    made = graph.nodes[node]
-    return made.primitive in FREE and all(value in graph.literals for value in made.inputs)
+    """Whether a node is, like a broadcast of literals, made in whatever placement its readers want, at no cost."""
+    made, literals = graph.nodes[node], graph.literals
+    return not made.subgraphs and literals.keys() >= set(made.inputs) and rule_of(made, graph).free
 
 
 def weights(graph: Graph) -> frozenset[int]:
@@ -144,7 +141,7 @@ class _Moving:
         schedule: list[tuple[Move, ...]] = []
         bodies: dict[int, tuple[Schedule, ...]] = {}
         for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
-            if node.primitive in FREE and is_free(graph, index):
+            if is_free(graph, index):
                 self.free.update(node.outputs)
                 schedule.append(())
                 continue

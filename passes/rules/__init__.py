@@ -20,6 +20,7 @@ from passes.rules.registry import (
     rule_of,
 )
 from passes.rules.unruled import WITHOUT_RULE
+from passes.rules.written import barrier, sum_of
 
 __all__ = [
     "WITHOUT_RULE",
@@ -27,6 +28,7 @@ __all__ = [
     "Factor",
     "ShardingRule",
     "Types",
+    "barrier",
     "build",
     "canonical",
     "define",
@@ -37,6 +39,7 @@ __all__ = [
     "replicate",
     "rule",
     "rule_of",
+    "sum_of",
 ]
 
 RULES = (convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window)

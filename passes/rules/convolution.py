@@ -9,6 +9,7 @@ Convolution semantics for feature and batch groups, which are contiguous and out
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
@@ -36,7 +37,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     window = size_of([kernel[d] for d in kernel_spatial]) / size_of(
         cast("tuple[int, ...]", node.params["lhs_dilation"])
     )
-    return build(
+    found = build(
         [(operands[0], _placed(specs["lhs_spec"], left)), (operands[1], _placed(specs["rhs_spec"], right))],
         [(results[0], _placed(specs["out_spec"], out))],
         reduce={"in": "add"},
@@ -44,6 +45,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         flops=2.0 * results[0].size * window * kernel[kernel_in],
         light=False,
     )
+    return replace(found, localized=True)
 
 
 def _placed(spec: tuple[int, ...], labels: tuple[Hashable, Hashable]) -> list[Hashable]:

@@ -14,7 +14,7 @@ from passes.rules.registry import Factor, ShardingRule, Types, known_primitives,
 @rule(*sorted(CALLBACKS))
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     whole = replicate(operands, results, "a callback runs once, on whole operands")
-    return replace(whole, factors=(Factor(size=0, reduction="add"),), flops=0.0, once=True)
+    return replace(whole, factors=(Factor(size=0, reduction="add"),), flops=0.0, once=True, localized=True)
 
 
 def makes_the_same(node: Node) -> bool:

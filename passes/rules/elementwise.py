@@ -37,9 +37,14 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results)
 
 
-@rule("add", "sub", "add_any", "complex")
+@rule("add", "sub", "complex")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results, linear=((0, 1),))
+
+
+@rule("add_any")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    return dataclasses.replace(pointwise(operands, results, linear=((0, 1),)), accumulates=True)
 
 
 @rule("mul")
@@ -62,7 +67,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     before, after = (_FLOAT_BITS.get(t.dtype, 0) for t in (operands[0], results[0]))
     # Narrowing rounds each partial sum by itself, which is not the rounding of the whole.
-    return pointwise(operands, results, linear=((0,),) if 0 < before <= after else ())
+    found = pointwise(operands, results, linear=((0,),) if 0 < before <= after else ())
+    return dataclasses.replace(found, casts=True)
 
 
 @rule("bitcast_convert_type")

@@ -29,7 +29,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         for side in ("in_specs", "out_specs")
     )
     whole = build([(t, [None] * t.rank) for t in operands], [(t, [None] * t.rank) for t in results], light=False)
-    return replace(whole, pinned=tuple(sides))
+    return replace(whole, pinned=tuple(sides), localized=True)
 
 
 def pinned_mesh(graph: Graph) -> Mapping[str, int] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from passes.ir import Node
 from passes.rules.registry import ShardingRule, Types, build, replicate, rule
 
@@ -13,11 +15,9 @@ _ROUNDS_FLOPS = 100.0
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     if operands[0].rank or operands[0].dtype != "key<fry>":
         return replicate(operands, results, f"random bits of {operands[0]} keys depend on the whole shape")
-    return build(
-        [(operands[0], ())],
-        [(results[0], range(results[0].rank))],
-        flops=_ROUNDS_FLOPS * results[0].size,
-    )
+    bits = range(results[0].rank)
+    found = build([(operands[0], ())], [(results[0], bits)], flops=_ROUNDS_FLOPS * results[0].size)
+    return replace(found, localized=True)
 
 
 @rule("random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed", "random_clone")

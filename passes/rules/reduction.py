@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
@@ -25,13 +26,14 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     kind = _KINDS[node.primitive]
     cut: dict[Hashable, str] = dict.fromkeys(axes, kind) if kind in ("add", "max", "min") else {}
     labels = [d if d in cut or d not in axes else None for d in range(rank)]
-    return build(
+    found = build(
         [(operands[0], labels)],
         [(results[0], [d for d in range(rank) if d not in axes])],
         reduce=cut,
         linear=((0,),) if kind == "add" else (),
         flops=float(operands[0].size),
     )
+    return replace(found, joins=tuple(kind if d in axes else "" for d in range(rank)))
 
 
 @rule("argmax", "argmin", "reduce_prod", "reduce_xor")

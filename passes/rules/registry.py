@@ -40,6 +40,16 @@ class ShardingRule:
     the result (None: any), or have `pinned` the specs of (operands, results). What runs `once` does so on one device of
     all: every axis takes its first factor, which has no dimension, and the others add nothing to its results.
 
+    What rewriting and lowering ask of an operator is said here too:
+
+    `free`             fed by literals alone, it costs nothing and is made in whatever placement its readers want
+    `localized`        on pieces it is not the primitive as it stands: parameters name shapes or positions
+    `shape_parameter`  the one parameter that does, where it is the shape of the result and nothing depends on the place
+    `joins`            for each dimension of the operand that the result lacks, what joins the results of its pieces
+    `places`           parameters that say where each operand lives, which the plan does
+    `casts`            the result is the operand in another dtype
+    `accumulates`      it adds up cotangents of one value, in whatever order
+
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """
 
@@ -51,9 +61,39 @@ class ShardingRule:
     alias: bool = False
     sparse: tuple[int, ...] = ()
     reason: str = ""
-    pieces: tuple[int | None, ...] = ()
+    pieces: tuple[int | None, ...] | None = None
     pinned: tuple[tuple[ShardingSpec, ...], ...] = ()
     once: bool = False
+    free: bool = False
+    localized: bool = False
+    shape_parameter: str = ""
+    joins: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    casts: bool = False
+    accumulates: bool = False
+
+    @property
+    def is_product(self) -> bool:
+        """Whether two operands are multiplied and summed over something that they share."""
+        if len(self.operands) < 2 or self.light:
+            return False
+        summed = self._shared.difference(*self.results)
+        return any(self.factors[factor].reduction == "add" for factor in summed)
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the first two operands share a dimension with the result, as attention's own products do."""
+        return not all(self._shared.isdisjoint(result) for result in self.results)
+
+    @property
+    def _shared(self) -> frozenset[int]:
+        """The factors that the first two operands have both."""
+        return frozenset(self.operands[0]).intersection(self.operands[1]) - {-1}
+
+    def repeats(self, dim: int) -> bool:
+        """Whether every piece of the result along a dimension is the same."""
+        factor = self.results[0][dim]
+        return bool(self.shape_parameter) and factor >= 0 and not any(factor in dims for dims in self.operands)
 
     @property
     def adds(self) -> bool:
@@ -92,7 +132,7 @@ class ShardingRule:
         if self.once and len(assignment) < len(mesh.axes):
             return False
         cut = {f: math.prod(mesh.axis_size(axis) for axis, g in assignment if f == g) for f in range(len(self.factors))}
-        wanted = zip(self.pieces, self.results[0], strict=True) if self.pieces else ()
+        wanted = zip(self.pieces, self.results[0], strict=True) if self.pieces is not None else ()
         return all(count is None or cut.get(factor, 1) == count for count, factor in wanted)
 
     def assignments(self, mesh: Mesh) -> list[Assignment]:

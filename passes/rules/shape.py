@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
@@ -26,19 +27,20 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     placed = cast("tuple[int, ...]", node.params["broadcast_dimensions"])
     labels = range(results[0].rank)
-    return build([(operands[0], placed)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    found = build([(operands[0], placed)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    return replace(found, free=True, localized=True, shape_parameter="shape")
 
 
 @rule("iota")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    return build([], [(results[0], range(results[0].rank))])
+    return replace(build([], [(results[0], range(results[0].rank))]), free=True, localized=True)
 
 
 @rule("reshape")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """The major-most dimension of each merged or split group is shared; the rest of the group stays whole.
 
-    Reference: intra_op.md section 6; a piece of the major dimension is contiguous on both sides.
+    A piece of the major dimension is contiguous on both sides.
     """
     order = cast("tuple[int, ...] | None", node.params.get("dimensions")) or tuple(range(operands[0].rank))
     before, after = tuple(operands[0].shape[d] for d in order), results[0].shape
@@ -48,7 +50,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     for group, (i, j) in enumerate(_major_pairs(before, after)):
         left[order[i]] = right[j] = group
         sizes[group] = min(before[i], after[j])
-    return build([(operands[0], left)], [(results[0], right)], sizes=sizes, linear=((0,),), flops=0.0)
+    found = build([(operands[0], left)], [(results[0], right)], sizes=sizes, linear=((0,),), flops=0.0)
+    return replace(found, localized=True, shape_parameter="new_sizes")
 
 
 def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -85,7 +88,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """Dimensions that keep their size pass through; those that are cut short stay whole."""
     pairs = zip(operands[0].shape, results[0].shape, strict=True)
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
-    return build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    found = build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    return replace(found, localized=True)
 
 
 @rule("rev")
@@ -145,9 +149,10 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """The plan says where values live; several may be put at once."""
     labels = [[(i, d) for d in range(t.rank)] for i, t in enumerate(operands)]
-    return build(
+    found = build(
         list(zip(operands, labels, strict=True)),
         list(zip(results, labels, strict=True)),
         linear=(tuple(range(len(operands))),),
         flops=0.0,
     )
+    return replace(found, places=("devices", "srcs"))

@@ -280,7 +280,7 @@ class Walk:
             return refuse("a loop's carries do not settle")
         if any(slot.whole and s in varying for s, slot in enumerate(control.slots)):
             return refuse("a loop's test depends on the batch")
-        if node.primitive == "cond" and 0 in varying:
+        if control.choice in varying:
             return refuse("a branch is chosen by the batch")
         return _Loop(control=control, slots=slots, varying=frozenset(varying), walks=tuple(walks))
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.errors import PlanningError, explain
-from passes.ir import LOOP, Graph, StatePairs, control_of, has_effect, is_ordered, phase
+from passes.ir import LOOP, Graph, StatePairs, control_of, has_effect, is_ordered, phase, scan_of
 from passes.placement import Placement, is_free
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
@@ -111,7 +111,7 @@ def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | N
 
 def loop_of(graph: Graph) -> int | None:
     """The node that is the loop over microbatches, None for a graph that has none."""
-    return next((i for i, n in enumerate(graph.nodes) if n.primitive == "scan" and n.scope == LOOP), None)
+    return next((i for i, n in enumerate(graph.nodes) if n.scope == LOOP and scan_of(n)), None)
 
 
 def microbatch_stacks(graph: Graph) -> frozenset[int]:

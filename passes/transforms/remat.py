@@ -23,6 +23,7 @@ from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node, TensorType, phase
 from passes.layers import crossing_nbytes, forward_nodes, work
 from passes.placement import is_free
+from passes.rules import barrier
 from passes.transforms.remat_loops import BodyOrigins, Loop, loops, recompute_loop
 from passes.transforms.remat_policy import KEPT, Kept, is_kept, transposed
 
@@ -185,12 +186,9 @@ class _Draft:
         scope = transposed(graph.nodes[copied[0]].scope)
         source = graph.nodes[copied[0]].source
         new = {v: self._fresh(v) for v in held}
-        barrier = Node(
-            primitive="optimization_barrier", inputs=held, outputs=tuple(new.values()), source=source, scope=scope
-        )
         here = self.inserted.setdefault(place, [])
         if held:
-            here.append((None, barrier))
+            here.append((None, barrier(held, tuple(new.values()), source=source, scope=scope)))
         for index in copied:
             node = graph.nodes[index]
             inputs = tuple(new.get(v, v) for v in node.inputs)

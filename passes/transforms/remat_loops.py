@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
-from passes.ir import CALLBACKS, Graph, Node, TensorType, has_effect, phase
+from passes.errors import InternalError
+from passes.ir import Graph, Node, Scan, TensorType, has_effect, phase, scan_of
 from passes.placement import is_free
+from passes.rules import rule_of
 from passes.transforms.remat_policy import Kept, is_kept, transposed
 
 
@@ -36,13 +37,14 @@ def loops(graph: Graph) -> tuple[Loop, ...]:
     """The loops that could stack less, each backward one once."""
     found: dict[int, Loop] = {}
     for index, node in enumerate(graph.nodes):
-        if not _is_loop(node) or phase(node) != "forward":
+        scan = scan_of(node)
+        if scan is None or phase(node) != "forward":
             continue
-        readers = {r for v in node.outputs[_carries(node) :] for r in graph.consumers.get(v, ())}
+        readers = {r for v in node.outputs[scan.carries :] for r in graph.consumers.get(v, ())}
         for late in sorted(readers):
             other = graph.nodes[late]
-            same = _is_loop(other) and other.params["length"] == node.params["length"]
-            loop = Loop(forward=index, backward=late)
+            again, loop = scan_of(other), Loop(forward=index, backward=late)
+            same = again is not None and again.length == scan.length
             if same and phase(other) == "backward" and late not in found and _gone(graph, loop, "inputs"):
                 found[late] = loop
                 break
@@ -55,24 +57,20 @@ def recompute_loop(graph: Graph, loop: Loop, kept: Kept) -> tuple[Graph, Mapping
     return _Rewriting(graph, loop, kept, gone).run() if gone else (graph, {})
 
 
-def _is_loop(node: Node) -> bool:
-    return node.primitive == "scan" and len(node.subgraphs) == 1
-
-
-def _constants(node: Node) -> int:
-    return cast("int", node.params["num_consts"])
-
-
-def _carries(node: Node) -> int:
-    return cast("int", node.params["num_carry"])
+def _scan(node: Node) -> Scan:
+    """A node that is known to be a loop."""
+    scan = scan_of(node)
+    if scan is None:
+        raise InternalError(f"{node.primitive} in place of a loop over layers")
+    return scan
 
 
 def _gone(graph: Graph, loop: Loop, kept: Kept) -> dict[int, int]:
     """Stacked results of the forward loop that need not be: to the value of its body that each stacks."""
     early, late = graph.nodes[loop.forward], graph.nodes[loop.backward]
     (body,) = early.subgraphs
-    carries, fixed = _carries(early), _constants(late) + _carries(late)
-    carried = set(body.inputs[_constants(early) : _constants(early) + carries])
+    first, fixed = _scan(early), _scan(late).fixed
+    carries, carried = first.carries, set(body.inputs[first.constants : first.fixed])
     found: dict[int, int] = {}
     for outer, inner in zip(early.outputs[carries:], body.outputs[carries:], strict=True):
         made = body.producers.get(inner)
@@ -91,6 +89,7 @@ class _Rewriting:
     def __init__(self, graph: Graph, loop: Loop, kept: Kept, gone: Mapping[int, int]) -> None:
         self.graph, self.loop, self.gone = graph, loop, gone
         self.early, self.late = graph.nodes[loop.forward], graph.nodes[loop.backward]
+        self.first, self.second = _scan(self.early), _scan(self.late)
         (self.source,), (self.target,) = self.early.subgraphs, self.late.subgraphs
         self.copied = _copied(self.source, set(gone.values()), kept)
         self.types = list(graph.types)
@@ -132,11 +131,10 @@ class _Rewriting:
             self.constants.append(self.source.constants.index(value))
             return self._fresh(value)
         place = self.source.inputs.index(value) if value in self.source.inputs else -1
-        fixed = _constants(self.early) + _carries(self.early)
-        if 0 <= place < _constants(self.early):
-            return self._read(self.early.inputs[place], value, self.held, slice(0, _constants(self.late)))
-        stacks = slice(_constants(self.late) + _carries(self.late), None)
-        outer = self.early.inputs[place] if place >= fixed else self._stack(value)
+        if 0 <= place < self.first.constants:
+            return self._read(self.early.inputs[place], value, self.held, slice(0, self.second.constants))
+        stacks = slice(self.second.fixed, None)
+        outer = self.early.inputs[place] if place >= self.first.fixed else self._stack(value)
         return self._read(outer, value, self.sliced, stacks)
 
     def _read(self, outer: int, value: int, besides: list[int], known: slice) -> int:
@@ -151,13 +149,12 @@ class _Rewriting:
 
     def _stack(self, value: int) -> int:
         """The stack of a value of the first body; one that the loop does not make is added."""
-        carries = _carries(self.early)
+        carries = self.first.carries
         for outer, inner in zip(self.early.outputs[carries:], self.source.outputs[carries:], strict=True):
             if inner == value:
                 return outer
         type = self.source.types[value]
-        length = cast("int", self.early.params["length"])
-        self.types.append(TensorType(shape=(length, *type.shape), dtype=type.dtype))
+        self.types.append(TensorType(shape=(self.first.length, *type.shape), dtype=type.dtype))
         self.stacked.append(value)
         return len(self.types) - 1
 
@@ -170,7 +167,7 @@ class _Rewriting:
     def _late(self, copies: Sequence[Node]) -> tuple[Node, BodyOrigins]:
         """The backward loop, which begins each iteration with the copies."""
         late, target = self.late, self.target
-        constants, fixed = _constants(late), _constants(late) + _carries(late)
+        constants, fixed = self.second.constants, self.second.fixed
         stays = [k for k in range(fixed, len(late.inputs)) if late.inputs[k] not in self.gone]
         again = {
             target.inputs[k]: self.number[self.gone[late.inputs[k]]]
@@ -198,7 +195,7 @@ class _Rewriting:
         node = replace(
             late,
             inputs=ordered(late.inputs, self.held, self.sliced),
-            params={**late.params, "num_consts": constants + len(self.held)},
+            params={**late.params, **replace(self.second, constants=constants + len(self.held)).params()},
             subgraphs=(body,),
         )
         own, other = self.loop.backward, self.loop.forward
@@ -210,7 +207,7 @@ class _Rewriting:
 
     def _early(self) -> tuple[Node, BodyOrigins]:
         """The forward loop, which stacks less and makes no more than it stacks or carries."""
-        early, source, carries = self.early, self.source, _carries(self.early)
+        early, source, carries = self.early, self.source, self.first.carries
         pairs = list(zip(early.outputs[carries:], source.outputs[carries:], strict=True))
         stays = [(outer, inner) for outer, inner in pairs if outer not in self.gone]
         firsts = len(self.types) - len(self.stacked)
@@ -237,9 +234,9 @@ def _copied(body: Graph, wanted: set[int], kept: Kept) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _stays(node: Node) -> bool:
+def _stays(node: Node, body: Graph) -> bool:
     """Whether a node is there for more than its results."""
-    return not node.outputs or node.primitive in CALLBACKS or has_effect(node)
+    return not node.outputs or has_effect(node) or (not node.subgraphs and rule_of(node, body).once)
 
 
 def _needed(body: Graph, outputs: Sequence[int]) -> Iterator[int]:
@@ -248,7 +245,7 @@ def _needed(body: Graph, outputs: Sequence[int]) -> Iterator[int]:
     found: list[int] = []
     for index in reversed(range(len(body.nodes))):
         node = body.nodes[index]
-        if not needed.isdisjoint(node.outputs) or _stays(node):
+        if not needed.isdisjoint(node.outputs) or _stays(node, body):
             needed.update(node.inputs)
             found.append(index)
     yield from reversed(found)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args
 
-from passes.ir import CALLBACKS, Graph, has_effect
+from passes.ir import Graph, has_effect
 from passes.placement import is_free
-from passes.rules import ShardingRule, rule_of
+from passes.rules import rule_of
 
 Kept = Literal["everything", "matmuls", "inputs"]
 """What a layer keeps for its backward pass."""
@@ -18,20 +18,15 @@ _DIFFERENTIATED = re.compile(r"jvp\([^()]*\)")
 
 
 def is_kept(graph: Graph, index: int, kept: Kept) -> bool:
-    """Whether a node is never run again: what has an effect or costs nothing; with `matmuls`, loops and products."""
+    """Whether a node is never run again: what has an effect or costs nothing; with `matmuls`, loops and products.
+
+    Those are the products of dense layers and convolutions, which share no dimension with their result.
+    """
     node = graph.nodes[index]
-    if node.primitive in CALLBACKS or has_effect(node) or is_free(graph, index) or kept == "everything":
+    if kept == "everything" or has_effect(node) or is_free(graph, index):
         return True
-    return kept == "matmuls" and (bool(node.subgraphs) or _is_product(rule_of(node, graph)))
-
-
-def _is_product(rule: ShardingRule) -> bool:
-    """Whether two operands are multiplied and summed over what they share, as by a dense layer or a convolution."""
-    if len(rule.operands) < 2:
-        return False
-    both = (set(rule.operands[0]) & set(rule.operands[1])) - {-1}
-    summed = any(rule.factors[factor].reduction == "add" for factor in both)
-    return summed and all(both.isdisjoint(result) for result in rule.results)
+    rule = rule_of(node, graph)
+    return rule.once or (kept == "matmuls" and (bool(node.subgraphs) or (rule.is_product and not rule.is_batched)))
 
 
 def transposed(scope: str) -> str:

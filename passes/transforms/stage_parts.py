@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from passes.errors import InternalError
-from passes.ir import Graph, Node
+from passes.ir import Graph, Node, Scan, scan_of
 from passes.transforms.microbatch import loop_of
 
 Origin = tuple[Literal["step", "loop"], int]
@@ -36,6 +36,14 @@ class Part:
         if index is None:
             raise InternalError("a stage without a loop over microbatches")
         return index
+
+    @property
+    def scan(self) -> Scan:
+        """The loop's operands in their order, and how often it runs."""
+        scan = scan_of(self.graph.nodes[self.loop])
+        if scan is None:
+            raise InternalError("a stage's loop over microbatches has no slices")
+        return scan
 
     @property
     def body(self) -> Graph:

@@ -9,11 +9,11 @@ stages inside the loop crosses once a microbatch, as a *stream*; what crosses ou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
 from passes.errors import InternalError, PlanningError, explain
-from passes.ir import Graph, Node, StatePairs, TensorType, has_effect, phase
+from passes.ir import Graph, Node, Scan, StatePairs, TensorType, has_effect, phase, scan_of
 from passes.layers import adds_up, after_backward, everywhere, forward_scope
+from passes.rules import rule_of, sum_of
 from passes.transforms.microbatch import loop_of
 from passes.transforms.stage_parts import Draft, Origin, Part, Stages, renamed
 
@@ -55,9 +55,10 @@ class _Cutter:
         self.loop = index
         self.node = graph.nodes[index]
         self.body = self.node.subgraphs[0]
-        self.count = cast("int", self.node.params["length"])
-        self.n_constants = cast("int", self.node.params["num_consts"])
-        self.n_carries = cast("int", self.node.params["num_carry"])
+        scan = scan_of(self.node)
+        if scan is None:
+            raise InternalError("the loop over microbatches has no slices")
+        self.count, self.n_constants, self.n_carries = scan.length, scan.constants, scan.carries
         self.types = list(graph.types)
         self.body_types = list(self.body.types)
         self.literals = dict(graph.literals)
@@ -150,7 +151,7 @@ class _Cutter:
                     self.drafts[self.made[value]].sent.add(value)
 
     def _accumulate(self, position: int, leaving: int) -> None:
-        """One running sum, or one for each stage that has summands of it: `add_any` of what several stages have."""
+        """One running sum, or one for each stage that has summands of it: of a cotangent that several stages have."""
         body = self.body
         index = body.producers[leaving]
         node = body.nodes[index]
@@ -179,17 +180,19 @@ class _Cutter:
         first, *others = results
         for n, other in enumerate(others):
             total = result if n == len(others) - 1 else self._fresh(self.graph.types[result])
-            node = Node(primitive="add", inputs=(first, other), outputs=(total,), source=node.source, scope=LATE_SUM)
-            self.extra.append((("loop", index), node))
+            late = sum_of(first, other, total, source=node.source, scope=LATE_SUM)
+            self.extra.append((("loop", index), late))
             first = total
 
     def _summands(self, value: int, reader: int | None) -> list[int]:
         """What a value is the sum of, as far as stages differ; the sums themselves are not computed any more."""
         body = self.body
         producer = body.producers.get(value)
-        if producer is None or body.nodes[producer].primitive != "add_any" or body.consumers[value] != (reader,):
+        if producer is None or body.consumers[value] != (reader,):
             return [value]
         node = body.nodes[producer]
+        if not rule_of(node, body).accumulates:
+            return [value]
         found = [leaf for v in node.inputs for leaf in self._summands(v, producer)]
         if len({self.made.get(v, 0) for v in found}) == 1:
             return [value]
@@ -292,18 +295,10 @@ class _Cutter:
             literals={v: x for v, x in body.literals.items() if v in read},
         )
         inner.verify()
-        loop = Node(
-            primitive="scan",
+        loop = Scan(constants=len(constants), carries=len(carries), length=self.count).node(
+            inner,
             inputs=(*(v for _, v in constants), *(c[0] for c in carries), *(v for _, v in stacks)),
             outputs=(*(c[3] for c in carries), *(v for _, v in draft.rows), *(stream_of[v] for v in sent)),
-            params={
-                "length": self.count,
-                "num_carry": len(carries),
-                "num_consts": len(constants),
-                "reverse": False,
-                "unroll": 1,
-            },
-            subgraphs=(inner,),
             source=node.source,
             scope=node.scope,
         )

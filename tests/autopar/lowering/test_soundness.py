@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 from autopar.errors import UnsupportedError
 from autopar.frontend import Traced, trace
 from autopar.lowering import Cut, device_mesh
-from autopar.lowering.localize import bind, cut_of, positions
+from autopar.lowering.localize import bind, cut_of, localized_primitives
+from autopar.lowering.localizers import positions
 from autopar.lowering.lower import literal
 from passes.cluster import Mesh, parse_cluster
 from passes.errors import InternalError
@@ -73,6 +74,22 @@ def test_every_rule_has_a_case() -> None:
     covered = {case.primitive for case in CASES}
     assert set(map(str, CASES)) >= LONG
     assert covered | ABSENT.keys() == known_primitives(), "add a case to tests/autopar/lowering/rule_cases"
+
+
+def test_what_rules_say_of_pieces_is_what_lowering_knows() -> None:
+    """A rule that says that pieces are more than the primitive as it stands has a way to run them, and no other has."""
+    told: set[str] = set()
+    with jax.enable_x64(True):
+        for case in CASES:
+            graph = trace(case.function, case.args, {}).graph
+            for node in graph.nodes:
+                rule = rule_of(node, graph)
+                assert rule.localized or not rule.shape_parameter
+                if rule.localized and not rule.shape_parameter:
+                    told.add(node.primitive)
+    ours = localized_primitives() & known_primitives()
+    assert told <= ours
+    assert ours - told <= ABSENT.keys(), "their rules do not say `localized`"
 
 
 def test_partial_results_are_found() -> None:

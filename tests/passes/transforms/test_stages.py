@@ -30,6 +30,8 @@ APPLY = {
     "dot_general": np.matmul,
 }
 
+PARAMS: Mapping[str, Mapping[str, object]] = {"dot_general": {"dimension_numbers": (((1,), (0,)), ((), ()))}}
+
 
 class Writer:
     """A graph as it is written; every value is a square unless said otherwise."""
@@ -44,7 +46,8 @@ class Writer:
 
     def add(self, primitive: str, *operands: int, scope: str = "") -> int:
         made = self.value()
-        self.nodes.append(Node(primitive=primitive, inputs=operands, outputs=(made,), scope=scope))
+        params = PARAMS.get(primitive, {})
+        self.nodes.append(Node(primitive=primitive, inputs=operands, outputs=(made,), params=params, scope=scope))
         return made
 
     def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:

@@ -1,0 +1,142 @@
+"""Primitives as tracing reads them: which are only calls, which hold bodies, and parameters as plain data."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.errors import UnsupportedError, explain
+
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "core_call": "call_jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+}
+"""Primitives that are only a call, and the parameter that holds what they call."""
+
+BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
+"""Primitives that stay nodes, and the parameters that hold their bodies in the order of `Node.subgraphs`."""
+
+PLACED = frozenset({"sharding_constraint", "shard_map"})
+"""Primitives whose parameters read differently for other operands."""
+
+HINTS = frozenset({"reshard", "mesh_cast"})
+"""Primitives that only say where a value is to live, which the plan does."""
+
+_CALLABLE_DATA = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+# What a program fingerprints must be the same in another process: large arrays in parameters count by size alone.
+_LARGEST_ARRAY_PARAM = 64
+
+
+def node_params(equation: Any, source: str) -> dict[str, object]:
+    """An equation's parameters as planning reads them: what the user has placed, a loop's counts, or all as they are.
+
+    Raises UnsupportedError for a `shard_map` that leaves axes to the plan.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "sharding_constraint":
+            shape = equation.invars[0].aval.shape
+            whole = zip(shape, params["sharding"].shard_shape(shape), strict=True)
+            free = params["unconstrained_dims"] or ()
+            return {"pieces": tuple(None if d in free else n // max(piece, 1) for d, (n, piece) in enumerate(whole))}
+        case "shard_map":
+            mesh = params["mesh"]
+            if len(params["newly_manual_axes"]) < len(mesh.axis_names):
+                raise UnsupportedError(
+                    explain(
+                        f"shard_map over some axes of mesh {tuple(mesh.axis_names)}",
+                        "a plan decides nothing inside a shard_map, so all of its axes must be manual",
+                        source,
+                        "drop axis_names, or take the shard_map away and let the plan cut what it computes",
+                    )
+                )
+            sides = (("in_specs", equation.invars), ("out_specs", equation.outvars))
+            specs = {s: tuple(map(_spec, params[s], (v.aval.ndim for v in held))) for s, held in sides}
+            return {**specs, "mesh": dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))}
+        case "scan":
+            plain = {key: value for key, value in params.items() if key not in ("ft_in", "ft_out")}
+            return plain_params(plain) | jax_compat.scan_counts(params)
+        case _:
+            return plain_params(params)
+
+
+def _spec(spec: Any, rank: int) -> str:
+    """A PartitionSpec as planning writes it."""
+    parts = [*spec, *(None,) * (rank - len(spec))]
+    return f"[{', '.join(_axes(part) for part in parts)}]"
+
+
+def _axes(part: Any) -> str:
+    return "+".join(part if isinstance(part, tuple) else (part,)) if part else "-"
+
+
+def plain_params(params: Mapping[str, Any]) -> dict[str, object]:
+    """Parameters as plain data that reads the same in every process; jaxprs and callables are left out."""
+    return {key: _plain(value) for key, value in params.items() if not _is_code(value)}
+
+
+def _plain(value: Any) -> object:
+    match value:
+        case None | str():
+            return value
+        case enum.Enum():
+            return value.name
+        case bool() | np.bool_():
+            return bool(value)
+        case int() | np.integer():
+            return int(value)
+        case float() | np.floating():
+            return float(value)
+        case np.dtype():
+            return dtype_name(value)
+        case tuple() if hasattr(value, "_fields"):
+            fields = zip(getattr(value, "_fields", ()), value, strict=True)
+            return {key: _plain(item) for key, item in fields if not _is_code(item)}
+        case tuple() | list():
+            return tuple(_plain(item) for item in value if not _is_code(item))
+        case Mapping():
+            return {str(key): _plain(item) for key, item in sorted(value.items(), key=str) if not _is_code(item)}
+        case frozenset() | set():
+            return tuple(sorted(map(str, value)))
+        case np.ndarray() if value.size <= _LARGEST_ARRAY_PARAM:
+            return _plain(value.tolist())
+        case np.ndarray():
+            return f"{value.dtype.name}{list(value.shape)}"
+        case type() if issubclass(value, np.generic):
+            return np.dtype(value).name
+    return _ADDRESS.sub("", str(value))
+
+
+def _is_code(value: Any) -> bool:
+    """Whether a parameter is a program rather than data, or a collection of programs.
+
+    Types and meshes are data, though both can be called.
+    """
+    if isinstance(value, tuple | list):
+        return len(value) > 0 and all(map(_is_code, value))
+    return jax_compat.is_jaxpr(value) or (callable(value) and not isinstance(value, _CALLABLE_DATA))
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, which NumPy spells out anew each time."""
+    return str(dtype.name)

@@ -1,0 +1,185 @@
+"""A program while it is written with some of its values in pieces along dimension 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+from jax import lax
+
+from autopar import jax_compat
+from autopar.frontend import Equation, Traced, plain_params
+from autopar.runtime import Pieces
+from passes.ir import Graph, Node, TensorType
+
+MOST = 64
+"""The most pieces that a loop is cut into so that each stage gets one, where its trips do not divide evenly: more than
+the stages of any published pipeline (Megatron-LM's largest has 64), each a loop that is compiled by itself."""
+
+
+@cache
+def n_pieces(trips: int, stages: int) -> int:
+    """In how many equal pieces a loop is cut for `stages` stages: as few as give each one, if that is not too many."""
+    divisors = [d for d in range(1, trips + 1) if trips % d == 0]
+    fewest = max(d for d in divisors if d <= stages)
+    return min((d for d in divisors if stages <= d <= max(MOST, stages)), default=fewest)
+
+
+class ChunkWriter:
+    """A program of whole values and pieces. Values keep their numbers where they are whole; pieces get new ones.
+
+    `cut` holds the pieces of values that have any, `apart` those values that exist in pieces only.
+    """
+
+    def __init__(self, traced: Traced, stages: int) -> None:
+        self.traced, self.stages = traced, stages
+        self.graph: Graph = traced.graph
+        self.types = list(self.graph.types)
+        self.nodes: list[Node] = []
+        self.equations: list[Equation] = []
+        self.optional: set[int] = set()  # nodes that may go if nothing reads them
+        self.cut: dict[int, tuple[int, ...]] = {}
+        self.apart: set[int] = set()
+
+    # Values
+
+    def count(self, value: int) -> int:
+        """How many pieces a value has where it is cut."""
+        shape = self.graph.types[value].shape
+        return n_pieces(shape[0], self.stages) if shape and shape[0] else 1
+
+    def fresh(self, type: TensorType) -> int:
+        """The number of a new value."""
+        self.types.append(type)
+        return len(self.types) - 1
+
+    def fresh_pieces(self, value: int) -> tuple[int, ...]:
+        """The numbers of new pieces of a value."""
+        type, count = self.graph.types[value], self.count(value)
+        piece = TensorType(shape=(type.shape[0] // count, *type.shape[1:]), dtype=type.dtype)
+        return tuple(self.fresh(piece) for _ in range(count))
+
+    def take_apart(self, value: int, pieces: tuple[int, ...]) -> None:
+        """Has a value in these pieces only."""
+        self.cut[value] = pieces
+        self.apart.add(value)
+
+    def sliced(self, value: int) -> tuple[int, ...]:
+        """The pieces of a value that is there whole."""
+        self.cut[value] = pieces = self.fresh_pieces(value)
+        shape, rows = self.graph.types[value].shape, self.types[pieces[0]].shape[0]
+        for i, piece in enumerate(pieces):
+            params = {
+                "start_indices": (i * rows, *(0 for _ in shape[1:])),
+                "limit_indices": ((i + 1) * rows, *shape[1:]),
+                "strides": None,
+            }
+            self.append(lax.slice_p, params, (value,), (piece,), like=self.graph.producers.get(value))
+        return pieces
+
+    def join(self, value: int, *, like: int | None) -> None:
+        """Makes whole, in the scope of node `like`, what exists in pieces only."""
+        self.apart.discard(value)
+        self.append(lax.concatenate_p, {"dimension": 0}, self.cut[value], (value,), like=like)
+
+    # Nodes
+
+    def append(
+        self,
+        primitive: jax_compat.Primitive,
+        params: Mapping[str, Any],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        like: int | None,
+    ) -> None:
+        """Writes a node of our own, in the scope of another."""
+        origin = None if like is None else self.graph.nodes[like]
+        node = Node(
+            primitive=primitive.name,
+            inputs=inputs,
+            outputs=outputs,
+            params=plain_params(params),
+            source=origin.source if origin else "",
+            scope=origin.scope if origin else "",
+        )
+        self.write(node, Equation(primitive=primitive, params=params), optional=True)
+
+    def again(self, index: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+        """Writes a node once more, of other values of the same meaning."""
+        node = replace(self.graph.nodes[index], inputs=inputs, outputs=outputs)
+        self.write(node, self.traced.equations[index], optional=True)
+
+    def write(self, node: Node, equation: Equation, *, optional: bool) -> None:
+        """Writes a node; an `optional` one goes again if nothing reads it."""
+        if optional:
+            self.optional.add(len(self.nodes))
+        self.nodes.append(node)
+        self.equations.append(equation)
+
+    # The program
+
+    def finish(self, given: frozenset[int]) -> tuple[Traced, Pieces]:
+        """What was written, and how its inputs and outputs are cut; the inputs `given` come in pieces."""
+        graph, state_pairs = self.graph, self.traced.state_pairs
+        in_state = {graph.outputs[o] for o, i in state_pairs if i in given}
+        ins = [self.cut[v] if i in given else (v,) for i, v in enumerate(graph.inputs)]
+        outs = [self.cut[v] if v in in_state or v in self.apart else (v,) for v in graph.outputs]
+        picked = self._live({v for held in outs for v in held})
+        written = Graph(
+            types=tuple(self.types),
+            nodes=tuple(self.nodes[i] for i in picked),
+            inputs=tuple(v for held in ins for v in held),
+            outputs=tuple(v for held in outs for v in held),
+            constants=graph.constants,
+            literals=graph.literals,
+            input_names=_names(graph.input_names, ins, self.types),
+            output_names=_names(graph.output_names, outs, self.types),
+        )
+        written.verify()
+        firsts_in, firsts_out = _firsts(ins), _firsts(outs)
+        pairs = [
+            (firsts_out[o] + n, firsts_in[i] + n)
+            for o, i in state_pairs
+            if len(outs[o]) == len(ins[i])
+            for n in range(len(ins[i]))
+        ]
+        program = replace(
+            self.traced,
+            graph=written,
+            equations=tuple(self.equations[i] for i in picked),
+            in_tree=jax.tree.structure((0,) * len(written.inputs)),
+            out_tree=jax.tree.structure((0,) * len(written.outputs)),
+            donated=tuple(flag for flag, held in zip(self.traced.donated, ins, strict=True) for _ in held),
+            weak=tuple(flag for flag, held in zip(self.traced.weak, outs, strict=True) for _ in held),
+            state_pairs=tuple(sorted(pairs)),
+        )
+        return program, Pieces(inputs=tuple(map(len, ins)), outputs=tuple(map(len, outs)))
+
+    def _live(self, outputs: set[int]) -> list[int]:
+        """The written nodes that these outputs need, and those that are not optional."""
+        live, picked = set(outputs), list[int]()
+        for index in reversed(range(len(self.nodes))):
+            node = self.nodes[index]
+            if index not in self.optional or not live.isdisjoint(node.outputs):
+                live.update(node.inputs)
+                picked.append(index)
+        return picked[::-1]
+
+
+def _firsts(held: Sequence[Sequence[int]]) -> list[int]:
+    """Where each one's pieces begin."""
+    return [sum(len(one) for one in held[:i]) for i in range(len(held))]
+
+
+def _names(names: Sequence[str], held: Sequence[Sequence[int]], types: Sequence[TensorType]) -> tuple[str, ...]:
+    found: list[str] = []
+    for name, pieces in zip(names, held, strict=False):
+        if len(pieces) == 1:
+            found.append(name)
+            continue
+        rows = types[pieces[0]].shape[0]
+        found += [f"{name}[{i * rows}:{(i + 1) * rows}]" for i in range(len(pieces))]
+    return tuple(found)
