@@ -16,7 +16,6 @@ TOO_LONG = frozenset(
     (
         "autopar.api",
         "autopar.api.ParallelFunction",
-        "autopar.rewrite.chunked_scans._Cutter",
         "benchmarks.causes",
         "benchmarks.causes.Program",
         "benchmarks.iopddl.reductions._Work",
@@ -33,7 +32,6 @@ TOO_LONG = frozenset(
         "passes.solver.search.Search",
         "passes.transforms.batch_axis.Walk",
         "passes.transforms.microbatch._regions",
-        "passes.transforms.stages._Cutter",
     )
 )
 

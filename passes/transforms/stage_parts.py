@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from passes.errors import InternalError
-from passes.ir import Graph, Node, Scan, scan_of
+from passes.ir import Graph, Scan, scan_of
 from passes.transforms.microbatch import loop_of
 
 Origin = tuple[Literal["step", "loop"], int]
@@ -58,28 +58,3 @@ class Stages:
     homes: tuple[int, ...]
     owners: tuple[int, ...]
     microbatches: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Draft:
-    """A stage while it is put together."""
-
-    body_nodes: list[tuple[Origin, Node]] = field(default_factory=list)
-    carries: list[tuple[int, int, int, int]] = field(default_factory=list)  # (init, in, out, result)
-    received: set[int] = field(default_factory=set)  # body values that come as streams
-    sent: set[int] = field(default_factory=set)
-    rows: list[tuple[int, int]] = field(default_factory=list)  # (body output, result)
-    nodes: dict[int, tuple[Origin, Node]] = field(default_factory=dict)
-    needed: set[int] = field(default_factory=set)  # values of the step that come from elsewhere
-    given: set[int] = field(default_factory=set)  # and that others need
-
-
-def renamed(node: Node, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Node:
-    return Node(
-        primitive=node.primitive,
-        inputs=inputs,
-        outputs=outputs,
-        params=node.params,
-        source=node.source,
-        scope=node.scope,
-    )

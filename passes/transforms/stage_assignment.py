@@ -1,0 +1,58 @@
+"""The stage of every node of a step's loop: forward operators are cut where the layers are, and the others follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from passes.ir import Graph, Node
+from passes.layers import adds_up, forward_scope
+
+
+@dataclass(slots=True, kw_only=True)
+class StageAssignment:
+    """The stages of a loop's body that begin at nodes `firsts`: `stage` of its nodes, `made` of the values they make.
+
+    Nodes that are made `anywhere` have none; `late` ones run after the backward pass has begun.
+    """
+
+    body: Graph
+    firsts: tuple[int, ...]
+    late: set[int]
+    anywhere: frozenset[int]
+    stage: dict[int, int] = field(default_factory=dict[int, int])
+    made: dict[int, int] = field(default_factory=dict[int, int])
+
+    def __post_init__(self) -> None:
+        places: dict[str, set[int]] = {}
+        for index, node in enumerate(self.body.nodes):
+            if index in self.anywhere:
+                continue
+            if adds_up(node):
+                at = max((self.made[v] for v in node.inputs if v in self.made), default=0)
+            elif index not in self.late:
+                at = max(sum(first <= index for first in self.firsts) - 1, 0)
+                places.setdefault(node.scope, set()).add(at)
+            else:
+                at = self._backward_stage(node, places)
+            self.stage[index] = at
+            self.made.update(dict.fromkeys(node.outputs, at))
+
+    def _backward_stage(self, node: Node, places: Mapping[str, set[int]]) -> int:
+        """Where its forward operator ran, if all that it needs is there by then; else where what was saved is."""
+        producers = self.body.producers
+        backward = [self.made[v] for v in node.inputs if v in self.made and producers[v] in self.late]
+        latest = min(backward, default=len(self.firsts) - 1)
+        own = places.get(forward_scope(node.scope), set[int]())
+        if len(own) == 1 and (only := next(iter(own))) <= latest:
+            return only
+        saved = {v: at for v in node.inputs if (at := self._at_hand(v, latest)) is not None}
+        return saved[max(saved, key=lambda v: self.body.types[v].nbytes)] if saved else latest
+
+    def _at_hand(self, value: int, latest: int) -> int | None:
+        """The last stage up to `latest` that made or read a value of the forward pass, a weight or the batch."""
+        if self.body.producers.get(value) in self.late:
+            return None
+        readers = (self.stage.get(r) for r in self.body.consumers[value] if r not in self.late)
+        places = {self.made.get(value), *readers} - {None}
+        return max((at for at in places if at is not None and at <= latest), default=None)

@@ -1,0 +1,241 @@
+"""What each stage of a step computes, reads and hands on, inside its loop over microbatches and outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from passes.errors import InternalError
+from passes.ir import Graph, Node, Scan, StatePairs, TensorType, scan_of
+from passes.layers import after_backward, everywhere
+from passes.rules import rule_of, sum_of
+from passes.transforms.microbatch import loop_of
+from passes.transforms.stage_assignment import StageAssignment
+from passes.transforms.stage_parts import Origin
+
+LATE_SUM = "microbatches/stages"
+"""The scope of sums of what several stages have accumulated."""
+
+Numbered = tuple[int, Origin, Node]
+"""A node outside the loop with its place in the order of all."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A stage while it is put together."""
+
+    body_nodes: list[tuple[Origin, Node]] = field(default_factory=list)
+    carries: list[tuple[int, int, int, int]] = field(default_factory=list)  # (init, in, out, result)
+    received: set[int] = field(default_factory=set)  # body values that come as streams
+    sent: set[int] = field(default_factory=set)
+    rows: list[tuple[int, int]] = field(default_factory=list)  # (body output, result)
+    nodes: dict[int, tuple[Origin, Node]] = field(default_factory=dict)
+    needed: set[int] = field(default_factory=set)  # values of the step that come from elsewhere
+    given: set[int] = field(default_factory=set)  # and that others need
+
+
+class LoopDrafts:
+    """The stages of a step with what each computes inside the loop, `types` and `body_types` those of new values too.
+
+    `home` holds the stage of the step's values that belong to one; `sums` add up what several have accumulated.
+    """
+
+    def __init__(self, graph: Graph, firsts: tuple[int, ...]) -> None:
+        self.graph = graph
+        self.loop, self.node, self.scan = _loop(graph)
+        self.body = self.node.subgraphs[0]
+        self.types, self.body_types = list(graph.types), list(self.body.types)
+        self.late, self.anywhere = after_backward(self.body), everywhere(self.body)
+        assignment = StageAssignment(body=self.body, firsts=firsts, late=self.late, anywhere=self.anywhere)
+        self.stage, self.made = assignment.stage, assignment.made
+        self.drafts = tuple(Draft() for _ in firsts)
+        self.home: dict[int, int] = {}
+        self.sums: list[tuple[Origin, Node]] = []
+        self._fill()
+        sent = sorted(set[int]().union(*(draft.sent for draft in self.drafts)))
+        self.stream_of = {v: self._fresh(self._stacked(v)) for v in sent}
+
+    def made_anywhere(self, read: Iterable[int]) -> list[tuple[Origin, Node]]:
+        """The nodes of no stage that these values of the body come from."""
+        body, found, pending = self.body, set[int](), list(read)
+        while pending:
+            index = body.producers.get(pending.pop())
+            if index in self.anywhere and index not in found:
+                found.add(index)
+                pending.extend(body.nodes[index].inputs)
+        return [(("loop", index), body.nodes[index]) for index in sorted(found)]
+
+    def _fresh(self, type: TensorType) -> int:
+        self.types.append(type)
+        return len(self.types) - 1
+
+    def _fresh_inside(self, type: TensorType) -> int:
+        self.body_types.append(type)
+        return len(self.body_types) - 1
+
+    def _stacked(self, value: int) -> TensorType:
+        type = self.body.types[value]
+        return TensorType(shape=(self.scan.length, *type.shape), dtype=type.dtype)
+
+    def _fill(self) -> None:
+        body, outputs = self.body, self.body.outputs
+        carried = {outputs[i]: i for i in range(self.scan.carries)}
+        for index, node in enumerate(body.nodes):
+            if index in self.stage and not any(v in carried for v in node.outputs):
+                self.drafts[self.stage[index]].body_nodes.append((("loop", index), node))
+        for value, i in carried.items():
+            self._accumulate(i, value)
+        for position, value in enumerate(outputs[self.scan.carries :], self.scan.carries):
+            at = self.made.get(value, 0)
+            self.drafts[at].rows.append((value, self.node.outputs[position]))
+            self.home[self.node.outputs[position]] = at
+        for at, draft in enumerate(self.drafts):
+            here = {v for _, node in draft.body_nodes for v in node.outputs}
+            read = {v for _, node in draft.body_nodes for v in node.inputs} | {v for v, _ in draft.rows}
+            for value in read - here:
+                if self.made.get(value, at) != at:
+                    draft.received.add(value)
+                    self.drafts[self.made[value]].sent.add(value)
+
+    def _accumulate(self, position: int, leaving: int) -> None:
+        """One running sum, or one for each stage that has summands of it: of a cotangent that several stages have."""
+        body = self.body
+        index = body.producers[leaving]
+        node = body.nodes[index]
+        entering = body.inputs[self.scan.constants + position]
+        summand = next(v for v in node.inputs if v != entering)
+        result, init = self.node.outputs[position], self.node.inputs[self.scan.constants + position]
+        by_stage: dict[int, list[int]] = {}
+        for value in self._summands(summand, index):
+            by_stage.setdefault(self.made.get(value, 0), []).append(value)
+        results: list[int] = []
+        for number, (at, values) in enumerate(sorted(by_stage.items())):
+            draft = self.drafts[at]
+            start = total = self._fresh_inside(body.types[entering]) if number else entering
+            for value in values:
+                after = self._fresh_inside(body.types[leaving])
+                draft.body_nodes.append((("loop", index), _renamed(node, (total, value), (after,))))
+                total = after
+            own = result if len(by_stage) == 1 else self._fresh(self.graph.types[result])
+            self.home[own] = at
+            results.append(own)
+            draft.carries.append((init, start, total, own))
+        first, *others = results
+        for n, other in enumerate(others):
+            total = result if n == len(others) - 1 else self._fresh(self.graph.types[result])
+            self.sums.append((("loop", index), sum_of(first, other, total, source=node.source, scope=LATE_SUM)))
+            first = total
+
+    def _summands(self, value: int, reader: int) -> list[int]:
+        """What a value is the sum of, as far as stages differ; the sums themselves are not computed any more."""
+        body = self.body
+        producer = body.producers.get(value)
+        if producer is None or body.consumers[value] != (reader,):
+            return [value]
+        node = body.nodes[producer]
+        if not rule_of(node, body).accumulates:
+            return [value]
+        found = [leaf for v in node.inputs for leaf in self._summands(v, producer)]
+        if len({self.made.get(v, 0) for v in found}) == 1:
+            return [value]
+        draft = self.drafts[self.stage[producer]]
+        draft.body_nodes = [(origin, n) for origin, n in draft.body_nodes if origin != ("loop", producer)]
+        return found
+
+
+class StepDrafts:
+    """The stages of a step with what each computes outside the loop: its own, and whatever of no stage that it needs.
+
+    `order` holds the nodes outside the loop, the new sums among them.
+    """
+
+    def __init__(self, loop: LoopDrafts, state_pairs: StatePairs) -> None:
+        self.graph, self.drafts, self.home, self.state_pairs = loop.graph, loop.drafts, loop.home, state_pairs
+        self.order = self._ordered(loop)
+        for _, _, node in self.order:
+            homes = [v for v in node.inputs if v in self.home]
+            if homes:
+                largest = max(homes, key=lambda v: (loop.types[v].nbytes, -self.home[v]))
+                self.home.update(dict.fromkeys(node.outputs, self.home[largest]))
+        self._collect(loop)
+
+    def owner(self, value: int) -> int:
+        """The stage that makes an output: its home, else the first that computes or reads it anyway."""
+        if value in self.home:
+            return self.home[value]
+        for at, draft in enumerate(self.drafts):
+            if value in draft.needed or any(value in node.outputs for _, node in draft.nodes.values()):
+                return at
+        return 0
+
+    def input_homes(self) -> tuple[int, ...]:
+        """The stage where each input lives: where the next step's value of it is made, else where it is read first."""
+        found: dict[int, int] = {}
+        for value in self.graph.inputs:
+            found[value] = next((at for at, draft in enumerate(self.drafts) if value in draft.needed), 0)
+        for output, position in self.state_pairs:
+            found[self.graph.inputs[position]] = self.owner(self.graph.outputs[output])
+        return tuple(found[value] for value in self.graph.inputs)
+
+    def _ordered(self, loop: LoopDrafts) -> list[Numbered]:
+        nodes, found = self.graph.nodes, list[Numbered]()
+        for index, node in enumerate(nodes):
+            if index == loop.loop:
+                found.extend((len(nodes) + n, origin, extra) for n, (origin, extra) in enumerate(loop.sums))
+            else:
+                found.append((index, ("step", index), node))
+        return found
+
+    def _wanted(self, loop: LoopDrafts) -> Iterable[tuple[int, int]]:
+        """(stage, value of the step) for what loops read, and for the outputs."""
+        for at, draft in enumerate(self.drafts):
+            read = {v for _, node in draft.body_nodes for v in node.inputs} | {v for v, _ in draft.rows}
+            read |= {v for _, node in loop.made_anywhere(read) for v in node.inputs}
+            entering = zip(loop.body.inputs, loop.node.inputs, strict=True)
+            yield from ((at, outer) for inner, outer in entering if inner in read)
+            yield from ((at, init) for init, _, _, _ in draft.carries)
+        yield from ((self.owner(v), v) for v in self.graph.outputs)
+
+    def _collect(self, loop: LoopDrafts) -> None:
+        makers = {v: (number, origin, node) for number, origin, node in self.order for v in node.outputs}
+        results = {
+            result for draft in self.drafts for _, result in (*draft.rows, *((c[1], c[3]) for c in draft.carries))
+        }
+        there = {*self.graph.constants, *self.graph.literals}
+        pending, seen = list(self._wanted(loop)), set[tuple[int, int]]()
+        while pending:
+            at, value = pending.pop()
+            if (at, value) in seen or value in there:
+                continue
+            seen.add((at, value))
+            draft, home = self.drafts[at], self.home.get(value)
+            if home is not None and home != at:
+                draft.needed.add(value)
+                self.drafts[home].given.add(value)
+                pending.append((home, value))
+            elif value in makers:
+                number, origin, node = makers[value]
+                draft.nodes[number] = (origin, node)
+                pending += [(at, v) for v in node.inputs]
+            elif value not in results:
+                draft.needed.add(value)
+
+
+def _loop(graph: Graph) -> tuple[int, Node, Scan]:
+    """The loop over microbatches: its number, its node, its operands' order."""
+    index = loop_of(graph)
+    scan = None if index is None else scan_of(graph.nodes[index])
+    if index is None or scan is None:
+        raise InternalError("stages are cut from a step in microbatches")
+    return index, graph.nodes[index], scan
+
+
+def _renamed(node: Node, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Node:
+    return Node(
+        primitive=node.primitive,
+        inputs=inputs,
+        outputs=outputs,
+        params=node.params,
+        source=node.source,
+        scope=node.scope,
+    )
