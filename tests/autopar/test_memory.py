@@ -18,8 +18,6 @@ pytestmark = pytest.mark.usefixtures("as_users_compile")
 CASES = (
     Case(model="llama-scan", planner="zero3", remat=False, microbatches=1),
     Case(model="dlrm", planner="dp", remat=False, microbatches=4),
-    Case(model="dlrm", planner="megatron", microbatches=4),
-    Case(model="alexnet", planner="zero3", remat=False, microbatches=1),
     Case(model="gpt", planner="zero3", dtype="bfloat16"),
     *(
         Case(model=name, planner="dp")
@@ -30,6 +28,8 @@ CASES = (
 
 
 SLOW_CASES = (
+    Case(model="dlrm", planner="megatron", microbatches=4),
+    Case(model="alexnet", planner="zero3", remat=False, microbatches=1),
     Case(model="gpt", planner="dp", remat=False, microbatches=1),
     Case(model="gpt", planner="dp", dtype="bfloat16"),
     Case(model="moe", planner="megatron", remat=False, microbatches=1),

@@ -58,12 +58,12 @@ def kinds(plan: Any, over: str = "data") -> set[str]:
     return {c.kind for c in plan.collectives if over in c.axes}
 
 
-def with_recomputation(names: Any) -> list[Any]:
+def with_recomputation(names: Any, ways: tuple[str, ...] = RECOMPUTING) -> list[Any]:
     """Models as they are and recomputed in each way that they have; in every run half of it, of each model and way."""
     return [
         pytest.param(name, recomputing, id=f"{name}-{recomputing}", marks=[pytest.mark.slow] * ((i + way) % 2))
         for i, name in enumerate(names)
-        for way, recomputing in enumerate(RECOMPUTING)
+        for way, recomputing in enumerate(ways)
         if recomputing != "jax.checkpoint" or hasattr(MODELS[name].least, "remat")
     ]
 
@@ -82,8 +82,10 @@ def test_data_parallelism_reduces_each_gradient_once_and_sends_nothing_else(name
     assert sum(c.count for c in plan.collectives if c.nbytes > 4) <= len(jax.tree.leaves(params)) * repeats
 
 
-@pytest.mark.parametrize("recomputing", ["plain", "jax.checkpoint"])
-@pytest.mark.parametrize("name", ["gpt", "gpt-scan", "llama", "llama-scan", "moe", "bert"])
+@pytest.mark.parametrize(
+    ("name", "recomputing"),
+    with_recomputation(["gpt", "gpt-scan", "llama", "llama-scan", "moe", "bert"], ("plain", "jax.checkpoint")),
+)
 def test_data_parallelism_reduces_after_the_last_microbatch(name: str, recomputing: str):
     model = replace(MODELS[name], least_batch=16)
     plan, params = planned(model, autopar.DataParallel(), recomputing=recomputing, microbatches=2)
@@ -91,8 +93,7 @@ def test_data_parallelism_reduces_after_the_last_microbatch(name: str, recomputi
     assert sent(plan, "all_reduce") <= nbytes(params) + METRICS_NBYTES
 
 
-@pytest.mark.parametrize("recomputing", RECOMPUTING)
-@pytest.mark.parametrize("name", ["gpt", "llama-scan", "moe"])
+@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"]))
 def test_zero_fetches_weights_and_no_activation(name: str, recomputing: str):
     plan, params = planned(MODELS[name], autopar.Zero(3), recomputing=recomputing)
     assert kinds(plan) <= {"all_gather", "all_reduce", "reduce_scatter"}
@@ -101,8 +102,9 @@ def test_zero_fetches_weights_and_no_activation(name: str, recomputing: str):
     assert sent(plan, "all_reduce") + 8 * sent(plan, "reduce_scatter") <= nbytes(params) + METRICS_NBYTES
 
 
-@pytest.mark.parametrize("recomputing", ["plain", "jax.checkpoint"])
-@pytest.mark.parametrize("name", ["gpt", "llama-scan"])
+@pytest.mark.parametrize(
+    ("name", "recomputing"), with_recomputation(["gpt", "llama-scan"], ("plain", "jax.checkpoint"))
+)
 def test_zero_fetches_half_precision_weights_once_forward_and_once_backward(name: str, recomputing: str):
     """Casts are cut as what they are made of: gathered in 2 bytes of 4, and not kept whole for the backward pass."""
     plan, params = planned(MODELS[name], autopar.Zero(3), recomputing=recomputing, dtype="bfloat16")
@@ -140,8 +142,7 @@ def test_zero_transposes_the_copy_that_is_fetched_and_keeps_no_transpose_whole(t
     assert sent(plan, "all_gather") == (1 if tied else 3) * table.size * jnp.dtype(dtype).itemsize
 
 
-@pytest.mark.parametrize("recomputing", RECOMPUTING)
-@pytest.mark.parametrize("name", ["gpt", "llama-scan", "moe"])
+@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"]))
 def test_megatron_sends_gradients_alone_along_data(name: str, recomputing: str):
     plan, params = planned(MODELS[name], autopar.Megatron(data=2, tensor=4), recomputing=recomputing)
     assert kinds(plan) == {"all_reduce"}
@@ -180,7 +181,7 @@ def normalised_step(variables: Any, batch: jax.Array) -> Any:
 
 def test_a_batch_norm_reduces_no_more_than_jit_with_the_same_placements():
     batch = jax.random.normal(jax.random.key(0), (64, 8))
-    variables = Normalised().init(jax.random.key(1), batch)
+    variables = jax.jit(Normalised().init, compiler_options=QUICK)(jax.random.key(1), batch)
     compiled = autopar.parallelize(normalised_step, planner=autopar.DataParallel()).lower(variables, batch)
     compiled = compiled.compile({**UNCOMBINED, **QUICK})
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -190,7 +191,9 @@ def test_a_batch_norm_reduces_no_more_than_jit_with_the_same_placements():
     assert sum(c.count for c in compiled.plan.collectives) <= sum(c.count for c in theirs)
     verify(compiled.plan, compiled.as_text()).check()
     for ours, expected in zip(
-        jax.tree.leaves(compiled(variables, batch)), jax.tree.leaves(normalised_step(variables, batch)), strict=True
+        jax.tree.leaves(compiled(variables, batch)),
+        jax.tree.leaves(jax.jit(normalised_step, compiler_options=QUICK)(variables, batch)),
+        strict=True,
     ):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
@@ -276,7 +279,8 @@ def test_zero_on_two_axes_equals_jit():
     compiled = step.lower(state, batch).compile({**UNCOMBINED, **QUICK})
     assert compiled.plan.mesh.sizes == (3, 2)
     verify(compiled.plan, compiled.as_text()).check()
-    for x, y in zip(jax.tree.leaves(compiled(state, batch)), jax.tree.leaves(dense_step(state, batch)), strict=True):
+    theirs = jax.jit(dense_step, compiler_options=QUICK)(state, batch)
+    for x, y in zip(jax.tree.leaves(compiled(state, batch)), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
@@ -332,7 +336,6 @@ def test_what_is_recomputed_reads_sums_that_the_forward_pass_reduced():
     sums = [c for c in compiled.plan.collectives if c.axes == ("tensor",) and c.nbytes == 2 * 8 * 4]
     assert sum(c.count for c in sums) == 2  # the sums, and the gradient of the block's input
     verify(compiled.plan, compiled.as_text()).check()
-    for x, y in zip(
-        jax.tree.leaves(compiled(params, batch)), jax.tree.leaves(recomputed_step(params, batch)), strict=True
-    ):
+    theirs = jax.jit(recomputed_step, compiler_options=QUICK)(params, batch)
+    for x, y in zip(jax.tree.leaves(compiled(params, batch)), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
