@@ -367,7 +367,7 @@ class MeshSearch:
 
     def _run(self, search: Search, at_most: float, *, close: bool) -> Answer:
         """The answer of a search, whose seconds are counted."""
-        before = search.build_seconds, search.solve_seconds
+        before = search.clock.build_seconds, search.clock.solve_seconds
         answer = search.run(at_most, close=close)
         self.phases["build"] += answer.build_seconds - before[0]
         self.phases["solve"] += answer.solve_seconds - before[1]

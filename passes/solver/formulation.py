@@ -7,8 +7,8 @@ With $x_{n,s} \in \{0,1\}$ for strategy s of node n, $e_{k,i,j} \in [0,1]$ for p
                 sum_j e_{k,i,j} = sum_{s: before_k(s) = i} x_{u,s}  for every edge k = (u, v), i             (`flows`)
                 sum_i e_{k,i,j} = sum_{t: after_k(t) = j} x_{v,t}   for every edge k = (u, v), j             (`flows`)
                 w_{g,i,j} >= e_{k,i,j}                              for every edge k of group g    (`_share`)
-                sum_n sum_s M_{p,n,s} x_{n,s} + sum_{g,j} K_{p,g,j} z_{g,j} <= 1   for every budget p      (`_within`)
-                z_{g,j} >= sum_{t: after_k(t) = j} x_{v,t} - sum_{s: before_k(s) = j} x_{u,s}, k in g       (`_copied`)
+                sum_n sum_s M_{p,n,s} x_{n,s} + sum_{g,j} K_{p,g,j} z_{g,j} <= 1   for every budget p  (`BudgetRows`)
+                z_{g,j} >= sum_{t: after_k(t) = j} x_{v,t} - sum_{s: before_k(s) = j} x_{u,s}, k in g   (`BudgetRows`)
 
 c are the seconds of a node, R those of a resharding, m how often a tied group occurs. M and K are the bytes that a
 strategy and a copy hold at point p of the program, as shares of what may be held there. Edges of a group read one
@@ -37,11 +37,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.solver import pulp_solver
+from passes.solver.budget_rows import BudgetRows
 from passes.solver.dual_ascent import Messages, Way
 from passes.solver.edge_flows import Flow, flows
 from passes.solver.factors import Prices
 from passes.solver.linear_program import Floats, Indices, LinearProgram, Outcome
-from passes.solver.problem import Edge, ShardingProblem
+from passes.solver.problem import ShardingProblem
 
 _TOLERANCE = 1e-6
 _PASSES = 4
@@ -105,7 +106,8 @@ class StrategyProgram:
     A `whole` one asks for whole strategies and whole reshardings: groups share pairs of placements, not legs of a way.
     A `lean` one seeks the fewest bytes beyond its budgets, or furthest below them, whatever that costs.
 
-    A relaxation ends where it cannot take less than `enough` seconds. `floor` is a bound that is there before.
+    A relaxation ends where it cannot take less than `enough` seconds. `floor` is a bound that is there before. What no
+    answer goes below is `bound` once a whole program was solved, however far that came.
     """
 
     def __init__(
@@ -128,10 +130,8 @@ class StrategyProgram:
         self.costs = [own[allowed] for own, allowed in zip(problem.seconds, self.allowed, strict=True)]
         if self.arrays.columns > _LARGE and not whole and not lean:
             self._price()
-        self.budget_rows: list[int] = []
-        self.copy_rows: list[tuple[int, Edge, object]] = []
-        self._within()
-        self.objective = np.inf
+        self.budgets = BudgetRows(problem, self.arrays, self.allowed, self.strategies, self.most)
+        self.objective, self.bound = np.inf, -np.inf
         self.values: Floats = np.zeros(0)
         self.duals: Floats = np.zeros(0)
 
@@ -190,45 +190,6 @@ class StrategyProgram:
             if np.isinf(self.enough) or self.floor >= self.enough or self.floor < (1 + _RISES) * before:
                 return
 
-    def _within(self) -> None:
-        """Holds every budget, or lets all be exceeded as little as can be."""
-        copies: dict[tuple[int, object], int | None] = {}
-        for budget in self.problem.budgets:
-            row = self.arrays.add_rows(1, -np.inf, 1.0 if self.most is None else 0.0)
-            self.budget_rows.append(int(row[0]))
-            if self.most is not None:
-                self.arrays.enter(row, self.most, -1.0)
-            for node, nbytes in budget.nbytes.items():
-                own = self.strategies[node]
-                self.arrays.enter(np.repeat(row, own.size), own, nbytes[self.allowed[node]] / budget.limit)
-            for group, sizes in budget.copies.items():
-                for label, size in sizes.items():
-                    if (group, label) not in copies:
-                        copies[group, label] = self._copied(group, label)
-                    if (column := copies[group, label]) is not None:
-                        self.arrays.enter(row, np.array([column]), size / budget.limit)
-
-    def _copied(self, group: int, label: object) -> int | None:
-        """Whether some reader of a group has the value copied to a placement; None where no reader may want it."""
-        wanted: list[tuple[Edge, Indices, Indices]] = []
-        for edge in self.problem.groups.get(group, ()):
-            asking = self._placed(edge.target, edge.after, edge.labels, label)
-            if asking.size:
-                wanted.append((edge, asking, self._placed(edge.source, edge.before, edge.origins, label)))
-        if not wanted:
-            return None
-        copied = self.arrays.add_columns(1)
-        for row, (edge, asking, held) in zip(self.arrays.add_rows(len(wanted), 0.0, np.inf), wanted, strict=True):
-            for columns, value in ((copied, 1.0), (asking, -1.0), (held, 1.0)):
-                self.arrays.enter(np.full(columns.size, row), columns, value)
-            self.copy_rows.append((int(row), edge, label))
-        return int(copied[0])
-
-    def _placed(self, node: int, places: Indices, names: Sequence[object], name: object) -> Indices:
-        """The columns of a node's strategies under which a value is at a named placement."""
-        named = [i for i, other in enumerate(names) if other == name]
-        return self.strategies[node][np.isin(places[self.allowed[node]], named)]
-
     def _cost(self) -> Floats:
         cost = np.zeros(self.arrays.columns)
         if self.most is not None:
@@ -262,15 +223,14 @@ class StrategyProgram:
 
     def _ended(self, outcome: Outcome) -> str:
         self.values, self.duals = outcome.values, outcome.duals
-        self.objective = outcome.objective / (_MICROSECONDS if self.most is None else 1.0)
+        unit = _MICROSECONDS if self.most is None else 1.0
+        self.objective, self.bound = outcome.objective / unit, outcome.bound / unit
         return outcome.status
 
     def edge_prices(self) -> list[Prices]:
         """Seconds that each edge's rows and columns are worth by the last relaxation, in the order of the problem."""
         duals = (self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)) / _MICROSECONDS
-        taken: dict[int, list[tuple[object, float]]] = {}
-        for row, edge, label in self.copy_rows:
-            taken.setdefault(id(edge), []).append((label, float(duals[row])))
+        taken = self.budgets.of_copies(duals)
         found: dict[int, Prices] = {}
         for flow in (flow for own in self.groups.values() for flow in own):
             edge, shape = flow.edge, flow.shape
@@ -287,7 +247,7 @@ class StrategyProgram:
     def budget_prices(self) -> list[float]:
         """Seconds that the whole of each budget is worth by the last relaxation."""
         duals = self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)
-        return [max(0.0, -float(duals[row])) / _MICROSECONDS for row in self.budget_rows]
+        return [max(0.0, -float(duals[row])) / _MICROSECONDS for row in self.budgets.rows]
 
     def has_values(self) -> bool:
         return self.values.size > 0

@@ -39,12 +39,14 @@ ENOUGH = "enough"
 class Outcome:
     """How a solve ended, `optimal` or the solver's own word; `values` [columns] are empty if it found none.
 
-    `duals` [rows] are the prices of the rows of a relaxation, empty if there are none.
+    No solution of an integer program costs less than `bound`, if the solver says so, however it ended. `duals` [rows]
+    are the prices of the rows of a relaxation, empty if there are none.
     """
 
     status: str
     objective: float
     values: Floats
+    bound: float = -float("inf")
     duals: Floats = field(default_factory=lambda: np.zeros(0))
 
 
@@ -172,7 +174,8 @@ class _Highs:
         feasible = kind == int(highspy.SolutionStatus.kSolutionStatusFeasible.value)
         found = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
         objective = float(found @ cost) if feasible else float("inf")
-        return Outcome(status=status, objective=objective, values=found, duals=duals)
+        bound = float(highs.getInfo().mip_dual_bound) if integral.size and status != "failed" else -np.inf
+        return Outcome(status=status, objective=objective, values=found, bound=bound, duals=duals)
 
     def _duals(self, program: LinearProgram) -> Floats:
         """The prices of the rows: what they were thought to be worth, and what the relaxation adds."""

@@ -23,7 +23,6 @@ Limits are work: an answer does not depend on the machine's load unless `SolverO
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -31,6 +30,7 @@ from typing import Literal
 import numpy as np
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
+from passes.solver.clock import Clock
 from passes.solver.coordinate_descent import polish
 from passes.solver.dominance import without_dominated
 from passes.solver.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
@@ -145,7 +145,7 @@ class Search:
         for node, own in enumerate(problem.seconds):
             if not np.isfinite(own).any():
                 raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
-        self.start, self.build_seconds, self.solve_seconds = time.perf_counter(), 0.0, 0.0
+        self.clock = Clock(options.time_limit)
         self.whole, self.at_most = problem, math.inf
         self.options = replace(options, gap=max(options.gap, _LUMPY)) if problem.budgets else options
         self.problem = problem
@@ -159,7 +159,8 @@ class Search:
 
     def run(self, at_most: float, *, close: bool) -> Answer:
         """As `solve`, from where the search was left."""
-        self.start, self.at_most = time.perf_counter() - self.build_seconds - self.solve_seconds, at_most
+        self.clock.go_on()
+        self.at_most = at_most
         if self.options.solver is not None:
             self.ask(self.options.solver)
         else:
@@ -168,10 +169,6 @@ class Search:
                 self.close()
                 self.closed_beneath = at_most
         return self.answer()
-
-    def _built(self) -> None:
-        """What was done so far counts as building programs, and what comes as solving them."""
-        self.build_seconds = time.perf_counter() - self.start - self.solve_seconds
 
     def offer(self, choice: Sequence[int], *, polished: bool = False) -> None:
         """Takes an answer of the whole problem if it is better."""
@@ -185,23 +182,13 @@ class Search:
         gap = (1 + 1e-9) * self.options.gap * abs(self.objective)
         return math.isfinite(self.objective) and (self.objective - self.bound <= gap or self.bound >= self.at_most)
 
-    def is_late(self) -> bool:
-        """Whether the user's limit of seconds is over."""
-        limit = self.options.time_limit
-        return limit is not None and time.perf_counter() - self.start > limit
-
-    def left(self) -> float | None:
-        """Seconds until the user's limit, if there is one."""
-        limit = self.options.time_limit
-        return None if limit is None else max(0.1, limit - (time.perf_counter() - self.start))
-
     def relax(self) -> None:
         """The relaxation of the tied problem, with w where readers disagree; answers rounded from it, and a bound."""
         program = self.program or self._tied_program()
         program.enough = self.at_most
-        while not self.is_closed() and not self.is_late() and not self.is_relaxed:
+        while not self.is_closed() and not self.clock.is_late and not self.is_relaxed:
             self.relaxations += 1
-            status = program.run(gap=self.options.gap, seconds=self.left())
+            status = program.run(gap=self.options.gap, seconds=self.clock.left)
             if status == "infeasible":
                 raise _impossible(self.problem)
             if status not in ("optimal", ENOUGH):
@@ -224,7 +211,7 @@ class Search:
         radius, parts = None if is_small else self.options.tie_radius, _PARTS if self.problem.budgets else 1
         self.tied = tied = tie(self.problem, radius, parts)
         self.program = program = StrategyProgram(tied.problem, enough=self.at_most)
-        self._built()
+        self.clock.built()
         if program.is_priced and (program.floor >= self.at_most or self.options.gap >= _GUESSED):
             self._offer_tied(program.guess())
             self._lift(program)
@@ -234,7 +221,7 @@ class Search:
         """Makes the bound better where it is loose, and ever further around while that gains."""
         for hops in reach:
             for _ in range(_RAISES):
-                if self.lower is None or self.best is None or self.is_closed() or self.is_late():
+                if self.lower is None or self.best is None or self.is_closed() or self.clock.is_late:
                     return
                 before = self.bound
                 nodes = loose(self.problem, self.lower, self.best, hops)
@@ -282,7 +269,7 @@ class Search:
         if any(not np.isfinite(own).any() for own in problem.seconds):  # no answer is below `upper`
             self.bound = max(self.bound, upper)
             return 0.0
-        if sum(np.isfinite(own).sum() > 1 for own in problem.seconds) > _OPEN or self.is_late():
+        if sum(np.isfinite(own).sum() > 1 for own in problem.seconds) > _OPEN or self.clock.is_late:
             return math.inf
         factors = Factors(problem, self.lower)
         entries = factors.order.entries()
@@ -296,26 +283,29 @@ class Search:
         return entries
 
     def branch(self) -> None:
-        """Branches on the tied program; its answers are answers of the whole, its bound is not one of the whole."""
-        if self.tied is None or self.is_late():
+        """Branches on the tied program; where that is the whole, what it proves is proven of the whole."""
+        if self.tied is None or self.clock.is_late:
             return
         program = StrategyProgram(self.tied.problem, whole=True)
-        ended = program.run(gap=self.options.gap, seconds=self.left())
+        ended = program.run(gap=self.options.gap, seconds=self.clock.left)
         if program.has_values():
             self._offer_tied(program.choice())
-        elif ended == "infeasible" and self.options.tie_radius is None:
-            raise _impossible(self.problem)
-        if ended == "optimal" and self.options.tie_radius is None:
-            self.bound = max(self.bound, program.objective * (1 - self.options.gap))
         if self.best is not None:
             self.offer(self.best)
+        if not self.tied.is_whole:
+            return
+        if ended == "infeasible":
+            if self.best is None:
+                raise _impossible(self.problem)
+        else:
+            self.bound = max(self.bound, min(program.bound, self.objective))
 
     def ask(self, solver: str) -> None:
         """Has a solver of PuLP solve the whole integer program."""
         self.problem = without_dominated(self.whole)
         found = solver_named(solver, seconds=self.options.time_limit, gap=self.options.gap)
         program = StrategyProgram(self.problem, whole=True)
-        self._built()
+        self.clock.built()
         status = program.run_with(found)
         if status == "infeasible":
             raise _impossible(self.problem)
@@ -331,20 +321,20 @@ class Search:
         if self.best is None and not self.problem.budgets:
             self.eliminate()
         if self.best is None:
-            if not self.is_late():
+            if not self.clock.is_late:
                 raise _impossible(self.problem)
             raise PlanningError(
                 f"no legal plan was found within {self.options.time_limit:.0f} s; give the solver a longer time_limit"
             )
-        self.solve_seconds = time.perf_counter() - self.start - self.build_seconds
+        self.clock.stop()
         near = self.objective - self.bound <= (1 + 1e-9) * self.options.gap * abs(self.objective)
         return Answer(
             choice=self.best,
             objective=self.objective,
             bound=min(max(self.bound, 0.0), self.objective),
-            status="optimal" if near else "time limit" if self.is_late() else "near optimal",
-            build_seconds=self.build_seconds,
-            solve_seconds=self.solve_seconds,
+            status="optimal" if near else "time limit" if self.clock.is_late else "near optimal",
+            build_seconds=self.clock.build_seconds,
+            solve_seconds=self.clock.solve_seconds,
             relaxations=self.relaxations,
         )
 

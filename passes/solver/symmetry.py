@@ -27,6 +27,11 @@ class Tied:
     edges: tuple[int, ...]
     alike: tuple[int, ...]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no node was tied: what is proven of the smaller problem is proven of the whole."""
+        return len(self.problem.seconds) == len(self.classes)
+
 
 def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
     """The problem with structurally equal nodes made one; without a `radius` none are.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from passes.errors import OverBudgetError, PlanningError
-from passes.solver import Budget, Edge, ShardingProblem, SolverOptions, leanest, solve
+from passes.solver import Budget, Edge, ShardingProblem, SolverOptions, leanest, linear_program, search, solve
 from passes.solver import formulation as strategy_program
 from passes.solver.dual_ascent import Messages, Way
 from passes.solver.formulation import StrategyProgram
@@ -90,6 +90,12 @@ def copies(problem: ShardingProblem, count: int) -> ShardingProblem:
         for e in problem.edges
     )
     return ShardingProblem(seconds=problem.seconds * count, edges=edges)
+
+
+def doubled(budget: Budget, nodes: int) -> Budget:
+    """A budget of two copies of a problem, which together may take a fifth more than one."""
+    nbytes = budget.nbytes | {node + nodes: own for node, own in budget.nbytes.items()}
+    return replace(budget, nbytes=nbytes, limit=1.2 * budget.limit)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -192,13 +198,15 @@ def with_budgets(problem: ShardingProblem, rng: np.random.Generator) -> Sharding
     return replace(problem, budgets=tuple(budgets))
 
 
+@pytest.mark.parametrize("radius", [None, 2])
 @pytest.mark.parametrize("seed", range(60))
-def test_optimum_within_budgets_equals_brute_force(seed):
+def test_optimum_within_budgets_equals_brute_force(seed, radius):
+    """Whether equal nodes may be tied or not: these are too small for it, and what is branched on is the whole."""
     rng = np.random.default_rng(seed)
     problem = with_budgets(random_problem(rng), rng)
     every = list(itertools.product(*(range(s.size) for s in problem.seconds)))
     best = min((problem.evaluate(c) for c in every if problem.fits(c)), default=np.inf)
-    options = SolverOptions(tie_radius=None, gap=0.0)
+    options = SolverOptions(tie_radius=radius, gap=0.0)
     if not np.isfinite(best):
         with pytest.raises(PlanningError):
             solve(problem, options)
@@ -206,6 +214,37 @@ def test_optimum_within_budgets_equals_brute_force(seed):
     answer = solve(problem, options)
     assert problem.fits(answer.choice)
     assert best * (1 - 1e-9) <= answer.objective <= best * (1 + 1.1e-3)
+    assert best * (1 - 1.1e-3) <= answer.bound <= best * (1 + 1e-9)
+    assert answer.status == "optimal"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_search_that_was_cut_short_bounds_the_optimum_all_the_same(seed, monkeypatch):
+    """A search that may look at its limits a few times is interrupted, and says how far it came."""
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng), rng)
+    every = itertools.product(*(range(s.size) for s in problem.seconds))
+    best = min((problem.evaluate(c) for c in every if problem.fits(c)), default=np.inf)
+    monkeypatch.setattr(linear_program, "_LOOKS", seed)
+    program = StrategyProgram(problem, whole=True)
+    ended = program.run(gap=0.0)
+    assert program.bound <= best * (1 + 1e-9)
+    assert ended in ("optimal", "work limit") or (ended == "infeasible" and np.isinf(best))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leaving_equal_nodes_tied_claims_nothing_of_the_whole(seed, monkeypatch):
+    """Copies are tied where problems are large: what is then proven of the tied problem bounds its answers alone."""
+    monkeypatch.setattr(search, "_SMALL", 0)
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng, nodes=3), rng)
+    twice = replace(copies(problem, 2), budgets=tuple(doubled(budget, 3) for budget in problem.budgets))
+    every = itertools.product(*(range(s.size) for s in twice.seconds))
+    best = min((twice.evaluate(c) for c in every if twice.fits(c)), default=np.inf)
+    try:
+        answer = solve(twice)
+    except OverBudgetError:  # copies that may differ fit where equal ones do not
+        return
     assert answer.bound <= best * (1 + 1e-9)
 
 

@@ -1,0 +1,46 @@
+"""How long a search has taken, and whether that is more than its user allows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Clock:
+    """The seconds that went into building programs and into solving them, of `limit` at most if there is one.
+
+    A search that is gone on with goes on with its clock: what lies between does not count.
+    """
+
+    limit: float | None
+    build_seconds: float = field(default=0.0, init=False)
+    solve_seconds: float = field(default=0.0, init=False)
+    _start: float = field(default_factory=time.perf_counter, init=False)
+
+    def go_on(self) -> None:
+        """Counts from now on what comes, beside what has been."""
+        self._start = time.perf_counter() - self.build_seconds - self.solve_seconds
+
+    def built(self) -> None:
+        """What was done so far counts as building programs, and what comes as solving them."""
+        self.build_seconds = self.taken - self.solve_seconds
+
+    def stop(self) -> None:
+        """What was done since programs were built counts as solving them."""
+        self.solve_seconds = self.taken - self.build_seconds
+
+    @property
+    def taken(self) -> float:
+        """All seconds so far."""
+        return time.perf_counter() - self._start
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the limit is over."""
+        return self.limit is not None and self.taken > self.limit
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the limit, if there is one."""
+        return None if self.limit is None else max(0.1, self.limit - self.taken)
