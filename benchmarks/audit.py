@@ -33,8 +33,10 @@ import autopar
 from autopar.frontend import Traced
 from benchmarks.causes import Program, Sent
 from benchmarks.experts import Experts, seconds_with_experts
-from benchmarks.textbook import Allowed, Style, Verdict, best_of, by_cause, by_phase, judge, judge_any, payload
+from benchmarks.searched import best_of, judge_any
+from benchmarks.textbook import judge
 from benchmarks.trainings import MODELS, make_state, make_step
+from benchmarks.verdicts import Allowed, Style, Verdict, by_cause, by_phase, payload
 from benchmarks.zoo import models
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError

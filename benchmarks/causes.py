@@ -13,41 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from benchmarks.regions import Region, Value, depend, leaving, placed, spread
 from passes.cluster import Mesh, collectives
-from passes.ir import Control, Graph, Node, TensorType, control_of, phase
-from passes.placement import Layout, Move, Schedule, moves
+from passes.ir import Graph, Node, TensorType, phase
+from passes.placement import Move, moves
 from passes.plan import Plan
 from passes.rules import rule_of
 from passes.sharding import Resharder, ShardingSpec
 
-Value = tuple[int, int]
-"""(number of the region, value): a value of the program or of a loop's or branch's body."""
-
-Spot = tuple[int, int]
-"""(number of the region, node)."""
-
 LAYER = re.compile(r"[A-Za-z]\w*_\d+$|^Block$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Region:
-    """A graph as placed, with its loops and branches by node; it runs `trips` times with probability `share`."""
-
-    number: int
-    graph: Graph
-    layout: Layout
-    schedule: Schedule
-    trips: int
-    share: float
-    end: str
-    joints: Mapping[int, tuple[Control, tuple[Region, ...]]]
-
-    def all(self) -> Iterator[Region]:
-        """This region and those inside it, inner ones at their place."""
-        yield self
-        for _, bodies in self.joints.values():
-            for body in bodies:
-                yield from body.all()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +87,7 @@ class Program:
     def __post_init__(self) -> None:
         self.resharder = Resharder(self.plan.mesh)
         schedule = moves(self.graph, self.plan.layout, self.resharder, refetch=self.plan.refetch)
-        self.root = _region(self.graph, self.plan.layout, schedule, 1, 1.0, "output", [0])
+        self.root = placed(self.graph, self.plan.layout, schedule, 1, 1.0, "output", [0])
 
     @property
     def mesh(self) -> Mesh:
@@ -150,7 +124,7 @@ class Program:
         before = -1
         while before != (before := sum(map(len, found.values()))):
             for region in self.root.all():
-                _spread(region, found)
+                spread(region, found)
         return {value: frozenset(dims) for value, dims in found.items() if dims}
 
     @cached_property
@@ -160,7 +134,7 @@ class Program:
         before: object = None
         while before != (before := sum(bits.bit_count() for bits in found.values())):
             for region in self.root.all():
-                _depend(region, found)
+                depend(region, found)
         return found
 
     @cached_property
@@ -186,7 +160,7 @@ class Program:
         if producer in region.joints:
             control, bodies = region.joints[producer]
             slot = control.results[node.outputs.index(v)].slot
-            for inner, out in _leaving(control, bodies, slot):
+            for inner, out in leaving(control, bodies, slot):
                 self._family((inner.number, out), parameter, found)
             return
         rule = rule_of(node, region.graph)
@@ -273,154 +247,8 @@ class Program:
                 after=spec,
             )
 
-    def origins(self, value: Value, axis: str) -> frozenset[Spot]:
-        """The nodes that first made a value partial over an axis."""
-        found: set[Spot] = set()
-        self._origins(value, axis, set(), found)
-        return frozenset(found)
-
-    def _origins(self, value: Value, axis: str, seen: set[Value], found: set[Spot]) -> None:
-        if value in seen:
-            return
-        seen.add(value)
-        region, v = self.regions[value[0]], value[1]
-        producer = region.graph.producers.get(v)
-        if producer is None:
-            return
-        node, placement = region.graph.nodes[producer], region.layout.placements[producer]
-        if producer in region.joints:
-            control, bodies = region.joints[producer]
-            slot = control.results[node.outputs.index(v)].slot
-            for inner, out in _leaving(control, bodies, slot):
-                self._origins((inner.number, out), axis, seen, found)
-            return
-        partial = [
-            operand
-            for operand, spec in zip(node.inputs, placement.operands, strict=True)
-            if axis in spec.partial and operand in region.graph.producers
-        ]
-        if not partial:
-            found.add((region.number, producer))
-        for operand in partial:
-            self._origins((region.number, operand), axis, seen, found)
-
-    def made(self, spot: Spot) -> tuple[TensorType, ShardingSpec, int]:
-        """The type and placement of what a node makes, and how often a step."""
-        region = self.regions[spot[0]]
-        node = region.graph.nodes[spot[1]]
-        return region.graph.types[node.outputs[0]], region.layout.placements[spot[1]].results[0], region.trips
-
 
 def all_reduce_seconds(mesh: Mesh, axes: Sequence[str], nbytes: float) -> float:
     """Seconds of one all-reduce of `nbytes` on each device, its launch included."""
     group = mesh.group(tuple(axes))
     return collectives.seconds("all_reduce", nbytes, group) + mesh.cluster.group().device.launch_seconds
-
-
-def _region(
-    graph: Graph, layout: Layout, schedule: Schedule, trips: int, share: float, end: str, numbers: list[int]
-) -> Region:
-    number, numbers[0] = numbers[0], numbers[0] + 1
-    joints: dict[int, tuple[Control, tuple[Region, ...]]] = {}
-    for index, inner in schedule.bodies.items():
-        node = graph.nodes[index]
-        control = control_of(node, graph)
-        if control is None:
-            continue
-        placed = zip(control.bodies, layout.placements[index].bodies, inner, strict=True)
-        joints[index] = (
-            control,
-            tuple(
-                _region(body.graph, at, moved, trips * body.trips, share * body.share, node.source, numbers)
-                for body, at, moved in placed
-            ),
-        )
-    return Region(
-        number=number, graph=graph, layout=layout, schedule=schedule, trips=trips, share=share, end=end, joints=joints
-    )
-
-
-def _leaving(control: Control, bodies: Sequence[Region], slot: int) -> Iterator[tuple[Region, int]]:
-    """The values of bodies that leave through a slot."""
-    for body, inner in zip(control.bodies, bodies, strict=True):
-        for value, own in zip(body.graph.outputs, body.outputs, strict=True):
-            if own == slot:
-                yield inner, value
-
-
-def _entering(control: Control, bodies: Sequence[Region], slot: int) -> Iterator[tuple[Region, int]]:
-    """The values of bodies that enter through a slot."""
-    for body, inner in zip(control.bodies, bodies, strict=True):
-        for value, own in zip(body.graph.inputs, body.inputs, strict=True):
-            if own == slot:
-                yield inner, value
-
-
-def _wires(region: Region, index: int) -> Iterator[tuple[Value, int, int]]:
-    """(value, slot, dimensions in front of the slot's) of all that hangs on the slots of a loop or branch."""
-    control, bodies = region.joints[index]
-    node = region.graph.nodes[index]
-    for values, wires in ((node.inputs, control.operands), (node.outputs, control.results)):
-        for value, wire in zip(values, wires, strict=True):
-            yield (region.number, value), wire.slot, int(wire.stacked)
-    for slot in range(len(control.slots)):
-        for inner, value in (*_entering(control, bodies, slot), *_leaving(control, bodies, slot)):
-            yield (inner.number, value), slot, 0
-
-
-def _spread(region: Region, found: dict[Value, set[int]]) -> None:
-    """Adds the batch's dimensions that one pass over a region's nodes reaches."""
-    graph, here = region.graph, region.number
-    for index, node in enumerate(graph.nodes):
-        if index in region.joints:
-            wires = list(_wires(region, index))
-            slots: dict[int, set[int]] = defaultdict(set)
-            for value, slot, shift in wires:
-                slots[slot] |= {d - shift for d in found.get(value, ()) if d >= shift}
-            for value, slot, shift in wires:
-                if slots[slot]:
-                    found[value] |= {d + shift for d in slots[slot]}
-            continue
-        rule = rule_of(node, graph)
-        if rule.alias:
-            for value, result in zip(node.inputs, node.outputs, strict=True):
-                if (here, value) in found:
-                    found[here, result] |= found[here, value]
-            continue
-        sides = (*zip(node.inputs, rule.operands, strict=True), *zip(node.outputs, rule.results, strict=True))
-        cut = {f for v, factors in sides for d in found.get((here, v), ()) if (f := factors[d]) >= 0}
-        for value, factors in sides if cut else ():
-            if value not in graph.literals and (dims := {d for d, f in enumerate(factors) if f in cut}):
-                found[here, value] |= dims
-
-
-def _depend(region: Region, found: dict[Value, int]) -> None:
-    """Adds what one pass over a region's nodes finds that values depend on."""
-    here, graph = region.number, region.graph
-    for index, node in enumerate(graph.nodes):
-        if index in region.joints:
-            _through(region, index, found)
-            continue
-        if rule_of(node, graph).alias:
-            for value, result in zip(node.inputs, node.outputs, strict=True):
-                found[here, result] = found.get((here, value), 0)
-            continue
-        bits = 0
-        for value in node.inputs:
-            bits |= found.get((here, value), 0)
-        for value in node.outputs:
-            found[here, value] = bits
-
-
-def _through(region: Region, index: int, found: dict[Value, int]) -> None:
-    control, bodies = region.joints[index]
-    node, slots = region.graph.nodes[index], defaultdict[int, int](int)
-    for value, wire in zip(node.inputs, control.operands, strict=True):
-        slots[wire.slot] |= found.get((region.number, value), 0)
-    for slot in range(len(control.slots)):
-        for inner, value in _leaving(control, bodies, slot):
-            slots[slot] |= found.get((inner.number, value), 0)
-        for inner, value in _entering(control, bodies, slot):
-            found[inner.number, value] = slots[slot]
-    for value, wire in zip(node.outputs, control.results, strict=True):
-        found[region.number, value] = slots[wire.slot]

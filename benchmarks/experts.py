@@ -16,8 +16,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.causes import Program, Region, Value, is_early, layer_of, when
-from benchmarks.textbook import Allowed, Verdict, is_matrix, on_wire, seconds_of
+from benchmarks.causes import Program, is_early, layer_of, when
+from benchmarks.megatron import is_matrix
+from benchmarks.regions import Region, Value
+from benchmarks.verdicts import Allowed, Verdict, on_wire, seconds_of
 from passes.ir import Node
 from passes.rules import rule_of
 

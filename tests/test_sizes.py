@@ -16,10 +16,6 @@ TOO_LONG = frozenset(
     (
         "autopar.api",
         "autopar.api.ParallelFunction",
-        "benchmarks.causes",
-        "benchmarks.causes.Program",
-        "benchmarks.iopddl.reductions._Work",
-        "benchmarks.textbook",
         "passes.inter_op.partitions.partition",
         "passes.intra_op.mesh_search",
         "passes.intra_op.mesh_search.MeshSearch",
@@ -28,8 +24,6 @@ TOO_LONG = frozenset(
         "passes.pipeline.stage_table.StageCosts",
         "passes.plan.pipeline.PipelinePlan",
         "passes.plan.plan.Plan",
-        "passes.solver.formulation.StrategyProgram",
-        "passes.solver.search.Search",
         "passes.transforms.batch_axis.Walk",
         "passes.transforms.microbatch._regions",
     )

@@ -14,8 +14,10 @@ from benchmarks import audit
 from benchmarks.audit import Planned, style_of
 from benchmarks.causes import Program
 from benchmarks.experts import Experts, seconds_with_experts
-from benchmarks.textbook import EARLY, Style, judge, megatron
+from benchmarks.megatron import megatron
+from benchmarks.textbook import EARLY, judge
 from benchmarks.trainings import MODELS, make_state, make_step
+from benchmarks.verdicts import Style
 from passes.sharding import ShardingSpec
 
 CLUSTER = "8:a100-80g"

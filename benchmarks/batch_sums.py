@@ -1,0 +1,93 @@
+"""What is summed over the batch beside gradients (a loss, a mean that normalises), each sum once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.causes import Program, Sent, all_reduce_seconds
+from benchmarks.regions import Spot, Value, leaving
+from benchmarks.verdicts import ROUNDING, Allowed, Finding, Verdict
+from passes.ir import TensorType
+from passes.sharding import ShardingSpec
+
+
+def batch_sums(program: Program, sent: Sequence[Sent], verdict: Verdict) -> None:
+    """What is summed over the batch: components of collectives that finish the same sums, each sum once."""
+    groups: list[tuple[set[Spot], list[Sent]]] = []
+    for s in sent:
+        if s.kind not in ("all_reduce", "reduce_scatter"):
+            verdict.findings.append(Finding(sent=s, surplus_seconds=s.seconds, why="sums are reduced, not gathered"))
+            continue
+        spots = set().union(*(origins(program, s.value, axis) for axis in s.axes))
+        joined = [s]
+        for group in [g for g in groups if g[0] & spots]:
+            groups.remove(group)
+            spots |= group[0]
+            joined = [*group[1], *joined]
+        groups.append((spots, joined))
+    for spots, joined in groups:
+        axes = tuple(dict.fromkeys(axis for s in joined for axis in s.axes))
+        seconds, nbytes = 0.0, 0
+        for spot in spots:
+            type, spec, trips = _made(program, spot)
+            own = spec.local_nbytes(type, program.mesh)
+            seconds += trips * all_reduce_seconds(program.mesh, axes, own)
+            nbytes += trips * own
+        one = joined[0]
+        verdict.allowed.append(
+            Allowed(
+                role="statistic",
+                phase=one.phase,
+                axes=axes,
+                layer=one.layer,
+                count=sum(_made(program, spot)[2] for spot in spots),
+                nbytes=nbytes,
+                wire=2 * nbytes,
+                seconds=seconds,
+            )
+        )
+        spent = sum(s.seconds for s in joined)
+        if spent > seconds * ROUNDING:
+            most = max(joined, key=lambda s: s.seconds)
+            why = f"{sum(s.count for s in joined)} collectives finish {len(spots)} sums"
+            verdict.findings.append(Finding(sent=most, surplus_seconds=spent - seconds, why=why))
+
+
+def origins(program: Program, value: Value, axis: str) -> frozenset[Spot]:
+    """The nodes that first made a value partial over an axis."""
+    found: set[Spot] = set()
+    _add_origins(program, value, axis, set(), found)
+    return frozenset(found)
+
+
+def _add_origins(program: Program, value: Value, axis: str, seen: set[Value], found: set[Spot]) -> None:
+    if value in seen:
+        return
+    seen.add(value)
+    region, v = program.regions[value[0]], value[1]
+    producer = region.graph.producers.get(v)
+    if producer is None:
+        return
+    node, placement = region.graph.nodes[producer], region.layout.placements[producer]
+    if producer in region.joints:
+        control, bodies = region.joints[producer]
+        slot = control.results[node.outputs.index(v)].slot
+        for inner, out in leaving(control, bodies, slot):
+            _add_origins(program, (inner.number, out), axis, seen, found)
+        return
+    partial = [
+        operand
+        for operand, spec in zip(node.inputs, placement.operands, strict=True)
+        if axis in spec.partial and operand in region.graph.producers
+    ]
+    if not partial:
+        found.add((region.number, producer))
+    for operand in partial:
+        _add_origins(program, (region.number, operand), axis, seen, found)
+
+
+def _made(program: Program, spot: Spot) -> tuple[TensorType, ShardingSpec, int]:
+    """The type and placement of what a node makes, and how often a step."""
+    region = program.regions[spot[0]]
+    node = region.graph.nodes[spot[1]]
+    return region.graph.types[node.outputs[0]], region.layout.placements[spot[1]].results[0], region.trips

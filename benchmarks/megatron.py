@@ -1,0 +1,178 @@
+"""What Megatron sends of activations: a walk through the forward pass, as benchmarks/textbook.py derives it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.causes import Program, is_early, layer_of, when
+from benchmarks.regions import Region, Value
+from benchmarks.verdicts import Allowed, Style, on_wire, seconds_of
+from passes.cluster import collectives
+from passes.ir import Node, phase
+from passes.rules import ShardingRule, rule_of
+
+
+def is_matrix(program: Program, region: Region, value: int) -> bool:
+    """Whether a value depends on one parameter alone, and is a matrix."""
+    bits = program.sources.get((region.number, value), 0)
+    only = bits.bit_count() == 1 and (bits.bit_length() - 1) in program.parameters
+    return only and region.graph.types[value].rank > 1
+
+
+def megatron(program: Program, style: Style) -> Iterator[Allowed]:
+    """What Megatron sends of activations over the axes `tensor`, found by walking through the forward pass."""
+    if style.tensor:
+        yield from _Walk(program=program, style=style).run()
+
+
+@dataclass(kw_only=True)
+class _Walk:
+    """Which dimensions of every activation may be cut over `tensor` as columns are; none means that it is whole.
+
+    `read` are the whole activations that products have read, by the value that they are copies of.
+    """
+
+    program: Program
+    style: Style
+    cut: dict[Value, frozenset[int]] = field(default_factory=dict[Value, frozenset[int]])
+    same: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    read: set[Value] = field(default_factory=set[Value])
+    found: list[Allowed] = field(default_factory=list[Allowed])
+
+    @property
+    def parts(self) -> int:
+        """The devices of `tensor`."""
+        return math.prod(map(self.program.mesh.axis_size, self.style.tensor))
+
+    def run(self) -> list[Allowed]:
+        self._region(self.program.root)
+        return self.found
+
+    def _region(self, region: Region) -> None:
+        graph = region.graph
+        for index, node in enumerate(graph.nodes):
+            if index in region.joints:
+                self._joint(region, index)
+            elif is_early(node):
+                self._node(region, node, rule_of(node, graph))
+
+    def _joint(self, region: Region, index: int) -> None:
+        control, bodies = region.joints[index]
+        node, here = region.graph.nodes[index], region.number
+        slots: dict[int, frozenset[int]] = {}
+        for value, wire in zip(node.inputs, control.operands, strict=True):
+            dims = self.cut.get((here, value), frozenset())
+            slots[wire.slot] = frozenset(d - wire.stacked for d in dims if d >= wire.stacked)
+        for body, inner in zip(control.bodies, bodies, strict=True):
+            for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
+                self.cut[inner.number, value] = slots.get(slot, frozenset())
+            self._region(inner)
+            for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
+                slots[slot] = self.cut.get((inner.number, value), frozenset())
+        for value, wire in zip(node.outputs, control.results, strict=True):
+            dims = slots.get(wire.slot, frozenset())
+            self.cut[here, value] = frozenset(d + wire.stacked for d in dims)
+
+    def _node(self, region: Region, node: Node, rule: ShardingRule) -> None:
+        here, graph = region.number, region.graph
+        if rule.alias:
+            for value, result in zip(node.inputs, node.outputs, strict=True):
+                self._copy((here, value), (here, result))
+            return
+        batch = self.program.batch
+        pairs = list(zip(node.inputs, rule.operands, strict=True))
+        moving = [(v, f) for v, f in pairs if (here, v) in batch and self.program.is_moving((here, v))]
+        if not moving:
+            return
+        weights = [(v, f) for v, f in pairs if is_matrix(self.program, region, v)]
+        cut = [(v, f, frozenset(f[d] for d in self.cut.get((here, v), ()))) for v, f in moving]
+        made = {f for factors in rule.results for f in factors if f >= 0}
+        wanted = frozenset().union(*(own for _, _, own in cut))
+        if weights and not rule.light:
+            self._product(region, node, rule, wanted, made, moving, weights)
+            return
+        kept = frozenset(f for f in wanted if f in made and all(f in own or f not in fs for _, fs, own in cut))
+        reduced = frozenset(f for f in wanted if f not in made and f >= 0)
+        if wanted and not kept:
+            meets = not reduced
+            result = max(node.outputs, key=lambda v: graph.types[v].nbytes)
+            # A product's gradient is cut as its operands are, of a whole gradient: none comes back.
+            mirrored = rule.light and not meets
+            self._send(region, node, result, "all_gather" if meets else "all_reduce", mirrored=mirrored)
+        for value, factors in zip(node.outputs, rule.results, strict=True):
+            self.cut[here, value] = frozenset(d for d, f in enumerate(factors) if f in kept)
+        if len(moving) == 1 and len(pairs) == 1 and graph.types[node.outputs[0]].size == graph.types[moving[0][0]].size:
+            self.same[here, node.outputs[0]] = self._root((here, moving[0][0]))
+
+    def _product(
+        self,
+        region: Region,
+        node: Node,
+        rule: ShardingRule,
+        wanted: frozenset[int],
+        made: set[int],
+        moving: Sequence[tuple[int, tuple[int, ...]]],
+        weights: Sequence[tuple[int, tuple[int, ...]]],
+    ) -> None:
+        """A product of an activation with a weight."""
+        own = {f for _, factors in weights for f in factors if f >= 0}
+        shared = {f for _, factors in moving for f in factors}
+        left = frozenset(wanted & made)
+        if wanted and left:
+            kept = left
+        elif wanted or not own & shared:  # rows; an embedding shares no dimension with the tokens that it is read at
+            kept = frozenset()
+            self._send(region, node, node.outputs[0], "all_reduce", mirrored=False)
+        else:
+            kept = frozenset(f for f in own - shared if f in made and rule.factors[f].size % self.parts == 0)
+            self._columns(region, node, moving[0][0], rows=not kept)
+        for value, factors in zip(node.outputs, rule.results, strict=True):
+            self.cut[region.number, value] = frozenset(d for d, f in enumerate(factors) if f in kept)
+
+    def _columns(self, region: Region, node: Node, value: int, *, rows: bool) -> None:
+        """A product that reads a whole activation; one that cuts `rows` after all sends what it makes as well."""
+        kind = "all_gather" if rows else "all_reduce"
+        if rows:
+            self._send(region, node, node.outputs[0], "all_reduce", mirrored=False)
+        if self.style.sequence:
+            self._add(region, node, value, "all_gather", "recomputed" if when(node) == "recomputed" else "backward")
+        root = self._root((region.number, value))
+        if root not in self.read and phase(node) == "forward" and self._has_gradient(region, value):
+            self.read.add(root)
+            self._add(region, node, value, kind, "backward")
+
+    def _has_gradient(self, region: Region, value: int) -> bool:
+        """Whether a value depends on a parameter: only then the backward pass goes on."""
+        bits = self.program.sources.get((region.number, value), 0)
+        return any(bits >> i & 1 for i in self.program.parameters)
+
+    def _copy(self, value: Value, result: Value) -> None:
+        self.cut[result] = self.cut.get(value, frozenset())
+        self.same[result] = self._root(value)
+
+    def _root(self, value: Value) -> Value:
+        return self.same.get(value, value)
+
+    def _send(self, region: Region, node: Node, value: int, kind: collectives.Kind, *, mirrored: bool) -> None:
+        self._add(region, node, value, kind, "recomputed" if when(node) == "recomputed" else "forward")
+        if mirrored and phase(node) == "forward":
+            self._add(region, node, value, kind, "backward")
+
+    def _add(self, region: Region, node: Node, value: int, kind: collectives.Kind, phase: str) -> None:
+        mesh, type = self.program.mesh, region.graph.types[value]
+        parts = math.prod(map(mesh.axis_size, self.style.data)) if (region.number, value) in self.program.batch else 1
+        nbytes = type.nbytes // parts
+        self.found.append(
+            Allowed(
+                role="activation gradient" if phase == "backward" else "activation",
+                phase=phase,
+                axes=self.style.tensor,
+                layer=layer_of(node.scope),
+                count=region.trips,
+                nbytes=nbytes * region.trips,
+                wire=on_wire(kind, nbytes * region.trips),
+                seconds=region.trips * seconds_of(self.program, kind, self.style.tensor, nbytes),
+            )
+        )

@@ -1,0 +1,113 @@
+"""What a textbook sends and what of a plan goes beyond it, as values: tensors, bytes on a device, seconds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from benchmarks.causes import Program, Sent
+from passes.cluster import collectives
+
+ROUNDING = 1 + 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """A textbook plan: ZeRO's `stage` (0: data parallel) over the axes `data`, Megatron over the axes `tensor`.
+
+    With `sequence`, norms and the like work on a part of the sequence on each device of `tensor`.
+    """
+
+    stage: int = 0
+    data: tuple[str, ...] = ()
+    tensor: tuple[str, ...] = ()
+    sequence: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """What the textbook sends for one cause: how many tensors, of how many bytes on one device, in what time."""
+
+    role: str
+    phase: str
+    axes: tuple[str, ...]
+    layer: str
+    count: int
+    nbytes: int
+    wire: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Collectives that the textbook does not need, or `surplus_seconds` more of them than it needs, and `why`."""
+
+    sent: Sent
+    surplus_seconds: float
+    why: str
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What the textbook sends, and what of the plan is unexplained; `charges` are seconds over the axes `tensor`."""
+
+    allowed: list[Allowed] = field(default_factory=list[Allowed])
+    findings: list[Finding] = field(default_factory=list[Finding])
+    charges: list[tuple[Sent, float]] = field(default_factory=list[tuple[Sent, float]])
+
+    @property
+    def surplus_seconds(self) -> float:
+        """What a step takes longer than the textbook has it."""
+        return sum(finding.surplus_seconds for finding in self.findings)
+
+
+def payload(sent: Sent, ranks: int) -> int:
+    """Bytes on the larger side of one device's buffer, of all of them."""
+    return sent.count * (sent.nbytes * ranks if sent.kind == "reduce_scatter" else sent.nbytes)
+
+
+def on_wire(kind: collectives.Kind, nbytes: int) -> int:
+    """Bytes that a ring sends, times n / (n-1): an all-reduce goes round twice."""
+    return 2 * nbytes if kind == "all_reduce" else nbytes
+
+
+def sent_on_wire(program: Program, sends: Sequence[Sent]) -> int:
+    """The same of what a plan sends."""
+    return sum(on_wire(s.kind, payload(s, program.mesh.group(s.axes).ranks)) for s in sends)
+
+
+def seconds_of(program: Program, kind: collectives.Kind, axes: Sequence[str], nbytes: float) -> float:
+    """Seconds of one collective of `nbytes` on the larger side, its launch included."""
+    mesh = program.mesh
+    launch = mesh.cluster.group().device.launch_seconds
+    return collectives.seconds(kind, nbytes, mesh.group(tuple(axes))) + launch
+
+
+def by_phase(allowed: Sequence[Allowed]) -> dict[tuple[str, str, tuple[str, ...]], Allowed]:
+    """What is allowed by role, phase and axes."""
+    found: dict[tuple[str, str, tuple[str, ...]], Allowed] = {}
+    for one in allowed:
+        key = one.role, one.phase, one.axes
+        known = found.get(key)
+        found[key] = (
+            one
+            if known is None
+            else replace(
+                known,
+                count=known.count + one.count,
+                nbytes=known.nbytes + one.nbytes,
+                wire=known.wire + one.wire,
+                seconds=known.seconds + one.seconds,
+            )
+        )
+    return found
+
+
+def by_cause(sends: Iterable[Sent]) -> dict[tuple[str, str, tuple[str, ...]], list[Sent]]:
+    """What is sent by role, phase and axes; what parameters are recomputed with belongs to the backward pass."""
+    found: dict[tuple[str, str, tuple[str, ...]], list[Sent]] = defaultdict(list)
+    for sent in sends:
+        phase = "backward" if sent.role == "parameter" and sent.phase == "recomputed" else sent.phase
+        found[sent.role, phase, sent.axes].append(sent)
+    return dict(found)
