@@ -16,6 +16,9 @@ from passes.placement.reshardings import is_free
 from passes.rules import ShardingRule, replicate, rule_of
 
 
+_CAST = "convert_element_type"
+
+
 @dataclass(slots=True, kw_only=True)
 class Bundle:
     """Members in order, the graph inputs they absorb, and the class of every member factor and value dimension.
@@ -202,7 +205,8 @@ class _Grouper:
         for value in made:
             made_by = self.home.get(value)
             bundle = self.bundles[made_by] if made_by is not None else None
-            if bundle and bundle.light and bundle.phase == when and bundle.adds == adds:
+            joins = bundle and bundle.light and bundle.phase == when and bundle.adds == adds
+            if bundle and joins and not self._is_fetched_cast(value, bundle, index):
                 if scalar and any(bundle.value_classes.values()):
                     continue
                 return made_by
@@ -213,6 +217,17 @@ class _Grouper:
                     self.followers[key] = len(self.bundles) - 1
                 return self.followers[key]
         return None
+
+    def _is_fetched_cast(self, value: int, bundle: Bundle, index: int) -> bool:
+        """Whether a value is a cast of an input that a heavy operator of its phase reads as it is, and a node no cast.
+
+        What is cut before the cast is then fetched after it, for both: a transpose follows the copy, not the cast.
+        """
+        nodes, maker = self.graph.nodes, self.graph.producers[value]
+        if not bundle.rooted or nodes[maker].primitive != _CAST or nodes[index].primitive == _CAST:
+            return False
+        readers = self.graph.consumers[value]
+        return any(not self.rules[r].light and phase(nodes[r]) == bundle.phase for r in readers)
 
     def _adds(self, index: int, operands: Sequence[int], when: Phase) -> bool:
         """Whether a node adds up what heavy operators of its own phase make, or sums of that."""
