@@ -15,7 +15,6 @@ from passes.ir import Control, Graph, Node, Phase, control_of, phase
 from passes.placement.reshardings import is_free
 from passes.rules import ShardingRule, replicate, rule_of
 
-
 _CAST = "convert_element_type"
 
 
