@@ -2,7 +2,7 @@
 It knows neither graphs nor meshes.
 """
 
-from passes.inter_op.choices import Candidate, Floor, Partition, Submesh, submeshes
+from passes.inter_op.choices import Candidate, LowerBound, Partition, Submesh, submeshes
 from passes.inter_op.partitions import even, partition
 from passes.inter_op.schedule_table import SCHEDULES, build, is_chunked, register
 from passes.inter_op.schedules import Schedule, Task, in_flight
@@ -11,7 +11,7 @@ from passes.inter_op.simulator import StageCost, Timeline, Transfer, peaks, simu
 __all__ = [
     "SCHEDULES",
     "Candidate",
-    "Floor",
+    "LowerBound",
     "Partition",
     "Schedule",
     "StageCost",

@@ -1,4 +1,4 @@
-"""What the search over stages chooses from and answers: submeshes and their places, candidates, partitions."""
+"""The inputs and results of the search over stages: submeshes and their places, candidates, partitions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.inter_op.simulator import StageCost, Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Submesh:
-    """A shape of consecutive devices: part of one host, or whole hosts."""
+    """The shape of a group of consecutive devices: part of one host, or whole hosts."""
 
     hosts: int
     devices_per_host: int
@@ -32,7 +32,7 @@ class Submesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What one stage would cost: seconds of a microbatch, and of the end of a step; bytes of one device.
+    """The cost of one possible stage: seconds per microbatch and at the end of a step, and bytes per device.
 
     The halves of the backward are for schedules that split it. `transient_nbytes` are needed while a task runs; `key`
     is the caller's, and comes back untouched.
@@ -50,7 +50,7 @@ class Candidate:
 
     @classmethod
     def together(cls, costs: Sequence[tuple[StageCost, int]], key: object) -> Self:
-        """So many blocks of each cost as one stage."""
+        """The cost of a stage made of several blocks: `n` of each cost (cost, n) in `costs`."""
         return cls(
             forward_seconds=math.fsum(n * c.forward_seconds for c, n in costs),
             backward_seconds=math.fsum(n * c.backward_seconds for c, n in costs),
@@ -63,15 +63,15 @@ class Candidate:
         )
 
     def needed_nbytes(self, microbatches: int) -> int:
-        """Bytes with that many microbatches in flight."""
+        """Bytes of one device with `microbatches` in flight."""
         return self.persistent_nbytes + self.transient_nbytes + microbatches * self.in_flight_nbytes
 
-    def pace(self, microbatches: int) -> float:
-        """Seconds of one of so many microbatches, with its share of the end of a step."""
+    def period(self, microbatches: int) -> float:
+        """The initiation interval: seconds per microbatch, with its share of the end of a step."""
         return self.forward_seconds + self.backward_seconds + self.finish_seconds / microbatches
 
     def cost(self) -> StageCost:
-        """The candidate as the simulator takes it."""
+        """The cost in the form that the simulator takes."""
         return StageCost(
             forward_seconds=self.forward_seconds,
             backward_seconds=self.backward_seconds,
@@ -84,21 +84,21 @@ class Candidate:
         )
 
 
-class Floor(NamedTuple):
-    """What no candidate goes below: `seconds` of a microbatch, forward and backward; these with its share of what comes
-    after all of them, `pace`; and bytes of one device.
+class LowerBound(NamedTuple):
+    """Lower bounds on the cost of any candidate for a stage: seconds of the forward and backward of a microbatch, these
+    with its share of the end of a step, and bytes of one device.
     """
 
     seconds: float
-    pace: float
+    period: float
     nbytes: float
 
 
 class StageTable(Protocol):
-    """What stages and the boundaries between them cost; asked at most once for each entry, when it is needed."""
+    """The costs of stages and of the boundaries between them; each entry is requested at most once, when needed."""
 
     def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
-        """The stage of layers first..last (`last` excluded) on a submesh; None if it cannot be had."""
+        """The cost of layers first..last (`last` excluded) as a stage on a submesh; None if that is impossible."""
         ...
 
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:
@@ -106,13 +106,13 @@ class StageTable(Protocol):
         ...
 
     def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
-        """Seconds of so many bytes from some devices to others, which are numbered from the first of any host."""
+        """Seconds to send `nbytes` between groups of devices, which are numbered from the first of any host."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoice:
-    """Layers first..last (`last` excluded) on the submesh that starts at `first_device`."""
+    """A stage of a partition: layers first..last (`last` excluded) on the submesh that starts at `first_device`."""
 
     first: int
     last: int
@@ -123,7 +123,7 @@ class StageChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What a search did: entries asked of the table, dynamic programs, simulations, partial partitions looked at."""
+    """Counts of a search's work: table entries requested, dynamic programs, simulations, partial partitions."""
 
     asked: int
     programs: int
@@ -133,7 +133,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Stages in order, how they are scheduled, and the simulated step; no other takes less than `bound` seconds.
+    """The stages in order, their schedule, and the simulated step; no partition takes less than `bound` seconds.
 
     Where the search was `interrupted`, others were not looked at.
     """
@@ -157,7 +157,7 @@ class Partition:
 
 
 def submeshes(cluster: Cluster, *, every: bool | None = None) -> tuple[Submesh, ...]:
-    """The shapes that stages may have, smallest first: parts of a host, then whole hosts.
+    """The shapes that a stage may have, smallest first: parts of a host, then whole hosts.
 
     Sizes are `every` one, or divisors and powers of two; by default, every one up to 8. More hosts than 64 are not
     cut below one host. Raises ClusterError for a cluster of several kinds of hosts.
@@ -170,6 +170,7 @@ def submeshes(cluster: Cluster, *, every: bool | None = None) -> tuple[Submesh, 
 
 
 def _sizes(whole: int, every: bool | None) -> tuple[int, ...]:
+    """The sizes up to `n`: all of them, or its divisors and the powers of two."""
     if every or (every is None and whole <= 8):
         return tuple(range(1, whole + 1))
     return tuple(n for n in range(1, whole + 1) if whole % n == 0 or n & (n - 1) == 0)
@@ -177,7 +178,7 @@ def _sizes(whole: int, every: bool | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where stages may stand; an offset counts free devices from the front, in units that all sizes share.
+    """The positions of stages on devices; an offset counts free devices from the front, in units that all sizes share.
 
     `starts` and `ends` [choices, offsets] are those of a stage placed at an offset; the last offset is past the end.
     `final` [offsets] says where the last stage may end.
@@ -195,38 +196,42 @@ class Places:
     def n_slots(self) -> int:
         return len(self.final) - 2
 
-    def side_by_side(self, sender: int, receiver: int) -> Iterator[tuple[range, range, slice]]:
-        """Where a stage of one choice may end and one of another come next, as devices numbered from a host's first.
+    def adjacent(self, sender: int, receiver: int) -> Iterator[tuple[range, range, slice]]:
+        """The ways in which a stage of one choice is followed by one of another, as devices numbered from a host's
+        first.
 
         With the offsets at which that is so; those at which both cannot be had are left out.
         """
         behind, ahead, host = self.choices[sender].n_devices, self.choices[receiver].n_devices, self.devices_per_host
         period, outside = host // self.unit, len(self.final) - 1
-        least = behind // self.unit
-        for first in range(least, min(least + period, outside)):
+        earliest = behind // self.unit
+        for first in range(earliest, min(earliest + period, outside)):
             offsets = [o for o in range(first, outside, period) if self.starts[receiver, o] < outside]
             if offsets:
                 start, begin = first * self.unit - behind, int(self.starts[receiver, first]) * self.unit
                 shift = start // host * host
-                here, there = range(start - shift, start - shift + behind), range(begin - shift, begin - shift + ahead)
-                yield here, there, slice(first, offsets[-1] + 1, period)
+                senders, receivers = (
+                    range(start - shift, start - shift + behind),
+                    range(begin - shift, begin - shift + ahead),
+                )
+                yield senders, receivers, slice(first, offsets[-1] + 1, period)
 
 
 def place(whole: Submesh, choices: Sequence[Submesh], idle: bool) -> Places:
-    """The places of `choices` in `whole`, each as far in front as it can stand."""
+    """The places of `choices` in `whole`, each as far in front as possible."""
     host = whole.devices_per_host
     for choice in choices:
         if choice.devices_per_host > host or (choice.hosts > 1 and choice.devices_per_host < host):
             rule = "is neither part of a host nor whole hosts"
             raise PlanningError(explain(f"submesh {choice}", rule, f"hosts have {host} devices", "leave it out"))
-    kept = tuple(sorted({choice for choice in choices if choice.hosts <= whole.hosts}))
-    if not kept:
+    usable = tuple(sorted({choice for choice in choices if choice.hosts <= whole.hosts}))
+    if not usable:
         raise PlanningError(explain("choices", "no submesh that stages may have", "", "take those of `submeshes`"))
-    unit = math.gcd(host, *(choice.n_devices for choice in kept))
+    unit = math.gcd(host, *(choice.n_devices for choice in usable))
     outside = whole.n_devices // unit + 1
-    starts = np.full((len(kept), outside + 1), outside)
+    starts = np.full((len(usable), outside + 1), outside)
     ends = starts.copy()
-    for index, choice in enumerate(kept):
+    for index, choice in enumerate(usable):
         for offset in range(outside):
             used = offset * unit % host
             skipped = (host - used) // unit if used + min(choice.n_devices, host) > host else 0
@@ -235,7 +240,7 @@ def place(whole: Submesh, choices: Sequence[Submesh], idle: bool) -> Places:
                 starts[index, offset], ends[index, offset] = offset + skipped, end
     final = np.arange(outside + 1) < outside if idle else np.arange(outside + 1) == outside - 1
     return Places(
-        choices=kept,
+        choices=usable,
         n_devices=whole.n_devices,
         devices_per_host=host,
         unit=unit,

@@ -5,23 +5,22 @@ ones. With p stages, m microbatches, and for stage i the chain seconds c_i (forw
 before waits for), the busy seconds t_i >= c_i of a microbatch, the finish seconds f_i and the transfers h_i (there and
 back) to the next one, a step takes about
 
-    sum of (c_i + h_i) + (m - 1) pace,    pace = max of (t_i + f_i / m)                                   (1)
+    sum of (c_i + h_i) + (m - 1) period,    period = max of (t_i + f_i / m)                               (1)
 
 and, whatever the schedule, at least (with forward seconds F_i and onward transfers x_i)
 
     max over i of  sum over j < i of (c_j + h_j) + m c_i + f_0                                            (2)
     max over i of  sum over j < i of (F_j + x_j) + m t_i + f_i                                            (3)
 
-1. `passes.inter_op.dynamic_program` minimises the sum in (1) for one pace and every number of stages; `sweep` does so
-for paces a
-   factor 1 + epsilon apart, and ends where m paces reach the best.
-2. Every partition found is simulated, unless a bound shows that it is no better: the simulator is the judge, so the
-   answer is never slower in it than any partition compared, one stage on all devices among them.
-3. Where the caller knows what stages take at `least`, entries of the table are asked for in rounds: those that some
-   partition with a low bound may use, until no partition with another entry can be better than the best found. What an
-   entry was found to cost takes the place of its least in later rounds.
-4. `prove` goes best first through all partitions in the order of (2) and (3): the answer is optimal where it comes to
-   the end, and otherwise the least bound left is given.
+1. `passes.inter_op.dynamic_program` minimises the sum in (1) for one period and every number of stages;
+   `search_by_period` does so for periods a factor 1 + epsilon apart, and ends where m periods reach the best.
+2. Every partition found is simulated, unless a bound shows that it is no better, and the fastest is kept: the result is
+   never slower, as simulated, than any partition compared, one stage on all devices among them.
+3. Where the caller has a `lower_bound` on the cost of stages, entries of the table are requested in rounds: those that
+   some partition with a low bound may use, until no partition with another entry can beat the best found. The cost of
+   an entry, once known, replaces its bound in later rounds.
+4. `branch_and_bound` goes through all partitions in the order of their bounds (2) and (3): if it comes to the end the
+   result is optimal, and otherwise the least bound that is left is the bound of the result.
 
 Reference: Zheng et al., Alpa (2201.12023), section 5, equations 2 to 4.
 """
@@ -37,24 +36,24 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 
 from passes.errors import OverBudgetError, PlanningError, explain
-from passes.inter_op.choices import Candidate, Floor, Partition, Places, StageTable, Submesh, place, submeshes
-from passes.inter_op.costs import Costs, Entry, Floats, Problem, boundaries, entries, pose, tabulate
-from passes.inter_op.dynamic_program import Stages, levels, trace, with_each
+from passes.inter_op.choices import Candidate, LowerBound, Partition, Places, StageTable, Submesh, place, submeshes
+from passes.inter_op.costs import Costs, Entry, Floats, Problem, boundaries, entries, tabulate, with_bounds
+from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
 from passes.inter_op.schedule_table import build, is_chunked
-from passes.inter_op.search import CLOSE, Judge, alone, prove, sweep
+from passes.inter_op.search import CLOSE, Incumbent, branch_and_bound, search_by_period, search_single_stages
 from passes.text import count, quantities
 
-Least = Callable[[int, int, Submesh, int], Floor]
-Expect = Callable[[Sequence[tuple[int, int, Submesh, int]]], None]
+LowerBoundOf = Callable[[int, int, Submesh, int], LowerBound]
+Prefetch = Callable[[Sequence[tuple[int, int, Submesh, int]]], None]
 
 _WIDER = 1.02
-"""Entries are asked for together whose bounds lie within this factor of the lowest."""
+"""Entries whose bounds lie within this factor of the lowest are requested together."""
 
 __all__ = ["Candidate", "Partition", "StageTable", "Submesh", "even", "partition", "submeshes"]
 
 
 def even(weights: Sequence[float], n_stages: int) -> tuple[tuple[int, int], ...]:
-    """Layers cut into ranges (first, last), `last` excluded, with the least possible largest sum of weights.
+    """Ranges (first, last) of layers, `last` excluded, with the least possible largest sum of weights.
 
     Of those cuts, one with the least sum of squares. Raises PlanningError for more stages than layers.
     """
@@ -90,17 +89,17 @@ def partition(
     idle: bool = True,
     epsilon: float = 0.02,
     proof: int = 2000,
-    beneath: float = math.inf,
-    least: Least | None = None,
-    expect: Expect | None = None,
+    cutoff: float = math.inf,
+    lower_bound: LowerBoundOf | None = None,
+    prefetch: Prefetch | None = None,
     interruptible: bool = False,
 ) -> Partition | None:
-    """The stages, schedule and number of microbatches whose simulated step is the shortest; None if none is `beneath`.
+    """The stages, schedule and number of microbatches with the shortest simulated step; None if none is below `cutoff`.
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
-    the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most
-    partial partitions that the last part of the search extends. `least` is what no candidate goes below; without it
-    every entry is asked for. `expect` hears of the entries that are asked for next. If `interruptible`, Ctrl-C
+    the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most partial
+    partitions that the last part of the search extends. `lower_bound` bounds the cost of any candidate; without it
+    every entry is requested. `prefetch` is called with the entries that are requested next. If `interruptible`, Ctrl-C
     ends the search as soon as there is a partition. Schedules with several stages on a device group are not searched.
     Raises PlanningError for numbers that make no sense, and where no partition fits in memory.
     """
@@ -108,50 +107,50 @@ def partition(
     places = place(whole, choices, idle)
     numbers = tuple(p for p in numbers if p <= places.n_slots)
     splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
-    judge = Judge(places=places, dispatch_seconds=dispatch_seconds, seconds=beneath)
+    incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, seconds=cutoff)
     counts, problems = tuple(dict.fromkeys(microbatches)), list[Problem]()
     hops = {m: boundaries(n_layers, places, table, m) for m in counts}
-    wanted = _Wanted(
+    requests = _Requests(
         places=places,
         table=table,
         entries=tuple(entries(n_layers, places, numbers)),
         memory_limit=memory_limit,
         chained=not any(splits.values()),
-        least=least,
-        expect=expect,
+        lower_bound=lower_bound,
+        prefetch=prefetch,
         known={m: {} for m in counts},
         n_layers=n_layers,
     )
     interrupted = False
     try:
-        while wanted.ask(judge.seconds):
+        while requests.ask(incumbent.seconds):
             problems.clear()
             for m, split in product(counts, dict.fromkeys(splits.values())):
-                candidates = wanted.known[m]
+                candidates = requests.known[m]
                 costs = tabulate(n_layers, places, candidates, hops[m], m, split, dispatch_seconds, memory_limit)
                 names = tuple(name for name in splits if splits[name] == split)
-                problems.append(pose(places, costs, m, names, numbers))
+                problems.append(with_bounds(places, costs, m, names, numbers))
             problems.sort(key=lambda problem: problem.least_seconds)
             for problem in problems:
-                alone(problem, judge)
+                search_single_stages(problem, incumbent)
             for problem in problems:
-                sweep(problem, judge, epsilon)
+                search_by_period(problem, incumbent, epsilon)
     except KeyboardInterrupt:
-        if not interruptible or judge.best is None:
+        if not interruptible or incumbent.best is None:
             raise
         interrupted = True
-    judge.asked = sum(map(len, wanted.known.values()))
-    bound = 0.0 if interrupted else prove(problems, judge, proof)
-    if judge.best is None and math.isfinite(beneath):
+    incumbent.asked = sum(map(len, requests.known.values()))
+    bound = 0.0 if interrupted else branch_and_bound(problems, incumbent, proof)
+    if incumbent.best is None and math.isfinite(cutoff):
         return None
-    if judge.best is None:
+    if incumbent.best is None:
         raise _unfit(problems, places, memory_limit)
-    return replace(judge.answer(bound), interrupted=interrupted)
+    return replace(incumbent.answer(bound), interrupted=interrupted)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Wanted:
-    """The entries that were asked of a table, and those left; `chained` if all of a backward is in its chain."""
+class _Requests:
+    """The entries requested from a table so far; `chained` if all of a backward is in the chain of its stage."""
 
     places: Places
     table: StageTable
@@ -159,51 +158,51 @@ class _Wanted:
     n_layers: int
     memory_limit: float
     chained: bool
-    least: Least | None
-    expect: Expect | None
+    lower_bound: LowerBoundOf | None
+    prefetch: Prefetch | None
     known: dict[int, dict[Entry, Candidate | None]]
 
     def ask(self, seconds: float) -> bool:
-        """Asks for entries of partitions that may take less than `seconds`; says whether there were any."""
+        """Whether some partition that may take less than `seconds` needs further entries, which are then requested."""
         bounds = {m: self._bounds(m) for m in self.known}
-        left = [(m, e, float(bounds[m][e])) for m in bounds for e in self.entries if e not in self.known[m]]
-        lowest = min((bound for _, _, bound in left), default=math.inf)
-        if not left or (math.isfinite(seconds) and lowest >= seconds * CLOSE):
+        missing = [(m, e, float(bounds[m][e])) for m in bounds for e in self.entries if e not in self.known[m]]
+        lowest = min((bound for _, _, bound in missing), default=math.inf)
+        if not missing or (math.isfinite(seconds) and lowest >= seconds * CLOSE):
             return False
-        asked = [(m, entry) for m, entry, bound in left if bound <= lowest * _WIDER]
-        runs = [(first, last, self.places.choices[choice], m) for m, (choice, first, last) in asked]
-        if self.expect is not None:
-            self.expect(runs)
-        for (m, entry), run in zip(asked, runs, strict=True):
+        requested = [(m, entry) for m, entry, bound in missing if bound <= lowest * _WIDER]
+        runs = [(first, last, self.places.choices[choice], m) for m, (choice, first, last) in requested]
+        if self.prefetch is not None:
+            self.prefetch(runs)
+        for (m, entry), run in zip(requested, runs, strict=True):
             self.known[m][entry] = self.table.candidate(*run)
         return True
 
     def _bounds(self, m: int) -> Floats:
-        """Seconds of a step below which no partition with an entry stays."""
-        floors, paces = np.full((2, len(self.places.choices), self.n_layers, self.n_layers + 1), math.inf)
+        """A lower bound on the step of every partition that has a given entry."""
+        floors, periods = np.full((2, len(self.places.choices), self.n_layers, self.n_layers + 1), math.inf)
         for entry in self.entries:
-            floors[entry], paces[entry] = self._floor(m, entry)
-        if self.least is None:
+            floors[entry], periods[entry] = self._bound(m, entry)
+        if self.lower_bound is None:
             return floors
         none = np.where(np.isfinite(floors), 0.0, math.inf)
         latencies = floors if self.chained else none
-        return np.maximum(with_each(m * floors, latencies, self.places), with_each(m * paces, none, self.places))
+        return np.maximum(bounds_with(m * floors, latencies, self.places), bounds_with(m * periods, none, self.places))
 
-    def _floor(self, m: int, entry: Entry) -> tuple[float, float]:
-        """The least seconds of a microbatch, without and with its share of the end; infinite where none fits.
+    def _bound(self, m: int, entry: Entry) -> tuple[float, float]:
+        """The least seconds of a microbatch on an entry, and its least period; infinite where none fits.
 
-        What an entry takes once it is known.
+        They are exact once the cost of the entry is known.
         """
-        if self.least is None:
+        if self.lower_bound is None:
             return 0.0, 0.0
         if entry in self.known[m]:
-            found = self.known[m][entry]
-            if not found or found.needed_nbytes(1) > self.memory_limit:
+            candidate = self.known[m][entry]
+            if not candidate or candidate.needed_nbytes(1) > self.memory_limit:
                 return math.inf, math.inf
-            return found.forward_seconds + found.backward_seconds, found.pace(m)
+            return candidate.forward_seconds + candidate.backward_seconds, candidate.period(m)
         choice, first, last = entry
-        least = self.least(first, last, self.places.choices[choice], m)
-        return (least.seconds, least.pace) if least.nbytes <= self.memory_limit else (math.inf, math.inf)
+        bound = self.lower_bound(first, last, self.places.choices[choice], m)
+        return (bound.seconds, bound.period) if bound.nbytes <= self.memory_limit else (math.inf, math.inf)
 
 
 def _check(
@@ -212,8 +211,8 @@ def _check(
     """The numbers of stages to try. Raises PlanningError for numbers that make no sense, and chunked schedules."""
     for m in microbatches or [0]:
         if m < 1:
-            what = f"microbatches={m}" if microbatches else "microbatches=()"
-            raise PlanningError(explain(what, "a step has at least 1 microbatch", "", "give numbers from 1"))
+            argument = f"microbatches={m}" if microbatches else "microbatches=()"
+            raise PlanningError(explain(argument, "a step has at least 1 microbatch", "", "give numbers from 1"))
     if not schedules:
         raise PlanningError(explain("schedules=()", "stages need a schedule", "", "name one, such as '1f1b'"))
     for name in schedules:
@@ -224,7 +223,7 @@ def _check(
 
 
 def _check_stages(n_layers: int, n_stages: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of stages in order. Raises PlanningError unless every stage gets a layer."""
+    """The numbers of stages, sorted and distinct. Raises PlanningError unless every stage gets a layer."""
     for number in n_stages or [0]:
         if not 1 <= number <= n_layers:
             rule = f"each needs a layer, and there are {n_layers}" if number > 0 else "a plan has at least 1 stage"
@@ -235,33 +234,35 @@ def _check_stages(n_layers: int, n_stages: Sequence[int]) -> tuple[int, ...]:
 
 def _unfit(problems: Sequence[Problem], places: Places, memory_limit: float) -> OverBudgetError:
     """The error that names the partition that needs the least memory."""
-    least, what = math.inf, "no stages that cover the layers and the devices can be had"
+    least, closest = math.inf, "no stages that cover the layers and the devices can be had"
     for problem in problems:
         costs = problem.costs
-        for counts, names in problem.families(np.arange(0.0)).items():
+        for counts, names in problem.schedule_groups(np.arange(0.0)).items():
 
             @cache
             def needs(level: int, costs: Costs = costs, counts: Sequence[float] = counts) -> Stages:
-                return Stages.of(costs.base + counts[level - 1] * costs.each)
+                return Stages.of(costs.base_nbytes + counts[level - 1] * costs.in_flight_nbytes)
 
             program = (needs, np.zeros_like(costs.onward), places, np.maximum)
-            found = levels(*program, len(counts), np.full((problem.n_layers + 1, len(places.final)), math.inf))
-            for n_stages, level in enumerate(found, 1):
+            tables = levels(*program, len(counts), np.full((problem.n_layers + 1, len(places.final)), math.inf))
+            for n_stages, level in enumerate(tables, 1):
                 if n_stages not in names or not level[:, 0, 0].min() < least:
                     continue
-                stages = trace(*program, found[:n_stages])
+                stages = trace(*program, tables[:n_stages])
                 sizes = [float(needs(n_stages - index).values[entry]) for index, entry in enumerate(stages)]
                 least = max(sizes)
                 worst = sizes.index(least)
                 choice, first, last = stages[worst]
                 flying = count(int(counts[n_stages - worst - 1]), "microbatch", "microbatches")
-                what = (
+                closest = (
                     f"closest is {names[n_stages][0]} of {count(problem.microbatches, 'microbatch', 'microbatches')}: "
                     f"stage {worst} of {n_stages}, layers {first} to {last - 1} on {places.choices[choice]}, "
                     f"needs {least:.0f} bytes ({quantities.nbytes(least)}) with {flying} in flight"
                 )
     if not math.isfinite(least):
-        return OverBudgetError(explain("the table of stages", what, "", "allow more submeshes, idle devices or stages"))
+        return OverBudgetError(
+            explain("the table of stages", closest, "", "allow more submeshes, idle devices or stages")
+        )
     limit = f"memory_limit={memory_limit:.0f} bytes ({quantities.nbytes(memory_limit)})"
     remedy = "give more memory or devices, more microbatches, or a schedule with fewer of them in flight"
-    return OverBudgetError(explain(limit, "no partition fits", what, remedy))
+    return OverBudgetError(explain(limit, "no partition fits", closest, remedy))

@@ -1,4 +1,4 @@
-"""The known schedules, each a pure function of (stages, microbatches[, chunks]); users may add to them."""
+"""The table of schedules, each a function of (stages, microbatches[, chunks]); users may add their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULES: dict[str, Builder] = {}
 
 
 def register(name: str) -> Callable[[SomeBuilder], SomeBuilder]:
-    """A decorator that adds a schedule to the table. Raises PlanningError for a name that is taken."""
+    """The decorator that adds a schedule to the table under a name. Raises PlanningError for a name that is taken."""
 
     def add(builder: SomeBuilder) -> SomeBuilder:
         if SCHEDULES.get(name, builder) is not builder:
@@ -42,8 +42,10 @@ def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedul
     """The schedule of that name. Raises PlanningError for an unknown name, or chunks where it has no use for them."""
     builder = SCHEDULES.get(name)
     if builder is None:
-        known = f"known are {', '.join(SCHEDULES)}"
-        raise PlanningError(explain(f"schedule {name!r}", "is not known", known, close(name, SCHEDULES) or "pick one"))
+        choices = f"known are {', '.join(SCHEDULES)}"
+        raise PlanningError(
+            explain(f"schedule {name!r}", "is not known", choices, close(name, SCHEDULES) or "pick one")
+        )
     if "chunks" in inspect.signature(builder).parameters:
         return builder(stages, microbatches, chunks=chunks)
     if chunks != 1:
@@ -90,8 +92,8 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     _check(stages, microbatches)
     if chunks < 1 or stages % chunks:
         rule = f"each device group should get as many of {count(stages, 'stage')}"
-        near = max(d for d in range(1, max(1, min(chunks, stages)) + 1) if stages % d == 0)
-        raise PlanningError(explain(f"interleaved with chunks={chunks}", rule, "", f"try chunks={near}"))
+        possible = max(d for d in range(1, max(1, min(chunks, stages)) + 1) if stages % d == 0)
+        raise PlanningError(explain(f"interleaved with chunks={chunks}", rule, "", f"try chunks={possible}"))
     if chunks == 1:
         return one_f_one_b(stages, microbatches)
     groups = stages // chunks
@@ -130,15 +132,15 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
             [_task(kind, stage, microbatch) for microbatch in range(microbatches)]
             for kind in ("forward", "input_gradient", "weight_gradient")
         )
-        held: list[Task] = []
+        deferred: list[Task] = []
         tasks: list[Task] = []
         for task in _woven(forwards, inputs, stages - 1 - stage):
             tasks.append(task)
             if task.kind == "input_gradient":
-                held.append(weights[task.microbatch])
-                if len(held) > stage:
-                    tasks.append(held.pop(0))
-        lists.append((*tasks, *held))
+                deferred.append(weights[task.microbatch])
+                if len(deferred) > stage:
+                    tasks.append(deferred.pop(0))
+        lists.append((*tasks, *deferred))
     return Schedule(name="zero-bubble-h1", n_stages=stages, microbatches=microbatches, groups=tuple(lists))
 
 
@@ -157,10 +159,10 @@ def _warmed_up(name: str, stages: int, microbatches: int, warm_up: Sequence[int]
 
 
 def _woven(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -> tuple[Task, ...]:
-    """`warm_up` forwards, then a forward and a backward by turns, then the backwards that are left."""
+    """The tasks of a group: `warm_up` forwards, then a forward and a backward by turns, then all other backwards."""
     pairs = zip(forwards[warm_up:], backwards, strict=False)
-    left = backwards[max(0, len(forwards) - warm_up) :]
-    return (*forwards[:warm_up], *(task for pair in pairs for task in pair), *left)
+    rest = backwards[max(0, len(forwards) - warm_up) :]
+    return (*forwards[:warm_up], *(task for pair in pairs for task in pair), *rest)
 
 
 def _task(kind: Kind, stage: int, microbatch: int) -> Task:

@@ -1,4 +1,4 @@
-"""Who runs what in which order: pipeline schedules, each a pure function of (stages, microbatches[, chunks]).
+"""Pipeline schedules: the order in which every device group runs its tasks.
 
 A device group runs its tasks one after another; results make tasks of different groups wait for each other. With p
 groups of v stages each, m microbatches, and stages that take equal seconds F, B, W (forward, and the halves of the
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A task and when it ran, in seconds from the start of the step."""
+    """A task with its start and end, in seconds from the start of the step."""
 
     task: Task
     start_seconds: float
@@ -104,9 +104,9 @@ class Schedule:
         times = Counter((task.kind, task.stage, task.microbatch) for tasks in self.groups for task in tasks)
         for stage in range(self.n_stages):
             for microbatch in range(self.microbatches):
-                found = {kind: times[kind, stage, microbatch] for kind in LETTERS}
-                if tuple(found.values()) not in ((1, 1, 0, 0), (1, 0, 1, 1)):
-                    has = " and ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in found.items() if n) or "nothing"
+                counts = {kind: times[kind, stage, microbatch] for kind in LETTERS}
+                if tuple(counts.values()) not in ((1, 1, 0, 0), (1, 0, 1, 1)):
+                    has = " and ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n) or "nothing"
                     rule = f"stage {stage} has {has} for microbatch {microbatch}"
                     remedy = "schedule 1 forward, and 1 backward or 1 input gradient and 1 weight gradient"
                     raise self._wrong(rule, f"on group {self.group_of(stage)}", remedy)
@@ -157,27 +157,27 @@ def play(
         if at[group] == len(schedule.groups[group]):
             return
         task = schedule.groups[group][at[group]]
-        own, other = _needs(schedule, task)
-        if math.isnan(ends[own]):
-            waiting.setdefault(own, []).append(group)
-        elif math.isnan(arrivals[other]):
-            waiting.setdefault(other, []).append(group)
+        needed, received = _needs(schedule, task)
+        if math.isnan(ends[needed]):
+            waiting.setdefault(needed, []).append(group)
+        elif math.isnan(arrivals[received]):
+            waiting.setdefault(received, []).append(group)
         else:
-            start = max(free[group], ends[own], arrivals[other])
+            start = max(free[group], ends[needed], arrivals[received])
             heapq.heappush(queue, (start, task.stage, group, task))
 
     for group in range(len(schedule.groups)):
         enqueue(group)
     while queue:
         start, _, group, task = heapq.heappop(queue)
-        made = _made(schedule, task)
-        ends[made] = end = start + seconds(task)
-        arrivals[made] = arrival = end + hop(task)
+        result = _made(schedule, task)
+        ends[result] = end = start + seconds(task)
+        arrivals[result] = arrival = end + hop(task)
         free[group] = arrival if blocking else end
         at[group] += 1
         spans.append(Span(task=task, start_seconds=start, end_seconds=end))
         enqueue(group)
-        for woken in waiting.pop(made, ()):
+        for woken in waiting.pop(result, ()):
             enqueue(woken)
     if len(spans) < sum(map(len, schedule.groups)):
         raise _stuck(schedule, at)
@@ -190,7 +190,8 @@ def order(schedule: Schedule, seconds: Callable[[Task], float] = lambda task: 1.
 
 
 def in_flight(schedule: Schedule, each: Sequence[int] = ()) -> tuple[int, ...]:
-    """The most that is in flight on each group at once: pairs of a stage and a microbatch with a gradient to come.
+    """The largest number of (stage, microbatch) pairs in flight on each group: forwards whose gradient is still to
+    come.
 
     A pair counts from its forward to its backward, or to its weight gradient; for `each` [stages] of its stage, or 1.
     """
@@ -215,12 +216,12 @@ _NOTHING = -1
 
 
 def _made(schedule: Schedule, task: Task) -> int:
-    """What a task makes."""
+    """The number of the result of a task."""
     return (_MADE[task.kind] * schedule.n_stages + task.stage) * schedule.microbatches + task.microbatch
 
 
 def _needs(schedule: Schedule, task: Task) -> tuple[int, int]:
-    """What a task needs of its own stage, and of a neighbouring one."""
+    """The numbers of the results that a task needs: of its own stage, and of a neighbouring one."""
     n_stages, microbatches = schedule.n_stages, schedule.microbatches
     output = task.stage * microbatches + task.microbatch
     gradient = output + n_stages * microbatches
@@ -234,14 +235,14 @@ def _needs(schedule: Schedule, task: Task) -> tuple[int, int]:
 def _stuck(schedule: Schedule, at: Sequence[int]) -> PlanningError:
     """The error that names the tasks that wait for each other, given each group's position."""
     lists = list(zip(at, schedule.groups, strict=True))
-    made = {_NOTHING, *(_made(schedule, task) for position, tasks in lists for task in tasks[:position])}
+    results = {_NOTHING, *(_made(schedule, task) for position, tasks in lists for task in tasks[:position])}
     group = next(group for group, (position, tasks) in enumerate(lists) if position < len(tasks))
     chain: dict[int, str] = {}
     while group not in chain and at[group] < len(schedule.groups[group]):
         task = schedule.groups[group][at[group]]
-        needed = next(need for need in _needs(schedule, task) if need not in made)
-        what, stage = divmod(needed // schedule.microbatches, schedule.n_stages)
-        kind = ("forward", "backward")[what]
+        needed = next(need for need in _needs(schedule, task) if need not in results)
+        result_kind, stage = divmod(needed // schedule.microbatches, schedule.n_stages)
+        kind = ("forward", "backward")[result_kind]
         chain[group] = f"group {group} is at the {task}, which waits for its {kind} on stage {stage}"
         group = schedule.group_of(stage)
     started = list(chain).index(group) if group in chain else 0

@@ -1,4 +1,4 @@
-"""What a schedule costs: a schedule, the seconds and bytes of its stages and transfers -> a timeline."""
+"""The simulation of a schedule: from the seconds and bytes of its stages and transfers to a timeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """What one stage takes: seconds of each kind of task for one microbatch, and bytes of one device.
+    """The cost of one stage: seconds of each kind of task for one microbatch, and bytes of one device.
 
     `finish_seconds` are spent once a step when all is done: reduced gradients, applied updates. `in_flight_nbytes` are
     kept of every microbatch from its forward to its backward or weight gradient, `persistent_nbytes` all the time.
@@ -35,7 +35,7 @@ class StageCost:
 
     @classmethod
     def split(cls, forward_seconds: float, input_gradient_seconds: float, weight_gradient_seconds: float) -> Self:
-        """The cost of a stage whose backward takes as long as its halves."""
+        """The cost of a stage whose backward takes as long as both its halves."""
         return cls(
             forward_seconds=forward_seconds,
             backward_seconds=input_gradient_seconds + weight_gradient_seconds,
@@ -47,21 +47,21 @@ class StageCost:
         """Seconds of one task. Raises InternalError for a half of the backward that has none."""
         match kind:
             case "forward":
-                found = self.forward_seconds
+                seconds = self.forward_seconds
             case "backward":
-                found = self.backward_seconds
+                seconds = self.backward_seconds
             case "input_gradient":
-                found = self.input_gradient_seconds
+                seconds = self.input_gradient_seconds
             case "weight_gradient":
-                found = self.weight_gradient_seconds
-        if found is None:
+                seconds = self.weight_gradient_seconds
+        if seconds is None:
             raise InternalError(f"a schedule splits the backward of a stage without {kind}_seconds")
-        return found
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Seconds that one microbatch takes across a boundary of two stages: outputs forward, their gradients backward."""
+    """Seconds of one microbatch across a boundary of two stages: outputs forward, their gradients backward."""
 
     forward_seconds: float
     backward_seconds: float
@@ -69,7 +69,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When each task ran, in order of start, ties by stage; and per device group [groups] what that comes to.
+    """The start and end of each task, in order of start, ties by stage; with totals per device group [groups].
 
     A group starts with its first task and is at its end when the last is done and the once-a-step `finish_seconds` are
     over; in between it is busy or waits. `peak_nbytes` are those of one of its devices.
@@ -90,7 +90,7 @@ class Timeline:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks in an order in which they can be issued one by one."""
+        """All tasks in an order in which they can be issued one at a time."""
         return tuple(span.task for span in self.spans)
 
     @property
@@ -104,7 +104,7 @@ class Timeline:
         return _idle(sum(self.busy_seconds), self.seconds * len(self.busy_seconds))
 
     def table(self, width: int = 80) -> Table:
-        """A line of at most `width` characters for each device group, drawn to scale."""
+        """A table with one line of at most `width` characters for each device group, drawn to scale."""
         tails = [("bubble", [quantities.share(bubble, 1) for bubble in self.bubbles])]
         if any(self.peak_nbytes):
             tails.append(("peak", [quantities.nbytes(peak) for peak in self.peak_nbytes]))
@@ -124,14 +124,14 @@ class Timeline:
         return self.table(width).format(width)
 
     def _legend(self) -> str:
-        """What the letters mean that are drawn."""
+        """The key to the letters in the drawing."""
         letters = [f"{LETTERS[kind]} {kind.replace('_', ' ')}" for kind in _kinds(self.schedule)]
         numbers = "F3/5, F3 or f of microbatch 3 on stage 5" if self.schedule.chunks > 1 else "F3 or f of microbatch 3"
         finish = ["= end of step"] if any(self.finish_seconds) else []
         return ", ".join((*letters, numbers, *finish, ". idle"))
 
     def _draw(self, width: int) -> list[str]:
-        """A text of `width` characters for each group; a character shows what runs in the middle of its time."""
+        """A line of `width` characters for each group; each character shows what runs in the middle of its time."""
         scale = width / self.seconds if self.seconds else 0.0
         rows = [["."] * width for _ in self.schedule.groups]
 
@@ -217,26 +217,29 @@ def simulate(
 def peaks(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[dict[str, int], ...]:
     """Peak bytes of a device of each group [groups] by cause: while tasks run or, if more, at the end of the step."""
     saved = in_flight(schedule, [stage.in_flight_nbytes for stage in stages])
-    found: list[dict[str, int]] = []
-    for group, kept in enumerate(saved):
-        own = stages[group :: len(saved)]
-        working, finish = max(stage.working_nbytes for stage in own), sum(stage.finish_nbytes for stage in own)
-        held = {"state, arguments and sums": sum(stage.persistent_nbytes for stage in own)}
-        if finish > kept + working:
-            found.append({**held, "new state and its update": finish})
+    by_cause: list[dict[str, int]] = []
+    for group, saved_nbytes in enumerate(saved):
+        stages_of_group = stages[group :: len(saved)]
+        working, finish = (
+            max(stage.working_nbytes for stage in stages_of_group),
+            sum(stage.finish_nbytes for stage in stages_of_group),
+        )
+        now = {"state, arguments and sums": sum(stage.persistent_nbytes for stage in stages_of_group)}
+        if finish > saved_nbytes + working:
+            by_cause.append({**now, "new state and its update": finish})
         else:
-            found.append({**held, "microbatches in flight": kept, "working memory": working})
-    return tuple(found)
+            by_cause.append({**now, "microbatches in flight": saved_nbytes, "working memory": working})
+    return tuple(by_cause)
 
 
 def _kinds(schedule: Schedule) -> list[Kind]:
-    """The kinds of task that a schedule has."""
-    found = {task.kind for tasks in schedule.groups for task in tasks}
-    return [kind for kind in LETTERS if kind in found]
+    """The kinds of task in a schedule."""
+    kinds = {task.kind for tasks in schedule.groups for task in tasks}
+    return [kind for kind in LETTERS if kind in kinds]
 
 
 def _hops(transfers: Sequence[Transfer], n_stages: int) -> dict[Kind, list[float]]:
-    """Seconds from the end of a task of each kind to its result on the neighbouring stage [stages]."""
+    """Seconds from the end of a task of each kind to the arrival of its result on the neighbouring stage [stages]."""
     if not transfers:
         nothing = [0.0] * n_stages
         return dict.fromkeys(LETTERS, nothing)
@@ -245,8 +248,9 @@ def _hops(transfers: Sequence[Transfer], n_stages: int) -> dict[Kind, list[float
     return {"forward": onward, "backward": back, "input_gradient": back, "weight_gradient": [0.0] * n_stages}
 
 
-def _idle(busy: float, whole: float) -> float:
-    return max(0.0, 1 - busy / whole) if whole else 0.0
+def _idle(busy: float, total: float) -> float:
+    """The share of the time that is not busy."""
+    return max(0.0, 1 - busy / total) if total else 0.0
 
 
 def _event(group: int, name: str, start: float, end: float) -> dict[str, object]:

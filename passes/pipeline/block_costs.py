@@ -54,7 +54,7 @@ class Block:
     def of(cls, part: Part, state_pairs: StatePairs, chain: StatePairs = ()) -> Self:
         return cls(part=part, state_pairs=state_pairs, chain=chain, kind=likeness(part, (*state_pairs, *chain)))
 
-    def pace(self, cost: StageCost) -> float:
+    def period(self, cost: StageCost) -> float:
         """Seconds of a microbatch with its share of what comes after all of them."""
         return cost.forward_seconds + cost.backward_seconds + cost.finish_seconds / self.part.scan.length
 
@@ -85,7 +85,7 @@ def _handed(source: Part, part: Part, target: Part) -> StatePairs:
 
 
 Wanted = tuple[Block, Mesh, float]
-"""A block, a mesh, and the pace from which its price is no longer asked for."""
+"""A block, a mesh, and the period from which its price is no longer asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class Pricer:
     def price(self, block: Block, mesh: Mesh, at_most: float = math.inf) -> StageCost | None:
         """What a block costs on a mesh as a stage of its own; None if it cannot be there.
 
-        None as well as soon as it is seen that its pace is no less than `at_most`.
+        None as well as soon as it is seen that its period is no less than `at_most`.
         """
         self.find([(block, mesh, at_most)])
         return self._prices.get((block.kind, mesh))
@@ -172,14 +172,14 @@ class Pricer:
         return list(left.values())
 
     def floor(self, block: Block, mesh: Mesh) -> tuple[float, float]:
-        """The least seconds of a microbatch, forward and backward, and the least pace; of a known price, what it says.
+        """The least seconds of a microbatch, forward and backward, and the least period; exact for a known price.
 
         Halving microbatches saves nothing: a step takes no less time than in fewer of them.
         """
         if self.is_known(block, mesh):
             if (found := self._prices[block.kind, mesh]) is None:
                 return math.inf, math.inf
-            return found.forward_seconds + found.backward_seconds, block.pace(found)
+            return found.forward_seconds + found.backward_seconds, block.period(found)
         least, _ = self.least(block, mesh.cluster, mesh.size)
         step = max(self._bounds.get((kind, mesh), 0.0) for kind in (block.kind, *block.fewer))
         return least, max(least, step / block.part.scan.length)
@@ -227,7 +227,7 @@ class Pricer:
         return self._firsts[block.kind]
 
     def cost(self, block: Block, mesh: Mesh, at_most: float) -> tuple[StageCost | None, float]:
-        """The price, None once it is seen that its pace is `at_most` or more; the least seconds of a step.
+        """The price, None once it is seen that its period is `at_most` or more; the least seconds of a step.
 
         Those are infinite if it cannot be there.
         """

@@ -23,7 +23,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from passes.cluster import HostGroup, boundary_seconds
-from passes.inter_op import Floor, Partition, StageCost, Transfer, build, in_flight, is_chunked, simulate
+from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, in_flight, is_chunked, simulate
 from passes.pipeline.stage_table import StageCosts
 from passes.plan import DISPATCH_SECONDS
 
@@ -197,14 +197,14 @@ class DraftSearch:
 
 
 def least_seconds(
-    floors: Sequence[Floor], transfers: Sequence[Transfer], shape: Shape, microbatches: int, split: bool
+    floors: Sequence[LowerBound], transfers: Sequence[Transfer], shape: Shape, microbatches: int, split: bool
 ) -> float:
     """Seconds that a shape takes at least; with the backward `split` nothing need follow a group's last task."""
     groups, before, onward, least = len(shape.devices), 0.0, 0.0, 0.0
     for group in range(groups):
         own = floors[group::groups]
-        busy, pace = sum(one.seconds for one in own), sum(one.pace for one in own)
-        least = max(least, onward + microbatches * pace, before + microbatches * busy)
+        busy, period = sum(one.seconds for one in own), sum(one.period for one in own)
+        least = max(least, onward + microbatches * period, before + microbatches * busy)
         if group + 1 < groups:
             hop = transfers[group]
             onward += hop.forward_seconds

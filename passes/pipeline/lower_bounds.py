@@ -20,12 +20,12 @@ class Floors:
 
     found: int
     seconds: Floats
-    paces: Floats
+    periods: Floats
     nbytes: Floats
 
     @classmethod
     def of(cls, sums: Floats, floors: Floats, known: NDArray[np.bool_], nbytes: Floats, found: int) -> Self:
-        """From the seconds and paces of kinds of blocks on meshes [2, kinds, meshes], of which some are `known`.
+        """From the seconds and periods of kinds of blocks on meshes [2, kinds, meshes], of which some are `known`.
 
         `sums` [layers + 1, kinds] counts the blocks before each layer, of which each holds `nbytes` [kinds]. Meshes do
         not count that are dearer than one on which all is known.
@@ -35,7 +35,7 @@ class Floors:
         finite = np.isfinite(floors)
         totals = counts @ np.where(finite, floors, 0.0)[:, None]
         totals[some @ ~finite[:, None] > 0] = np.inf
-        seconds, paces = totals
-        best = np.where(some @ ~known > 0, np.inf, paces).min(axis=2, keepdims=True)
-        chosen = np.where(paces <= best * SLACK, seconds, np.inf)
-        return cls(found=found, seconds=chosen.min(axis=2), paces=paces.min(axis=2), nbytes=counts @ nbytes)
+        seconds, periods = totals
+        best = np.where(some @ ~known > 0, np.inf, periods).min(axis=2, keepdims=True)
+        chosen = np.where(periods <= best * SLACK, seconds, np.inf)
+        return cls(found=found, seconds=chosen.min(axis=2), periods=periods.min(axis=2), nbytes=counts @ nbytes)

@@ -180,7 +180,7 @@ class StagedSearch:
         if 1 not in self.samples:
             return beneath
         one = self.table.candidate(0, self.layers, self._everything(), 1, beneath=beneath / RIVAL)
-        return RIVAL * one.pace(1) if one is not None and one.needed_nbytes(1) <= self.limit else beneath
+        return RIVAL * one.period(1) if one is not None and one.needed_nbytes(1) <= self.limit else beneath
 
     def _partition(self, search: DraftSearch) -> Partition | None:
         """The stages that take least by their prices and keep the limit of a search, if any may be better than its own.
@@ -206,9 +206,9 @@ class StagedSearch:
                 dispatch_seconds=DISPATCH_SECONDS,
                 n_stages=range(2, self.layers + 1),
                 idle=False,
-                beneath=self._whole_seconds(search.beneath),
-                least=self.table.least,
-                expect=self.table.expect,
+                cutoff=self._whole_seconds(search.beneath),
+                lower_bound=self.table.least,
+                prefetch=self.table.expect,
                 interruptible=self.interruptible,
             )
         except OverBudgetError:

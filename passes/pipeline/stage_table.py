@@ -25,7 +25,7 @@ import numpy as np
 
 from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.errors import InternalError
-from passes.inter_op import Candidate, Floor, StageCost, Submesh
+from passes.inter_op import Candidate, LowerBound, StageCost, Submesh
 from passes.ir import Graph, StatePairs
 from passes.layers import Cuts, in_blocks
 from passes.pipeline.assemble import body_of
@@ -80,8 +80,8 @@ class StageCosts:
     _spent: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
-    _runs: dict[tuple[tuple[tuple[str, int], ...], int], tuple[int, Floor]] = field(
-        default_factory=dict[tuple[tuple[tuple[str, int], ...], int], "tuple[int, Floor]"]
+    _runs: dict[tuple[tuple[tuple[str, int], ...], int], tuple[int, LowerBound]] = field(
+        default_factory=dict[tuple[tuple[tuple[str, int], ...], int], "tuple[int, LowerBound]"]
     )
 
     def restricted(self, pricer: Pricer, meshes: Callable[[int], Sequence[Mesh]]) -> StageCosts:
@@ -160,7 +160,7 @@ class StageCosts:
             firsts = [self._order(alone, size)[0][1] for size in (n, more) if size]
             self._find([one for mesh in firsts for one in self._wanted(alone, mesh)])
             found = self._best(alone, n, count, math.inf)
-            spent = n * found.pace(count) if found else math.inf
+            spent = n * found.period(count) if found else math.inf
             least = min(least, spent)
             if math.isfinite(least) and spent > WASTE * least:
                 return
@@ -168,9 +168,9 @@ class StageCosts:
     def candidate(
         self, first: int, last: int, submesh: Submesh, microbatches: int, beneath: float = math.inf
     ) -> Candidate | None:
-        """The stage of some layers on the mesh on which its pace is the least; None if on none it is below `beneath`.
+        """The stage of some layers on the mesh on which its period is the least; None if on none it is below `beneath`.
 
-        The pace is in seconds of a microbatch, with its share of the end of a step.
+        The period is in seconds of a microbatch, with its share of the end of a step.
         """
         return self._best(self._layers(first, last, microbatches), submesh.n_devices, microbatches, beneath)
 
@@ -178,7 +178,7 @@ class StageCosts:
         """The stage of some blocks, as `candidate` has that of layers."""
         return self._best(self._counted(begin, end, microbatches), n_devices, microbatches, beneath)
 
-    def floor(self, begin: int, end: int, n_devices: int, microbatches: int) -> Floor:
+    def floor(self, begin: int, end: int, n_devices: int, microbatches: int) -> LowerBound:
         """What no stage of some blocks goes below, of what is known so far; in any number of microbatches.
 
         Where the step was not cut in so many, it takes no less than what lies between its steps in fewer and in more:
@@ -190,15 +190,15 @@ class StageCosts:
         more = min((count for count in self.samples if count > microbatches), default=None)
         low, high = (self.floor(begin, end, n_devices, n) if n else None for n in (fewer, more))
         if not low or not fewer:
-            return high or Floor(0.0, 0.0, 0.0)
+            return high or LowerBound(0.0, 0.0, 0.0)
         if not high or not more:
             share = fewer / microbatches
-            return Floor(low.seconds * share, low.pace * share, low.nbytes)
+            return LowerBound(low.seconds * share, low.period * share, low.nbytes)
         part = (microbatches - fewer) / (more - fewer)
-        seconds, pace = (
+        seconds, period = (
             ((1 - part) * fewer * a + part * more * b) / microbatches for a, b in zip(low[:2], high[:2], strict=True)
         )
-        return Floor(seconds, pace, low.nbytes)
+        return LowerBound(seconds, period, low.nbytes)
 
     def state_nbytes(self, begin: int, end: int, microbatches: int) -> int:
         """Bytes of the weights of some blocks and of their optimizer's state, all of it."""
@@ -208,7 +208,7 @@ class StageCosts:
         """Bytes of one device that the forward of a microbatch keeps at least; from a sample in no more of them."""
         return sum(n * self.pricer.kept_nbytes(b) for b, n in self._counted(begin, end, microbatches)) // n_devices
 
-    def _run_floor(self, chosen: Sequence[Counted], n_devices: int) -> Floor:
+    def _run_floor(self, chosen: Sequence[Counted], n_devices: int) -> LowerBound:
         key = tuple((block.kind, n) for block, n in chosen), n_devices
         if key not in self._runs or self._runs[key][0] != self._found:
             meshes = self._meshes(n_devices)
@@ -216,9 +216,9 @@ class StageCosts:
                 [(n * one[0], n * one[1]) for one, n in ((self._floor(b, mesh), n) for b, n in chosen)]
                 for mesh in meshes
             ]
-            found = Floor(
+            found = LowerBound(
                 seconds=min((math.fsum(seconds for seconds, _ in one) for one in each), default=math.inf),
-                pace=min((math.fsum(pace for _, pace in one) for one in each), default=math.inf),
+                period=min((math.fsum(period for _, period in one) for one in each), default=math.inf),
                 nbytes=math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[1] for block, n in chosen),
             )
             self._runs[key] = self._found, found
@@ -234,22 +234,22 @@ class StageCosts:
         ahead: list[Wanted] = []
         for (chosen, n_devices, count), (first, *others) in zip(runs, meshes, strict=True):
             costs = self._costs(chosen, first, math.inf)
-            pace = Candidate.together(costs, first).pace(count) if costs else 0.0
-            if pace > self._enough(chosen, n_devices):
-                ahead += [one for mesh in others for one in self._wanted(chosen, mesh, pace / (1 + ENOUGH))[:1]]
+            period = Candidate.together(costs, first).period(count) if costs else 0.0
+            if period > self._enough(chosen, n_devices):
+                ahead += [one for mesh in others for one in self._wanted(chosen, mesh, period / (1 + ENOUGH))[:1]]
         self._find(ahead)
 
     def _order(self, chosen: Sequence[Counted], n_devices: int) -> list[tuple[int, Mesh]]:
         """The meshes by number, in the order in which they are tried."""
 
         def order(one: tuple[int, Mesh]) -> tuple[bool, float, int, int]:
-            pace = math.fsum(n * self._floor(block, one[1])[1] for block, n in chosen)
-            return one[1] != self._winners.get(n_devices), pace, max(one[1].sizes, default=1), one[0]
+            period = math.fsum(n * self._floor(block, one[1])[1] for block, n in chosen)
+            return one[1] != self._winners.get(n_devices), period, max(one[1].sizes, default=1), one[0]
 
         return sorted(enumerate(self._meshes(n_devices)), key=order)
 
     def _enough(self, chosen: Sequence[Counted], n_devices: int) -> float:
-        """The pace at which no other mesh is tried."""
+        """The period at which no other mesh is tried."""
         least = math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[0] for block, n in chosen)
         return least * (1 + ENOUGH) if self.lazy else 0.0
 
@@ -265,13 +265,13 @@ class StageCosts:
             if costs is None:
                 continue
             found = Candidate.together(costs, mesh)
-            pace = found.pace(microbatches)
-            if pace >= beneath:
+            period = found.period(microbatches)
+            if period >= beneath:
                 continue
-            if best is None or (pace, number) < best[:2]:
-                best = pace, number, found
+            if best is None or (period, number) < best[:2]:
+                best = period, number, found
                 self._winners[n_devices] = mesh
-            if pace <= self._enough(chosen, n_devices):
+            if period <= self._enough(chosen, n_devices):
                 break
         return best[2] if best else None
 
@@ -285,16 +285,16 @@ class StageCosts:
                 self._look_ahead(chosen, meshes[1:], (1 + NEAR) * best)
             costs = self._costs(chosen, mesh, (1 + NEAR) * best)
             if costs is not None:
-                found.append((Candidate.together(costs, mesh).pace(microbatches), mesh))
+                found.append((Candidate.together(costs, mesh).period(microbatches), mesh))
                 best = min(best, found[-1][0])
-        return tuple(mesh for pace, mesh in found if pace <= (1 + NEAR) * best)
+        return tuple(mesh for period, mesh in found if period <= (1 + NEAR) * best)
 
     def _look_ahead(self, chosen: Sequence[Counted], meshes: Sequence[Mesh], beneath: float) -> None:
         """Prices what is asked for first on each mesh, all at once."""
         self._find([one for mesh in meshes for one in self._wanted(chosen, mesh, beneath)[:1]])
 
     def _costs(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float) -> list[tuple[StageCost, int]] | None:
-        """The price of each kind of block; None if one cannot be on the mesh, or if their pace exceeds `beneath`."""
+        """The price of each kind of block; None if one cannot be on the mesh, or if their period exceeds `beneath`."""
         while wanted := self._wanted(chosen, mesh, beneath):
             heaviest_first = math.isfinite(beneath) and len(wanted) == len(chosen)
             asked = wanted[:1] if heaviest_first else wanted
@@ -308,13 +308,13 @@ class StageCosts:
         return [(cost, n) for cost, n in costs if cost]
 
     def _wanted(self, chosen: Sequence[Counted], mesh: Mesh, beneath: float = math.inf) -> list[Wanted]:
-        """The blocks without a price, heaviest first, with the pace that each may have; none if it is too much."""
+        """The blocks without a price, heaviest first, with the period that each may have; none if it is too much."""
         floors = [(n * self._floor(block, mesh)[1], block, n) for block, n in chosen]
-        spent = math.fsum(pace for pace, _, _ in floors)
+        spent = math.fsum(period for period, _, _ in floors)
         if spent > beneath * SLACK or math.isinf(spent):
             return []
         left = sorted((one for one in floors if not self.pricer.is_known(one[1], mesh)), key=lambda one: -one[0])
-        return [(block, mesh, (beneath * SLACK - spent + pace) / n) for pace, block, n in left]
+        return [(block, mesh, (beneath * SLACK - spent + period) / n) for period, block, n in left]
 
     def _find(self, asked: Sequence[Wanted]) -> None:
         left = self.pricer.left(asked)
@@ -327,21 +327,21 @@ class StageCosts:
 
     def _floor(self, block: Block, mesh: Mesh) -> tuple[float, float]:
         """As `Pricer.floor`, and no less than half of what half of the devices take at best."""
-        seconds, pace = self.pricer.floor(block, mesh)
+        seconds, period = self.pricer.floor(block, mesh)
         if self.pricer.is_known(block, mesh):
-            return seconds, pace
+            return seconds, period
         key = (block.kind, mesh.size)
         if key not in self._spent or self._spent[key][0] != self._found:
             fewer = (n for n in self._laid_out if n < mesh.size and mesh.size % n == 0)
             self._spent[key] = self._found, max((self._least_spent(block, n) for n in fewer), default=0.0)
-        return seconds, max(pace, self._spent[key][1] / mesh.size)
+        return seconds, max(period, self._spent[key][1] / mesh.size)
 
     def _least_spent(self, block: Block, n_devices: int) -> float:
         """Seconds of so many devices that a microbatch of a block takes at least; 0 if it cannot be on them."""
         least = min((self.pricer.floor(block, mesh)[1] for mesh in self._meshes(n_devices)), default=math.inf)
         return n_devices * least if math.isfinite(least) else 0.0
 
-    def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
+    def least(self, first: int, last: int, submesh: Submesh, microbatches: int) -> LowerBound:
         """What no candidate for these layers goes below, on the best mesh for that.
 
         Of what is known so far: it rises as blocks are priced.
@@ -350,8 +350,8 @@ class StageCosts:
         if key not in self._floors or self._floors[key].found != self._found:
             self._floors[key] = self._floors_of(*key)
         found = self._floors[key]
-        seconds, pace, nbytes = (float(of[first, last]) for of in (found.seconds, found.paces, found.nbytes))
-        return Floor(seconds=seconds, pace=pace, nbytes=nbytes)
+        seconds, period, nbytes = (float(of[first, last]) for of in (found.seconds, found.periods, found.nbytes))
+        return LowerBound(seconds=seconds, period=period, nbytes=nbytes)
 
     def _floors_of(self, n_devices: int, microbatches: int) -> Floors:
         kinds = [block for block, _ in self._layers(0, self.n_layers, microbatches)]

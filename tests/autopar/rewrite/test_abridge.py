@@ -212,9 +212,9 @@ def test_no_mesh_is_taken_that_is_too_slow():
     search = searching(traced, {4: sample(gpt)}, 4)
     whole = Submesh(hosts=1, devices_per_host=4)
     found = search.table.candidate(0, 4, whole, 4)
-    pace = found.forward_seconds + found.backward_seconds + found.finish_seconds / 4
-    assert search.table.candidate(0, 4, whole, 4, beneath=0.99 * pace) is None
-    assert search.table.candidate(0, 4, whole, 4, beneath=1.01 * pace) == found
+    period = found.forward_seconds + found.backward_seconds + found.finish_seconds / 4
+    assert search.table.candidate(0, 4, whole, 4, beneath=0.99 * period) is None
+    assert search.table.candidate(0, 4, whole, 4, beneath=1.01 * period) == found
 
 
 def test_few_layers_are_not_abridged():

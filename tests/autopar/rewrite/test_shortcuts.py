@@ -139,8 +139,8 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
             schedules=("1f1b", "eager-1f1b"),
             microbatches=(4, 8),
             idle=False,
-            least=table.least if lazy else None,
-            expect=table.expect if lazy else None,
+            lower_bound=table.least if lazy else None,
+            prefetch=table.expect if lazy else None,
         )
         found[lazy] = partition, pricer.solved
     (few, solved), (everything, all_solved) = found[True], found[False]
@@ -220,12 +220,12 @@ def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
 def test_what_is_dear_is_left_with_a_bound(many_blocks):
     block, pricer = many_blocks[2], Pricer(options=EXACT)
     for mesh in layouts(MESH.cluster, 4, 2):
-        pace = block.pace(Pricer(options=EXACT).price(block, mesh))
-        assert pricer.price(block, mesh, 0.9 * pace) is None
+        period = block.period(Pricer(options=EXACT).price(block, mesh))
+        assert pricer.price(block, mesh, 0.9 * period) is None
         assert not pricer.is_known(block, mesh)
         _, least = pricer.floor(block, mesh)
-        assert 0.9 * pace <= least <= pace * (1 + 1e-6)
-        assert block.pace(pricer.price(block, mesh, 1.1 * pace)) == pytest.approx(pace, rel=ROUGH)
+        assert 0.9 * period <= least <= period * (1 + 1e-6)
+        assert block.period(pricer.price(block, mesh, 1.1 * period)) == pytest.approx(period, rel=ROUGH)
 
 
 def test_more_microbatches_take_no_less(monkeypatch: pytest.MonkeyPatch):
@@ -238,10 +238,10 @@ def test_more_microbatches_take_no_less(monkeypatch: pytest.MonkeyPatch):
     for mesh in layouts(MESH.cluster, 4, 2):
         for one, other in zip(few, many, strict=True):
             before = table.pricer.floor(other, mesh)[1]
-            least = 4 * one.pace(table.pricer.price(one, mesh))
+            least = 4 * one.period(table.pricer.price(one, mesh))
             after = table.pricer.floor(other, mesh)[1]
             assert after >= max(before, 0.99 * least / 8)
-            assert 8 * other.pace(table.pricer.price(other, mesh)) >= least * (1 - 1e-6)
+            assert 8 * other.period(table.pricer.price(other, mesh)) >= least * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("cluster", [slow("1x8:v100-16g"), "2x4:a100-80g", slow("4x2:v100-16g")])
@@ -250,7 +250,7 @@ def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
     cluster, pricer = parse_cluster(cluster), Pricer(options=EXACT)
     for block in many_blocks[:3]:
         spent = [
-            n * min(block.pace(pricer.price(block, mesh)) for mesh in layouts(cluster, n, 2)) for n in (1, 2, 4, 8)
+            n * min(block.period(pricer.price(block, mesh)) for mesh in layouts(cluster, n, 2)) for n in (1, 2, 4, 8)
         ]
         assert spent == sorted(spent)
 

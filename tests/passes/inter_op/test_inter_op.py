@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanningError
-from passes.inter_op import Candidate, Floor, Partition, Submesh, Transfer, build, in_flight, partition, simulate
+from passes.inter_op import Candidate, LowerBound, Partition, Submesh, Transfer, build, in_flight, partition, simulate
 from tests.sample import some
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1")
@@ -236,14 +236,14 @@ def test_what_cannot_be_in_the_best_partition_need_not_be_asked_for(seed: int, s
     n_layers, whole, sizes = CASES[seed % len(CASES)]
     everything, few = Random(seed=seed), Random(seed=seed)
 
-    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
+    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> LowerBound:
         found = everything.entry(first, last, submesh, microbatches)
         if found is None:
-            return Floor(seconds=0.0, pace=0.0, nbytes=0.0)
+            return LowerBound(seconds=0.0, period=0.0, nbytes=0.0)
         share = random.Random(repr((seed, first, last, submesh))).uniform(0.5, 1)
-        return Floor(
+        return LowerBound(
             seconds=share * (found.forward_seconds + found.backward_seconds),
-            pace=share * found.pace(microbatches),
+            period=share * found.period(microbatches),
             nbytes=share * found.persistent_nbytes,
         )
 

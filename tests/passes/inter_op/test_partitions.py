@@ -11,7 +11,7 @@ import pytest
 
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import ClusterError, PlanningError
-from passes.inter_op import Candidate, Floor, Partition, Submesh, build, even, in_flight, partition, submeshes
+from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, even, in_flight, partition, submeshes
 from passes.inter_op.costs import live
 from tests.passes.inter_op.test_inter_op import CASES, SCHEDULES, Random, brute_force, host, shaped
 from tests.sample import some
@@ -31,15 +31,15 @@ def test_an_interrupted_search_returns_the_best_until_then(seed: int) -> None:
                     raise KeyboardInterrupt
                 return table.candidate(first, last, submesh, microbatches)
 
-        def least(*key: Any) -> Floor:
+        def least(*key: Any) -> LowerBound:
             if (entry := table.entry(*key)) is None:
-                return Floor(seconds=0.0, pace=0.0, nbytes=0.0)
+                return LowerBound(seconds=0.0, period=0.0, nbytes=0.0)
             share = random.Random(repr((seed, *key))).uniform(0.5, 1)
             seconds = share * (entry.forward_seconds + entry.backward_seconds)
-            return Floor(seconds=seconds, pace=share * entry.pace(key[3]), nbytes=0.0)
+            return LowerBound(seconds=seconds, period=share * entry.period(key[3]), nbytes=0.0)
 
         pressed = Pressed(seed=seed)
-        return partition(n_layers, whole, shaped(whole, sizes), pressed, least=least, **options), len(table.asked)
+        return partition(n_layers, whole, shaped(whole, sizes), pressed, lower_bound=least, **options), len(table.asked)
 
     best, asked = found()
     assert not best.interrupted
@@ -61,11 +61,11 @@ def test_devices_that_are_too_few_are_not_asked_for() -> None:
             asked.append((first, last, submesh, microbatches))
             return super().candidate(first, last, submesh, microbatches)
 
-    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> Floor:
+    def least(first: int, last: int, submesh: Submesh, microbatches: int) -> LowerBound:
         seconds = 3.0 * (last - first) / microbatches / submesh.n_devices
-        return Floor(seconds=seconds, pace=seconds, nbytes=0.0)
+        return LowerBound(seconds=seconds, period=seconds, nbytes=0.0)
 
-    found = partition(8, host(8), SIZES, Told(), microbatches=(8,), least=least)
+    found = partition(8, host(8), SIZES, Told(), microbatches=(8,), lower_bound=least)
     assert shapes(found) == [(8, 8)]
     assert {(first, last) for first, last, submesh, _ in asked if submesh.n_devices == 1} == set()
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from passes.inter_op import SCHEDULES, Floor, StageCost, Transfer, build, is_chunked, simulate
+from passes.inter_op import SCHEDULES, LowerBound, StageCost, Transfer, build, is_chunked, simulate
 from passes.pipeline.drafts import Shape, least_seconds
 from tests.sample import some
 
@@ -33,7 +33,7 @@ def drawn(seed: int, name: str) -> tuple[Shape, int, list[StageCost], list[Trans
 
 def bound(shape: Shape, count: int, costs: list[StageCost], hops: list[Transfer], name: str) -> float:
     busy = [cost.forward_seconds + cost.backward_seconds for cost in costs]
-    floors = [Floor(own, own + cost.finish_seconds / count, 0.0) for own, cost in zip(busy, costs, strict=True)]
+    floors = [LowerBound(own, own + cost.finish_seconds / count, 0.0) for own, cost in zip(busy, costs, strict=True)]
     return least_seconds(floors, hops, shape, count, name.startswith("zero-bubble"))
 
 
