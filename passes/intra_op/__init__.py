@@ -1,5 +1,5 @@
-"""One program on one mesh, or on the best of several: its strategies and reshardings as a sharding problem, memory as
-budgets of it, and the answer as a plan.
+"""One program on one mesh, or on the best of several: the sharding problem, memory limits as its rows, and the plan of
+an answer.
 """
 
 from passes.intra_op import restrictions

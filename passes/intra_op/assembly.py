@@ -1,4 +1,4 @@
-"""What a sharding problem's nodes stand for, and back from an answer to placements.
+"""A sharding problem with what its nodes stand for, and the placements that an answer to it chooses.
 
 A graph on a mesh is a region: its bundles are nodes, its values live at their borders, its loops and branches hold
 regions of their own.
@@ -24,7 +24,9 @@ Specs = tuple[ShardingSpec, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """Where a value is made: the node of the problem, and the value's placement under each of its strategies."""
+    """The site at which a value is decided: a node of the problem, and the value's placement under each of its
+    strategies.
+    """
 
     node: int
     specs: Specs
@@ -39,14 +41,15 @@ class Joint:
     bodies: tuple[Region, ...]
 
     def wired(self, wire: Wire, choice: Sequence[int]) -> ShardingSpec:
-        """The placement of an operand or result that hangs on a slot."""
+        """The placement of an operand or result of a loop or branch, which is that of its slot."""
         border = self.slots[wire.slot]
         return stacked(border.specs[choice[border.node]], wire)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """A graph in the problem: its bundles are nodes `first` and on, and `borders[v]` says where value v lives.
+    """A graph as part of the problem: its bundles are the nodes from `first` on, and `borders[v]` is the site of value
+    v.
 
     `tables[b]` holds the strategies of bundle b, whose seconds count `weight` times; `joints` are its loops and
     branches, by node.
@@ -62,7 +65,7 @@ class Region:
     joints: Mapping[int, Joint]
 
     def all(self) -> Iterator[Region]:
-        """This region and those inside it."""
+        """This region and all regions inside it."""
         yield self
         for joint in self.joints.values():
             for body in joint.bodies:
@@ -80,29 +83,29 @@ class Region:
         return totals
 
     def assigned(self, choice: Sequence[int]) -> dict[int, Placement]:
-        """The placement of every graph node that belongs to a bundle; equal bundles share theirs."""
-        found: dict[int, Placement] = {}
-        known: dict[tuple[int, int], list[Placement]] = {}
+        """The placement of every graph node that belongs to a bundle; equal bundles share one."""
+        placements: dict[int, Placement] = {}
+        shared: dict[tuple[int, int], list[Placement]] = {}
         for index, (bundle, table) in enumerate(zip(self.grouping.bundles, self.tables, strict=True)):
             members, chosen = sorted(bundle.members), choice[self.first + index]
             key = (id(table), chosen)
-            if key not in known:
+            if key not in shared:
                 rules = [self.grouping.rules[member] for member in members]
-                known[key] = list(map(_placement, rules, table.strategies[chosen].assignments))
-            found |= zip(members, known[key], strict=True)
-        return found
+                shared[key] = list(map(_placement, rules, table.strategies[chosen].assignments))
+            placements |= zip(members, shared[key], strict=True)
+        return placements
 
     def placed(self, choice: Sequence[int]) -> tuple[dict[int, ShardingSpec], tuple[Placement, ...]]:
-        """(home of every value, one placement per graph node) of an answer."""
+        """The placement of every value, and one of every graph node, under an answer."""
         graph = self.graph
         assigned = self.assigned(choice)
-        home = {value: border.specs[choice[border.node]] for value, border in self.borders.items()}
-        home |= {value: replicated(graph.types[value].rank) for value in (*graph.constants, *graph.literals)}
+        specs = {value: border.specs[choice[border.node]] for value, border in self.borders.items()}
+        specs |= {value: replicated(graph.types[value].rank) for value in (*graph.constants, *graph.literals)}
         placements: list[Placement] = []
         for index, node in enumerate(graph.nodes):
             if index in assigned:
                 placements.append(assigned[index])
-                home.update(zip(node.outputs, assigned[index].results, strict=True))
+                specs.update(zip(node.outputs, assigned[index].results, strict=True))
                 continue
             bodies: tuple[Layout, ...] = ()
             if index in self.joints:
@@ -116,47 +119,47 @@ class Region:
                     for region, body in zip(joint.bodies, joint.control.bodies, strict=True)
                 )
             elif self.grouping.rules[index].alias:
-                operands = results = self._passed(index, home, choice, assigned)
+                operands = results = self._passed(index, specs, choice, assigned)
             else:
                 operands = tuple(replicated(graph.types[v].rank) for v in node.inputs)
                 results = tuple(replicated(graph.types[v].rank) for v in node.outputs)
-            home.update(zip(node.outputs, results, strict=True))
+            specs.update(zip(node.outputs, results, strict=True))
             placements.append(Placement(operands=operands, results=results, bodies=bodies))
-        return home, tuple(placements)
+        return specs, tuple(placements)
 
-    def settled(self, value: int, home: Mapping[int, ShardingSpec], choice: Sequence[int]) -> ShardingSpec:
-        """Where a value is had outside the node that makes it: at `home`, or where it was reduced to."""
+    def settled(self, value: int, specs: Mapping[int, ShardingSpec], choice: Sequence[int]) -> ShardingSpec:
+        """The placement in which other nodes find a value: as it is produced, or as it is reduced to."""
         border = self.borders.get(self.grouping.roots.get(value, value))
-        return border.specs[choice[border.node]] if border else home[value]
+        return border.specs[choice[border.node]] if border else specs[value]
 
     def _passed(
-        self, index: int, home: Mapping[int, ShardingSpec], choice: Sequence[int], assigned: Mapping[int, Placement]
+        self, index: int, specs: Mapping[int, ShardingSpec], choice: Sequence[int], assigned: Mapping[int, Placement]
     ) -> tuple[ShardingSpec, ...]:
-        """Where a barrier lets its operands through: where they are, or where they were reduced to before it.
+        """The placements of a barrier's operands: as they are, or as they were reduced to before it.
 
         Else what reads them behind it, as recomputation does, would reduce them again; where something there wants
         the summands, they stay summands.
         """
-        node, found = self.graph.nodes[index], list[ShardingSpec]()
+        node, passed = self.graph.nodes[index], list[ShardingSpec]()
         for value, result in zip(node.inputs, node.outputs, strict=True):
-            at = self.settled(value, home, choice)
-            if at.partial and value in home and not home[value].partial:
-                at = home[value]  # a barrier before this one let it through reduced
+            at = self.settled(value, specs, choice)
+            if at.partial and value in specs and not specs[value].partial:
+                at = specs[value]  # a barrier before this one let it through reduced
             if at.partial and not any(spec.partial for _, spec in self._read(result, assigned)):
                 sums = (spec for reader, spec in self._read(value, assigned) if reader < index and not spec.partial)
                 at = next(sums, at)
-            found.append(at)
-        return tuple(found)
+            passed.append(at)
+        return tuple(passed)
 
     def _read(self, value: int, assigned: Mapping[int, Placement]) -> Iterator[tuple[int, ShardingSpec]]:
-        """(reader, where it wants the value) of the operators of bundles that read it, in order."""
+        """Every read of a value by an operator of a bundle, in order: (reader, the placement that it needs)."""
         for reader in sorted(set(self.graph.consumers.get(value, ()))):
             if reader in assigned:
-                wanted = zip(self.graph.nodes[reader].inputs, assigned[reader].operands, strict=True)
-                yield from ((reader, spec) for operand, spec in wanted if operand == value)
+                operands = zip(self.graph.nodes[reader].inputs, assigned[reader].operands, strict=True)
+                yield from ((reader, spec) for operand, spec in operands if operand == value)
 
     def inside(self, joint: Joint, body: Body, choice: Sequence[int]) -> Layout:
-        """The layout of a body, which takes its inputs from the slots and brings its outputs back to them."""
+        """The layout of a body, whose inputs and outputs have the placements of their slots."""
         _, placements = self.placed(choice)
         inputs, outputs = (
             tuple(joint.slots[s].specs[choice[joint.slots[s].node]] for s in slots)
@@ -179,22 +182,22 @@ class Assembly:
     groups: Mapping[tuple[int, int, bool], int]
 
     def layout(self, choice: Sequence[int]) -> Layout:
-        """Where everything is under an answer."""
+        """The placements of everything under an answer."""
         graph = self.root.graph
-        home, placements = self.root.placed(choice)
-        inputs = tuple(home[value] for value in graph.inputs)
+        specs, placements = self.root.placed(choice)
+        inputs = tuple(specs[value] for value in graph.inputs)
         back = dict(self.state_pairs)
         outputs = tuple(
             inputs[back[o]]
             if o in back
-            else full_target(graph.types[v], self.root.settled(v, home, choice), Resharder(self.mesh))
+            else full_target(graph.types[v], self.root.settled(v, specs, choice), Resharder(self.mesh))
             for o, v in enumerate(graph.outputs)
         )
         return Layout(inputs=inputs, placements=placements, outputs=outputs)
 
 
 def _placement(rule: ShardingRule, assignment: Assignment) -> Placement:
-    """Where a node's operands and results are under an assignment."""
+    """The placements of a node's operands and results under an assignment of its rule."""
     return Placement(
         operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
         results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
@@ -202,7 +205,7 @@ def _placement(rule: ShardingRule, assignment: Assignment) -> Placement:
 
 
 def stacked(spec: ShardingSpec, wire: Wire) -> ShardingSpec:
-    """A slice's placement as that of the stack, whose first dimension is never cut."""
+    """The placement of a stack, given that of its slices: its first dimension is never cut."""
     return replace(spec, dims=((), *spec.dims)) if wire.stacked else spec
 
 
@@ -219,4 +222,4 @@ def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec
     every = resharder.placements(type.rank)
     if type.dtype.startswith("key<"):
         return [every[0]]
-    return [spec for spec, reach in zip(every, seconds, strict=True) if not spec.partial and np.isfinite(reach)]
+    return [spec for spec, cost in zip(every, seconds, strict=True) if not spec.partial and np.isfinite(cost)]

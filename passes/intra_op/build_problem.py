@@ -1,4 +1,4 @@
-"""From a graph on a mesh to the sharding problem that is solved.
+"""The sharding problem of a graph on a mesh: its nodes, their strategies' seconds, and the edges between them.
 
 Bundles, the loose inputs and the slots of loops and branches are the problem's nodes; every value that one of them
 makes and another reads is an edge. A body is a region of the same problem, its seconds counted once an iteration, so
@@ -25,7 +25,7 @@ __all__ = ["Assembly", "Region", "assemble", "visible"]
 
 
 def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
-    """Every placement of a slot; what can be summed may stay partial, and is reduced once after the loop."""
+    """The placements that a slot may have; a sum may stay partial, and is reduced once after the loop."""
     full = full_placements(slot.type, resharder)
     if slot.whole:
         return full[:1]
@@ -33,12 +33,12 @@ def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
         return full
     seconds = resharder.seconds(slot.type)
     every = resharder.placements(slot.type.rank)
-    return full + [s for s, reach in zip(every, seconds.T, strict=True) if s.partial and np.isfinite(reach[0])]
+    return full + [s for s, costs in zip(every, seconds.T, strict=True) if s.partial and np.isfinite(costs[0])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Matrix:
-    """Seconds between the placements of two nodes, as an `Edge` has them; `free` if no resharding costs anything."""
+    """The resharding seconds between the placements of two nodes, as an `Edge` holds them; `free` if all are zero."""
 
     seconds: Floats
     before: Indices
@@ -48,7 +48,7 @@ class _Matrix:
     free: bool
 
     def only(self, rows: Sequence[int]) -> _Matrix:
-        """The seconds from these rows alone: from any other, which share a row without a name, nothing is paid."""
+        """The seconds from these rows alone; from any other row nothing is paid."""
         number = np.full(len(self.origins), len(rows))
         number[rows] = np.arange(len(rows))
         seconds = np.vstack([self.seconds[rows], np.zeros(len(self.labels))])
@@ -62,8 +62,8 @@ class _Matrix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rim:
-    """The border of a table: its ports and what it makes, placements that are equal being one object."""
+class _Interface:
+    """The interface of a table: the values its bundle reads and writes, with their placements by strategy."""
 
     ports: tuple[tuple[int, Specs], ...]
     makes: tuple[tuple[int, Specs], ...]
@@ -71,10 +71,10 @@ class _Rim:
 
 
 class _Common:
-    """What the problems on one mesh have in common, for as long as they are planned with one resharder.
+    """The parts that all problems on one mesh share, computed once for each resharder.
 
-    Placements under each strategy are interned (`one`), so that the many equal ones of a model's layers are told apart
-    by identity and never compared.
+    Placements under each strategy are interned (`interned`), so that the many equal ones of a model's layers are told
+    apart by identity and never compared.
     """
 
     def __init__(self, resharder: Resharder) -> None:
@@ -82,33 +82,33 @@ class _Common:
         self.memory = Memory()
         self._specs: dict[Specs, Specs] = {}
         self._full: dict[TensorType, Specs] = {}
-        self._rims: dict[int, tuple[Table, _Rim]] = {}
+        self._interfaces: dict[int, tuple[Table, _Interface]] = {}
         self._matrices: dict[tuple[TensorType, int, int], _Matrix] = {}
         self._halves: dict[tuple[TensorType, int, int], tuple[_Matrix, _Matrix]] = {}
 
-    def one(self, specs: Specs) -> Specs:
-        """The one object for these placements."""
+    def interned(self, specs: Specs) -> Specs:
+        """The one object that stands for these placements."""
         return self._specs.setdefault(specs, specs)
 
     def full(self, type: TensorType) -> Specs:
-        """Every placement of a value without partial axes."""
+        """Every placement of a value of this type that has no partial axes."""
         if type not in self._full:
-            self._full[type] = self.one(tuple(full_placements(type, self.resharder)))
+            self._full[type] = self.interned(tuple(full_placements(type, self.resharder)))
         return self._full[type]
 
-    def rim(self, table: Table, graph: Graph, bundle: Bundle) -> _Rim:
-        """The border of a table, found once; tables stay referenced, so their ids stay theirs."""
-        if id(table) not in self._rims:
-            rim = _Rim(
-                ports=tuple((position, self.one(specs)) for position, specs in table.ports),
-                makes=tuple((position, self.one(specs)) for position, specs in table.makes.items()),
+    def interface(self, table: Table, graph: Graph, bundle: Bundle) -> _Interface:
+        """The interface of a table, computed once."""
+        if id(table) not in self._interfaces:
+            interface = _Interface(
+                ports=tuple((position, self.interned(specs)) for position, specs in table.ports),
+                makes=tuple((position, self.interned(specs)) for position, specs in table.makes.items()),
                 kind=_kind(graph, sorted(bundle.members)),
             )
-            self._rims[id(table)] = (table, rim)
-        return self._rims[id(table)][1]
+            self._interfaces[id(table)] = (table, interface)
+        return self._interfaces[id(table)][1]
 
     def matrix(self, type: TensorType, before: Specs, after: Specs) -> _Matrix:
-        """The seconds between the placements of two nodes, both interned."""
+        """The resharding seconds between the placements of two nodes, both interned."""
         key = (type, id(before), id(after))
         if key not in self._matrices:
             sources, targets = dict.fromkeys(before), dict.fromkeys(after)
@@ -118,22 +118,20 @@ class _Common:
                 seconds=seconds,
                 before=np.array([row[s] for s in before]),
                 after=np.array([column[s] for s in after]),
-                origins=self.one(tuple(sources)),
-                labels=self.one(tuple(targets)),
+                origins=self.interned(tuple(sources)),
+                labels=self.interned(tuple(targets)),
                 free=not np.any(seconds > 0),
             )
         return self._matrices[key]
 
     def halves(self, type: TensorType, before: Specs, after: Specs) -> tuple[_Matrix, _Matrix]:
-        """The same seconds, those from placements that are partial apart from those that are not: (sums, others)."""
+        """The same seconds in two parts: from placements that are partial, and from those that are not."""
         key = (type, id(before), id(after))
         if key not in self._halves:
             matrix = self.matrix(type, before, after)
             origins = list(enumerate(dict.fromkeys(before)))
-            sums, others = (
-                [row for row, spec in origins if bool(spec.partial) == partial] for partial in (True, False)
-            )
-            self._halves[key] = matrix.only(sums), matrix.only(others)
+            sums, full = ([row for row, spec in origins if bool(spec.partial) == partial] for partial in (True, False))
+            self._halves[key] = matrix.only(sums), matrix.only(full)
         return self._halves[key]
 
 
@@ -160,7 +158,7 @@ class _Builder:
         return self.resharder.kept(_Common)
 
     def _weights(self, graph: Graph) -> frozenset[int]:
-        """The values that the backward pass fetches again."""
+        """The values that are gathered again for the backward pass."""
         if id(graph) not in self.weights:
             self.weights[id(graph)] = weights(graph) if self.refetch else frozenset()
         return self.weights[id(graph)]
@@ -171,33 +169,33 @@ class _Builder:
         return len(self.seconds) - 1
 
     def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, Border], weight: float) -> Region:
-        """The nodes of a region, its inputs made elsewhere where `inputs` says so."""
-        seen = visible(graph, grouping)
+        """The region of a graph, whose nodes join the problem; the values in `inputs` are decided elsewhere."""
+        leaving = visible(graph, grouping)
         tabulator = self.resharder.kept(Tabulator)
         operators = tabulator.operators(graph, grouping)
         number, self.regions = self.regions, self.regions + 1
         first, tables, borders = len(self.seconds), list[Table](), dict(inputs)
         for bundle in grouping.bundles:
-            shape, held, read = outline(bundle, graph, grouping, seen, operators)
+            shape, written, read = outline(bundle, graph, grouping, leaving, operators)
             table = tabulator.table(shape, graph.nodes[min(bundle.members)].source)
-            rim = self.common.rim(table, graph, bundle)
-            node = self._node(weight * table.seconds, rim.kind)
+            interface = self.common.interface(table, graph, bundle)
+            node = self._node(weight * table.seconds, interface.kind)
             tables.append(table)
-            self.reads[node], self.ports[node] = read, rim.ports
-            for position, specs in rim.makes:
-                borders[held[position]] = Border(node=node, specs=specs)
+            self.reads[node], self.ports[node] = read, interface.ports
+            for position, specs in interface.makes:
+                borders[written[position]] = Border(node=node, specs=specs)
         for value in grouping.loose:
             if value not in borders:
                 borders[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
         joints: dict[int, Joint] = {}
         for index, control in grouping.controls.items():
-            made = zip(graph.nodes[index].outputs, control.results, strict=True)
-            handed_on = {wire.slot for value, wire in made if value in graph.outputs}
+            results = zip(graph.nodes[index].outputs, control.results, strict=True)
+            handed_on = {wire.slot for value, wire in results if value in graph.outputs}
             joints[index] = self._joint(control, grouping.bodies[index], weight, handed_on)
             slots = joints[index].slots
             for value, wire in zip(graph.nodes[index].outputs, control.results, strict=True):
                 slot = slots[wire.slot]
-                specs = self.common.one(tuple(stacked(spec, wire) for spec in slot.specs))
+                specs = self.common.interned(tuple(stacked(spec, wire) for spec in slot.specs))
                 borders[value] = Border(node=slot.node, specs=specs)
         return Region(
             number=number,
@@ -213,7 +211,7 @@ class _Builder:
     def _joint(
         self, control: Control, groupings: Sequence[Grouping], weight: float, handed_on: Collection[int]
     ) -> Joint:
-        """The nodes of a loop's or branch's slots and of its bodies; what no body makes as a sum is stacked as none.
+        """The nodes of a loop's or branch's slots, and the regions of its bodies.
 
         Nor is what the program hands on from slots as it is: another stage may read it after each iteration.
         """
@@ -226,18 +224,18 @@ class _Builder:
             bodies.append(region)
             for value, s in zip(body.graph.outputs, body.outputs, strict=True):
                 if s not in borders:
-                    made = region.borders.get(inner.roots.get(value, value))
-                    sums = made is not None and any(spec.partial for spec in made.specs)
+                    site = region.borders.get(inner.roots.get(value, value))
+                    sums = site is not None and any(spec.partial for spec in site.specs)
                     specs = [spec for spec in slots[s] if (sums and s not in handed_on) or not spec.partial]
                     borders[s] = self._chosen(control.slots[s].type, specs)
         return Joint(control=control, slots=tuple(borders[s] for s in range(len(slots))), bodies=tuple(bodies))
 
     def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> Border:
-        """A node that stands for the placement of one value."""
-        return Border(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.one(tuple(specs)))
+        """A new node that decides the placement of one value."""
+        return Border(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.interned(tuple(specs)))
 
     def connect(self, region: Region) -> None:
-        """The edges of a region and of those inside it."""
+        """Adds the edges of a region and of all regions inside it."""
         for index, bundle in enumerate(region.grouping.bundles):
             node, late = region.first + index, bundle.phase == "backward"
             for position, specs in self.ports[node]:
@@ -246,7 +244,7 @@ class _Builder:
             operands = zip(region.graph.nodes[index].inputs, joint.control.operands, strict=True)
             for value, wire in operands:
                 slot = joint.slots[wire.slot]
-                specs = self.common.one(tuple(stacked(spec, wire) for spec in slot.specs))
+                specs = self.common.interned(tuple(stacked(spec, wire) for spec in slot.specs))
                 self._connect(region, value, slot.node, specs)
             for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
                 self.connect(inner)
@@ -254,15 +252,15 @@ class _Builder:
                     self._connect(inner, value, joint.slots[slot].node, joint.slots[slot].specs)
 
     def _connect(self, region: Region, value: int, target: int, after: Specs, late: bool = False) -> None:
-        """The cost of bringing `value` to where `target` reads it: an edge, or a cost of the target alone."""
+        """Adds the cost of bringing `value` to where `target` reads it: an edge, or seconds of the target alone."""
         graph, grouping = region.graph, region.grouping
         root = grouping.roots.get(value, value)
         type = graph.types[value]
         if root in grouping.free or root in graph.literals:
             return
         if root in graph.constants:
-            whole = replicated(type.rank)
-            self.seconds[target] += region.weight * np.array([self.resharder.cost(type, whole, s) for s in after])
+            copies = replicated(type.rank)
+            self.seconds[target] += region.weight * np.array([self.resharder.cost(type, copies, s) for s in after])
             return
         border = region.borders[root]
         matrix = self.common.matrix(type, border.specs, after)
@@ -275,8 +273,8 @@ class _Builder:
                 group = self.sums.setdefault((region.number, root), len(self.groups) + len(self.sums))
                 self._edge(border.node, target, sums, group, region.weight)
             # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
-            share = (region.number, value, late and value in self._weights(graph))
-            group = self.groups.setdefault(share, len(self.groups) + len(self.sums))
+            readers = (region.number, value, late and value in self._weights(graph))
+            group = self.groups.setdefault(readers, len(self.groups) + len(self.sums))
             self._edge(border.node, target, matrix, group, region.weight)
 
     def _edge(self, source: int, target: int, matrix: _Matrix, group: int, weight: float) -> None:
@@ -306,7 +304,7 @@ class _Builder:
         return self.passed[region.number]
 
     def finish(self, root: Region, state_pairs: StatePairs) -> Assembly:
-        """The problem, its outputs back where they are state or at least whole."""
+        """The assembly, with the cost of returning state to where it came from and of reducing other outputs."""
         graph, back = root.graph, dict(state_pairs)
         for position, value in enumerate(graph.outputs):
             root_value = root.grouping.roots.get(value, value)
@@ -318,8 +316,8 @@ class _Builder:
                 self._connect(root, value, state.node, state.specs)
                 continue
             type = graph.types[value]
-            reach = [0.0 if not s.partial else self._finish_seconds(type, s) for s in border.specs]
-            self.seconds[border.node] += np.array(reach)
+            finish_seconds = [0.0 if not s.partial else self._finish_seconds(type, s) for s in border.specs]
+            self.seconds[border.node] += np.array(finish_seconds)
         return Assembly(
             mesh=self.mesh,
             root=root,
@@ -334,24 +332,25 @@ class _Builder:
         )
 
     def _finish_seconds(self, type: TensorType, spec: ShardingSpec) -> float:
+        """The least seconds in which a partial value is reduced."""
         return min(self.resharder.cost(type, spec, target) for target in self.common.full(type))
 
 
 def _kind(graph: Graph, members: Sequence[int]) -> str:
-    """The operators of a bundle and their types."""
+    """The operators of a bundle with their types, as text: equal for bundles of one kind."""
     nodes = (graph.nodes[m] for m in members)
     return "; ".join(" ".join((n.primitive, *(str(graph.types[v]) for v in (*n.inputs, *n.outputs)))) for n in nodes)
 
 
 def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
-    """Values that leave their bundle: outputs, and what another bundle or an alias reads."""
-    seen = set(graph.outputs)
+    """The values that leave their bundle: outputs of the graph, and those that another bundle or an alias reads."""
+    leaving = set(graph.outputs)
     for index, node in enumerate(graph.nodes):
         for value in node.inputs:
             outside = grouping.rules[index].alias or grouping.home.get(value) != grouping.bundle_of(node)
             if value in grouping.home and outside:
-                seen.add(value)
-    return frozenset(seen)
+                leaving.add(value)
+    return frozenset(leaving)
 
 
 @uncollected()

@@ -1,4 +1,4 @@
-"""Seconds of computing under any layout, whoever chose it: the roofline that prices strategies, read backwards.
+"""Seconds of computing under any layout, such as that of an edited plan, by the roofline that prices strategies.
 
 `passes/intra_op/strategies.py` prices every way of a bundle before there is a layout; here are the placements, as an
 edited plan has them, and what each bundle reads, writes and multiplies follows from those.
@@ -22,10 +22,10 @@ def compute_seconds(
 ) -> dict[Phase, float]:
     """Seconds of all operators by phase, reshardings apart; `inside` a loop or branch, `weight` times a step."""
     totals: dict[Phase, float] = {}
-    seen = visible(graph, grouping)
+    leaving = visible(graph, grouping)
     for bundle in grouping.bundles:
         when: Phase = "backward" if bundle.phase == "apply" and inside else bundle.phase
-        spent = _bundle_seconds(graph, grouping, mesh, layout.placements, bundle, seen)
+        spent = _bundle_seconds(graph, grouping, mesh, layout.placements, bundle, leaving)
         totals[when] = totals.get(when, 0.0) + weight * spent
     for index, control in grouping.controls.items():
         bodies = zip(control.bodies, grouping.bodies[index], layout.placements[index].bodies, strict=True)
@@ -42,13 +42,13 @@ def _bundle_seconds(
     mesh: Mesh,
     placements: Sequence[Placement],
     bundle: Bundle,
-    seen: frozenset[int],
+    leaving: frozenset[int],
 ) -> float:
     """The larger of compute and memory time of a bundle's members together, plus one launch."""
     device = mesh.cluster.group().device
     members = sorted(bundle.members)
-    made = {value for member in members for value in graph.nodes[member].outputs}
-    home: dict[int, ShardingSpec] = {}
+    produced = {value for member in members for value in graph.nodes[member].outputs}
+    specs: dict[int, ShardingSpec] = {}
     flops = nbytes = 0.0
     for member in members:
         node, rule, placement = graph.nodes[member], grouping.rules[member], placements[member]
@@ -56,20 +56,20 @@ def _bundle_seconds(
         for position, (value, spec) in enumerate(zip(node.inputs, placement.operands, strict=True)):
             if value in graph.literals or value in grouping.free:
                 continue
-            if value in made or value in home:
-                if home[value].partial and not spec.partial:
-                    home[value] = spec  # reduced inside, for all that come after
+            if value in produced or value in specs:
+                if specs[value].partial and not spec.partial:
+                    specs[value] = spec  # reduced inside, for all that come after
                 continue
             if value in bundle.inputs:
-                home[value] = spec
+                specs[value] = spec
             read = spec.local_nbytes(graph.types[value], mesh)
             if position in rule.sparse:
                 result = graph.types[node.outputs[0]]
-                whole = min(graph.types[value].nbytes, result.nbytes)
-                read = whole * placement.results[0].local_nbytes(result, mesh) / max(result.nbytes, 1)
+                nbytes_read = min(graph.types[value].nbytes, result.nbytes)
+                read = nbytes_read * placement.results[0].local_nbytes(result, mesh) / max(result.nbytes, 1)
             nbytes += read
-        home.update(zip(node.outputs, placement.results, strict=True))
-    nbytes += sum(spec.local_nbytes(graph.types[value], mesh) for value, spec in home.items() if value in seen)
+        specs.update(zip(node.outputs, placement.results, strict=True))
+    nbytes += sum(spec.local_nbytes(graph.types[value], mesh) for value, spec in specs.items() if value in leaving)
     first = graph.nodes[members[0]]
     dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
     rate = device.matmul_flops_per_second(dtype)
@@ -77,10 +77,10 @@ def _bundle_seconds(
 
 
 def _assignment(rule: ShardingRule, placement: Placement) -> Assignment:
-    """The factors that a placement's axes cut, as far as they stand on a dimension."""
-    found: dict[tuple[str, int], None] = {}
+    """The assignment of a rule that a placement stands for: the factors that each axis cuts."""
+    cut_by: dict[tuple[str, int], None] = {}
     for rows, specs in ((rule.operands, placement.operands), (rule.results, placement.results)):
         for factors, spec in zip(rows, specs, strict=True):
             for factor, axes in zip(factors, spec.dims, strict=False):
-                found.update(((axis, factor), None) for axis in axes if factor >= 0)
-    return tuple(found)
+                cut_by.update(((axis, factor), None) for axis in axes if factor >= 0)
+    return tuple(cut_by)

@@ -1,4 +1,4 @@
-"""The forms of a bundle: which dimensions its members cut together, found by a walk through them."""
+"""The placements of a bundle's members under each choice of axes, found by walking through the members in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Role = Literal["port", "first", "again"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A member's rule without sizes: 1 stands for that of any dimension.
+    """A member's rule without sizes, 1 standing for any dimension.
 
     `grows[o]` says whether the result is larger than operand o; it is empty where nothing may come in partial.
     """
@@ -39,8 +39,8 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pattern:
-    """All that the ways of a bundle depend on; positions are those of `passes.intra_op.strategies.Outline`."""
+class Signature:
+    """All that the strategy space of a bundle depends on; positions are those of an `Outline`."""
 
     axes: tuple[str, ...]
     options: tuple[int, ...]
@@ -53,20 +53,20 @@ class Pattern:
 
 
 @lru_cache(maxsize=1024)
-def picks(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Picks, ...]:
-    """Every way to give each axis an option or none, axes of one class in every order."""
-    found: dict[Picks, None] = {}
+def axis_choices(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Picks, ...]:
+    """Every choice that gives each axis an option or none, axes of one class in every order."""
+    choices: dict[Picks, None] = {}
     for order in itertools.permutations(axes):
         for chosen in itertools.product((None, *options), repeat=len(axes)):
             pairs = [(axis, cls) for axis, cls in zip(order, chosen, strict=True) if cls is not None]
             pairs.sort(key=lambda pair: (pair[1], 0 if pair[1] >= 0 else axes.index(pair[0])))
-            found[tuple(pairs)] = None
-    return tuple(found)
+            choices[tuple(pairs)] = None
+    return tuple(choices)
 
 
 @dataclass(slots=True, kw_only=True)
-class Way:
-    """One walk: where values live, in what placements ports and operands are read, and what is moved inside.
+class Walk:
+    """One walk through a bundle: the placements of values, ports and operands, and the reshardings inside.
 
     `moved` is (member, operand) -> (held value, where it should be); it lives at `home`. `reduced` are partial values
     that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
@@ -84,14 +84,14 @@ class Way:
     )
 
     def at(self, value: int) -> ShardingSpec:
-        """Where a held value is had without a further reduction."""
+        """The placement in which a value of the bundle is had without a further reduction."""
         spec = self.home[value]
         return self.reduced.get(value, spec) if spec.partial else spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """A form under one assignment: the placements of operands and results, and the axes that divide its work."""
+    """A rule under one assignment: the placements of operands and results, and the axes that divide its work."""
 
     operands: tuple[ShardingSpec, ...]
     results: tuple[ShardingSpec, ...]
@@ -100,7 +100,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A member as every walk of a pattern meets it, since all walks place values in one order.
+    """A member as every walk of a signature meets it, since all walks place values in one order.
 
     `factors` are its factors by class, `operands` (operand, role, value). `held` are the operands (operand, value) that
     may come in partial; `fresh` is the linear factor that takes values from elsewhere partial.
@@ -114,33 +114,33 @@ class _Member:
     fresh: int | None
 
 
-def _members(pattern: Pattern) -> list[_Member]:
-    """The members of a pattern, in order."""
-    found: list[_Member] = []
-    home: set[int] = set()
-    for form, operands, makes, classes in zip(
-        pattern.forms, pattern.operands, pattern.makes, pattern.classes, strict=True
+def _members(signature: Signature) -> list[_Member]:
+    """The members of a signature, in order."""
+    members: list[_Member] = []
+    placed_values: set[int] = set()
+    for form, operands, results, classes in zip(
+        signature.forms, signature.operands, signature.makes, signature.classes, strict=True
     ):
-        held = [(o, where[1]) for o, where in enumerate(operands) if where and where[0] == "in"]
-        settled = home.issuperset(value for _, value in held)
+        inner_operands = [(o, where[1]) for o, where in enumerate(operands) if where and where[0] == "in"]
+        settled = placed_values.issuperset(value for _, value in inner_operands)
         roles: list[tuple[int, Role, int]] = []
         for operand, where in enumerate(operands):
             if where:
-                role = "port" if where[0] == "out" else "again" if where[1] in home else "first"
+                role = "port" if where[0] == "out" else "again" if where[1] in placed_values else "first"
                 roles.append((operand, role, where[1]))
-                home.update([where[1]] if role == "first" else [])
-        home.update(makes)
-        found.append(
+                placed_values.update([where[1]] if role == "first" else [])
+        placed_values.update(results)
+        members.append(
             _Member(
                 form=form,
                 factors={cls: classes.index(cls) for cls in classes if cls >= 0},
                 operands=tuple(roles),
-                makes=makes,
-                held=tuple(held) if settled and form.grows else (),
+                makes=results,
+                held=tuple(inner_operands) if settled and form.grows else (),
                 fresh=_fresh(form, operands),
             )
         )
-    return found
+    return members
 
 
 def _fresh(form: Form, operands: tuple[Where | None, ...]) -> int | None:
@@ -153,108 +153,108 @@ def _fresh(form: Form, operands: tuple[Where | None, ...]) -> int | None:
 
 
 class Walker:
-    """Walks through the members of one pattern; every form is cut in each way once."""
+    """The walks through the members of one signature."""
 
-    def __init__(self, pattern: Pattern) -> None:
-        self.pattern = pattern
-        self.members = _members(pattern)
-        self.visible = frozenset(pattern.visible)
-        self._bits = {axis: 1 << i for i, axis in enumerate(pattern.axes)}
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.members = _members(signature)
+        self.visible = frozenset(signature.visible)
+        self._bits = {axis: 1 << i for i, axis in enumerate(signature.axes)}
         self._cuts: dict[tuple[int, Assignment], _Cut] = {}
         self._extended: dict[tuple[int, Assignment, str, int], Assignment | None] = {}
 
     @property
     def reads(self) -> list[tuple[int, int]]:
-        """The (member, operand) pairs that read from memory: all from elsewhere, and absorbed values once."""
+        """The (member, operand) pairs that are read from memory: values from elsewhere, and absorbed values once."""
         roles = ((p, operand, role) for p, member in enumerate(self.members) for operand, role, _ in member.operands)
         return [(position, operand) for position, operand, role in roles if role != "again"]
 
-    def ways(self, choice: Picks) -> Iterator[Way]:
-        """The bundle under one choice: partial values reduced as late as can be, and where they fork if that is less.
+    def walks(self, choice: Picks) -> Iterator[Walk]:
+        """The walks of one choice: with partial values reduced as late as possible, and at forks if that reduces fewer.
 
         None where an axis that should stay partial is reduced inside: without it the choice does the same.
         """
-        late = self._way(choice, {})
-        early = self._way(choice, forks) if late is not None and (forks := self._forks(late)) else None
-        for way in (late, early):
-            if way is not None:
-                kept = frozenset[str]().union(*(way.at(v).partial for v in self.pattern.visible))
-                if all(cls != PARTIAL or axis in kept for axis, cls in choice):
-                    yield way
+        late = self._walk(choice, {})
+        early = self._walk(choice, forks) if late is not None and (forks := self._forks(late)) else None
+        for walk in (late, early):
+            if walk is not None:
+                partial_axes = frozenset[str]().union(*(walk.at(v).partial for v in self.signature.visible))
+                if all(cls != PARTIAL or axis in partial_axes for axis, cls in choice):
+                    yield walk
 
-    def _way(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> Way | None:
-        """The bundle under one choice where these partial values, and those that a member wants whole, are reduced.
+    def _walk(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> Walk | None:
+        """The walk of one choice in which these partial values are reduced, and those that a member needs whole.
 
         None where a result would mix reductions or an input would be partial.
         """
-        while (way := self._walked(choice, reduced)) is not None:
-            known = len(reduced)
-            for value, spec in way.moved.values():
-                if way.home[value].partial and not spec.partial:
+        while (walk := self._walked(choice, reduced)) is not None:
+            reduced_before = len(reduced)
+            for value, spec in walk.moved.values():
+                if walk.home[value].partial and not spec.partial:
                     reduced.setdefault(value, spec)
-            if len(reduced) == known:
+            if len(reduced) == reduced_before:
                 break
-        return way
+        return walk
 
-    def _forks(self, way: Way) -> dict[int, ShardingSpec]:
-        """Partial values from which several are made that are reduced, some of them inside, with what they reduce to.
+    def _forks(self, walk: Walk) -> dict[int, ShardingSpec]:
+        """The partial values from which several reduced values derive, with the placements that they are reduced to.
 
         Empty unless they are fewer than those.
         """
-        inside = {value for value, spec in way.moved.values() if way.home[value].partial and not spec.partial}
+        inside = {value for value, spec in walk.moved.values() if walk.home[value].partial and not spec.partial}
         if not inside:
             return {}
         ends: dict[int, frozenset[int]] = {}
         below: dict[int, list[int]] = {}
-        for member, assignment in zip(reversed(self.members), reversed(way.assignments), strict=True):
+        for member, assignment in zip(reversed(self.members), reversed(walk.assignments), strict=True):
             cut = self._cut(member.form, assignment)
             for value in member.makes:
-                if way.home[value].partial:
-                    here = [value] if value in inside or value in self.visible else []
-                    ends[value] = frozenset(here).union(*(ends[made] for made in below.get(value, ())))
-            carried = [made for made in member.makes if way.home[made].partial]
+                if walk.home[value].partial:
+                    own_end = [value] if value in inside or value in self.visible else []
+                    ends[value] = frozenset(own_end).union(*(ends[user] for user in below.get(value, ())))
+            carried = [result for result in member.makes if walk.home[result].partial]
             for operand, role, value in member.operands:
-                if carried and role == "again" and cut.operands[operand].partial and way.at(value).partial:
+                if carried and role == "again" and cut.operands[operand].partial and walk.at(value).partial:
                     below.setdefault(value, []).extend(carried)
         forks = {
-            value: found
-            for value, found in ends.items()
-            if len(found) > 1 and found & inside and all(ends[made] < found for made in below.get(value, ()))
+            value: reached
+            for value, reached in ends.items()
+            if len(reached) > 1 and reached & inside and all(ends[user] < reached for user in below.get(value, ()))
         }
-        widest = [value for value, found in forks.items() if not any(found < other for other in forks.values())]
+        widest = [value for value, reached in forks.items() if not any(reached < other for other in forks.values())]
         if len(widest) >= len(frozenset[int]().union(*(forks[value] for value in widest))):
             return {}
-        return {value: placed(way.home[value].dims, (), "add") for value in widest}
+        return {value: placed(walk.home[value].dims, (), "add") for value in widest}
 
-    def _walked(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> Way | None:
-        """The members placed one after the other, where these partial values are reduced."""
-        way = Way(picks=choice, reduced=dict(reduced))
+    def _walked(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> Walk | None:
+        """The walk that places the members one after the other, with these partial values reduced."""
+        walk = Walk(picks=choice, reduced=dict(reduced))
         for position, member in enumerate(self.members):
-            assignment = self._assign(member, choice, way)
-            if assignment is None or not self._step(position, member, assignment, way):
+            assignment = self._assign(member, choice, walk)
+            if assignment is None or not self._step(position, member, assignment, walk):
                 return None
-        return way
+        return walk
 
-    def _step(self, position: int, member: _Member, assignment: Assignment, way: Way) -> bool:
-        """Adds a member to a way; whether it may be placed so."""
-        cut, home = self._cut(member.form, assignment), way.home
-        way.assignments.append(assignment)
-        way.cuts.append(cut.mask)
+    def _step(self, position: int, member: _Member, assignment: Assignment, walk: Walk) -> bool:
+        """Whether a member may be placed under this assignment; it is added to the walk."""
+        cut, specs = self._cut(member.form, assignment), walk.home
+        walk.assignments.append(assignment)
+        walk.cuts.append(cut.mask)
         for operand, role, value in member.operands:
             spec = cut.operands[operand]
             if role == "again":
-                if home[value] != spec and (value, spec) not in way.moved.values():
-                    way.moved[position, operand] = (value, spec)
+                if specs[value] != spec and (value, spec) not in walk.moved.values():
+                    walk.moved[position, operand] = (value, spec)
                 continue
-            way.reads.append(spec)
+            walk.reads.append(spec)
             if role == "port":
-                way.ports.append(spec)
+                walk.ports.append(spec)
             elif spec.partial:
                 return False
             else:
-                home[value] = spec
+                specs[value] = spec
         for value, spec in zip(member.makes, cut.results, strict=True):
-            home[value] = spec
+            specs[value] = spec
         return True
 
     def _cut(self, form: Form, assignment: Assignment) -> _Cut:
@@ -268,18 +268,18 @@ class Walker:
             )
         return self._cuts[key]
 
-    def _assign(self, member: _Member, choice: Picks, way: Way) -> Assignment | None:
+    def _assign(self, member: _Member, choice: Picks, walk: Walk) -> Assignment | None:
         """The member's assignment under the bundle's choice; None where its result would mix reductions.
 
         An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
         """
         form, found = member.form, ()
         if form.rule.once:
-            return tuple((axis, 0) for axis in self.pattern.axes)
+            return tuple((axis, 0) for axis in self.signature.axes)
         for axis, cls in choice:
             factor = member.factors.get(cls)
             if factor is None:
-                factor = self._linear(member, axis, cls, way)
+                factor = self._linear(member, axis, cls, walk)
             if factor is None:
                 continue
             extended = self._extend(form, found, axis, factor)
@@ -290,20 +290,20 @@ class Walker:
         return found
 
     def _extend(self, form: Form, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
-        """An assignment with one more axis; None where one result would mix reductions."""
+        """The assignment with one more axis; None where one result would mix reductions."""
         key = (id(form), assignment, axis, factor)
         if key not in self._extended:
-            candidate = in_order((*assignment, (axis, factor)), self.pattern.axes)
+            candidate = in_order((*assignment, (axis, factor)), self.signature.axes)
             reductions = {form.rule.factors[f].reduction for _, f in candidate} - {""}
             self._extended[key] = candidate if len(reductions) <= 1 else None
         return self._extended[key]
 
-    def _linear(self, member: _Member, axis: str, cls: int, way: Way) -> int | None:
+    def _linear(self, member: _Member, axis: str, cls: int, walk: Walk) -> int | None:
         """The linear factor that carries `axis` through a member, if its operands are partial over it or may be.
 
         Where the result is larger than what comes in partial, reducing first is cheaper.
         """
-        incoming = [operand for operand, value in member.held if axis in way.at(value).partial]
+        incoming = [operand for operand, value in member.held if axis in walk.at(value).partial]
         if not incoming:
             return member.fresh if cls == PARTIAL else None
         if all(member.form.grows[operand] for operand in incoming):

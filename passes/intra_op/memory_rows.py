@@ -1,4 +1,4 @@
-"""What is live at one point of a program, as a budget of the integer program.
+"""Memory rows of the integer program: the bytes that are live at one node of a program, as a budget of a problem.
 
 A plan that does not fit is cut off by a budget at its busiest point, and the program is solved again: of all points
 only those that bind are ever stated. Values count where they are made; what the apply phase reads of the backward pass
@@ -25,7 +25,7 @@ from passes.solver import Budget, Edge
 def budget(
     assembly: Assembly, at: Path, choice: Sequence[int], nbytes: float, limit: float, offloaded: Sequence[int] = ()
 ) -> Budget:
-    """The budget at a node that rules out `choice`, which needs `nbytes` there where `limit` are to be had.
+    """The row at a node that rules out `choice`, which needs `nbytes` there where `limit` are available.
 
     The inputs at `offloaded` are not on the device.
     """
@@ -35,7 +35,7 @@ def budget(
 
 
 def live(assembly: Assembly, at: Path, limit: float, offloaded: Sequence[int] = ()) -> Budget:
-    """What is live at a node: that and what is live around the loops and branches that it is in, at most `limit`."""
+    """The row of all that is live at a node, in and around the loops and branches around it, at most `limit` bytes."""
     row = Budget(nbytes={}, copies={}, limit=limit)
     region = assembly.root
     away = frozenset(region.graph.inputs[i] for i in offloaded)
@@ -48,14 +48,14 @@ def live(assembly: Assembly, at: Path, limit: float, offloaded: Sequence[int] = 
 
 
 def _unsliced(joint: Joint, body: int) -> frozenset[int]:
-    """The inputs of a body that are the very arrays around it, not slices."""
+    """The inputs of a body that are whole arrays of the program around it, not slices."""
     sliced = {wire.slot for wire in joint.control.operands if wire.stacked}
     inside = joint.control.bodies[body]
     return frozenset(v for v, slot in zip(inside.graph.inputs, inside.inputs, strict=True) if slot not in sliced)
 
 
 class _Live:
-    """The values of one region that are live when one of its nodes runs, added to a budget.
+    """The values of one region that are live when one of its nodes runs, as entries of a row.
 
     Those `away` take no room of their own.
     """
@@ -71,7 +71,7 @@ class _Live:
         self.nbytes, self.copies = row.nbytes, row.copies
 
     def hold(self, *, whole: bool) -> None:
-        """Adds them; inputs of the `whole` program live as long as it runs."""
+        """Adds the values to the row; inputs of the `whole` program live as long as it runs."""
         late = {v for v in self.readers if self._is_gradient(v)}
         for value, border in self.region.borders.items():
             if value not in late and value not in self.away and self._is_live(value, whole):
@@ -89,50 +89,53 @@ class _Live:
         return float(spec.local_nbytes(self.graph.types[value], self.mesh))
 
     def _hold(self, node: int, value: int, specs: Sequence[ShardingSpec]) -> None:
-        known: dict[ShardingSpec, float] = {}
-        own = np.array([known.setdefault(spec, self._local(value, spec)) for spec in specs])
-        self.nbytes[node] = self.nbytes[node] + own if node in self.nbytes else own
+        """Adds a value's bytes under each strategy of a node."""
+        nbytes_of: dict[ShardingSpec, float] = {}
+        nbytes = np.array([nbytes_of.setdefault(spec, self._local(value, spec)) for spec in specs])
+        self.nbytes[node] = self.nbytes[node] + nbytes if node in self.nbytes else nbytes
 
     def _is_live(self, value: int, whole: bool) -> bool:
+        """Whether a value is live at the point."""
         if value not in self.graph.producers and whole:
             return True
-        made = self.graph.producers.get(value, 0)
-        last = max(self.readers.get(value, ()), default=made)
-        return made <= self.point <= (len(self.graph.nodes) if value in self.graph.outputs else last)
+        producer = self.graph.producers.get(value, 0)
+        last = max(self.readers.get(value, ()), default=producer)
+        return producer <= self.point <= (len(self.graph.nodes) if value in self.graph.outputs else last)
 
     def _is_gradient(self, value: int) -> bool:
         """Whether a value of the backward pass is read by the apply phase alone."""
-        made = self.graph.producers.get(value)
-        if made is None or phase(self.graph.nodes[made]) != "backward":
+        producer = self.graph.producers.get(value)
+        if producer is None or phase(self.graph.nodes[producer]) != "backward":
             return False
         readers = self.readers[value]
         return bool(readers) and all(phase(self.graph.nodes[r]) == "apply" for r in readers)
 
     def _hold_gradient(self, value: int, edges: Sequence[Edge], whole: bool) -> None:
-        """A gradient as its last reader wants it."""
+        """Adds a gradient in the placement in which its last reader needs it."""
         if not self._is_live(value, whole):
             return
         edge = edges[-1]
         sizes = np.array([self._local(value, s) if isinstance(s, ShardingSpec) else 0.0 for s in edge.labels])
-        own = sizes[edge.after]
-        self.nbytes[edge.target] = self.nbytes[edge.target] + own if edge.target in self.nbytes else own
+        nbytes = sizes[edge.after]
+        self.nbytes[edge.target] = self.nbytes[edge.target] + nbytes if edge.target in self.nbytes else nbytes
 
     def _is_copied(self, value: int, fetched: bool) -> bool:
-        """Whether copies of a value may be live: between the first and last of the readers that share them."""
+        """Whether resharded copies of a value may be live: between the first and last reader that share them."""
         readers = [r for r in self.readers.get(value, ()) if not fetched or phase(self.graph.nodes[r]) == "backward"]
         return bool(readers) and min(readers) <= self.point <= max(readers)
 
 
 def _readers(region: Region) -> Mapping[int, Sequence[int]]:
-    """The nodes that read each value, those that read another name of it included."""
-    found: dict[int, list[int]] = {}
+    """The nodes that read each value, also by another name."""
+    readers: dict[int, list[int]] = {}
     for index, node in enumerate(region.graph.nodes):
         for value in _named(region, node.inputs):
-            found.setdefault(value, []).append(index)
-    return found
+            readers.setdefault(value, []).append(index)
+    return readers
 
 
 def _named(region: Region, values: Sequence[int]) -> Iterator[int]:
+    """The values with the values that they are other names of."""
     for value in values:
         yield value
         if (root := region.grouping.roots.get(value, value)) != value:

@@ -1,4 +1,4 @@
-"""The meshes over which a program is planned: every layout of a cluster's devices, or the one that a program names."""
+"""The meshes that a program is planned over: every layout of a cluster's devices, or the one that a program names."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from passes.rules import pinned_mesh
 
 
 def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
-    """Every way to lay out the first devices of a cluster that differs there."""
+    """The meshes over the first devices of a cluster, one for each way to lay them out that differs there."""
     return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
 
 
 def allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
-    """The meshes, or the one that the program's own `shard_map`s name, if a planner's mesh has its sizes."""
+    """The meshes; or where the program's own `shard_map`s name one, that one."""
     pinned = pinned_mesh(graph)
     if pinned is None:
         return meshes
     names, sizes = tuple(pinned), tuple(pinned.values())
     same = [mesh for mesh in meshes if sorted(mesh.sizes) == sorted(s for s in sizes if s > 1)]
     if not same:
-        asked = ", ".join(f"{name}={size}" for name, size in pinned.items())
+        named_axes = ", ".join(f"{name}={size}" for name, size in pinned.items())
         tried, count = " or ".join(map(str, meshes)), math.prod(sizes)
         remedy = f"give it a mesh of that shape, or plan with Auto(max_axes={max(2, len(sizes))})"
         if count != meshes[0].size:
             remedy = f"give it a mesh of all devices, or plan for its own {count}: devices=jax.devices()[:{count}]"
         raise PlanningError(
             explain(
-                f"a shard_map over the mesh ({asked})",
+                f"a shard_map over the mesh ({named_axes})",
                 "a shard_map runs on the very mesh that it names, with all of its devices",
                 f"this planner tried {tried}",
                 remedy,
@@ -45,13 +45,13 @@ def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
 
 
 def named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
-    """The mesh of these named axes; those of one device are left out."""
+    """The mesh of these named axes, those of one device left out."""
     used = [(name, size) for name, size in axes if size > 1]
     return Mesh(axes=tuple(name for name, _ in used), sizes=tuple(size for _, size in used), cluster=cluster)
 
 
 def _distinct(cluster: Cluster, sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """The shapes that differ on this cluster: on one host all devices are equally far apart and order is naming."""
+    """The shapes that differ on this cluster; on one host, where all distances are equal, order does not matter."""
     if cluster.group().hosts > 1:
         return list(sizes)
     return list(dict.fromkeys(tuple(sorted(shape)) for shape in sizes))

@@ -1,4 +1,4 @@
-"""Seconds and bytes of operators under a sharding: a roofline of matrix rate and memory rate over a launch floor.
+"""Seconds and bytes of operators under a sharding: a roofline of flops and bytes over the time of a launch.
 
 Reference: Williams, Waterman and Patterson, "Roofline" (CACM 2009).
 """
@@ -13,7 +13,7 @@ from passes.rules import Assignment, ShardingRule
 
 
 def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float:
-    """The flops of one device; only factors that stand on a dimension divide the work.
+    """The flops of one device; only factors on a dimension divide the work.
 
     Where small products were seen to be slow, flops count for as many as a large product has in the same time.
     """
@@ -29,17 +29,17 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
 
 
 def is_slowed(rule: ShardingRule, mesh: Mesh) -> bool:
-    """Whether this is a product, on a device where small ones were seen to be slow."""
+    """Whether an operator is a product on a device that is slow at small ones."""
     return bool(mesh.cluster.group().device.half_extent and not rule.light and rule.flops and len(rule.operands) == 2)
 
 
 def extents(rule: ShardingRule, parts: Mapping[int, int]) -> tuple[float, float, float]:
-    """A device's rows, columns and inner dimension in a product of two operands, without what all three batch.
+    """The rows, columns and inner dimension of one device's product of two operands, shared batch dimensions left out.
 
     A convolution's channels are columns and inner dimension; all that it multiplies beside its named dimensions, the
     positions and the window, counts as rows.
     """
-    left, right, out = (
+    lhs, rhs, out = (
         {f for f in dims if f >= 0 and rule.factors[f].size}
         for dims in (rule.operands[0], rule.operands[1], rule.results[0])
     )
@@ -47,6 +47,6 @@ def extents(rule: ShardingRule, parts: Mapping[int, int]) -> tuple[float, float,
     def extent(factors: set[int]) -> float:
         return math.prod(rule.factors[f].size / parts.get(f, 1) for f in factors)
 
-    named = math.prod(rule.factors[f].size for f in left | right | out)
-    rows = extent((left & out) - right) * max(rule.flops / (2 * named), 1.0)
-    return rows, extent((right & out) - left), extent((left & right) - out)
+    named = math.prod(rule.factors[f].size for f in lhs | rhs | out)
+    rows = extent((lhs & out) - rhs) * max(rule.flops / (2 * named), 1.0)
+    return rows, extent((rhs & out) - lhs), extent((lhs & rhs) - out)

@@ -1,11 +1,11 @@
-"""The legal ways to place one bundle on a mesh, each with its seconds and with the placements at its border.
+"""The strategies of one bundle on a mesh: every legal placement of it, with seconds and placements at its interface.
 
 A strategy fixes the assignment of every member. Reshardings inside the bundle (the mean of a cut dimension, say) are
 part of its cost; reshardings between bundles belong to the edges of the integer program.
 
-Which strategies there may be does not depend on sizes, so it is found once for bundles of one pattern, on whatever mesh
-(`passes.intra_op.strategy_space`); here those whose axes divide are priced, all of a bundle at once. Equal bundles of
-one program or of several share a table as long as these are planned with one resharder.
+Which strategies there may be does not depend on sizes, so it is found once for bundles of one signature, on whatever
+mesh (`passes.intra_op.strategy_space`); here those whose axes divide are priced, all of a bundle at once. Equal bundles
+of one program or of several share a table as long as these are planned with one resharder.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import NoLegalPlanError, explain
-from passes.intra_op.forms import PARTIAL, Form, Pattern, Picks, Where
+from passes.intra_op.forms import PARTIAL, Form, Picks, Signature, Where
 from passes.intra_op.roofline import is_slowed, local_flops
-from passes.intra_op.strategy_space import Ways, subsets, ways_of
+from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.ir import Graph, TensorType
 from passes.placement import Bundle, Grouping
 from passes.rules import Assignment, ShardingRule
@@ -35,7 +35,7 @@ Types = tuple[TensorType, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One choice: what each axis cuts, the members' assignments, and seconds by cause."""
+    """One legal way to place a bundle: what each axis cuts, the members' assignments, and seconds by cause."""
 
     picks: Picks
     assignments: tuple[Assignment, ...]
@@ -45,7 +45,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """All strategies of a bundle: `reads[port][s]` and `makes[value][s]` are the placements at the border.
+    """All strategies of a bundle, with the placements of the values that it reads (`ports`) and writes (`makes`).
 
     A port is (position of the value among the bundle's operands, placements); values are positions too, so that bundles
     of one shape share a table. `seconds` [strategies] counts each bundle once.
@@ -59,7 +59,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """A primitive by name, its rule, and the types it is applied to."""
+    """A primitive by name with its rule and the types that it is applied to."""
 
     primitive: str
     rule: ShardingRule
@@ -69,7 +69,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """The shape of a bundle without its value numbers: equal outlines have equal tables.
+    """The structure of a bundle without value numbers: equal outlines have equal tables.
 
     `operators` are numbers of one tabulator. `operands` holds, per member, positions of its operands: (`in`, k) for the
     k-th value that the bundle holds, (`out`, k) for the k-th value read from elsewhere, None for literals and free
@@ -87,7 +87,7 @@ class Outline:
 
 
 class Tabulator:
-    """Tables of bundles on one mesh; equal outlines are tabulated once, whatever program they are of."""
+    """The tables of bundles on one mesh; bundles of equal outline share a table, in whatever program they are."""
 
     def __init__(self, resharder: Resharder) -> None:
         self.resharder = resharder
@@ -100,7 +100,7 @@ class Tabulator:
         self._parts: Indices = np.array(parts, dtype=np.intp)
 
     def operators(self, graph: Graph, grouping: Grouping) -> list[int]:
-        """The number of every node's operator; nodes that share a rule are one operator."""
+        """The operator number of every node; nodes that share a rule have one operator."""
         numbers: dict[int, int] = {}
         for node, rule in zip(graph.nodes, grouping.rules, strict=True):
             if id(rule) not in numbers:
@@ -112,20 +112,20 @@ class Tabulator:
     def table(self, shape: Outline, source: str) -> Table:
         """The table of a bundle with this outline. Raises NoLegalPlanError, naming its `source`, if it has none."""
         if shape not in self._known:
-            found = _Pricing(self, shape).run()
-            if found is None:
+            table = _Pricing(self, shape).run()
+            if table is None:
                 raise NoLegalPlanError(self._unmet(shape, source))
-            self._known[shape] = found
+            self._known[shape] = table
         return self._known[shape]
 
     def members(self, shape: Outline) -> list[Operator]:
         """The operators of an outline."""
         return [self._operators[number] for number in shape.operators]
 
-    def ways(self, shape: Outline) -> Ways:
-        """The ways of an outline, legal or not on this mesh."""
-        return ways_of(
-            Pattern(
+    def space(self, shape: Outline) -> StrategySpace:
+        """The strategy space of an outline: strategies legal or not on this mesh."""
+        return strategy_space(
+            Signature(
                 axes=self.mesh.axes,
                 options=(*shape.options, PARTIAL) if shape.light else shape.options,
                 forms=tuple([self._forms[number] for number in shape.operators]),
@@ -138,11 +138,11 @@ class Tabulator:
         )
 
     def pieces(self, masks: Indices) -> Indices:
-        """The devices along sets of axes."""
+        """The number of devices along each of these sets of axes."""
         return self._parts[masks]
 
     def divided(self, nbytes: Floats, axes: Indices) -> Floats:
-        """Bytes [..., 1] cut by one axis after the other, `axes` [..., depth]; -1 is none."""
+        """Bytes [..., 1] divided by one axis after the other, `axes` [..., depth]; -1 is no axis."""
         sizes = np.array((*self.mesh.sizes, 1), dtype=np.float64)
         for depth in range(axes.shape[-1]):
             nbytes = nbytes / sizes[axes[..., depth]]
@@ -165,10 +165,10 @@ class Tabulator:
         return Form(rule=bare, grows=grows)
 
     def _unmet(self, shape: Outline, source: str) -> str:
-        """Why no strategy is left: the first constraint of the user's that this mesh cannot meet."""
+        """The reason why no strategy is legal: the first constraint of the user's that this mesh cannot meet."""
         members = self.members(shape)
-        wanted = next((member.rule.pieces for member in members if member.rule.pieces), ())
-        pieces = ", ".join("any" if count is None else f"{count}" for count in wanted)
+        required = next((member.rule.pieces for member in members if member.rule.pieces), ())
+        pieces = ", ".join("any" if count is None else f"{count}" for count in required)
         return explain(
             f"a sharding constraint to [{pieces}] pieces of {members[0].writes[0]}",
             f"no axes of the mesh cut it so; the last one tried is {self.mesh}",
@@ -178,88 +178,90 @@ class Tabulator:
 
 
 class _Pricing:
-    """One outline on one mesh: seconds of all its ways, and the cheapest of those that meet their neighbours alike."""
+    """One outline on one mesh: the seconds of its strategies, and the cheapest of those with equal interfaces."""
 
     def __init__(self, tabulator: Tabulator, shape: Outline) -> None:
         self.tabulator = tabulator
         self.shape = shape
         self.members = tabulator.members(shape)
-        self.ways = tabulator.ways(shape)
+        self.space = tabulator.space(shape)
         self.held = dict[int, TensorType]()
-        for member, operands, made in zip(self.members, shape.operands, shape.makes, strict=True):
+        for member, operands, written in zip(self.members, shape.operands, shape.makes, strict=True):
             read = ((w, type) for w, type in zip(operands, member.reads, strict=True) if w and w[0] == "in")
-            self.held |= {where[1]: type for where, type in read} | dict(zip(made, member.writes, strict=True))
+            self.held |= {where[1]: type for where, type in read} | dict(zip(written, member.writes, strict=True))
 
     def run(self) -> Table | None:
-        """The table, None if nothing is legal."""
-        ways = self.ways
-        if not ways.picks:
+        """The table; None if no strategy is legal."""
+        space = self.space
+        if not space.picks:
             return None
         compute, reshard = self._compute_seconds(), self._reshard_seconds()
         seconds = np.where(self._legal(), compute + reshard, np.inf)
         best: dict[int, int] = {}
-        for way, (border, spent) in enumerate(zip(ways.kinds, seconds.tolist(), strict=True)):
+        for number, (border, spent) in enumerate(zip(space.kinds, seconds.tolist(), strict=True)):
             if spent < np.inf and (border not in best or spent < seconds[best[border]]):
-                best[border] = way
+                best[border] = number
         if not best:
             return None
         chosen = list(best.values())
-        codes: list[list[int]] = ways.border[:, chosen].tolist()
-        rows = [tuple([ways.specs[code] for code in row]) for row in codes]
-        count = len(ways.ports)
+        codes: list[list[int]] = space.border[:, chosen].tolist()
+        rows = [tuple([space.specs[code] for code in row]) for row in codes]
+        count = len(space.ports)
         return Table(
             strategies=tuple(
                 Strategy(
-                    picks=ways.picks[way],
-                    assignments=ways.assignments[way],
-                    compute_seconds=float(compute[way]),
-                    reshard_seconds=float(reshard[way]),
+                    picks=space.picks[number],
+                    assignments=space.assignments[number],
+                    compute_seconds=float(compute[number]),
+                    reshard_seconds=float(reshard[number]),
                 )
-                for way in chosen
+                for number in chosen
             ),
-            ports=tuple(dict.fromkeys(zip(ways.ports, rows[:count], strict=True))),
+            ports=tuple(dict.fromkeys(zip(space.ports, rows[:count], strict=True))),
             makes=dict(zip((*self.shape.visible, *self.shape.absorbed), rows[count:], strict=True)),
             seconds=seconds[chosen],
         )
 
     def _legal(self) -> NDArray[np.bool_]:
-        """Whether axes divide what they cut and make what the user asks for."""
-        ways, mesh = self.ways, self.tabulator.mesh
-        sizes = [self.members[position].rule.factors[factor].size for position, factor in ways.factors]
-        whole = np.array(sizes, dtype=np.intp)[:, None]
-        legal = (whole % self.tabulator.pieces(ways.masks) == 0).all(axis=0)
+        """Whether each strategy's axes divide what they cut and meet the user's constraints."""
+        space, mesh = self.space, self.tabulator.mesh
+        sizes = [self.members[position].rule.factors[factor].size for position, factor in space.factors]
+        factor_sizes = np.array(sizes, dtype=np.intp)[:, None]
+        legal = (factor_sizes % self.tabulator.pieces(space.masks) == 0).all(axis=0)
         for position, member in enumerate(self.members):
             if member.rule.pieces:
-                legal &= [member.rule.fulfils(one[position], mesh) for one in ways.assignments]
+                legal &= [member.rule.fulfils(assignments[position], mesh) for assignments in space.assignments]
         return legal
 
     def _compute_seconds(self) -> Floats:
-        """Seconds of every way by a roofline: the larger of compute and memory time, plus one launch."""
+        """Seconds of every strategy by a roofline: the larger of compute and memory time, plus one launch."""
         device = self.tabulator.mesh.cluster.group().device
         rate = device.matmul_flops_per_second(self._dtype())
         spent = np.maximum(self._flops() / rate, self._nbytes() / device.memory_bytes_per_second)
         return spent + device.launch_seconds
 
     def _dtype(self) -> str:
-        """The dtype that the first member computes in: its first operand's, or its result's, if it has any."""
+        """The dtype in which the first member computes: that of its first operand or, without one, of its result."""
         return next((type.dtype for type in (*self.members[0].reads, *self.members[0].writes)), "float32")
 
     def _flops(self) -> Floats:
         mesh = self.tabulator.mesh
-        whole = np.array([member.rule.flops for member in self.members])
-        rows = whole[:, None] / self.tabulator.pieces(self.ways.cuts)
+        member_flops = np.array([member.rule.flops for member in self.members])
+        rows = member_flops[:, None] / self.tabulator.pieces(self.space.cuts)
         for position, member in enumerate(self.members):
             if is_slowed(member.rule, mesh):
-                rows[position] = [local_flops(member.rule, one[position], mesh) for one in self.ways.assignments]
+                rows[position] = [
+                    local_flops(member.rule, assignments[position], mesh) for assignments in self.space.assignments
+                ]
         return _added(rows)
 
     def _nbytes(self) -> Floats:
-        """What a device reads of the operands, then what it writes of the values that leave the bundle."""
-        ways, rows = self.ways, list[Floats]()
-        read = [self._read_nbytes(position, operand) for position, operand in ways.reads]
-        made = [self.held[value].nbytes for value in self.shape.visible]
-        whole = np.array([*read, *made], dtype=np.float64)[:, None]
-        rows = self.tabulator.divided(whole, ways.depths[ways.pieces])
+        """Bytes that a device reads of the operands and writes of the values that leave the bundle."""
+        space, rows = self.space, list[Floats]()
+        read = [self._read_nbytes(position, operand) for position, operand in space.reads]
+        written = [self.held[value].nbytes for value in self.shape.visible]
+        sizes = np.array([*read, *written], dtype=np.float64)[:, None]
+        rows = self.tabulator.divided(sizes, space.depths[space.pieces])
         return _added(rows[: len(read)]) + _added(rows[len(read) :])
 
     def _read_nbytes(self, position: int, operand: int) -> int:
@@ -268,8 +270,8 @@ class _Pricing:
         return min(nbytes, member.writes[0].nbytes) if operand in member.rule.sparse else nbytes
 
     def _reshard_seconds(self) -> Floats:
-        total = np.zeros(len(self.ways.picks))
-        for moved in self.ways.moves:
+        total = np.zeros(len(self.space.picks))
+        for moved in self.space.moves:
             type = self.held[moved.value]
             costs = [0.0, *(self.tabulator.resharder.cost(type, before, after) for before, after in moved.pairs)]
             total += np.array(costs)[moved.which]
@@ -277,37 +279,37 @@ class _Pricing:
 
 
 def _added(rows: Floats) -> Floats:
-    """The sum of rows, added one after the other: equal costs stay equal, which a pairwise sum does not promise."""
+    """The sum of rows, added in order: equal costs stay equal, unlike in a pairwise sum."""
     return sum(rows, np.zeros(rows.shape[1]))
 
 
 def outline(
     bundle: Bundle, graph: Graph, grouping: Grouping, visible: frozenset[int], operators: Sequence[int]
 ) -> tuple[Outline, list[int], list[int]]:
-    """The outline of a bundle with the values that its positions stand for: (outline, held values, read values)."""
+    """A bundle's outline, with the values that its positions stand for: (outline, values inside, values read)."""
     members = sorted(bundle.members)
     nodes = [graph.nodes[member] for member in members]
-    held = {value: k for k, value in enumerate(dict.fromkeys(bundle.inputs))}
+    inside = {value: k for k, value in enumerate(dict.fromkeys(bundle.inputs))}
     for node in nodes:
         for value in node.outputs:
-            held.setdefault(value, len(held))
+            inside.setdefault(value, len(inside))
     read: dict[int, int] = {}
 
     def where(value: int) -> Where | None:
-        if value in held:
-            return "in", held[value]
+        if value in inside:
+            return "in", inside[value]
         if value in graph.literals or value in grouping.free:
             return None
         return "out", read.setdefault(value, len(read))
 
-    made = Outline(
+    shape = Outline(
         operators=tuple([operators[member] for member in members]),
         operands=tuple([tuple([where(value) for value in node.inputs]) for node in nodes]),
-        makes=tuple([tuple([held[value] for value in node.outputs]) for node in nodes]),
-        visible=tuple([k for value, k in held.items() if value in visible]),
-        absorbed=tuple([held[value] for value in bundle.inputs]),
+        makes=tuple([tuple([inside[value] for value in node.outputs]) for node in nodes]),
+        visible=tuple([k for value, k in inside.items() if value in visible]),
+        absorbed=tuple([inside[value] for value in bundle.inputs]),
         classes=tuple([tuple([bundle.find(cls) for cls in bundle.factor_classes[member]]) for member in members]),
         options=tuple(bundle.classes),
         light=bundle.light,
     )
-    return made, list(held), list(read)
+    return shape, list(inside), list(read)

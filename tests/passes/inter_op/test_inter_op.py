@@ -254,7 +254,7 @@ def test_what_cannot_be_in_the_best_partition_need_not_be_asked_for(seed: int, s
         "proof": 10**6,
     }
     wanted = outcome(n_layers, whole, shaped(whole, sizes), everything, **options)
-    found = outcome(n_layers, whole, shaped(whole, sizes), few, **options, least=least)
+    found = outcome(n_layers, whole, shaped(whole, sizes), few, **options, lower_bound=least)
     if isinstance(wanted, str) or isinstance(found, str):
         assert found == wanted
         return
