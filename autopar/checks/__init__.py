@@ -1,4 +1,4 @@
-"""What a compiled program holds, read from its HLO, against what its plan promised."""
+"""The contents of a compiled program, read from its HLO, compared with what its plan promised."""
 
 from autopar.checks import hlo
 from autopar.checks.verification import Verification, verify

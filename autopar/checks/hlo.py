@@ -41,7 +41,7 @@ again at all. Jaxlib 0.11 keeps them by itself. `test_what_is_recomputed_is_ther
 
 
 def compiler_options(platform: str, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """XLA's options for a planned program on a platform, those that are `asked` for besides."""
+    """XLA's options for a planned program on a platform, with those of the user (`asked`) added."""
     options = dict(asked or {})
     if platform == "cpu":
         passes = (options.get("xla_disable_hlo_passes"), BARRIERS_KEPT["xla_disable_hlo_passes"])
@@ -151,14 +151,14 @@ def _scan(lines: Iterable[str]) -> tuple[list[tuple[str, str]], Mapping[str, lis
         if _MENTION.search(called):
             mentions.append((computation, line))
         trips = _TRIPS.search(line) if " while(" in called else None
-        for several, one in _CALLEES.findall(called):
-            for callee in several.split(",") if several else (one,):
+        for several, single in _CALLEES.findall(called):
+            for callee in several.split(",") if several else (single,):
                 callers[callee.strip().removeprefix("%")].append((computation, int(trips[1]) if trips else 1))
     return mentions, callers
 
 
 def _executions(callers: Mapping[str, list[tuple[str, int]]]) -> Callable[[str], int]:
-    """How often a computation runs in one call of the entry: over all its callers, and theirs."""
+    """A function that says how often a computation runs in one call of the entry: over all its callers, and theirs."""
 
     @cache
     def executions(computation: str) -> int:
@@ -171,7 +171,7 @@ def _executions(callers: Mapping[str, list[tuple[str, int]]]) -> Callable[[str],
 def _read(
     line: str, axes: tuple[str, ...], sizes: tuple[int, ...], count: int, sources: Mapping[str, str]
 ) -> list[HloCollective]:
-    """The tensors of the collective on `line`; none if it only names one, finishes one or stays on one device."""
+    """The tensors that the collective on `line` sends; none if it only names one, ends one or stays on one device."""
     try:
         result, opcode, attributes, metadata = _split(line)
         if not _MENTION.match(f" {opcode}(") or opcode.endswith(("-done", "-update")):
@@ -214,7 +214,7 @@ def _split(line: str) -> tuple[str, str, str, str]:
 
 
 def _closing(line: str, start: int) -> int:
-    """The position after the parenthesis that closes the one at `start`; layouts have balanced ones of their own."""
+    """The position after the parenthesis that closes the one at `start`; layouts hold balanced ones of their own."""
     depth = 0
     for bracket in _BRACKET.finditer(line, start):
         depth += 1 if bracket[0] == "(" else -1

@@ -1,4 +1,4 @@
-"""The work of a compiled program's products, read from its optimized HLO text.
+"""The flops of a compiled program's products, read from its optimized HLO text.
 
 Reference: XLA, `HloCostAnalysis::HandleDot` and `HandleConvolution`, which count a loop's body once; here it counts as
 often as it runs.
@@ -30,22 +30,24 @@ def product_flops(hlo_text: str) -> float:
         shapes[result[1]] = shape
         product = _PRODUCT.search(line)
         if product is not None:
-            left, right = shapes.get(product[2], ()), shapes.get(product[3], ())
-            summed = _contracted(line, left) if product[1] == "dot" else _window(line, right)
+            lhs, rhs = shapes.get(product[2], ()), shapes.get(product[3], ())
+            summed = _contracted(line, lhs) if product[1] == "dot" else _window(line, rhs)
             total += 2.0 * runs * math.prod(shape) * summed
     return total
 
 
-def _contracted(line: str, left: tuple[int, ...]) -> int:
-    """Elements that a dot sums for each of its results."""
-    found = _CONTRACTED.search(line)
-    return math.prod(left[d] for d in _numbers(found[1])) if found else 1
+def _contracted(line: str, lhs: tuple[int, ...]) -> int:
+    """The number of elements that a dot sums for each element of its result."""
+    match = _CONTRACTED.search(line)
+    return math.prod(lhs[d] for d in _numbers(match[1])) if match else 1
 
 
 def _window(line: str, kernel: tuple[int, ...]) -> float:
-    """Elements that a convolution sums for each of its results: those of the kernel for one output channel."""
-    found = _LABELS.search(line)
-    return math.prod(kernel) / kernel[found[1].index("o")] if found and kernel else 1.0
+    """The number of elements that a convolution sums for each of its results: those of the kernel for one output
+    channel.
+    """
+    match = _LABELS.search(line)
+    return math.prod(kernel) / kernel[match[1].index("o")] if match and kernel else 1.0
 
 
 def _numbers(text: str) -> tuple[int, ...]:

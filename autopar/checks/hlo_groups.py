@@ -1,4 +1,4 @@
-"""Who takes part in a collective: replica groups of HLO as axes of a mesh."""
+"""The devices that take part in a collective: replica groups of HLO as axes of a mesh."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _SUB_AXIS = re.compile(r"(.*):\((\d+)\)(\d+)")
 
 
 def participants(kind: str, attributes: str) -> str:
-    """The attribute that says which devices talk, as text."""
+    """The attribute of a collective that lists its devices, as text."""
     pattern = _PAIRS if kind == "permute" else _GROUPS
-    found = pattern.search(attributes)
-    if not found:
+    match = pattern.search(attributes)
+    if not match:
         raise ValueError("no replica groups or source-target pairs that autopar knows")
-    return found[0]
+    return match[0]
 
 
 @lru_cache(maxsize=4096)
 def spanned_axes(who: str, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[str, ...]:
-    """The axes along which the devices that talk differ; `UNKNOWN` if they are no grid along axes of this mesh."""
+    """The axes along which a collective's devices differ; `UNKNOWN` if they are no grid along axes of this mesh."""
     n_devices = math.prod(sizes)
     if pairs := _PAIRS.fullmatch(who):
         groups = _nested(pairs[1])

@@ -1,4 +1,4 @@
-"""What a plan promises to send, held against what XLA compiled.
+"""The collectives that a plan promises, compared with those that XLA compiled.
 
     promised    the plan's collectives, in the types in which a platform sends them        `_promised`
     compiled    the program's collectives, from its optimized HLO                          autopar/checks/hlo.py
@@ -63,8 +63,8 @@ class Row:
     compiled: int
 
     def __str__(self) -> str:
-        each = f"{self.kind}@{'+'.join(self.axes)} {self.dtype} {quantities.nbytes(self.nbytes)}"
-        return f"{each}: {self.planned:,} planned, {self.compiled:,} compiled"
+        sort = f"{self.kind}@{'+'.join(self.axes)} {self.dtype} {quantities.nbytes(self.nbytes)}"
+        return f"{sort}: {self.planned:,} planned, {self.compiled:,} compiled"
 
     @property
     def planned_nbytes(self) -> int:
@@ -77,7 +77,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Planned against compiled collectives of one step, `rows` by falling bytes; `unplanned` are those no plan holds.
+    """The comparison of one step: `rows` by falling bytes, and collectives of the program that no plan holds
+    (`unplanned`).
 
     `count` of an unplanned collective is how often it runs beyond the plan. The flops are those of one device's matrix
     products and convolutions; `planned_flops` is None where the plan's program was not at hand.
@@ -90,7 +91,7 @@ class Verification:
 
     @property
     def missing(self) -> tuple[Row, ...]:
-        """What the plan holds and the program sends not once, though there is something to send.
+        """The rows that the plan holds and the program never sends, though there is something to send.
 
         A single integer counts a loop's iterations, as a rule, and XLA knows those without asking.
         """
@@ -98,16 +99,16 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the program sends nothing that the plan does not, and leaves out what repeats at most."""
+        """Whether the program sends nothing beyond the plan, and leaves out at most repeated tensors."""
         return not self.unplanned and not self.missing
 
     def tables(self) -> tuple[Table, ...]:
-        """Planned and compiled tensors side by side; then, if there are any, the unplanned ones."""
-        found = (_rows_table(self.rows), _unplanned_table(self.unplanned), self._flops_table())
-        return tuple(table for table in found if table.rows or table is found[0])
+        """The tables of planned and compiled tensors and, if there are any, of unplanned ones."""
+        tables = (_rows_table(self.rows), _unplanned_table(self.unplanned), self._flops_table())
+        return tuple(table for table in tables if table.rows or table is tables[0])
 
     def _flops_table(self) -> Table:
-        """Whether what is computed again is: XLA may have merged it with the first time, or made more of it."""
+        """The table of planned and compiled flops, which differ where XLA merged or added recomputation."""
         columns = (Column(heading=""), Column(heading="flops of one device", right=True))
         rows = (("planned", f"{self.planned_flops or 0:.4g}"), ("compiled", f"{self.compiled_flops:.4g}"))
         return Table(title="products of one step", columns=columns, rows=rows if self.planned_flops else ())
@@ -138,15 +139,16 @@ class Verification:
 
 
 def verify(plan: Plan, hlo_text: str, *, platform: str = "cpu", planned_flops: float | None = None) -> Verification:
-    """A plan against the optimized HLO of its program, compiled for `platform` with `hlo.UNCOMBINED`.
+    """The comparison of a plan with the optimized HLO of its program, compiled for `platform` with `hlo.UNCOMBINED`.
 
     `planned_flops` are those of the program's products on one device (`passes.intra_op.flops`), to be told beside
-    XLA's. What the user's own `shard_map`s send is left out. Raises InternalError for a collective that cannot be read.
+    XLA's. What the user's emitted `shard_map`s send is left out. Raises InternalError for a collective that cannot be
+    read.
     """
     every = hlo.collectives(hlo_text, plan.mesh.axes, plan.mesh.sizes)
-    found = [collective for collective in every if USERS_OWN not in collective.op_name]
+    emitted = [collective for collective in every if USERS_OWN not in collective.op_name]
     compiled: Counter[_Key] = Counter()
-    for collective in found:
+    for collective in emitted:
         compiled[_key(collective)] += collective.count
     planned = _merged(_promised(plan.collectives, platform), compiled)
     rows = [
@@ -157,14 +159,14 @@ def verify(plan: Plan, hlo_text: str, *, platform: str = "cpu", planned_flops: f
     rows.sort(key=lambda row: (-max(row.planned_nbytes, row.compiled_nbytes), row.kind, row.axes, row.dtype))
     return Verification(
         rows=tuple(rows),
-        unplanned=tuple(_beyond(planned, found)),
+        unplanned=tuple(_beyond(planned, emitted)),
         compiled_flops=product_flops(hlo_text),
         planned_flops=planned_flops,
     )
 
 
 def _promised(collectives: Iterable[Collective], platform: str) -> Counter[_Key]:
-    """How many tensors of each type a plan sends."""
+    """The number of tensors of each type that a plan sends."""
     promised: Counter[_Key] = Counter()
     for collective in collectives:
         dtype = _sent(collective.kind, collective.dtype, platform)
@@ -191,7 +193,7 @@ def _is_known(row: Row) -> bool:
 
 
 def _merged(planned: Counter[_Key], compiled: Counter[_Key]) -> Counter[_Key]:
-    """The promise with all-reduces over single axes counted as one over all of them where XLA merged them so."""
+    """The promise, with all-reduces over single axes counted as one over all of them where XLA merged them so."""
     planned = Counter(planned)
     for key in compiled - planned:
         kind, axes, dtype, nbytes = key
@@ -213,17 +215,17 @@ def _partitions(axes: tuple[str, ...]) -> list[tuple[tuple[str, ...], ...]]:
     return [parts for parts in tuples if sorted(itertools.chain(*parts)) == sorted(axes)]
 
 
-def _beyond(planned: Mapping[_Key, int], found: Iterable[HloCollective]) -> list[HloCollective]:
-    """The collectives that are left when the plan has taken its own, first of all those that lowering made."""
+def _beyond(planned: Mapping[_Key, int], compiled: Iterable[HloCollective]) -> list[HloCollective]:
+    """The collectives beyond those that the plan accounts for, which are first of all those that lowering made."""
     alike: defaultdict[_Key, list[HloCollective]] = defaultdict(list)
-    for collective in found:
+    for collective in compiled:
         alike[_key(collective)].append(collective)
     beyond: list[HloCollective] = []
     for key, collectives in alike.items():
-        left = planned.get(key, 0)
+        planned_count = planned.get(key, 0)
         for collective in sorted(collectives, key=lambda c: _MOVE not in c.op_name):
-            extra = max(0, collective.count - left)
-            left = max(0, left - collective.count)
+            extra = max(0, collective.count - planned_count)
+            planned_count = max(0, planned_count - collective.count)
             if extra:
                 beyond.append(replace(collective, count=extra))
     return beyond

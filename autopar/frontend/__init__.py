@@ -1,4 +1,4 @@
-"""A function and its arguments as a traced program: signatures, types and the planner's graph."""
+"""The JAX function and its arguments as a traced program: call signatures, argument types and the planner's graph."""
 
 from autopar.frontend.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
 from autopar.frontend.flattening import Body, Equation, flatten

@@ -1,4 +1,4 @@
-"""What a call's arguments are: which are static, what the others are named in the user's words, what types they have.
+"""The arguments of a call: which are static, the user's names of the others, and their types.
 
 Static arguments follow `jax.jit`'s own rules.
 """
@@ -28,7 +28,7 @@ _TYPE = attrgetter("shape", "dtype", "weak_type")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """How a function's calls are read.
+    """The way in which a function's calls are read.
 
     `function` is its name and `source` where it starts. `parameters` are the names of positional parameters, `rest`
     that of `*args`.
@@ -65,7 +65,7 @@ class Signature:
         return tuple(a if i in static else next(replaced) for i, a in enumerate(args)), {**kwargs, **dynamic[1]}
 
     def name(self, position: int) -> str:
-        """What the user calls the argument at `position`."""
+        """The user's name of the argument at `position`."""
         if position < len(self.parameters):
             return self.parameters[position]
         return f"{self.rest or 'args'}[{position - len(self.parameters)}]"
@@ -80,8 +80,8 @@ class Signature:
         named: list[str] = []
         for path, _ in tree_flatten_with_path(dynamic)[0]:
             side, argument, *inner = cast("tuple[Any, ...]", path)
-            whole = self.name(positions[argument.idx]) if side.idx == 0 else argument.key
-            named.append(whole + keystr(tuple(inner)))
+            argument_name = self.name(positions[argument.idx]) if side.idx == 0 else argument.key
+            named.append(argument_name + keystr(tuple(inner)))
         return tuple(named)
 
     def _positions(self, n_args: int) -> tuple[int, ...]:
@@ -106,20 +106,20 @@ class Signature:
 def signature_of(fun: Callable[..., Any], static_argnums: Positions, static_argnames: Names) -> Signature:
     """The signature of `fun`, with each of the two ways to name static arguments completed from the other."""
     try:
-        found = list(inspect.signature(fun).parameters.values())
+        parameters = list(inspect.signature(fun).parameters.values())
     except (ValueError, TypeError):
-        found = []
+        parameters = []
     positions = _tuple(static_argnums, int)
     names = _tuple(static_argnames, str)
-    either_way = [(i, p.name) for i, p in enumerate(found) if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    either_way = [(i, p.name) for i, p in enumerate(parameters) if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if static_argnums is None:
         positions = tuple(i for i, name in either_way if name in names)
     elif static_argnames is None:
         names = tuple(name for i, name in either_way if i in positions)
     return Signature(
         function=getattr(fun, "__name__", type(fun).__name__),
-        parameters=tuple(p.name for p in found if p.kind in _POSITIONAL),
-        rest=next((p.name for p in found if p.kind is inspect.Parameter.VAR_POSITIONAL), ""),
+        parameters=tuple(p.name for p in parameters if p.kind in _POSITIONAL),
+        rest=next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), ""),
         static_positions=positions,
         static_names=names,
         source=_source(fun),
@@ -127,7 +127,7 @@ def signature_of(fun: Callable[..., Any], static_argnums: Positions, static_argn
 
 
 def types_of(leaves: Sequence[Any]) -> tuple[Type | None, ...]:
-    """The type of each leaf as `jax.jit` tells them apart, None for what is no array.
+    """The type of each leaf, as `jax.jit` tells types apart; None for a leaf that is no array.
 
     Fast for arrays, which are most of what a step takes.
     """
@@ -161,7 +161,7 @@ def abstract(dynamic: Any, signature: Signature, n_args: int) -> Any:
 
 
 def _typeof(leaf: Any) -> Any:
-    """JAX's type of an array or of what it takes for one, else None."""
+    """JAX's type of an array or of anything that JAX takes for one; None for anything else."""
     try:
         aval = jax.typeof(leaf)
     except TypeError:
@@ -174,8 +174,8 @@ def _type_of(leaf: Any) -> Type | None:
     return None if aval is None else (aval.shape, aval.dtype, aval.weak_type)
 
 
-def _tuple(given: Any, one: type) -> tuple[Any, ...]:
-    return () if given is None else (given,) if isinstance(given, one) else tuple(given)
+def _tuple(given: Any, single: type) -> tuple[Any, ...]:
+    return () if given is None else (given,) if isinstance(given, single) else tuple(given)
 
 
 def _source(fun: Callable[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""A function and its arguments as a `Traced` program: the planner's graph, and what lowering needs beside it."""
+"""The traced program of a function at given arguments: the planner's graph, and all else that lowering needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from passes.ir import Graph, StatePairs, TensorType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A function at given argument types; `equations` are parallel to `graph.nodes`, `constants` to `graph.constants`.
+    """A function traced at given argument types; `equations` are parallel to `graph.nodes`, `constants` to
+    `graph.constants`.
 
     `in_tree` is the tree of (args, kwargs) without static arguments. `donated` has one flag a flat input, `weak` one a
     flat output: whether `jax.jit` would return it weakly typed. `state_pairs` pairs flat outputs with the
@@ -67,16 +68,16 @@ def trace(
         donate_argnames=donate_argnames,
     )
     with jax_compat.no_mesh():
-        found = jitted.trace(*args, **kwargs)
-    paths = tree_flatten_with_path(found.out_info)[0]
+        traced = jitted.trace(*args, **kwargs)
+    paths = tree_flatten_with_path(traced.out_info)[0]
     body = flatten(
-        found.jaxpr,
+        traced.jaxpr,
         input_names=signature.names(dynamic, len(args)),
         output_names=tuple("out" + keystr(path) for path, _ in paths),
     )
     in_tree = jax.tree.structure(dynamic)
-    out_tree = jax.tree.structure(found.out_info)
-    donated = tuple(info.donated for info in jax.tree.leaves(found.args_info))
+    out_tree = jax.tree.structure(traced.out_info)
+    donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
     return Traced(
         graph=body.graph,
         equations=body.equations,
@@ -84,9 +85,9 @@ def trace(
         in_tree=in_tree,
         out_tree=out_tree,
         donated=donated,
-        weak=tuple(bool(aval.weak_type) for aval in found.jaxpr.out_avals),
-        state_pairs=_tied(body.graph, in_tree, out_tree, donated),
-        jaxpr=found.jaxpr,
+        weak=tuple(bool(aval.weak_type) for aval in traced.jaxpr.out_avals),
+        state_pairs=_state_pairs(body.graph, in_tree, out_tree, donated),
+        jaxpr=traced.jaxpr,
     )
 
 
@@ -108,7 +109,7 @@ class _Subtree:
             first += child.num_leaves
 
 
-def _tied(
+def _state_pairs(
     graph: Graph, in_tree: PyTreeDef, out_tree: PyTreeDef, donated: tuple[bool, ...]
 ) -> tuple[tuple[int, int], ...]:
     """(output, input) leaves of each argument that some part of the output repeats in structure and types.
@@ -118,9 +119,9 @@ def _tied(
     """
     args, kwargs = _Subtree(0, in_tree).children()
     arguments = [a for a in (*args.children(), *kwargs.children()) if a.tree.num_leaves]
-    whole = _Subtree(0, out_tree)
-    parts = list(whole.children())
-    results = [whole, *parts, *(inner for part in parts for inner in part.children())]
+    result_tree = _Subtree(0, out_tree)
+    parts = list(result_tree.children())
+    results = [result_tree, *parts, *(inner for part in parts for inner in part.children())]
 
     def is_donated(argument: _Subtree) -> bool:
         return all(donated[i] for i in argument.leaves)
@@ -133,10 +134,10 @@ def _tied(
     for argument in sorted(arguments, key=is_donated, reverse=True):
         if argument.tree.num_leaves == 1 and not is_donated(argument):
             continue
-        wanted = types(graph.inputs, argument.leaves)
+        input_types = types(graph.inputs, argument.leaves)
         for result in results:
             free = taken.isdisjoint(result.leaves)
-            if free and result.tree == argument.tree and types(graph.outputs, result.leaves) == wanted:
+            if free and result.tree == argument.tree and types(graph.outputs, result.leaves) == input_types:
                 taken.update(result.leaves)
                 pairs.extend(zip(result.leaves, argument.leaves, strict=True))
                 break
