@@ -142,7 +142,7 @@ def verify(plan: Plan, hlo_text: str, *, platform: str = "cpu", planned_flops: f
     """The comparison of a plan with the optimized HLO of its program, compiled for `platform` with `hlo.UNCOMBINED`.
 
     `planned_flops` are those of the program's products on one device (`passes.intra_op.flops`), to be told beside
-    XLA's. What the user's emitted `shard_map`s send is left out. Raises InternalError for a collective that cannot be
+    XLA's. What the user's own `shard_map`s send is left out. Raises InternalError for a collective that cannot be
     read.
     """
     every = hlo.collectives(hlo_text, plan.mesh.axes, plan.mesh.sizes)

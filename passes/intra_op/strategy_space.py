@@ -23,8 +23,7 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """The reshardings of an operand inside a bundle: strategy s takes `pairs[which[s] - 1]` (before, after); 0: none.
-    """
+    """The reshardings of an operand in a bundle: strategy s takes `pairs[which[s] - 1]` (before, after); 0: none."""
 
     value: int
     pairs: tuple[tuple[ShardingSpec, ShardingSpec], ...]
