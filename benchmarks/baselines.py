@@ -98,8 +98,8 @@ def listed(cuts: Cuts, axis: str) -> Cut:
     """What `cuts` lists cut over `axis`, the rest whole; stacked layers have a dimension more in front."""
 
     def cut(path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        found = [d for pattern, d in cuts.items() if re.search(rf"(^|/){pattern}$", path)]
-        return dimension(found[0] + ("/Block/" in path), axis) if found else PartitionSpec()
+        matches = [d for pattern, d in cuts.items() if re.search(rf"(^|/){pattern}$", path)]
+        return dimension(matches[0] + ("/Block/" in path), axis) if matches else PartitionSpec()
 
     return cut
 

@@ -48,7 +48,7 @@ class Child:
             if not self._pipe.poll(seconds):
                 self.end()
                 raise CrashError(f"no answer within {seconds:.0f} s")
-            returned, found = self._pipe.recv()
+            returned, result = self._pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             self._process.join()
             code = self._process.exitcode
@@ -56,8 +56,8 @@ class Child:
             how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
             raise CrashError(f"the process ended: {how}") from error
         if not returned:
-            raise CrashError(found)
-        return found
+            raise CrashError(result)
+        return result
 
 
 def _serve(pipe: Connection) -> None:

@@ -200,8 +200,8 @@ def local(ranks: Iterable[int] = (2, 8)) -> System:
 
 
 def _all_gather(x: jax.Array) -> jax.Array:
-    whole = lax.all_gather(x, "x", tiled=True)
-    return lax.dynamic_slice_in_dim(whole, lax.axis_index("x") * x.size, x.size)
+    gathered = lax.all_gather(x, "x", tiled=True)
+    return lax.dynamic_slice_in_dim(gathered, lax.axis_index("x") * x.size, x.size)
 
 
 def _reduce_scatter(x: jax.Array) -> jax.Array:

@@ -28,8 +28,8 @@ class Corpus:
 def sources(root: Path) -> list[Path]:
     """The `*.py` files under `root` by their path, without tests and installed packages."""
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (path for path in relative if EXCLUDED_FOLDERS.isdisjoint(path.parts))
-    return [root / path for path in sorted(kept, key=Path.as_posix)]
+    paths = (path for path in relative if EXCLUDED_FOLDERS.isdisjoint(path.parts))
+    return [root / path for path in sorted(paths, key=Path.as_posix)]
 
 
 def read(megabytes: float = 16, root: Path | None = None) -> Corpus:

@@ -72,17 +72,17 @@ def yardstick(repeats: int = 300) -> float:
 
 def dispatch_table(rows: Sequence[Dispatch]) -> Table:
     """What instructions cost, a kind a row."""
-    found = Table(title="time of the host for an instruction, medians", title_justify="left")
-    found.add_column("devices", no_wrap=True)
-    found.add_column("kind", no_wrap=True)
+    table = Table(title="time of the host for an instruction, medians", title_justify="left")
+    table.add_column("devices", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
     for heading in ("a step", "in a step", "alone", "target"):
-        found.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         bounds: dict[str, float] = dict(zip(("Run", "Send"), BOUNDS.get(row.submeshes, ()), strict=False))
         for kind in ("Run", "Send", "Free", "feed"):
             bound = bounds.get(kind)
             verdict = "" if bound is None else "met" if row.steps[kind] <= bound else "missed"
-            found.add_row(
+            table.add_row(
                 _sizes(row.submeshes) if kind == "Run" else "",
                 kind,
                 str(row.counts[kind]),
@@ -91,7 +91,7 @@ def dispatch_table(rows: Sequence[Dispatch]) -> Table:
                 "" if bound is None else f"{bound * 1e6:.0f} us, {verdict}",
                 style="red" if verdict == "missed" else None,
             )
-    return found
+    return table
 
 
 def _sizes(submeshes: Sequence[int]) -> str:

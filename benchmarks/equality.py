@@ -79,14 +79,14 @@ class Result:
     def misses(self) -> list[str]:
         """What is out of bounds, in words with both numbers."""
         where = f"{self.planner}, {self.program.optimizer}, dropout {self.program.dropout}, {self.program.precision}"
-        found = [
+        misses = [
             f"{where}: {name} differ by {value:.1e}, bound {self.bound:.0e}"
             for name, value in (("parameters", self.parameters), ("losses", self.loss))
             if not value <= self.bound
         ]
         if self.unplanned:
-            found.append(f"{where}: {self.unplanned} unplanned collectives, bound 0")
-        return found
+            misses.append(f"{where}: {self.unplanned} unplanned collectives, bound 0")
+        return misses
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -98,14 +98,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         f"bound ({BOUNDS['float64']:.0e} in float64, {BOUNDS['float32']:.0e} in float32) or a collective is unplanned.",
         epilog="example: python -m benchmarks.equality --planner auto --precision float64",
     )
-    for name, choices, what in (
+    for name, choices, meaning in (
         ("planner", tuple(PLANNERS), "who plans"),
         ("optimizer", OPTIMIZERS, "what updates the parameters"),
         ("dropout", ("off", "on"), "whether features are dropped, with probability 0.1"),
         ("precision", tuple(BOUNDS), "of parameters and of computation"),
     ):
         parser.add_argument(
-            f"--{name}", choices=choices, action="append", help=f"{what}; give it again for more (default: all)"
+            f"--{name}", choices=choices, action="append", help=f"{meaning}; give it again for more (default: all)"
         )
     parser.add_argument(
         "--epsilon",
@@ -200,16 +200,16 @@ def compare(program: Program, planners: list[str]) -> Iterator[Result]:
         lowered = autopar.parallelize(step, planner=PLANNERS[planner]).lower(state, batch, jax.random.key(0))
         compiled = lowered.compile(dict(hlo.UNCOMBINED))
         ours = list(walk(compiled, state, batch))
-        held = verify(lowered.plan, compiled.as_text())
+        verification = verify(lowered.plan, compiled.as_text())
         yield Result(
             program=program,
             planner=planner,
             mesh=mesh_text(lowered.plan),
             parameters=max(difference(a, b) for (a, _), (b, _) in zip(ours, plain, strict=True)),
             loss=max(difference(a, b) for (_, a), (_, b) in zip(ours, plain, strict=True)),
-            planned=sum(row.planned for row in held.rows),
-            compiled=sum(row.compiled for row in held.rows),
-            unplanned=sum(collective.count for collective in held.unplanned),
+            planned=sum(row.planned for row in verification.rows),
+            compiled=sum(row.compiled for row in verification.rows),
+            unplanned=sum(collective.count for collective in verification.unplanned),
             seconds=time.perf_counter() - start,
         )
 
@@ -221,17 +221,17 @@ def mesh_text(plan: Any) -> str:
 
 def table(results: list[Result]) -> Table:
     """All results, one a row; what is out of bounds in red."""
-    found = Table(
+    table = Table(
         title=f"{STEPS} steps of a tiny GPT: largest relative difference from jax.jit, and collectives a step",
         title_justify="left",
         padding=(0, 0),
     )
     for name in ("planner", "mesh", "optimizer", "drop", "precision"):
-        found.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=True)
     for name in ("params", "loss", "plan", "XLA", "unpl.", "time"):
-        found.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for r in results:
-        found.add_row(
+        table.add_row(
             r.planner,
             r.mesh,
             r.program.optimizer,
@@ -245,7 +245,7 @@ def table(results: list[Result]) -> Table:
             f"{r.seconds:.0f} s",
             style="red" if r.misses else None,
         )
-    return found
+    return table
 
 
 def main(argv: list[str] | None = None) -> int:

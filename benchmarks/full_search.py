@@ -62,7 +62,7 @@ def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, opt
     config = replace(config, layers=layers) if layers else config
     train_step, state = one_mesh.make_step(module, config)
     batch = jax.eval_shape(lambda: module.example_batch(config, batch_size, jax.random.key(0)))
-    told: list[tuple[str, float]] = []
+    reports: list[tuple[str, float]] = []
     planner = autopar.Auto(pipeline=True, solver=options)
     step = autopar.parallelize(
         train_step,
@@ -70,25 +70,25 @@ def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, opt
         planner=planner,
         donate_argnums=(0,),
         microbatch_semantics="independent" if module is wide_resnet else "exact",
-        progress=lambda progress: told.append((phase_of(progress.phase), time.perf_counter())),
+        progress=lambda progress: reports.append((phase_of(progress.phase), time.perf_counter())),
     )
     began, cpu = time.perf_counter(), time.process_time()
     step.trace(state, batch)
-    told.append(("microbatches", time.perf_counter()))
+    reports.append(("microbatches", time.perf_counter()))
     plan = step.plan(state, batch)
     ended = time.perf_counter()
     meshes = sum(
         len(layouts(cluster, choice.n_devices, planner.max_axes)) for choice in submeshes(cluster, every=False)
     )
-    asked = one_mesh.depth(config) * meshes * len(ANCHORS)
+    table_entries = one_mesh.depth(config) * meshes * len(ANCHORS)
     return Searched(
         model=f"{name}, {one_mesh.depth(config)} layers",
         cluster=cluster.name,
-        seconds=spent([("trace", began), *told], ended),
+        seconds=spent([("trace", began), *reports], ended),
         total=ended - began,
         cpu=time.process_time() - cpu,
-        tables=asked,
-        priced=sum(phase == "price" for phase, _ in told),
+        tables=table_entries,
+        priced=sum(phase == "price" for phase, _ in reports),
         stages=len(plan.stages) if isinstance(plan, autopar.PipelinePlan) else 1,
         microbatches=plan.microbatches,
         gap=max(stage.gap for stage in plan.stages) if isinstance(plan, autopar.PipelinePlan) else plan.gap,
@@ -98,9 +98,9 @@ def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, opt
     )
 
 
-def phase_of(told: str) -> str:
+def phase_of(report: str) -> str:
     """The phase that a report is of."""
-    match told.removeprefix("stages: ").split():
+    match report.removeprefix("stages: ").split():
         case ["price", *_]:
             return "price"
         case ["partition", *_]:
@@ -113,33 +113,33 @@ def phase_of(told: str) -> str:
             return "whole"
 
 
-def spent(told: Sequence[tuple[str, float]], ended: float) -> dict[str, float]:
+def spent(reports: Sequence[tuple[str, float]], ended: float) -> dict[str, float]:
     """Seconds of every phase, from when each began."""
     seconds = dict.fromkeys(PHASES, 0.0)
-    for (phase, began), (_, after) in zip(told, [*told[1:], ("", ended)], strict=True):
-        seconds[phase] += after - began
+    for (phase, began), (_, following) in zip(reports, [*reports[1:], ("", ended)], strict=True):
+        seconds[phase] += following - began
     return seconds
 
 
-def tables(found: Searched) -> list[Table]:
+def tables(search: Searched) -> list[Table]:
     """Phases and their times; then everything else."""
-    title = f"{found.model} on {found.cluster}, stages searched"
+    title = f"{search.model} on {search.cluster}, stages searched"
     times = Table("phase", "time", "share", title=title, title_justify="left")
     for column in times.columns[1:]:
         column.justify = "right"
-    for phase, words in PHASES.items():
-        seconds = found.seconds[phase]
-        times.add_row(words, quantities.seconds(seconds), quantities.share(seconds, found.total))
+    for phase, label in PHASES.items():
+        seconds = search.seconds[phase]
+        times.add_row(label, quantities.seconds(seconds), quantities.share(seconds, search.total))
     times.add_section()
-    after = found.total - found.seconds["trace"] - found.seconds["microbatches"]
-    times.add_row("after tracing", quantities.seconds(after), quantities.share(after, found.total))
-    times.add_row("total", quantities.seconds(found.total), "")
-    times.add_row("of it CPU", quantities.seconds(found.cpu), quantities.share(found.cpu, found.total))
-    rest = Table(show_header=False)
-    rest.add_row("layer tables", f"{found.tables:,} asked, {found.priced:,} solved")
-    rest.add_row("plan", f"{quantities.count(found.stages, 'stage', 'stages')}, {found.microbatches} microbatches")
-    rest.add_row("gap of its stages", f"{100 * found.gap:.2g} %")
-    rest.add_row("predicted step", quantities.seconds(found.step_seconds))
-    rest.add_row("predicted peak", f"{quantities.nbytes(found.peak_nbytes)} a device")
-    rest.add_row("process peak", f"{quantities.nbytes(found.rss_nbytes)} of resident memory so far")
-    return [times, rest]
+    after_tracing = search.total - search.seconds["trace"] - search.seconds["microbatches"]
+    times.add_row("after tracing", quantities.seconds(after_tracing), quantities.share(after_tracing, search.total))
+    times.add_row("total", quantities.seconds(search.total), "")
+    times.add_row("of it CPU", quantities.seconds(search.cpu), quantities.share(search.cpu, search.total))
+    details = Table(show_header=False)
+    details.add_row("layer tables", f"{search.tables:,} asked, {search.priced:,} solved")
+    details.add_row("plan", f"{quantities.count(search.stages, 'stage', 'stages')}, {search.microbatches} microbatches")
+    details.add_row("gap of its stages", f"{100 * search.gap:.2g} %")
+    details.add_row("predicted step", quantities.seconds(search.step_seconds))
+    details.add_row("predicted peak", f"{quantities.nbytes(search.peak_nbytes)} a device")
+    details.add_row("process peak", f"{quantities.nbytes(search.rss_nbytes)} of resident memory so far")
+    return [times, details]

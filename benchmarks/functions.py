@@ -95,10 +95,10 @@ def _largest(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _recurrent(w: jax.Array, a: jax.Array) -> jax.Array:
-    def one(held: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.tanh(held @ w + row), held
+    def next_state(state: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(state @ w + row), state
 
-    return jnp.mean(lax.scan(one, jnp.zeros((64, COLUMNS), a.dtype), a.reshape(16, 64, COLUMNS))[1] ** 2)
+    return jnp.mean(lax.scan(next_state, jnp.zeros((64, COLUMNS), a.dtype), a.reshape(16, 64, COLUMNS))[1] ** 2)
 
 
 def _layers(params: Any, a: jax.Array) -> jax.Array:
@@ -110,8 +110,8 @@ def _looked_up(table: jax.Array, places: jax.Array, a: jax.Array) -> jax.Array:
 
 
 def _filtered(kernel: jax.Array, images: jax.Array) -> jax.Array:
-    made = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return jnp.mean(jax.nn.relu(made) ** 2)
+    features = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jnp.mean(jax.nn.relu(features) ** 2)
 
 
 def _attended(w: jax.Array, a: jax.Array) -> jax.Array:

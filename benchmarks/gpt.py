@@ -63,13 +63,13 @@ def start_devices(requested: int | None, planner: str) -> int:
     Raises SystemExit if `requested` devices cannot be had.
     """
     jax.config.update("jax_num_cpu_devices", requested or (1 if planner == "jit" else 8))  # no other platform minds
-    found = jax.device_count()
-    if requested not in (None, found):
+    count = jax.device_count()
+    if requested not in (None, count):
         raise SystemExit(
-            f"--devices {requested}, but this machine has {found} of kind {jax.devices()[0].device_kind}: leave the "
+            f"--devices {requested}, but this machine has {count} of kind {jax.devices()[0].device_kind}: leave the "
             "option out to use them all, or hide some (CUDA_VISIBLE_DEVICES)"
         )
-    return 1 if planner == "jit" else found
+    return 1 if planner == "jit" else count
 
 
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:

@@ -78,16 +78,16 @@ def traced(model: str, layers: int, batch_size: int) -> tuple[Traced, float]:
 
 def planned(along: str, size: int, program: tuple[Traced, float], cluster: str, axes: int, first: bool = False) -> Row:
     """A program planned on every mesh of a cluster, or on the squarest alone."""
-    found, trace_seconds = program
+    traced, trace_seconds = program
     described = parse_cluster(cluster)
     meshes = layouts(described, described.n_devices, axes)
     meshes = [min(meshes, key=lambda mesh: max(mesh.sizes))] if first else meshes
     start = time.perf_counter()
-    plan = best("auto", found.graph, meshes, found.state_pairs, found.donated, Auto().solver)
+    plan = best("auto", traced.graph, meshes, traced.state_pairs, traced.donated, Auto().solver)
     return Row(
         along=along,
         size=size,
-        operators=len(found.graph.nodes),
+        operators=len(traced.graph.nodes),
         meshes=len(meshes),
         trace_seconds=trace_seconds,
         planning_seconds=time.perf_counter() - start,
@@ -125,24 +125,24 @@ SERIES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 def misses(rows: Sequence[Row]) -> Iterator[str]:
     """The targets that are missed, in words with both numbers."""
     seconds = {(row.along, row.size): row.seconds for row in rows}
-    for along, (small, large, most) in BOUNDS.items():
+    for along, (small, large, limit) in BOUNDS.items():
         if (along, small) in seconds and (along, large) in seconds:
             times = seconds[along, large] / seconds[along, small]
-            if times > most:
-                yield f"from {small:,} to {large:,} {along}: {times:.1f} times as long, target {most:g}"
+            if times > limit:
+                yield f"from {small:,} to {large:,} {along}: {times:.1f} times as long, target {limit:g}"
 
 
 def table(rows: Sequence[Row], model: str) -> Table:
     """All rows, each with how much longer it took than the one before."""
-    found = Table(title=f"Planning {model}", title_justify="left")
+    table = Table(title=f"Planning {model}", title_justify="left")
     for heading in ("along", "size", "operators", "meshes", "trace", "after tracing", "in all", "times", "gap"):
-        found.add_column(heading, justify="left" if heading == "along" else "right")
-    before: Row | None = None
+        table.add_column(heading, justify="left" if heading == "along" else "right")
+    previous: Row | None = None
     for row in rows:
-        same = before is not None and before.along == row.along
+        same = previous is not None and previous.along == row.along
         if not same:
-            found.add_section()
-        found.add_row(
+            table.add_section()
+        table.add_row(
             row.along,
             f"{row.size:,}",
             f"{row.operators:,}",
@@ -150,11 +150,11 @@ def table(rows: Sequence[Row], model: str) -> Table:
             quantities.seconds(row.trace_seconds),
             quantities.seconds(row.planning_seconds),
             quantities.seconds(row.seconds),
-            f"{row.seconds / before.seconds:.2f}" if same and before else "",
+            f"{row.seconds / previous.seconds:.2f}" if same and previous else "",
             f"{100 * row.gap:.2g} %",
         )
-        before = row
-    return found
+        previous = row
+    return table
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -48,10 +48,10 @@ class Loaded:
         """Seconds of the host for each instruction of a step by its kind; `alone` if nothing else runs meanwhile."""
         results, times = self.pipeline.timed(self.leaves, wait=alone)
         jax.block_until_ready(results)
-        found: dict[str, list[float]] = {"feed": [times.feed]}
+        seconds_by_kind: dict[str, list[float]] = {"feed": [times.feed]}
         for instruction, seconds in zip(self.program.instructions, times.host, strict=True):
-            found.setdefault(type(instruction).__name__, []).append(seconds)
-        return found
+            seconds_by_kind.setdefault(type(instruction).__name__, []).append(seconds)
+        return seconds_by_kind
 
 
 def mlp(layers: int, width: int, rows: int) -> Training:
@@ -105,9 +105,9 @@ def live_activations(program: Program, n_stages: int) -> tuple[int, ...]:
         match instruction:
             case Run(task=task, outputs=outputs) if task is not None and task.kind == "forward":
                 key = (task.stage, task.microbatch)
-                kept = [slot for slot in outputs if (slot, *key) in read]
-                owner |= dict.fromkeys(kept, key)
-                live[key] += len(kept)
+                saved = [slot for slot in outputs if (slot, *key) in read]
+                owner |= dict.fromkeys(saved, key)
+                live[key] += len(saved)
                 peak[task.stage] = max(peak[task.stage], sum(n > 0 for (k, _), n in live.items() if k == task.stage))
             case Run(segment=segment, inputs=inputs):
                 gone = tuple(inputs[i] for i in program.segments[segment].donated)

@@ -45,25 +45,25 @@ class Task:
 
 def parser(name: str, description: str, *, batch: int, learning_rate: float) -> argparse.ArgumentParser:
     """The command line of the script called `name`."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
         epilog=f"example: python -m benchmarks.{name} --planner zero3 --steps 50",
     )
     number = {"type": positive, "metavar": "N"}
-    found.add_argument("--steps", default=100, **number, help="optimizer steps (default: %(default)s)")
-    found.add_argument("--batch", default=batch, **number, help="samples a step, all devices (default: %(default)s)")
-    found.add_argument(
+    parser.add_argument("--steps", default=100, **number, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--batch", default=batch, **number, help="samples a step, all devices (default: %(default)s)")
+    parser.add_argument(
         "--learning-rate",
         default=learning_rate,
         type=float,
         metavar="X",
         help="of AdamW, constant (default: %(default)s)",
     )
-    found.add_argument(
+    parser.add_argument(
         "--seed", default=0, type=int, metavar="N", help="of parameters and batches (default: %(default)s)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--planner",
         default="auto",
         type=planner,
@@ -71,35 +71,37 @@ def parser(name: str, description: str, *, batch: int, learning_rate: float) -> 
         help="who plans: autopar's search, or by hand; megatron cuts the batch over D devices, matrices over T; gpipe "
         "and 1f1b make a pipeline (default: %(default)s)",
     )
-    found.add_argument("--stages", **number, help=f"of the pipeline, with gpipe or 1f1b (default: {STAGES})")
-    found.add_argument(
+    parser.add_argument("--stages", **number, help=f"of the pipeline, with gpipe or 1f1b (default: {STAGES})")
+    parser.add_argument(
         "--microbatches",
         **number,
         help=f"pieces of each batch, whose gradients add up (default: {MICROBATCHES} in a pipeline, else 1)",
     )
-    found.add_argument("--devices", **number, help="virtual devices to make on a CPU (default: 8); others are all used")
-    found.add_argument(
+    parser.add_argument(
+        "--devices", **number, help="virtual devices to make on a CPU (default: 8); others are all used"
+    )
+    parser.add_argument(
         "--cluster", metavar="FILE", help="plan for what `autopar measure` saved (default: what is here)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--out", default="plan.json", metavar="PATH", help="where to save the plan (default: %(default)s)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--no-cache",
         action="store_true",
         help="plan anew, and keep nothing (default: the plan is found where an earlier run kept it)",
     )
-    return found
+    return parser
 
 
-def options(found: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+def options(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The parsed command line, its planner complete; exits where options do not go together."""
-    args = found.parse_args(argv)
+    args = parser.parse_args(argv)
     schedule = args.planner if args.planner in PIPELINES else None
     try:
         pipeline = make_pipeline(schedule, args.stages, args.microbatches, args.batch)
     except ValueError as error:
-        found.error(str(error))
+        parser.error(str(error))
     args.planner = pipeline or args.planner
     args.microbatches = pipeline.microbatches if pipeline else args.microbatches or 1
     return args

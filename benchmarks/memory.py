@@ -137,10 +137,10 @@ def dtypes(text: str) -> tuple[str, ...]:
     return _listed(text, "dtype", DTYPES)
 
 
-def _listed(text: str, what: str, known: Collection[str]) -> tuple[str, ...]:
+def _listed(text: str, option: str, choices: Collection[str]) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"no {what} is called {unknown[0]!r}; there are {', '.join(known)}")
+    if unknown := [name for name in names if name not in choices]:
+        raise argparse.ArgumentTypeError(f"no {option} is called {unknown[0]!r}; there are {', '.join(choices)}")
     return names
 
 
@@ -154,8 +154,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for model, dtype, planner, remat, count in product(
         args.models, args.dtypes, args.planners, (False, True), args.microbatches
     ):
-        wanted = args.remat == "both" or remat == (args.remat == "on")
-        if wanted and (not remat or hasattr(MODELS[model].config, "remat")):
+        selected = args.remat == "both" or remat == (args.remat == "on")
+        if selected and (not remat or hasattr(MODELS[model].config, "remat")):
             yield Case(model=model, planner=planner, remat=remat, microbatches=count, dtype=dtype)
     for name, planner in product(args.functions, args.planners):
         if planner in FUNCTION_PLANNERS:
@@ -182,14 +182,14 @@ def measure(case: Case) -> Row:
         planner, count = replace(planner, microbatches=case.microbatches), None
     parallel = autopar.parallelize(planned.call, planner=planner, donate_argnums=planned.donated, microbatches=count)
     compiled = parallel.lower(*planned.arguments).compile()
-    found = compiled.memory_analysis()
+    analysis = compiled.memory_analysis()
     return Row(
         case=case,
         predicted=dict(compiled.plan.nbytes),
-        measured_nbytes=found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        - found.alias_size_in_bytes
-        + found.temp_size_in_bytes,
+        measured_nbytes=analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes,
     )
 
 
@@ -222,8 +222,8 @@ def state_nbytes(stage: int, devices: int, billions: float) -> float:
     )
     given = (halves, floats, floats, floats), jax.ShapeDtypeStruct((1024, width), jnp.float16)
     plan, graph = parallel.plan(*given), parallel.trace(*given).graph
-    held = plan.nbytes["parameters"] + plan.nbytes["optimizer state"]
-    return (held + gradient_nbytes(graph, plan.mesh, plan.layout)) / (2 * width * depth) * billions * 1e9
+    nbytes = plan.nbytes["parameters"] + plan.nbytes["optimizer state"]
+    return (nbytes + gradient_nbytes(graph, plan.mesh, plan.layout)) / (2 * width * depth) * billions * 1e9
 
 
 def published(path: Path = ZERO) -> Iterator[Published]:
@@ -241,19 +241,19 @@ def published(path: Path = ZERO) -> Iterator[Published]:
         if row["table"].startswith("Table 1 ") and stage >= 0:
             size, printed = float(row["model_params_billion"]), row["model_state_memory_GB_per_device"]
             nbytes = state_nbytes(stage, devices, size)
-            what, found, rounding = f"{size:g}B on {devices}", nbytes / 1e9, rounding_of(printed)
+            label, nbytes_printed, rounding = f"{size:g}B on {devices}", nbytes / 1e9, rounding_of(printed)
         elif row["table"].startswith("Table 2 ") and stage >= 0:
             degree, printed = int(row["mp_degree"]), row["theoretical_max_params_billion"]
-            found = degree * V100_NBYTES / (state_nbytes(stage, devices, 1.0) / 1e9) / 1e9
-            what, rounding = f"largest, {devices} x {degree}", rounding_of(printed, degree)
+            nbytes_printed = degree * V100_NBYTES / (state_nbytes(stage, devices, 1.0) / 1e9) / 1e9
+            label, rounding = f"largest, {devices} x {degree}", rounding_of(printed, degree)
         else:
             continue
         yield Published(
             table=row["table"][:7],
             scheme=row["stage_or_scheme"],
-            what=what,
+            what=label,
             printed=float(printed),
-            found=found,
+            found=nbytes_printed,
             rounding=rounding,
         )
 
@@ -364,8 +364,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{missed} of {len(rows)} out of bounds: more than {UNDER_TARGET:.0%} too low or {WORST_TARGET:.0%} too high; "
         "XLA: arguments + outputs - aliased + temporaries of one device"
     )
-    for words in without:
-        console.print(f"left out: {words}", soft_wrap=True)
+    for reason in without:
+        console.print(f"left out: {reason}", soft_wrap=True)
     return bool(missed)
 
 

@@ -56,9 +56,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def nbytes(compiled: Any) -> int:
     """Bytes of one device: arguments, outputs beyond those, temporaries."""
-    found = compiled.memory_analysis()
-    fresh = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + fresh + found.temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.argument_size_in_bytes + fresh + analysis.temp_size_in_bytes
 
 
 def difference(mine: Any, theirs: Any) -> float:
@@ -75,7 +75,7 @@ def under(shares: list[float], batch_size: int, console: Console) -> int:
     params = jax.jit(partial(gpt.init, config))(jax.random.key(0))
     state, batch = (params, optimizer.init(params)), gpt.example_batch(config, batch_size, jax.random.key(1))
     serial = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-    wanted = serial(jax.tree.map(jnp.copy, state), batch)
+    expected = serial(jax.tree.map(jnp.copy, state), batch)
     free = autopar.parallelize(step, donate_argnums=0).plan(state, batch)
     table = Table(
         title=f"GPT of 0.8 M parameters, batch {batch_size}, {DEVICES} devices; jit needs "
@@ -84,22 +84,22 @@ def under(shares: list[float], batch_size: int, console: Console) -> int:
     for heading in ("limit", "of jit", "planned", "compiled", "plan", "step", "by free", "differs", "planning"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     missed: list[str] = []
-    for share in shares:
-        limit = int(share * nbytes(serial))
+    for fraction in shares:
+        limit = int(fraction * nbytes(serial))
         start = time.perf_counter()
         try:
             lowered = autopar.parallelize(step, donate_argnums=0, memory_limit=limit).lower(state, batch)
         except OverBudgetError as error:
-            missed.append(f"{share:g} of jit's memory: {error}")
+            missed.append(f"{fraction:g} of jit's memory: {error}")
             continue
         planning = time.perf_counter() - start
         compiled = lowered.compile()
         plan = compiled.plan
-        off = difference(compiled(jax.tree.map(jnp.copy, state), batch), wanted)
+        off = difference(compiled(jax.tree.map(jnp.copy, state), batch), expected)
         slower = plan.step_seconds / free.step_seconds
         table.add_row(
             quantities.nbytes(limit),
-            f"{share:g}",
+            f"{fraction:g}",
             quantities.nbytes(plan.peak_nbytes),
             quantities.nbytes(nbytes(compiled)),
             words(plan),
@@ -109,9 +109,11 @@ def under(shares: list[float], batch_size: int, console: Console) -> int:
             f"{planning:.1f} s",
         )
         if nbytes(compiled) > limit:
-            missed.append(f"{share:g} of jit's memory: compiled, the step needs {quantities.nbytes(nbytes(compiled))}")
+            missed.append(
+                f"{fraction:g} of jit's memory: compiled, the step needs {quantities.nbytes(nbytes(compiled))}"
+            )
         if slower > SLOWER:
-            missed.append(f"{share:g} of jit's memory: {slower:.2f} times the free plan's step, bound {SLOWER}")
+            missed.append(f"{fraction:g} of jit's memory: {slower:.2f} times the free plan's step, bound {SLOWER}")
     console.print(table)
     for line in missed:
         console.print(f"MISSED {line}")
@@ -124,7 +126,7 @@ def words(plan: Any) -> str:
     if plan.microbatches > 1:
         parts.append(f"{plan.microbatches} microbatches")
     if plan.remat:
-        again = sum(kept != "everything" for kept in plan.remat)
+        again = sum(policy != "everything" for policy in plan.remat)
         parts.append(f"{again} of {len(plan.remat)} layers compute again")
     if plan.offloaded:
         parts.append("state with the host")

@@ -18,16 +18,16 @@ JUDGED = 8  # sequences of a batch held out
 
 def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says, and prints the plan and the results."""
-    found = parser(
+    command_line = parser(
         "moe",
         "Train a mixture-of-experts GPT on the Python standard library's own sources, in parallel as planned.",
         batch=16,
         learning_rate=1e-3,
     )
-    found.add_argument(
+    command_line.add_argument(
         "--layers", default=2, type=positive, metavar="N", help="every even one has experts (default: 2)"
     )
-    args = options(found, argv)
+    args = options(command_line, argv)
     config = replace(moe.Config.preset("tiny"), layers=args.layers)
     text = corpus.read()
     length = config.sequence_length

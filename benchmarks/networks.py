@@ -113,9 +113,11 @@ def _convolution(params: Sequence[Any], past: Sequence[Any]) -> Any:
     """A convolution of images of 4 by 4 with batch normalisation, and a way around it."""
     kernel, scale, shift = params
     images = past[0].reshape(past[0].shape[0], 4, 4, -1)
-    found = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    found = jax.nn.relu(_norm(found, (0, 1, 2)) * scale + shift)
-    return past[0] + found.reshape(past[0].shape)
+    images_out = jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    images_out = jax.nn.relu(_norm(images_out, (0, 1, 2)) * scale + shift)
+    return past[0] + images_out.reshape(past[0].shape)
 
 
 BLOCKS = {
@@ -168,14 +170,14 @@ class Design:
         x = jax.ShapeDtypeStruct((self.batch, self.width), jnp.float32)
 
         def loss(params: Any, batch: tuple[Any, ...]) -> Any:
-            found = [apply(params, x) for x in batch[:towers]]
-            return ((found[0] - (found[1] if towers == 2 else batch[-1])) ** 2).mean()
+            outputs = [apply(params, x) for x in batch[:towers]]
+            return ((outputs[0] - (outputs[1] if towers == 2 else batch[-1])) ** 2).mean()
 
         def step(state: tuple[Any, Any], batch: tuple[Any, ...]) -> tuple[tuple[Any, Any], Any]:
-            params, kept = state
+            params, moments = state
             value, gradients = jax.value_and_grad(loss)(params, batch)
-            updates, kept = optimizer.update(gradients, kept, params)
-            return (optax.apply_updates(params, updates), kept), value
+            updates, moments = optimizer.update(gradients, moments, params)
+            return (optax.apply_updates(params, updates), moments), value
 
         state = params, jax.eval_shape(optimizer.init, params)
         return Network(name=str(self), step=step, state=state, batch=(x, x))
@@ -191,21 +193,24 @@ def drawn(seed: int, number: int) -> Design:
         blocks = tuple(map(str, rng.choice(list(BLOCKS), layers)))
     if kind == "siamese":
         blocks = blocks[:1] * layers
-    _, kept = OPTIMIZERS[optimizer]
-    while 4 * (1 + kept) * sum(math.prod(s) for block in blocks for s in BLOCKS[block].shapes(width)) > _STATE_NBYTES:
+    _, moments_per_weight = OPTIMIZERS[optimizer]
+    while (
+        4 * (1 + moments_per_weight) * sum(math.prod(s) for block in blocks for s in BLOCKS[block].shapes(width))
+        > _STATE_NBYTES
+    ):
         width //= 2
     return Design(kind=kind, blocks=blocks, width=width, batch=batch, optimizer=optimizer)
 
 
-def _is_shape(one: Any) -> bool:
-    return isinstance(one, tuple) and all(isinstance(size, int) for size in one)
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
 
 
 def _stack(design: Design) -> tuple[Any, Callable[[Any, Any], Any]]:
     """Shapes of parameters and the forward pass of blocks one after another."""
     blocks = [BLOCKS[name] for name in design.blocks]
     shared = next((list(block.shapes(design.width)) for block in blocks if block.shared), [])
-    own = [[] if block.shared else list(block.shapes(design.width)) for block in blocks]
+    shapes = [[] if block.shared else list(block.shapes(design.width)) for block in blocks]
 
     def apply(params: Any, x: Any) -> Any:
         past = [x]
@@ -213,7 +218,7 @@ def _stack(design: Design) -> tuple[Any, Callable[[Any, Any], Any]]:
             past.insert(0, block.apply(params[0] if block.shared else mine, past))
         return past[0]
 
-    return [shared, *own], apply
+    return [shared, *shapes], apply
 
 
 def _u_net(design: Design) -> tuple[Any, Callable[[Any, Any], Any]]:

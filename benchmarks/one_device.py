@@ -118,10 +118,10 @@ class Runner:
 
     def buffers_reused(self) -> tuple[int, int]:
         """(state buffers that are where some state buffer was a step before, state buffers)."""
-        before = self._addresses()
+        addresses_before = self._addresses()
         self.seconds()
-        after = self._addresses()
-        return len(before & after), len(after)
+        addresses_after = self._addresses()
+        return len(addresses_before & addresses_after), len(addresses_after)
 
     def _addresses(self) -> set[int]:
         return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(self.state)}
@@ -170,29 +170,29 @@ def milliseconds(seconds: float) -> str:
 
 def table(steps: Pairs, calls: Pairs, ours: Memory, plain: Memory, name: str) -> Table:
     """autopar beside jit, one quantity a row."""
-    found = Table("", name, "jax.jit", title="one CPU device, state donated", title_justify="left")
+    table = Table("", name, "jax.jit", title="one CPU device, state donated", title_justify="left")
     for title, pairs in (("step, median", steps), ("call alone, median", calls)):
-        found.add_row(title, *(milliseconds(statistics.median(times)) for times in (pairs.ours, pairs.plain)))
+        table.add_row(title, *(milliseconds(statistics.median(times)) for times in (pairs.ours, pairs.plain)))
     for title, get in (
         ("state, donated", lambda m: f"{m.state:,} B"),
         ("aliased by outputs", lambda m: f"{m.aliased:,} B"),
         ("temporaries", lambda m: f"{m.temporaries:,} B"),
         ("buffers in place", lambda m: f"{m.reused} of {m.buffers} buffers"),
     ):
-        found.add_row(title, get(ours), get(plain))
-    return found
+        table.add_row(title, get(ours), get(plain))
+    return table
 
 
 def missed(steps: Pairs, ours: Memory, plain: Memory) -> list[str]:
     """The bounds that are missed, each with its numbers."""
-    found: list[str] = []
+    misses: list[str] = []
     if steps.ratio > BOUND:
-        found.append(f"median ratio of step times {steps.ratio:.4f}, bound {BOUND}")
+        misses.append(f"median ratio of step times {steps.ratio:.4f}, bound {BOUND}")
     if ours.aliased < plain.aliased:
-        found.append(f"aliased state {ours.aliased:,} B, with jax.jit {plain.aliased:,} B")
+        misses.append(f"aliased state {ours.aliased:,} B, with jax.jit {plain.aliased:,} B")
     if ours.reused < plain.reused:
-        found.append(f"{ours.reused} state buffers stay in place, with jax.jit {plain.reused}")
-    return found
+        misses.append(f"{ours.reused} state buffers stay in place, with jax.jit {plain.reused}")
+    return misses
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     misses = missed(steps, ours_memory, plain_memory)
     leaves = len(jax.tree.leaves((state, batch)))
     if args.json:
-        found = {
+        record = {
             "ratio": steps.ratio,
             "interval": (low, high),
             "bound": BOUND,
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
             "control": args.control,
             "misses": misses,
         }
-        print(json.dumps(found, indent=1))
+        print(json.dumps(record, indent=1))
         return bool(misses)
     console.print(table(steps, calls, ours_memory, plain_memory, "jax.jit again" if args.control else "autopar"))
     console.print(f"GPT tiny, batch {args.batch} sequences, {leaves} arrays a call; {args.pairs} pairs of steps, ABBA")

@@ -96,54 +96,56 @@ def plan(
     train_step, state = make_step(module, config)
     batch = jax.eval_shape(lambda: module.example_batch(config, batch_size, jax.random.key(0)))
     mesh = named(cluster, *zip("xyz", sizes, strict=False))
-    found = Phases(model=f"{name}, {depth(config)} layers", mesh=str(mesh))
-    with found.timed("trace"):
+    phases = Phases(model=f"{name}, {depth(config)} layers", mesh=str(mesh))
+    with phases.timed("trace"):
         traced = trace(train_step, (state, batch), {}, donate_argnums=(0,))
     graph, resharder = traced.graph, Resharder(mesh)
-    with found.timed("bundles"):
+    with phases.timed("bundles"):
         grouping = group(graph)
-    with found.timed("tables"):
+    with phases.timed("tables"):
         assembly = assemble(graph, mesh, grouping, resharder, traced.state_pairs, refetch=False)
-    with found.timed("build and solve"):
+    with phases.timed("build and solve"):
         answer = solve(assembly.problem, options)
-    with found.timed("placements and moves"):
+    with phases.timed("placements and moves"):
         layout = assembly.layout(answer.choice)
         schedule = moves(graph, layout, resharder, refetch=False)
-    with found.timed("memory"):
+    with phases.timed("memory"):
         peak(graph, grouping, mesh, layout, schedule, traced.state_pairs, traced.donated)
-    with found.timed("whole"):
-        whole = best("auto", graph, [mesh], traced.state_pairs, traced.donated, options)
-    parts = [spent for phase, spent in found.spent.items() if phase not in ("trace", "whole")]
-    total = found.spent.pop("whole")
-    found.spent["rest"] = Spent(
+    with phases.timed("whole"):
+        full_plan = best("auto", graph, [mesh], traced.state_pairs, traced.donated, options)
+    parts = [spent for phase, spent in phases.spent.items() if phase not in ("trace", "whole")]
+    total = phases.spent.pop("whole")
+    phases.spent["rest"] = Spent(
         cpu=max(0.0, total.cpu - sum(p.cpu for p in parts)), wall=max(0.0, total.wall - sum(p.wall for p in parts))
     )
-    found.spent["after tracing"] = total
-    found.spent["in all"] = Spent(cpu=total.cpu + found.spent["trace"].cpu, wall=total.wall + found.spent["trace"].wall)
-    found.sizes = {
+    phases.spent["after tracing"] = total
+    phases.spent["in all"] = Spent(
+        cpu=total.cpu + phases.spent["trace"].cpu, wall=total.wall + phases.spent["trace"].wall
+    )
+    phases.sizes = {
         "operators": len(graph.nodes),
         "bundles": len(grouping.bundles),
         "edges": len(assembly.problem.edges),
         "integer programs asked": 1,
         "relaxations solved": answer.relaxations,
     }
-    found.status, found.objective, found.gap = whole.solution.status, whole.solution.objective, whole.gap
+    phases.status, phases.objective, phases.gap = full_plan.solution.status, full_plan.solution.objective, full_plan.gap
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found.rss_nbytes = most if sys.platform == "darwin" else most * 1024
-    return found
+    phases.rss_nbytes = most if sys.platform == "darwin" else most * 1024
+    return phases
 
 
-def tables(found: Phases) -> list[Table]:
+def tables(phases: Phases) -> list[Table]:
     """Phases and their times; then everything else."""
-    times = Table("phase", "CPU", "wall", title=f"{found.model} on {found.mesh}", title_justify="left")
-    for phase, spent in found.spent.items():
+    times = Table("phase", "CPU", "wall", title=f"{phases.model} on {phases.mesh}", title_justify="left")
+    for phase, spent in phases.spent.items():
         if phase == "after tracing":
             times.add_section()
         times.add_row(phase, quantities.seconds(spent.cpu), quantities.seconds(spent.wall))
-    rest = Table(show_header=False)
-    for name, number in found.sizes.items():
-        rest.add_row(name, f"{number:,}")
-    rest.add_row("status", f"{found.status}, gap {100 * found.gap:.3g} %")
-    rest.add_row("objective", quantities.seconds(found.objective))
-    rest.add_row("process peak", f"{quantities.nbytes(found.rss_nbytes)} of resident memory so far")
-    return [times, rest]
+    details = Table(show_header=False)
+    for name, number in phases.sizes.items():
+        details.add_row(name, f"{number:,}")
+    details.add_row("status", f"{phases.status}, gap {100 * phases.gap:.3g} %")
+    details.add_row("objective", quantities.seconds(phases.objective))
+    details.add_row("process peak", f"{quantities.nbytes(phases.rss_nbytes)} of resident memory so far")
+    return [times, details]

@@ -92,14 +92,14 @@ def _control(layers: int, width: int, rows: int, repeats: int = 8) -> Callable[[
     training = mlp(layers, width, rows)
     arguments = [jax.device_put((training.state, training.batch), device) for device in jax.devices()[:2]]
     step = jax.jit(training.step)
-    jax.block_until_ready([step(*one) for one in arguments])
+    jax.block_until_ready([step(*argument) for argument in arguments])
 
     def gain() -> float:
         start = time.perf_counter()
-        for one in arguments * repeats:
-            jax.block_until_ready(step(*one))
+        for argument in arguments * repeats:
+            jax.block_until_ready(step(*argument))
         between = time.perf_counter()
-        jax.block_until_ready([step(*one) for one in arguments * repeats])
+        jax.block_until_ready([step(*argument) for argument in arguments * repeats])
         return (between - start) / (time.perf_counter() - between)
 
     return gain
@@ -108,7 +108,7 @@ def _control(layers: int, width: int, rows: int, repeats: int = 8) -> Callable[[
 def overlap_table(rows: Sequence[Overlap]) -> Table:
     """Two stages at once, a number of microbatches a row."""
     title = "two stages of one device each, 1f1b, medians"
-    found = Table(title=title, title_justify="left", padding=(0, 0))
+    table = Table(title=title, title_justify="left", padding=(0, 0))
     for heading in (
         "m",
         "serial",
@@ -122,11 +122,11 @@ def overlap_table(rows: Sequence[Overlap]) -> Table:
         "control",
         "threads",
     ):
-        found.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         serial, step = (statistics.median(times) for times in (row.seconds.plain, row.seconds.ours))
         low, high = row.interval
-        found.add_row(
+        table.add_row(
             str(row.microbatches),
             quantities.seconds(serial),
             quantities.seconds(serial / row.allowed),
@@ -140,4 +140,4 @@ def overlap_table(rows: Sequence[Overlap]) -> Table:
             f"{row.threads:.2f}",
             style="red" if row.share < SHARE else None,
         )
-    return found
+    return table

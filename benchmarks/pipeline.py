@@ -83,13 +83,13 @@ def measure(loaded: Loaded, rounds: int) -> Row:
 def grid_table(rows: Sequence[Row], model: str) -> Table:
     """The grid, a pipeline a row."""
     title = f"{model}, stages of one device: predicted, measured"
-    found = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    found.add_column("schedule", no_wrap=True)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("schedule", no_wrap=True)
     for heading in ("p", "m", "idle", "meas.", "step", "meas.", "peak", "alive", "bound", "host us"):
-        found.add_column(heading, justify="right", no_wrap=heading not in ("alive", "bound"))
+        table.add_column(heading, justify="right", no_wrap=heading not in ("alive", "bound"))
     for row in rows:
         alive, bound = (" ".join(map(str, counts)) for counts in (row.live, row.bound))
-        found.add_row(
+        table.add_row(
             row.schedule,
             str(row.n_stages),
             str(row.microbatches),
@@ -103,7 +103,7 @@ def grid_table(rows: Sequence[Row], model: str) -> Table:
             f"{row.run_seconds * 1e6:.0f}/{row.send_seconds * 1e6:.0f}",
             style="red" if any(a > b for a, b in zip(row.live, row.bound, strict=True)) else None,
         )
-    return found
+    return table
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -180,8 +180,8 @@ def show_grid(args: argparse.Namespace, console: Console) -> list[str]:
         "know; alive: most microbatches whose activations each stage keeps, beside the schedule's bound; host us: of "
         "the host for one Run and one Send",
     )
-    found = [dispatch(submeshes, args.rounds) for submeshes in BOUNDS]
-    console.print(dispatch_table(found))
+    results = [dispatch(submeshes, args.rounds) for submeshes in BOUNDS]
+    console.print(dispatch_table(results))
     console.print(
         "in a step: the stages' threads and the host share the cores; alone: nothing else runs meanwhile; yardstick: "
         f"jax.device_put of {YARDSTICK_NBYTES // 1024} KB from device to device, alone: {yardstick() * 1e6:.0f} us"
@@ -191,7 +191,7 @@ def show_grid(args: argparse.Namespace, console: Console) -> list[str]:
         for row in rows
         if any(a > b for a, b in zip(row.live, row.bound, strict=True))
     ]
-    return over + [miss for row in found for miss in row.misses]
+    return over + [miss for row in results for miss in row.misses]
 
 
 def show_overlap(args: argparse.Namespace, console: Console) -> list[str]:

@@ -144,10 +144,10 @@ def stacked_shape(spec: ShardingSpec, mesh: Mesh, type: TensorType = TYPE) -> tu
 def sent(compiled: jax.stages.Compiled, moves: Sequence[Move], mesh: Mesh) -> tuple[Traffic, ...]:
     """What a compiled program sends for each of its changes, told apart by their scopes."""
     by_change: dict[int, Traffic] = {move.value: Counter() for move in moves}
-    for found in collectives(compiled.as_text() or "", mesh.axes, mesh.sizes):
-        scope = re.search(r"change_(\d+)", found.op_name)
+    for collective in collectives(compiled.as_text() or "", mesh.axes, mesh.sizes):
+        scope = re.search(r"change_(\d+)", collective.op_name)
         change = int(scope[1]) if scope and len(moves) > 1 else moves[0].value
-        by_change[change][found.kind, found.axes, found.nbytes] += found.count
+        by_change[change][collective.kind, collective.axes, collective.nbytes] += collective.count
     return tuple(by_change.values())
 
 
@@ -174,13 +174,13 @@ class Row:
 
 def measure(name: str, lowering: Lowering, moves: Sequence[Move], mesh: Mesh) -> Row:
     """Compiles every change by itself and compares."""
-    found = [sent(compiled(lowering, [move], mesh), [move], mesh)[0] for move in moves]
-    wanted = [planned(move, mesh) for move in moves]
-    nbytes = [(moved(f), moved(w)) for f, w in zip(found, wanted, strict=True)]
+    sent_moves = [sent(compiled(lowering, [move], mesh), [move], mesh)[0] for move in moves]
+    planned_moves = [planned(move, mesh) for move in moves]
+    nbytes = [(moved(f), moved(w)) for f, w in zip(sent_moves, planned_moves, strict=True)]
     return Row(
         lowering=name,
         changes=len(moves),
-        exact=sum(f == w for f, w in zip(found, wanted, strict=True)),
+        exact=sum(f == w for f, w in zip(sent_moves, planned_moves, strict=True)),
         cheaper=sum(f < w for f, w in nbytes),
         costlier=sum(f > w for f, w in nbytes),
         ratio=sum(f for f, _ in nbytes) / sum(w for _, w in nbytes),
@@ -195,13 +195,13 @@ def moved(traffic: Traffic) -> int:
 
 def table(rows: Sequence[Row], mesh: Mesh) -> Table:
     """The rows for people."""
-    found = Table(title=f"every placement change of {TYPE} on a mesh of {mesh}")
+    table = Table(title=f"every placement change of {TYPE} on a mesh of {mesh}")
     for column in ("lowering", "changes", "exact", "fewer bytes", "more bytes", "ratio", "worst"):
-        found.add_column(column, justify="left" if column == "lowering" else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column == "lowering" else "right", no_wrap=True)
     for row in rows:
         counts = map(str, (row.changes, row.exact, row.cheaper, row.costlier))
-        found.add_row(row.lowering, *counts, f"{row.ratio:.3f}", f"{row.worst:.2f}")
-    return found
+        table.add_row(row.lowering, *counts, f"{row.ratio:.3f}", f"{row.worst:.2f}")
+    return table
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -180,11 +180,15 @@ def plan(name: str, config: gpt.Config, args: argparse.Namespace, options: Solve
     start, cpu_start = time.perf_counter(), time.process_time()
     traced = step.trace(state, batch)
     trace_seconds = time.perf_counter() - start
-    found = step.plan(state, batch)
+    planned = step.plan(state, batch)
     total = time.perf_counter() - start
-    solution = found.solution
-    known = dict(solution.phase_seconds)
-    phases = {"trace": trace_seconds, **known, "rest": max(0.0, total - trace_seconds - sum(known.values()))}
+    solution = planned.solution
+    solve_phases = dict(solution.phase_seconds)
+    phases = {
+        "trace": trace_seconds,
+        **solve_phases,
+        "rest": max(0.0, total - trace_seconds - sum(solve_phases.values())),
+    }
     return Planned(
         model=name,
         cluster=args.cluster.name,
@@ -193,19 +197,19 @@ def plan(name: str, config: gpt.Config, args: argparse.Namespace, options: Solve
         total=total,
         cpu=time.process_time() - cpu_start,
         sizes={
-            "devices": found.mesh.size,
+            "devices": planned.mesh.size,
             "parameters": gpt.parameters(config),
             "operators": len(traced.graph.nodes),
-            "inputs": len(found.inputs),
-            "collectives a step": sum(c.count for c in found.collectives),
+            "inputs": len(planned.inputs),
+            "collectives a step": sum(c.count for c in planned.collectives),
             **counted(solution),
         },
-        mesh=str(found.mesh),
+        mesh=str(planned.mesh),
         status=solution.status,
-        gap=found.gap,
+        gap=planned.gap,
         objective=solution.objective,
-        step_seconds=found.step_seconds,
-        peak_nbytes=found.peak_nbytes,
+        step_seconds=planned.step_seconds,
+        peak_nbytes=planned.peak_nbytes,
         rss_nbytes=rss_nbytes(),
     )
 
@@ -240,27 +244,27 @@ def rss_nbytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def tables(found: Planned) -> list[Table]:
+def tables(planned: Planned) -> list[Table]:
     """Phases and their times; then everything else."""
-    times = Table("phase", "time", "share", title=f"GPT {found.model} on {found.cluster}", title_justify="left")
+    times = Table("phase", "time", "share", title=f"GPT {planned.model} on {planned.cluster}", title_justify="left")
     for column in times.columns[1:]:
         column.justify = "right"
-    for phase, seconds in found.phases.items():
-        times.add_row(phase, quantities.seconds(seconds), quantities.share(seconds, found.total))
+    for phase, seconds in planned.phases.items():
+        times.add_row(phase, quantities.seconds(seconds), quantities.share(seconds, planned.total))
     times.add_section()
-    times.add_row("total", quantities.seconds(found.total), "")
-    times.add_row("of it CPU", quantities.seconds(found.cpu), quantities.share(found.cpu, found.total))
-    rest = Table(show_header=False)
-    rest.add_row("planner", found.planner)
-    for name, number in found.sizes.items():
-        rest.add_row(name, f"{number:,}")
-    rest.add_row("mesh", found.mesh)
-    rest.add_row("status", f"{found.status}, gap {100 * found.gap:.3g} %")
-    rest.add_row("objective", quantities.seconds(found.objective))
-    rest.add_row("predicted step", quantities.seconds(found.step_seconds))
-    rest.add_row("predicted peak", f"{quantities.nbytes(found.peak_nbytes)} a device")
-    rest.add_row("process peak", f"{quantities.nbytes(found.rss_nbytes)} of resident memory so far")
-    return [times, rest]
+    times.add_row("total", quantities.seconds(planned.total), "")
+    times.add_row("of it CPU", quantities.seconds(planned.cpu), quantities.share(planned.cpu, planned.total))
+    details = Table(show_header=False)
+    details.add_row("planner", planned.planner)
+    for name, number in planned.sizes.items():
+        details.add_row(name, f"{number:,}")
+    details.add_row("mesh", planned.mesh)
+    details.add_row("status", f"{planned.status}, gap {100 * planned.gap:.3g} %")
+    details.add_row("objective", quantities.seconds(planned.objective))
+    details.add_row("predicted step", quantities.seconds(planned.step_seconds))
+    details.add_row("predicted peak", f"{quantities.nbytes(planned.peak_nbytes)} a device")
+    details.add_row("process peak", f"{quantities.nbytes(planned.rss_nbytes)} of resident memory so far")
+    return [times, details]
 
 
 def compare_ties(tied: Planned, apart: Planned, gap: float) -> list[str]:
@@ -286,8 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     misses: list[str] = []
     if args.mesh:
         for name in args.model or [BOUND_MODEL]:
-            found = one_mesh.plan(name, args.mesh, args.cluster, args.batch, args.layers, tied_options)
-            console.print_json(json.dumps(asdict(found))) if args.json else console.print(*one_mesh.tables(found))
+            phases = one_mesh.plan(name, args.mesh, args.cluster, args.batch, args.layers, tied_options)
+            console.print_json(json.dumps(asdict(phases))) if args.json else console.print(*one_mesh.tables(phases))
         return 0
     if args.pipeline:
         for name in args.model or [BOUND_MODEL]:

@@ -86,21 +86,21 @@ def plan(case: Case) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def row(case: Case, found: Sequence[dict[str, Any]]) -> Row:
+def row(case: Case, runs: Sequence[dict[str, Any]]) -> Row:
     """The row of a case, from as many runs."""
 
     def median(*path: str) -> float:
-        return statistics.median(sum(one["seconds"][name] for name in path) for one in found)
+        return statistics.median(sum(run["seconds"][name] for name in path) for run in runs)
 
-    last = found[-1]
+    last = runs[-1]
     if case.mesh:
-        spent = [{name: cost["wall"] for name, cost in one["spent"].items()} for one in found]
+        spent = [{name: cost["wall"] for name, cost in run["spent"].items()} for run in runs]
         return Row(
             case=case,
-            trace=statistics.median(one["trace"] for one in spent),
-            solve=statistics.median(one["tables"] + one["build and solve"] for one in spent),
+            trace=statistics.median(costs["trace"] for costs in spent),
+            solve=statistics.median(costs["tables"] + costs["build and solve"] for costs in spent),
             partition=0.0,
-            total=statistics.median(one["in all"] for one in spent),
+            total=statistics.median(costs["in all"] for costs in spent),
             asked=last["sizes"]["integer programs asked"],
             solved=last["sizes"]["relaxations solved"],
             gap=last["gap"],
@@ -112,7 +112,7 @@ def row(case: Case, found: Sequence[dict[str, Any]]) -> Row:
         trace=median("trace", "microbatches"),
         solve=median("whole", "price", "realise"),
         partition=median("partition"),
-        total=statistics.median(one["total"] for one in found),
+        total=statistics.median(run["total"] for run in runs),
         asked=last["tables"],
         solved=last["priced"],
         gap=last["gap"],
@@ -123,25 +123,25 @@ def row(case: Case, found: Sequence[dict[str, Any]]) -> Row:
 
 def table(rows: Sequence[Row]) -> Table:
     """A column for every case, with its parts, its target and what it holds."""
-    shown = Table("", *(one.case.model for one in rows), title="planning, cold", title_justify="left")
+    shown = Table("", *(row.case.model for row in rows), title="planning, cold", title_justify="left")
     for column in shown.columns[1:]:
         column.justify = "right"
     lines: dict[str, Callable[[Row], str]] = {
-        "cluster": lambda one: one.case.cluster,
-        "mesh": lambda one: one.case.mesh or "stages",
-        "trace": lambda one: quantities.seconds(one.trace),
-        "build, solve": lambda one: quantities.seconds(one.solve),
-        "partition": lambda one: quantities.seconds(one.partition),
-        "total": lambda one: quantities.seconds(one.total),
-        "target": lambda one: quantities.seconds(one.case.bound),
-        "after tracing": lambda one: quantities.seconds(one.total - one.trace),
-        "target of it": lambda one: quantities.seconds(one.case.after) if one.case.after else "",
-        "": lambda one: "missed" if one.missed else "met",
-        "asked": lambda one: f"{one.asked:,}",
-        "solved": lambda one: f"{one.solved:,}",
-        "gap": lambda one: f"{100 * one.gap:.2g} %",
-        "step": lambda one: quantities.seconds(one.step_seconds),
-        "RSS": lambda one: quantities.nbytes(one.rss_nbytes),
+        "cluster": lambda row: row.case.cluster,
+        "mesh": lambda row: row.case.mesh or "stages",
+        "trace": lambda row: quantities.seconds(row.trace),
+        "build, solve": lambda row: quantities.seconds(row.solve),
+        "partition": lambda row: quantities.seconds(row.partition),
+        "total": lambda row: quantities.seconds(row.total),
+        "target": lambda row: quantities.seconds(row.case.bound),
+        "after tracing": lambda row: quantities.seconds(row.total - row.trace),
+        "target of it": lambda row: quantities.seconds(row.case.after) if row.case.after else "",
+        "": lambda row: "missed" if row.missed else "met",
+        "asked": lambda row: f"{row.asked:,}",
+        "solved": lambda row: f"{row.solved:,}",
+        "gap": lambda row: f"{100 * row.gap:.2g} %",
+        "step": lambda row: quantities.seconds(row.step_seconds),
+        "RSS": lambda row: quantities.nbytes(row.rss_nbytes),
     }
     for label, spell in lines.items():
         shown.add_row(label, *map(spell, rows))
@@ -157,10 +157,10 @@ def main(argv: list[str] | None = None) -> int:
         with console.status(f"planning {case.model} on {case.cluster}"):
             rows.append(row(case, [plan(case) for _ in range(args.repeat)]))
     if args.json:
-        print(json.dumps([asdict(one) for one in rows], indent=1))
+        print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         console.print(table(rows))
-    return 1 if args.strict and any(one.missed for one in rows) else 0
+    return 1 if args.strict and any(row.missed for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -123,14 +123,14 @@ def measure(planner: str, config: gpt.Config, batch_size: int, steps: int) -> Pr
     )
 
 
-def table(found: list[Prediction]) -> Table:
+def table(rows: list[Prediction]) -> Table:
     """One planner a row; ratios are predicted by measured."""
     shown = Table(title="one step, one device: predicted and measured", title_justify="left", padding=(0, 0))
     shown.add_column("planner", no_wrap=True)
     shown.add_column("mesh", no_wrap=True)
     for name in ("step", "measured", "quartiles", "ratio", "peak", "measured", "ratio"):
         shown.add_column(name, justify="right", no_wrap=True)
-    for p in found:
+    for p in rows:
         low, high = p.spread
         shown.add_row(
             p.planner,
@@ -146,9 +146,9 @@ def table(found: list[Prediction]) -> Table:
     return shown
 
 
-def ordered_pairs(found: list[Prediction], key: Callable[[Prediction], tuple[float, float]]) -> str:
+def ordered_pairs(rows: list[Prediction], key: Callable[[Prediction], tuple[float, float]]) -> str:
     """How many pairs of planners the predictions put in the measured order."""
-    pairs = [(key(a), key(b)) for i, a in enumerate(found) for b in found[:i]]
+    pairs = [(key(a), key(b)) for i, a in enumerate(rows) for b in rows[:i]]
     right = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 or a[0] == b[0] for a, b in pairs)
     return f"{right} of {len(pairs)} pairs"
 
@@ -160,23 +160,23 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     config = replace(gpt.Config.preset("tiny"), layers=args.layers)
-    found: list[Prediction] = []
+    rows: list[Prediction] = []
     for planner in args.planner or PLANNERS:
         with console.status(f"{planner}: planning, compiling, running"):
-            found.append(measure(planner, config, args.batch, args.steps))
+            rows.append(measure(planner, config, args.batch, args.steps))
     if args.json:
-        ratios = [{"seconds_ratio": p.seconds_ratio, "nbytes_ratio": p.nbytes_ratio} for p in found]
-        print(json.dumps([asdict(p) | r for p, r in zip(found, ratios, strict=True)], indent=1))
+        ratios = [{"seconds_ratio": p.seconds_ratio, "nbytes_ratio": p.nbytes_ratio} for p in rows]
+        print(json.dumps([asdict(p) | r for p, r in zip(rows, ratios, strict=True)], indent=1))
         return 0
-    console.print(table(found))
+    console.print(table(rows))
     console.print(
         f"GPT tiny with {args.layers} layers, batch {args.batch} sequences, median of {args.steps} steps; ratio: "
         f"predicted by measured. {DEVICES} virtual devices share {os.cpu_count()} cores."
     )
-    if len(found) > 1:
+    if len(rows) > 1:
         console.print(
-            f"in the measured order: {ordered_pairs(found, lambda p: (p.predicted_seconds, p.measured_seconds))} by "
-            f"time, {ordered_pairs(found, lambda p: (p.predicted_nbytes, p.measured_nbytes))} by memory"
+            f"in the measured order: {ordered_pairs(rows, lambda p: (p.predicted_seconds, p.measured_seconds))} by "
+            f"time, {ordered_pairs(rows, lambda p: (p.predicted_nbytes, p.measured_nbytes))} by memory"
         )
     return 0
 

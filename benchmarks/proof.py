@@ -62,7 +62,7 @@ def problems(traced: Traced, cluster: Cluster, max_axes: int = 2) -> Iterator[Sh
 
 def size(problem: ShardingProblem) -> Size:
     """How large a problem is."""
-    counts = [int(np.isfinite(own).sum()) for own in problem.seconds]
+    counts = [int(np.isfinite(costs).sum()) for costs in problem.seconds]
     open_nodes = sum(count > 1 for count in counts)
     entries = Factors(problem).order.entries() if open_nodes <= _ORDERED and min(counts) else math.nan
     return Size(nodes=open_nodes, strategies=sum(counts), entries=entries)
@@ -74,47 +74,51 @@ def proven(given: Sequence[ShardingProblem], at_most: float, solver: str | None,
     Every answer is tried where there are few. Else each problem is solved untied to a gap of `EXACT`; one that is left
     open is given whole to a `solver` of PuLP, if one is named, for so many `seconds`.
     """
-    known: list[Proof] = []
+    proofs: list[Proof] = []
     for problem in given:
-        upper = min([at_most * (1 - EXACT), *(one.objective for one in known)])
+        upper = min([at_most * (1 - EXACT), *(proof.objective for proof in proofs)])
         try:
-            known.append(_proven(problem, upper, solver, seconds))
+            proofs.append(_proven(problem, upper, solver, seconds))
         except NoLegalPlanError:
             continue
-    ways = dict.fromkeys(word for one in known for word in one.way.split(", "))
+    methods = dict.fromkeys(method for proof in proofs for method in proof.way.split(", "))
     return Proof(
-        objective=min(one.objective for one in known), bound=min(one.bound for one in known), way=", ".join(ways)
+        objective=min(proof.objective for proof in proofs),
+        bound=min(proof.bound for proof in proofs),
+        way=", ".join(methods),
     )
 
 
 def _proven(problem: ShardingProblem, upper: float, solver: str | None, seconds: float | None) -> Proof:
-    if math.prod(int(np.isfinite(own).sum()) for own in problem.seconds) <= _TINY:
-        least = brute_force(problem)
-        return Proof(objective=least, bound=least, way="all tried")
+    if math.prod(int(np.isfinite(costs).sum()) for costs in problem.seconds) <= _TINY:
+        minimum = brute_force(problem)
+        return Proof(objective=minimum, bound=minimum, way="all tried")
     answer = solve(problem, SolverOptions(tie_radius=None, gap=EXACT), upper)
-    found = Proof(objective=answer.objective, bound=answer.bound, way="untied")
-    if solver is None or found.bound >= min(upper, found.objective * (1 - EXACT)):
-        return found
+    proof = Proof(objective=answer.objective, bound=answer.bound, way="untied")
+    if solver is None or proof.bound >= min(upper, proof.objective * (1 - EXACT)):
+        return proof
     options = SolverOptions(solver=solver, gap=EXACT, time_limit=seconds)
     answer = solve(problem, options, known=[answer.choice])
-    return found | Proof(objective=answer.objective, bound=answer.bound, way=solver)
+    return proof | Proof(objective=answer.objective, bound=answer.bound, way=solver)
 
 
 def brute_force(problem: ShardingProblem) -> float:
     """The least seconds of all answers to a tiny problem. Raises NoLegalPlanError if there is none."""
-    allowed = [np.flatnonzero(np.isfinite(own)) for own in problem.seconds]
-    places = np.unravel_index(np.arange(math.prod(own.size for own in allowed)), [own.size for own in allowed])
-    chosen = [own[place] for own, place in zip(allowed, places, strict=True)]
-    total = np.sum([own[choice] for own, choice in zip(problem.seconds, chosen, strict=True)], axis=0)
+    allowed = [np.flatnonzero(np.isfinite(costs)) for costs in problem.seconds]
+    places = np.unravel_index(
+        np.arange(math.prod(indices.size for indices in allowed)), [indices.size for indices in allowed]
+    )
+    chosen = [indices[place] for indices, place in zip(allowed, places, strict=True)]
+    total = np.sum([costs[choice] for costs, choice in zip(problem.seconds, chosen, strict=True)], axis=0)
     for edges in problem.groups.values():
         for label in dict.fromkeys(label for edge in edges for label in edge.labels):
             paid = np.zeros(total.size)  # once, whichever readers want it
             for edge in edges:
                 row, column = edge.before[chosen[edge.source]], edge.after[chosen[edge.target]]
-                wants = np.array([one == label for one in edge.labels])[column]
+                wants = np.array([other == label for other in edge.labels])[column]
                 paid = np.where(wants, edge.weight * edge.seconds[row, column], paid)
             total += paid
-    least = float(total.min(initial=np.inf))
-    if not math.isfinite(least):
+    minimum = float(total.min(initial=np.inf))
+    if not math.isfinite(minimum):
         raise NoLegalPlanError("no combination of strategies is legal")
-    return least
+    return minimum

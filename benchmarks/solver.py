@@ -115,12 +115,12 @@ def found(folder: Path, names: str | None) -> list[tuple[str, Path]]:
     if not files:
         raise SystemExit(f"--data {folder}: no file NAME.json or NAME.json.gz there")
     short = {name.rpartition("-")[2]: path for name, path in files.items()}
-    known = files | {name: path for name, path in short.items() if name not in files}
-    asked = sorted(files) if names is None else [name.strip() for name in names.split(",")]
-    for name in asked:
-        if name not in known:
+    available = files | {name: path for name, path in short.items() if name not in files}
+    requested = sorted(files) if names is None else [name.strip() for name in names.split(",")]
+    for name in requested:
+        if name not in available:
             raise SystemExit(f"--instances {name}: not in {folder}, which has {', '.join(sorted(files))}")
-    return [(name.rpartition("-")[2], known[name]) for name in asked]
+    return [(name.rpartition("-")[2], available[name]) for name in requested]
 
 
 def read(path: Path) -> Instance:
@@ -133,7 +133,7 @@ def read(path: Path) -> Instance:
 def graph_problem(instance: Instance) -> GraphProblem:
     """The instance as the solver takes it."""
     nodes, edges = instance["nodes"], instance["edges"]
-    costs = tuple(numbers(own) for own in nodes["costs"])
+    costs = tuple(numbers(costs_of_node) for costs_of_node in nodes["costs"])
     pairs = tuple(
         Pair(source=u, target=v, costs=numbers(between).reshape(costs[u].size, costs[v].size))
         for (u, v), between in zip(edges["nodes"], edges["costs"], strict=True)
@@ -194,7 +194,7 @@ def measure(name: str, path: Path, args: argparse.Namespace) -> Solved:
     problem = graph_problem(instance)
     reading = time.perf_counter() - start
     cost = bound = gap = ratio = None
-    left = rounds = 0
+    nodes_left = rounds = 0
     error = ""
     seconds = 0.0
     try:
@@ -203,7 +203,7 @@ def measure(name: str, path: Path, args: argparse.Namespace) -> Solved:
         answer = solve(problem, options)
         seconds = time.perf_counter() - start
         cost, error = evaluate(instance, answer.choice)
-        bound, left, rounds = answer.bound, answer.nodes_left, answer.rounds
+        bound, nodes_left, rounds = answer.bound, answer.nodes_left, answer.rounds
         gap = (cost - bound) / cost if cost else 0.0
         ratio = cost / best if best else None
         if args.save:
@@ -215,8 +215,8 @@ def measure(name: str, path: Path, args: argparse.Namespace) -> Solved:
         instance=name,
         nodes=len(problem.costs),
         edges=len(problem.edges),
-        strategies=sum(own.size for own in problem.costs),
-        left=left,
+        strategies=sum(costs.size for costs in problem.costs),
+        left=nodes_left,
         rounds=rounds,
         cost=cost,
         bound=bound,

@@ -48,9 +48,9 @@ def pairs() -> dict[str, tuple[Sharding, Sharding]]:
     def columns(first: int, count: int) -> NamedSharding:
         return NamedSharding(rows(first, count).mesh, P(None, "x"))
 
-    one, other = (SingleDeviceSharding(device) for device in jax.devices()[:2])
+    first, second = (SingleDeviceSharding(device) for device in jax.devices()[:2])
     return {
-        "1 -> 1": (one, other),
+        "1 -> 1": (first, second),
         "4 -> 4, same layout": (rows(0, 4), rows(4, 4)),
         "4 in place, other layout": (rows(0, 4), columns(0, 4)),
         "4 -> 2": (rows(0, 4), rows(4, 2)),
@@ -77,9 +77,9 @@ def measure(moves: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[str
 
 def row(source: Sharding, target: Sharding, side: int, repeats: int) -> tuple[str, dict[str, Times]]:
     """The kind of the transfer, and its times and those of `jax.device_put`."""
-    whole = np.arange(side * side, dtype=np.float32).reshape(side, side)
-    array = jax.block_until_ready(jax.device_put(whole, source))
-    transfer = compile_transfer(plan_transfer(whole.shape, whole.dtype, source, target))
+    values = np.arange(side * side, dtype=np.float32).reshape(side, side)
+    array = jax.block_until_ready(jax.device_put(values, source))
+    transfer = compile_transfer(plan_transfer(values.shape, values.dtype, source, target))
     moves = {"autopar": lambda: transfer(array), "device_put": lambda: jax.device_put(array, target)}
     return transfer.plan.kind, measure(moves, repeats)
 
@@ -105,8 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     missed: list[str] = []
     for pair, (source, target) in pairs().items():
         for size, side in SIZES.items():
-            kind, found = row(source, target, side, args.repeats)
-            ours, plain = found["autopar"], found["device_put"]
+            kind, seconds = row(source, target, side, args.repeats)
+            ours, plain = seconds["autopar"], seconds["device_put"]
             shown = map(quantities.seconds, (ours.host, plain.host, ours.total, plain.total))
             table.add_row(pair, size, kind, *shown)
             bound = BOUNDS.get(pair)

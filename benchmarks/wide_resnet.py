@@ -38,9 +38,9 @@ def read(size: int) -> tuple[Digits, Digits]:
     factor = size // pixels.shape[1]
     pixels = pixels.repeat(factor, axis=1).repeat(factor, axis=2).astype(np.float32)
     images = np.repeat(pixels[..., None], 3, axis=-1)
-    held = np.arange(len(labels)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    is_held_out = np.arange(len(labels)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     train, held_out = (
-        Digits(images=images[chosen], labels=labels[chosen].astype(np.int32)) for chosen in (~held, held)
+        Digits(images=images[chosen], labels=labels[chosen].astype(np.int32)) for chosen in (~is_held_out, is_held_out)
     )
     return train, held_out
 
@@ -54,14 +54,14 @@ def batches(digits: Digits, size: int, seed: int) -> Iterator[dict[str, np.ndarr
 
 def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says, and prints the plan and the results."""
-    found = parser(
+    command_line = parser(
         "wide_resnet",
         "Train a Wide-ResNet on scikit-learn's handwritten digits, in parallel as planned. In microbatches, batch "
         "normalisation takes each one's own statistics.",
         batch=64,
         learning_rate=3e-3,
     )
-    args = options(found, argv)
+    args = options(command_line, argv)
     config = replace(wide_resnet.Config.preset("tiny"), classes=CLASSES)
     train, held_out = read(config.image_size)
 

@@ -64,14 +64,14 @@ class Checked:
     @property
     def misses(self) -> list[str]:
         """What is out of bounds, in words with both numbers."""
-        found = []
+        misses = []
         if not self.difference <= BOUND:
-            found.append(f"differs from jax.jit by {self.difference:.1e}, bound {BOUND:.0e}")
+            misses.append(f"differs from jax.jit by {self.difference:.1e}, bound {BOUND:.0e}")
         if self.unplanned:
-            found.append(f"{self.unplanned} unplanned collectives, bound 0")
+            misses.append(f"{self.unplanned} unplanned collectives, bound 0")
         if self.planned_nbytes != self.compiled_nbytes:
-            found.append(f"{self.planned_nbytes:,} bytes planned, {self.compiled_nbytes:,} compiled")
-        return found
+            misses.append(f"{self.planned_nbytes:,} bytes planned, {self.compiled_nbytes:,} compiled")
+        return misses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,17 +158,17 @@ def models(text: str) -> tuple[str, ...]:
 
 def by_kind(plan: Any) -> dict[str, int]:
     """How many tensors of a plan each kind of collective sends a step."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for collective in plan.collectives:
-        found[collective.kind] += collective.count
-    return dict(found.most_common())
+        counts[collective.kind] += collective.count
+    return dict(counts.most_common())
 
 
 def check(training: Training, cluster: Any, planner: Any = None, steps: int = STEPS) -> Checked:
     """A training as planned held against `jax.jit`, and its plan against its program; give it float64."""
     lowered = autopar.parallelize(training.step, cluster=cluster, planner=planner).lower(training.state, training.batch)
     compiled = lowered.compile({**hlo.UNCOMBINED, **QUICK})
-    held = verify(lowered.plan, compiled.as_text())
+    verification = verify(lowered.plan, compiled.as_text())
     plain = jax.jit(training.step, compiler_options=QUICK)
     ours = theirs = training.state
     worst = 0.0
@@ -182,9 +182,9 @@ def check(training: Training, cluster: Any, planner: Any = None, steps: int = ST
         mesh=mesh_text(lowered.plan),
         difference=worst,
         collectives=by_kind(lowered.plan),
-        planned_nbytes=sum(row.planned_nbytes for row in held.rows),
-        compiled_nbytes=sum(row.compiled_nbytes for row in held.rows),
-        unplanned=sum(collective.count for collective in held.unplanned),
+        planned_nbytes=sum(row.planned_nbytes for row in verification.rows),
+        compiled_nbytes=sum(row.compiled_nbytes for row in verification.rows),
+        unplanned=sum(collective.count for collective in verification.unplanned),
     )
 
 
@@ -199,22 +199,22 @@ def placed(compiled: Any, training: Training) -> Runner:
     return Runner(compiled, *jax.device_put((training.state, training.batch), compiled.input_shardings[0]))
 
 
-def find(model: str, cluster: Any, rounds: int, said: Callable[[str], None]) -> Found:
+def find(model: str, cluster: Any, rounds: int, report: Callable[[str], None]) -> Found:
     """What is found for one model."""
-    said("planning")
+    report("planning")
     training = MODELS[model].training()
     start = time.perf_counter()
     plan = autopar.parallelize(training.step, cluster=cluster).plan(training.state, training.batch)
     planning_seconds = time.perf_counter() - start
-    said("compiling")
+    report("compiling")
     runners = {AUTOPAR: placed(planned(training, cluster, autopar.Manual(plan)), training)}
     for name, baseline in baselines(model, DEVICES):
         runners[name] = baseline.runner(training)
         runners[name].seconds()
-        said(f"compiling {name}")
-    seconds = interleaved(runners, rounds, tick=lambda: said("running"))
+        report(f"compiling {name}")
+    seconds = interleaved(runners, rounds, tick=lambda: report("running"))
     del runners
-    said("comparing")
+    report("comparing")
     with jax.enable_x64(True):
         checked = check(MODELS[model].training("float64"), cluster)
     return Found(
@@ -228,15 +228,15 @@ def find(model: str, cluster: Any, rounds: int, said: Callable[[str], None]) -> 
     )
 
 
-def execute(name: str, cluster: Any, rounds: int, said: Callable[[str], None]) -> Execution:
+def execute(name: str, cluster: Any, rounds: int, report: Callable[[str], None]) -> Execution:
     """One plan's two executions, timed."""
     model, planner = EXECUTIONS[name]
     training = MODELS[model].training()
-    said("planning and compiling")
+    report("planning and compiling")
     compiled = planned(training, cluster, planner)
     plain = sharded(training, compiled.input_shardings[0], compiled.output_shardings)
     runners = {AUTOPAR: placed(compiled, training), "jit": plain}
-    seconds = interleaved(runners, rounds, tick=lambda: said("running"))
+    seconds = interleaved(runners, rounds, tick=lambda: report("running"))
     return Execution(plan=name, model=model, mesh=mesh_text(compiled.plan), seconds=seconds)
 
 
@@ -300,7 +300,7 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str], Callable[
             nonlocal begun
             begun += 1
             bar.update(task, completed=begun, description=name)
-            return lambda what: bar.update(task, description=f"{name}: {what}")
+            return lambda phase: bar.update(task, description=f"{name}: {phase}")
 
         yield begin
 
@@ -321,7 +321,7 @@ def executions_table(results: list[Execution]) -> Table:
 
 def missed(results: list[Found] | list[Execution]) -> list[str]:
     """The step times above their targets, in words with both numbers."""
-    found = []
+    misses = []
     for r in results:
         middle, (low, high) = r.ratio
         name, than, target = (
@@ -330,8 +330,8 @@ def missed(results: list[Found] | list[Execution]) -> list[str]:
             else (r.plan, "the same plan by jax.jit", EXECUTION_TARGET)
         )
         if middle > target:
-            found.append(f"{name}: {middle:.3f} times {than} (95 % {low:.3f} to {high:.3f}), target {target}")
-    return found
+            misses.append(f"{name}: {middle:.3f} times {than} (95 % {low:.3f} to {high:.3f}), target {target}")
+    return misses
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -151,5 +151,5 @@ def flops(config: Config, batch_size: int) -> float:
     Each layer's products are done once forward and twice backward, but the first's, as images need no gradient, once.
     Products with padding count in full.
     """
-    each = [n * m * pixels for n, m, pixels in products(config)]
-    return 2.0 * batch_size * (3 * sum(each) - each[0])
+    forward = [n * m * pixels for n, m, pixels in products(config)]
+    return 2.0 * batch_size * (3 * sum(forward) - forward[0])

@@ -130,8 +130,8 @@ class DLRM(nn.Module):
 
         stacked = jnp.stack(features, axis=1)
         products = jnp.einsum("bmd,bnd->bmn", stacked, stacked)
-        left, right = np.tril_indices(len(features), -1)
-        x = jnp.concatenate([bottom, products[:, left, right]], axis=1)
+        rows, columns = np.tril_indices(len(features), -1)
+        x = jnp.concatenate([bottom, products[:, rows, columns]], axis=1)
         return MLP(config, config.top, name="top")(x)[:, 0]
 
 

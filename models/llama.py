@@ -130,13 +130,13 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
     **Reference**: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), equation 34.
     """
     exact = at_least_float32(x)  # half precision cannot tell late positions apart
-    left, right = jnp.split(exact, 2, axis=-1)
-    half = left.shape[-1]
+    low, high = jnp.split(exact, 2, axis=-1)
+    half = low.shape[-1]
     frequencies = base ** (-jnp.arange(half, dtype=exact.dtype) / half)
     angles = jnp.arange(x.shape[1], dtype=exact.dtype)[:, None] * frequencies
     angles = jnp.expand_dims(angles, range(1, x.ndim - 2))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nn.Module):

@@ -217,10 +217,10 @@ def sentences(config: Config, batch_size: int, key: jax.Array) -> jax.Array:
     """Random tokens, then `END`, then `PADDING`, int32[batch, sequence]."""
     token_key, length_key = jax.random.split(key)
     length = config.sequence_length
-    words = jax.random.randint(token_key, (batch_size, length), END + 1, config.vocab_size, dtype=jnp.int32)
+    tokens = jax.random.randint(token_key, (batch_size, length), END + 1, config.vocab_size, dtype=jnp.int32)
     last = jax.random.randint(length_key, (batch_size, 1), length // 2, length, dtype=jnp.int32)
     place = jnp.arange(length)
-    return jnp.where(place < last, words, jnp.where(place == last, END, PADDING))
+    return jnp.where(place < last, tokens, jnp.where(place == last, END, PADDING))
 
 
 def parameters(config: Config) -> int:
