@@ -1,0 +1,84 @@
+"""The two halves of the search over stages, each by itself against brute force: the dynamic program, best-first."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from passes.inter_op import Submesh, partition, partitions
+from passes.inter_op.choices import place
+from passes.inter_op.dynamic_program import Stages, levels, trace, with_each
+from passes.inter_op.search import prove
+from tests.passes.inter_op.test_inter_op import CASES, Random, brute_force, host, shaped
+
+LAYERS, DEVICES = 4, 4
+
+
+def values_of(seed: int, choices: tuple[Submesh, ...]) -> np.ndarray:
+    """Random values of stages [choices, layers, layers + 1], some of which cannot be had."""
+    rng = np.random.default_rng(seed)
+    values = rng.uniform(1, 2, (len(choices), LAYERS, LAYERS + 1))
+    values[rng.random(values.shape) < 0.1] = math.inf
+    return np.where(np.tri(LAYERS, LAYERS + 1, dtype=bool), math.inf, values)
+
+
+def partitions_of(values: np.ndarray, choices: tuple[Submesh, ...], n_stages: int) -> list[list[tuple[int, int, int]]]:
+    """Every (choice, first, last) of so many stages that cover the layers and find room on one host."""
+    return [
+        list(zip(shapes, (0, *cuts), (*cuts, LAYERS), strict=True))
+        for cuts in itertools.combinations(range(1, LAYERS), n_stages - 1)
+        for shapes in itertools.product(range(len(choices)), repeat=n_stages)
+        if sum(choices[c].n_devices for c in shapes) <= DEVICES
+    ]
+
+
+@pytest.mark.parametrize("combine", [np.add, np.maximum])
+@pytest.mark.parametrize("seed", range(6))
+def test_levels_are_the_least_of_all_partitions(seed: int, combine: np.ufunc) -> None:
+    places = place(host(DEVICES), shaped(host(DEVICES), (1, 2, 4)), idle=True)
+    choices, values = places.choices, values_of(seed, places.choices)
+    hops = np.zeros((LAYERS + 1, len(choices), len(choices), len(places.final)))
+    program = (lambda _: Stages.of(values), hops, places, combine)
+    found = levels(*program, LAYERS, np.full((LAYERS + 1, len(places.final)), math.inf))
+    for n_stages in range(1, LAYERS + 1):
+        every = partitions_of(values, choices, n_stages)
+        best = min((float(combine.reduce([values[stage] for stage in stages])) for stages in every), default=math.inf)
+        level = found[n_stages - 1][:, 0, 0].min() if n_stages <= len(found) else math.inf
+        assert level == pytest.approx(best)
+        if math.isfinite(best):
+            stages = trace(*program, found[:n_stages])
+            assert list(stages) in every
+            assert combine.reduce([values[stage] for stage in stages]) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_partition_with_a_stage_stays_below_its_bound(seed: int) -> None:
+    """With no latencies a step takes at least the pace of its slowest stage."""
+    places = place(host(DEVICES), shaped(host(DEVICES), (1, 2, 4)), idle=True)
+    paces = values_of(seed, places.choices)
+    bounds = with_each(paces, np.where(np.isfinite(paces), 0.0, math.inf), places)
+    least = np.full(paces.shape, math.inf)
+    for n_stages in range(1, LAYERS + 1):
+        for stages in partitions_of(paces, places.choices, n_stages):
+            slowest = max(paces[stage] for stage in stages)
+            for stage in stages:
+                least[stage] = min(least[stage], slowest)
+    assert (bounds <= least * (1 + 1e-9)).all()
+    assert (bounds[np.isfinite(paces)] >= paces[np.isfinite(paces)]).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_first_alone_comes_to_the_optimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_layers, whole, sizes = CASES[seed % len(CASES)]
+    choices, options = shaped(whole, sizes), {"schedules": ("gpipe", "1f1b"), "microbatches": (4,)}
+    proofs: list[float] = []
+    monkeypatch.setattr(partitions, "alone", lambda *_: None)
+    monkeypatch.setattr(partitions, "sweep", lambda *_: None)
+    monkeypatch.setattr(partitions, "prove", lambda *args: proofs.append(prove(*args)) or proofs[-1])
+    found = partition(n_layers, whole, choices, Random(seed=seed), **options, proof=10**6)
+    best = brute_force(n_layers, whole, choices, Random(seed=seed), **options)
+    assert found.statistics.programs == 0
+    assert found.seconds == pytest.approx(best)
+    assert found.bound == pytest.approx(best)
+    assert proofs == [found.bound]

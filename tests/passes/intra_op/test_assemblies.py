@@ -1,0 +1,207 @@
+"""A small step as a sharding problem, and back: what placements cost, hold and stand for, whoever chose them."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from passes.cluster import Mesh, parse_cluster
+from passes.errors import PlanningError
+from passes.intra_op import assemble
+from passes.intra_op.assembly import full_placements, full_target, stacked
+from passes.intra_op.computing import compute_seconds
+from passes.intra_op.flops import product_flops
+from passes.intra_op.forms import picks
+from passes.intra_op.memory_limit import is_hopeless
+from passes.intra_op.memory_rows import budget, live
+from passes.intra_op.offloading import away, held_nbytes, resting
+from passes.intra_op.peak_node import busiest
+from passes.intra_op.restrictions import check_sizes, data_parallel, zero
+from passes.intra_op.roles import roles
+from passes.intra_op.strategy_space import subsets
+from passes.ir import Graph, Node, TensorType
+from passes.ir.control import Wire
+from passes.placement import Layout, Placement, group, moves
+from passes.sharding import Resharder, parse_spec, replicated
+from passes.solver import SolverOptions, solve
+
+CLUSTER = parse_cluster("8:a100-80g")
+MESH = Mesh(axes=("x", "y"), sizes=(4, 2), cluster=CLUSTER)
+FORWARD, BACKWARD = "jvp(net)", "transpose(jvp(net))"
+STATE = ((0, 0), (1, 1))
+W, M, X = range(3)
+
+
+def step(rows: int = 8) -> Graph:
+    """A product with a weight, its gradient, and an update with momentum."""
+    shapes = ((16, 32), (16, 32), (rows, 16), (rows, 32), (16, 32), (16, 32), (16, 32), ())
+    nodes = (
+        Node(primitive="dot_general", inputs=(X, W), outputs=(3,), params=contracting(1, 0), scope=FORWARD),
+        Node(primitive="reduce_sum", inputs=(3,), outputs=(7,), params={"axes": (0, 1)}, scope=FORWARD),
+        Node(primitive="dot_general", inputs=(X, 3), outputs=(4,), params=contracting(0, 0), scope=BACKWARD),
+        Node(primitive="add", inputs=(M, 4), outputs=(5,)),
+        Node(primitive="sub", inputs=(W, 5), outputs=(6,)),
+    )
+    types = tuple(TensorType(shape=shape, dtype="float32") for shape in shapes)
+    return Graph(types=types, nodes=nodes, inputs=(W, M, X), outputs=(6, 5, 7))
+
+
+def contracting(left: int, right: int) -> dict[str, object]:
+    return {"dimension_numbers": (((left,), (right,)), ((), ()))}
+
+
+GRAPH = step()
+GROUPING = group(GRAPH)
+RESHARDER = Resharder(MESH)
+
+
+def assembled():
+    return assemble(GRAPH, MESH, GROUPING, RESHARDER, STATE)
+
+
+def whole() -> Layout:
+    ranks = [len(t.shape) for t in GRAPH.types]
+    return Layout(
+        inputs=tuple(replicated(ranks[v]) for v in GRAPH.inputs),
+        placements=tuple(
+            Placement(
+                operands=tuple(replicated(ranks[v]) for v in node.inputs),
+                results=tuple(replicated(ranks[v]) for v in node.outputs),
+            )
+            for node in GRAPH.nodes
+        ),
+        outputs=tuple(replicated(ranks[v]) for v in GRAPH.outputs),
+    )
+
+
+def choices(assembly, count=20):
+    """Random answers, each strategy one that can be had."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        yield tuple(int(rng.choice(np.flatnonzero(np.isfinite(s)))) for s in assembly.problem.seconds)
+
+
+def test_seconds_of_computing_are_those_of_the_strategies() -> None:
+    assembly, met = assembled(), 0
+    for choice in choices(assembly):
+        if not np.isfinite(assembly.problem.evaluate(choice)):
+            continue
+        read = compute_seconds(GRAPH, GROUPING, MESH, assembly.layout(choice))
+        assert read == pytest.approx(assembly.root.compute_seconds(choice))
+        met += 1
+    assert met
+
+
+def test_flops_of_products_are_divided_by_the_parts() -> None:
+    flops = 2 * (2 * 8 * 16 * 32)
+    assert product_flops(GRAPH, GROUPING, whole().placements, MESH) == flops
+    assembly = assembled()
+    answer = solve(zero(1)(assembly).problem, SolverOptions())
+    assert product_flops(GRAPH, GROUPING, assembly.layout(answer.choice).placements, MESH) == flops / MESH.size
+
+
+def test_a_budget_rules_out_the_answer_that_it_was_made_for() -> None:
+    assembly = assembled()
+    for at, choice in itertools.product(range(len(GRAPH.nodes)), choices(assembly, 5)):
+        path = ((at, -1),)
+        used = assembly.problem.usage(live(assembly, path, np.inf), choice)
+        row = budget(assembly, path, choice, 2 * used, used)
+        assert assembly.problem.usage(row, choice) > row.limit
+
+
+def test_what_is_live_at_a_node_is_its_inputs_and_what_is_still_read() -> None:
+    assembly = assembled()
+    plain = zero(1)(assembly).problem
+    choice = solve(plain, SolverOptions()).choice
+    layout = assembly.layout(choice)
+    inputs = sum(s.local_nbytes(GRAPH.types[v], MESH) for v, s in zip(GRAPH.inputs, layout.inputs, strict=True))
+    used = [assembly.problem.usage(live(assembly, ((at, -1),), np.inf), choice) for at in range(len(GRAPH.nodes))]
+    assert min(used) >= inputs
+    spared = assembly.problem.usage(live(assembly, ((0, -1),), np.inf, offloaded=(1,)), choice)
+    assert used[0] - spared == layout.inputs[1].local_nbytes(GRAPH.types[M], MESH)
+
+
+def test_a_limit_below_the_smallest_strategies_is_hopeless() -> None:
+    assembly = assembled()
+    row = live(assembly, ((2, -1),), np.inf)
+    problem = replace(assembly.problem, budgets=(row,))
+    least = sum(float(sizes.min()) for sizes in row.nbytes.values())
+    assert is_hopeless(problem, 0.9 * least)
+    assert not is_hopeless(problem, sum(float(sizes.max()) for sizes in row.nbytes.values()))
+
+
+def test_state_that_the_update_alone_reads_may_rest_elsewhere() -> None:
+    assert resting(GRAPH, STATE) == (M,)
+    assert held_nbytes(GRAPH, whole(), (W, M), MESH) == [16 * 32 * 4] * 2
+    assert away([5, 3, 4, 2]) == 14 - 2 * 5
+    assert away([5, 3]) == away([]) == 0
+
+
+def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> None:
+    layout = whole()
+    ((at, body),) = busiest(GRAPH, GROUPING, MESH, layout, moves(GRAPH, layout, RESHARDER))
+    assert body == -1
+    assert at in (2, 3, 4)  # the product is read for the last time at 2; the update's values leave at 3 and 4
+
+
+def test_roles_of_a_step() -> None:
+    found = roles(assembled())
+    assert dict(found.batch) == {X: 0}
+    assert found.parameters == {W}
+    assert found.state == {M}
+    alone = Graph(
+        types=GRAPH.types[:2], nodes=(Node(primitive="neg", inputs=(0,), outputs=(1,)),), inputs=(0,), outputs=(1,)
+    )
+    with pytest.raises(PlanningError, match="needs an input that is not returned as state"):
+        roles(assemble(alone, MESH, group(alone), RESHARDER, ((0, 0),)))
+
+
+def test_data_parallelism_cuts_the_batch_and_nothing_of_the_state() -> None:
+    mesh = Mesh(axes=("x",), sizes=(8,), cluster=CLUSTER)
+    assembly = assemble(GRAPH, mesh, GROUPING, Resharder(mesh), STATE)
+    layout = assembly.layout(solve(data_parallel(assembly).problem, SolverOptions()).choice)
+    assert list(map(str, layout.inputs)) == ["[-, -]", "[-, -]", "[x, -]"]
+
+
+def test_what_cannot_be_restricted_so_says_why() -> None:
+    check_sizes({"data": 4, "tensor": 2}, CLUSTER)
+    with pytest.raises(PlanningError, match="this makes 6 devices, and cluster '8:a100-80g' has 8"):
+        check_sizes({"data": 3, "tensor": 2}, CLUSTER)
+    with pytest.raises(PlanningError, match="sizes are whole numbers from 1"):
+        check_sizes({"data": 0, "tensor": 8}, CLUSTER)
+    with pytest.raises(PlanningError, match="stages 1, 2 and 3"):
+        zero(4)
+
+
+def test_placements_without_partial_axes_begin_with_none_cut() -> None:
+    matrix, odd = (TensorType(shape=shape, dtype="float32") for shape in ((8, 2), (3, 5)))
+    found = full_placements(matrix, RESHARDER)
+    assert found[0] == replicated(2)
+    assert len(set(found)) == len(found)
+    assert not any(spec.partial for spec in found)
+    assert {str(spec) for spec in full_placements(odd, RESHARDER)} == {"[-, -]"}
+    partial = parse_spec("[-, -] add@x")
+    best = full_target(matrix, partial, RESHARDER)
+    assert RESHARDER.cost(matrix, partial, best) == min(RESHARDER.cost(matrix, partial, spec) for spec in found)
+    assert full_target(matrix, found[-1], RESHARDER) == found[-1]
+
+
+def test_a_stack_is_not_cut_where_its_slices_are_stacked() -> None:
+    spec = parse_spec("[x, -]")
+    assert str(stacked(spec, Wire(slot=0, stacked=True))) == "[-, x, -]"
+    assert stacked(spec, Wire(slot=0)) == spec
+
+
+def test_picks_give_each_axis_a_class_or_none() -> None:
+    found = picks((0, 1), ("x", "y"))
+    assert len(set(found)) == len(found)
+    assert {frozenset(pick) for pick in found} == {
+        frozenset((axis, c) for axis, c in zip("xy", classes, strict=True) if c is not None)
+        for classes in itertools.product((None, 0, 1), repeat=2)
+    }
+    assert {(("x", 0), ("y", 0)), (("y", 0), ("x", 0))} <= set(found)  # axes of one class in either order
+
+
+def test_sets_of_axes_are_in_the_order_of_their_numbers() -> None:
+    assert subsets(("x", "y")) == ((), ("x",), ("y",), ("x", "y"))

@@ -1,0 +1,63 @@
+"""Parts of the solver by themselves: small steps, edges that are made up of others, the door to PuLP."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from passes.errors import PlanningError
+from passes.solver.coordinate_descent import polish
+from passes.solver.edge_flows import direct
+from passes.solver.linear_program import LinearProgram
+from passes.solver.pulp_solver import minimise, solver_named
+from tests.passes.solver.test_intra_op import random_problem
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_single_step_betters_a_polished_answer(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng)
+    start = tuple(int(rng.integers(s.size)) for s in problem.seconds)
+    found = polish(problem, start)
+    assert problem.evaluate(found) <= problem.evaluate(start)
+    for node, seconds in enumerate(problem.seconds):
+        for other in range(seconds.size):
+            step = (*found[:node], other, *found[node + 1 :])
+            assert problem.evaluate(found) <= problem.evaluate(step) + 1e-15
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_pairs_that_are_left_out_are_made_up_of_pairs_that_are_kept(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = 5
+    cost = rng.integers(1, 9, (n, n)).astype(float)
+    cost[rng.random((n, n)) < 0.2] = np.inf
+    np.fill_diagonal(cost, 0.0)
+    names = np.arange(n)
+    kept = set(zip(*map(np.ndarray.tolist, direct(cost, names, names, np.ones(n, bool))), strict=True))
+    shortest = np.where(np.eye(n, dtype=bool), 0.0, np.inf)
+    for a, b in kept:
+        shortest[a, b] = cost[a, b]
+    for via, a, b in itertools.product(range(n), repeat=3):
+        shortest[a, b] = min(shortest[a, b], shortest[a, via] + shortest[via, b])
+    assert (shortest <= cost * (1 + 1e-9)).all()
+    assert all(np.isfinite(cost[a, b]) and a != b for a, b in kept)
+
+
+def test_a_program_through_pulp_has_the_optimum_of_a_knapsack() -> None:
+    worth, weight, room = np.array([6.0, 10.0, 12.0, 7.0]), np.array([1.0, 2.0, 3.0, 2.0]), 5.0
+    program = LinearProgram()
+    columns = program.add_columns(4, upper=1.0)
+    rows = program.add_rows(1, -np.inf, room)
+    program.enter(np.repeat(rows, 4), columns, weight)
+    found = minimise(program, -worth, np.asarray(columns), solver_named("cbc", seconds=None, gap=0.0))
+    subsets = itertools.product((0, 1), repeat=4)
+    best = max(float(np.dot(s, worth)) for s in subsets if np.dot(s, weight) <= room)
+    assert found.status == "optimal"
+    assert found.objective == pytest.approx(-best)
+    assert np.dot(found.values, weight) <= room + 1e-9
+
+
+def test_a_solver_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(PlanningError, match=r"(?s)PuLP knows no solver of this name.*PULP_CBC_CMD"):
+        solver_named("abacus", seconds=None, gap=0.0)

@@ -1,0 +1,25 @@
+"""The garbage collector is away while much is built, and back as it was."""
+
+import gc
+
+import pytest
+
+from passes.gc_pause import uncollected
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_as_it_was(collects: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with uncollected():
+            assert not gc.isenabled()
+            with uncollected():
+                pass
+            assert not gc.isenabled()
+        assert gc.isenabled() == collects
+        with pytest.raises(ValueError, match="inside"), uncollected():
+            raise ValueError("inside")
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -1,0 +1,59 @@
+"""Which stage each node of a random step's loop belongs to, and what stages read of each other."""
+
+import pytest
+
+from passes.layers import adds_up, after_backward, everywhere
+from passes.transforms.batch_axis import AXIS, Time, only_reports, whole_layout
+from passes.transforms.stage_assignment import StageAssignment
+from passes.transforms.stage_drafts import LoopDrafts, StepDrafts
+from tests.passes.transforms.test_stages import made
+
+SEEDS = range(20)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_cotangent_never_waits_for_a_later_stage(seed: int) -> None:
+    _, body, firsts, _ = made(seed)
+    late, anywhere = after_backward(body), everywhere(body)
+    found = StageAssignment(body=body, firsts=firsts, late=late, anywhere=anywhere)
+    assert found.stage.keys() == set(range(len(body.nodes))) - anywhere
+    for index, at in found.stage.items():
+        node = body.nodes[index]
+        assert 0 <= at < len(firsts)
+        assert all(found.made[v] == at for v in node.outputs)
+        if adds_up(node):
+            continue
+        if index not in late:
+            assert firsts[at] <= index
+            assert at == len(firsts) - 1 or index < firsts[at + 1]
+        else:
+            cotangents = [found.made[v] for v in node.inputs if body.producers.get(v) in late and v in found.made]
+            assert at <= min(cotangents, default=len(firsts) - 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_a_stage_receives_one_other_sends(seed: int) -> None:
+    graph, _, firsts, stages = made(seed)
+    loop = LoopDrafts(graph, firsts)
+    for at, draft in enumerate(loop.drafts):
+        for value in draft.received:
+            assert [other for other, sender in enumerate(loop.drafts) if value in sender.sent] == [loop.made[value]]
+            assert loop.made[value] != at
+    sent = set().union(*(draft.sent for draft in loop.drafts))
+    assert sent == set().union(*(draft.received for draft in loop.drafts)) == loop.stream_of.keys()
+    step = StepDrafts(loop, ())
+    assert step.input_homes() == stages.homes
+    assert tuple(map(step.owner, graph.outputs)) == stages.owners
+
+
+def test_a_value_in_time_is_as_large_as_a_microbatch() -> None:
+    graph = made(0)[0]
+    layout, time = whole_layout(graph), Time(4)
+    assert time.axes == (AXIS,)
+    for value, spec in zip(graph.inputs, layout.inputs, strict=True):
+        assert not any(spec.dims)
+        assert spec.local_shape(graph.types[value].shape, time) == graph.types[value].shape
+    for node, placement in zip(graph.nodes, layout.placements, strict=True):
+        assert len(placement.bodies) == len(node.subgraphs)
+        assert [len(spec.dims) for spec in placement.results] == [graph.types[v].rank for v in node.outputs]
+        assert not only_reports(node)
