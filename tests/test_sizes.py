@@ -19,7 +19,6 @@ TOO_LONG = frozenset(
         "passes.inter_op.partitions.partition",
         "passes.intra_op.mesh_search",
         "passes.intra_op.mesh_search.MeshSearch",
-        "passes.memory.device_program._Lowering",
         "passes.pipeline.search.StagedSearch",
         "passes.pipeline.stage_table.StageCosts",
         "passes.plan.pipeline.PipelinePlan",

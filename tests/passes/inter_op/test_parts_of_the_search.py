@@ -1,15 +1,16 @@
-"""The two halves of the search over stages, each by itself against brute force: the dynamic program, best-first."""
+"""The halves of the search over stages, each by itself against brute force: dynamic program, branch and bound."""
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from passes.inter_op import Submesh, partition, partitions
 from passes.inter_op.choices import place
-from passes.inter_op.dynamic_program import Stages, levels, trace, with_each
-from passes.inter_op.search import prove
+from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
+from passes.inter_op.search import branch_and_bound
 from tests.passes.inter_op.test_inter_op import CASES, Random, brute_force, host, shaped
 
 LAYERS, DEVICES = 4, 4
@@ -54,28 +55,33 @@ def test_levels_are_the_least_of_all_partitions(seed: int, combine: np.ufunc) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_partition_with_a_stage_stays_below_its_bound(seed: int) -> None:
-    """With no latencies a step takes at least the pace of its slowest stage."""
+    """With no latencies a step takes at least the period of its slowest stage."""
     places = place(host(DEVICES), shaped(host(DEVICES), (1, 2, 4)), idle=True)
-    paces = values_of(seed, places.choices)
-    bounds = with_each(paces, np.where(np.isfinite(paces), 0.0, math.inf), places)
-    least = np.full(paces.shape, math.inf)
+    periods = values_of(seed, places.choices)
+    bounds = bounds_with(periods, np.where(np.isfinite(periods), 0.0, math.inf), places)
+    least = np.full(periods.shape, math.inf)
     for n_stages in range(1, LAYERS + 1):
-        for stages in partitions_of(paces, places.choices, n_stages):
-            slowest = max(paces[stage] for stage in stages)
+        for stages in partitions_of(periods, places.choices, n_stages):
+            slowest = max(periods[stage] for stage in stages)
             for stage in stages:
                 least[stage] = min(least[stage], slowest)
     assert (bounds <= least * (1 + 1e-9)).all()
-    assert (bounds[np.isfinite(paces)] >= paces[np.isfinite(paces)]).all()
+    assert (bounds[np.isfinite(periods)] >= periods[np.isfinite(periods)]).all()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_best_first_alone_comes_to_the_optimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branch_and_bound_alone_comes_to_the_optimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n_layers, whole, sizes = CASES[seed % len(CASES)]
     choices, options = shaped(whole, sizes), {"schedules": ("gpipe", "1f1b"), "microbatches": (4,)}
     proofs: list[float] = []
-    monkeypatch.setattr(partitions, "alone", lambda *_: None)
-    monkeypatch.setattr(partitions, "sweep", lambda *_: None)
-    monkeypatch.setattr(partitions, "prove", lambda *args: proofs.append(prove(*args)) or proofs[-1])
+    monkeypatch.setattr(partitions, "search_single_stages", lambda *_: None)
+    monkeypatch.setattr(partitions, "search_by_period", lambda *_: None)
+
+    def proved(*arguments: Any) -> float:
+        proofs.append(branch_and_bound(*arguments))
+        return proofs[-1]
+
+    monkeypatch.setattr(partitions, "branch_and_bound", proved)
     found = partition(n_layers, whole, choices, Random(seed=seed), **options, proof=10**6)
     best = brute_force(n_layers, whole, choices, Random(seed=seed), **options)
     assert found.statistics.programs == 0

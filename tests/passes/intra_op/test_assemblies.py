@@ -12,7 +12,7 @@ from passes.intra_op import assemble
 from passes.intra_op.assembly import full_placements, full_target, stacked
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
-from passes.intra_op.forms import picks
+from passes.intra_op.forms import axis_choices
 from passes.intra_op.memory_limit import is_hopeless
 from passes.intra_op.memory_rows import budget, live
 from passes.intra_op.offloading import away, held_nbytes, resting
@@ -193,8 +193,8 @@ def test_a_stack_is_not_cut_where_its_slices_are_stacked() -> None:
     assert stacked(spec, Wire(slot=0)) == spec
 
 
-def test_picks_give_each_axis_a_class_or_none() -> None:
-    found = picks((0, 1), ("x", "y"))
+def test_choices_give_each_axis_a_class_or_none() -> None:
+    found = axis_choices((0, 1), ("x", "y"))
     assert len(set(found)) == len(found)
     assert {frozenset(pick) for pick in found} == {
         frozenset((axis, c) for axis, c in zip("xy", classes, strict=True) if c is not None)

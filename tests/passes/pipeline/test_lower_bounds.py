@@ -22,9 +22,9 @@ def test_floors_are_those_of_the_best_mesh_worth_having(seed: int) -> None:
         for last in range(first + 1, layers + 1):
             count = blocks[first:last].sum(0)
             own = np.flatnonzero(count)
-            seconds, paces = ([sum(count[k] * table[k, m] for k in own) for m in range(meshes)] for table in floors)
-            best = min((paces[m] for m in range(meshes) if known[own, m].all()), default=np.inf)
-            assert found.paces[first, last] == pytest.approx(min(paces))
-            worth = [s for s, pace in zip(seconds, paces, strict=True) if pace <= best * (1 + 1e-9)]
+            seconds, periods = ([sum(count[k] * table[k, m] for k in own) for m in range(meshes)] for table in floors)
+            best = min((periods[m] for m in range(meshes) if known[own, m].all()), default=np.inf)
+            assert found.periods[first, last] == pytest.approx(min(periods))
+            worth = [s for s, period in zip(seconds, periods, strict=True) if period <= best * (1 + 1e-9)]
             assert found.seconds[first, last] == pytest.approx(min(worth, default=np.inf))
             assert found.nbytes[first, last] == pytest.approx(count @ nbytes)

@@ -1,11 +1,14 @@
-"""Parts of the solver by themselves: small steps, edges that are made up of others, the door to PuLP."""
+"""Parts of the solver by themselves: small steps, edges made up of others, budgets as rows, its clock, PuLP."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from passes.errors import PlanningError
+from passes.solver import Budget, clock
+from passes.solver.budget_rows import BudgetRows
 from passes.solver.coordinate_descent import polish
 from passes.solver.edge_flows import direct
 from passes.solver.linear_program import LinearProgram
@@ -61,3 +64,45 @@ def test_a_program_through_pulp_has_the_optimum_of_a_knapsack() -> None:
 def test_a_solver_that_is_not_there_is_told_with_those_that_are() -> None:
     with pytest.raises(PlanningError, match=r"(?s)PuLP knows no solver of this name.*PULP_CBC_CMD"):
         solver_named("abacus", seconds=None, gap=0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_budget_as_a_row_is_its_share_of_the_limit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng)
+    sizes = {node: rng.uniform(1, 9, s.size) for node, s in enumerate(problem.seconds) if node % 2}
+    problem = replace(problem, budgets=(Budget(nbytes=sizes, copies={}, limit=7.0),))
+    program = LinearProgram()
+    columns = [program.add_columns(s.size) for s in problem.seconds]
+    found = BudgetRows(problem, program, [np.arange(s.size) for s in problem.seconds], columns, None)
+    rows, places, values = program.triplets()
+    (row,) = found.rows
+    shares = np.zeros(program.columns)
+    np.add.at(shares, places[rows == row], values[rows == row])
+    for choice in itertools.product(*(range(s.size) for s in problem.seconds)):
+        share = sum(shares[own[c]] for own, c in zip(columns, choice, strict=True))
+        assert share == pytest.approx(problem.usage(problem.budgets[0], choice) / 7.0)
+    assert program.bounds()[2][row] == 1.0
+
+
+def test_a_clock_counts_what_it_is_told_and_not_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
+    search = clock.Clock(10.0)
+    search.go_on()
+    now = 3.0
+    search.built()
+    now = 7.0
+    search.stop()
+    assert (search.build_seconds, search.solve_seconds, search.left) == (3.0, 4.0, 3.0)
+    now = 100.0
+    assert search.is_late
+    search.go_on()
+    now = 102.0
+    search.stop()
+    assert (search.build_seconds, search.solve_seconds) == (3.0, 6.0)
+    assert not search.is_late
+    now = 104.0
+    assert search.is_late
+    assert search.left == 0.1
+    assert clock.Clock(None).left is None
