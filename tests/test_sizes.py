@@ -24,7 +24,6 @@ TOO_LONG = frozenset(
         "passes.plan.pipeline.PipelinePlan",
         "passes.plan.plan.Plan",
         "passes.transforms.batch_axis.Walk",
-        "passes.transforms.microbatch._regions",
     )
 )
 

@@ -150,56 +150,12 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
         raise PlanningError(_coupled(walk, count))
     effects = [i for i, node in enumerate(graph.nodes) if has_effect(node)]
     _check_repeated(walk, effects, count)
-    after: set[int] = set()
-    carried: dict[int, ShardingSpec] = {}
-    up_front: set[int] = set()
-
-    def need_up_front(value: int) -> None:
-        pending = [value]
-        while pending:
-            node = graph.producers.get(pending.pop())
-            if node is not None and node not in up_front:
-                up_front.add(node)
-                pending.extend(graph.nodes[node].inputs)
-
-    def need_after(values: Iterable[int]) -> None:
-        pending = list(values)
-        while pending:
-            value = pending.pop()
-            node = graph.producers.get(value)
-            if node is None or node in after:
-                continue
-            if node in walk.up_front:
-                need_up_front(value)
-            elif (value in walk.varying or node in walk.loops) and node not in walk.later:
-                carried[value] = walk.leaving(value)
-            else:
-                after.add(node)
-                pending.extend(graph.nodes[node].inputs)
-
-    need_after(graph.outputs)
-    for index in effects:
-        if index not in walk.up_front:
-            after.add(index)
-            need_after(graph.nodes[index].inputs)
-    loop: set[int] = set()
-    live = set(carried)
-    for index in reversed(range(len(graph.nodes))):
-        node = graph.nodes[index]
-        if is_free(graph, index):
-            if not live.isdisjoint(node.outputs):
-                loop.add(index)
-        elif index in walk.placements and not live.isdisjoint(node.outputs):
-            loop.add(index)
-            live.update(node.inputs)
-    for value in live:
-        made = graph.producers.get(value)
-        if made is not None and made not in loop and not is_free(graph, made):
-            need_up_front(value)
+    around = _AroundTheLoop(walk, effects)
+    loop = _inside(walk, around)
     total = sum(rule.flops for rule in walk.rules.values()) or 1.0
     inside = sum(walk.rules[i].flops for i in loop)
     heavy = [i for i in loop if graph.nodes[i].inputs and not is_free(graph, i)]
-    if not heavy or not carried:
+    if not heavy or not around.carried:
         raise PlanningError(
             explain(
                 f"microbatches={count}",
@@ -209,18 +165,77 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
             )
         )
     # What was computed for the loop is not computed again for what comes after it.
-    again = {i for i in after if i in up_front and i not in walk.later}
-    _check_order(graph, [i for i in effects if i in up_front], [i for i in effects if i in after - again], count)
+    after = around.after - {i for i in around.after if i in around.up_front and i not in walk.later}
+    _check_order(graph, [i for i in effects if i in around.up_front], [i for i in effects if i in after], count)
     return Split(
         count=count,
         batch=batch,
-        before=tuple(sorted(up_front)),
+        before=tuple(sorted(around.up_front)),
         loop=tuple(sorted(loop)),
-        after=tuple(sorted(after - again)),
+        after=tuple(sorted(after)),
         placements={i: walk.placements[i] for i in loop if i in walk.placements},
-        carried=tuple(sorted(carried.items())),
+        carried=tuple(sorted(around.carried.items())),
         flops=inside / total,
     )
+
+
+class _AroundTheLoop:
+    """The nodes computed `up_front` and `after` the loop for outputs and effects; the values `carried` out of it."""
+
+    def __init__(self, walk: Walk, effects: Sequence[int]) -> None:
+        self.walk, self.graph = walk, walk.graph
+        self.after: set[int] = set()
+        self.carried: dict[int, ShardingSpec] = {}
+        self.up_front: set[int] = set()
+        self.need_after(self.graph.outputs)
+        for index in effects:
+            if index not in walk.up_front:
+                self.after.add(index)
+                self.need_after(self.graph.nodes[index].inputs)
+
+    def need_up_front(self, value: int) -> None:
+        """Adds what a value is made of to what is computed before the loop."""
+        pending = [value]
+        while pending:
+            node = self.graph.producers.get(pending.pop())
+            if node is not None and node not in self.up_front:
+                self.up_front.add(node)
+                pending.extend(self.graph.nodes[node].inputs)
+
+    def need_after(self, values: Iterable[int]) -> None:
+        """Adds what values are made of to what is computed after the loop, up to what the loop makes."""
+        walk, pending = self.walk, list(values)
+        while pending:
+            value = pending.pop()
+            node = self.graph.producers.get(value)
+            if node is None or node in self.after:
+                continue
+            if node in walk.up_front:
+                self.need_up_front(value)
+            elif (value in walk.varying or node in walk.loops) and node not in walk.later:
+                self.carried[value] = walk.leaving(value)
+            else:
+                self.after.add(node)
+                pending.extend(self.graph.nodes[node].inputs)
+
+
+def _inside(walk: Walk, around: _AroundTheLoop) -> set[int]:
+    """The nodes of the loop: those that make what is carried out of it; what else they read is made up front."""
+    graph, loop, live = walk.graph, set[int](), set(around.carried)
+    for index in reversed(range(len(graph.nodes))):
+        node = graph.nodes[index]
+        if live.isdisjoint(node.outputs):
+            continue
+        if is_free(graph, index):
+            loop.add(index)
+        elif index in walk.placements:
+            loop.add(index)
+            live.update(node.inputs)
+    for value in live:
+        made = graph.producers.get(value)
+        if made is not None and made not in loop and not is_free(graph, made):
+            around.need_up_front(value)
+    return loop
 
 
 def _check_repeated(walk: Walk, effects: Sequence[int], count: int) -> None:
