@@ -16,7 +16,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import autopar
-from tests.autopar.trainings import BATCH, STEPS, Training, batches, check, images
+from tests.autopar.trainings import BATCH, STEPS, Training, assert_equals_jit, batches, images
 
 # flax.linen
 
@@ -253,11 +253,11 @@ SLOW = {"linen scan and remat"}
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FRONT_ENDS])
 def test_front_end_equals_jit(name: str):
-    check(FRONT_ENDS[name](), autopar.Auto())
+    assert_equals_jit(FRONT_ENDS[name](), autopar.Auto())
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param("linen train state", marks=pytest.mark.slow), "nnx graph in state", "pure functions"]
 )
 def test_front_end_equals_jit_with_the_batch_cut(name: str):
-    check(FRONT_ENDS[name](), autopar.DataParallel())
+    assert_equals_jit(FRONT_ENDS[name](), autopar.DataParallel())

@@ -14,7 +14,7 @@ import optax.contrib
 import pytest
 
 import autopar
-from tests.autopar.trainings import Training, batches, check, draw
+from tests.autopar.trainings import Training, assert_equals_jit, batches, draw
 
 
 def warm() -> Any:
@@ -83,7 +83,7 @@ QUICK = {"sgd momentum", "adafactor", "lamb", "multi transform", "masked", "many
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS])
 def test_optimizer_equals_jit(name: str):
     with jax.enable_x64(True):
-        check(regression(OPTIMIZERS[name]()), autopar.Auto())
+        assert_equals_jit(regression(OPTIMIZERS[name]()), autopar.Auto())
 
 
 @pytest.mark.parametrize(
@@ -91,21 +91,21 @@ def test_optimizer_equals_jit(name: str):
 )
 def test_optimizer_equals_jit_with_the_batch_cut(name: str):
     with jax.enable_x64(True):
-        check(regression(OPTIMIZERS[name]()), autopar.DataParallel())
+        assert_equals_jit(regression(OPTIMIZERS[name]()), autopar.DataParallel())
 
 
 def test_muon_equals_jit():
     if not hasattr(optax.contrib, "muon"):
         pytest.skip("this optax has no muon")
     with jax.enable_x64(True):
-        check(regression(optax.contrib.muon(warm(), ns_steps=2)), autopar.Auto())
+        assert_equals_jit(regression(optax.contrib.muon(warm(), ns_steps=2)), autopar.Auto())
 
 
 def test_lookahead_equals_jit():
     """Its parameters are pairs: the gradient is taken at the fast ones."""
     tx = optax.lookahead(optax.adam(warm()), sync_period=2, slow_step_size=0.5)
     with jax.enable_x64(True):
-        check(regression(tx, optax.LookaheadParams.init_synced), autopar.Auto())
+        assert_equals_jit(regression(tx, optax.LookaheadParams.init_synced), autopar.Auto())
 
 
 def test_a_step_that_is_not_finite_is_skipped():
@@ -113,4 +113,4 @@ def test_a_step_that_is_not_finite_is_skipped():
         training = regression(OPTIMIZERS["apply if finite"]())
         (first,), *rest = training.calls
         broken = {**first, "inputs": first["inputs"].at[3, 2].set(jnp.nan)}
-        check(replace(training, calls=((broken,), *rest)), autopar.Auto())
+        assert_equals_jit(replace(training, calls=((broken,), *rest)), autopar.Auto())

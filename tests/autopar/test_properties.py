@@ -79,7 +79,7 @@ class Example:
 EXAMPLES = st.builds(Example, program=programs(), sizes=st.sampled_from(MESHES), seed=st.integers(0, 999))
 
 
-def check(example: Example) -> None:
+def assert_equals_jit(example: Example) -> None:
     """The parallel program gives what `jax.jit` gives, for two sets of arguments, and sends only what the plan says."""
     with jax.enable_x64(True):
         function = example.program.function
@@ -88,12 +88,12 @@ def check(example: Example) -> None:
         step = autopar.parallelize(function, planner=planner).lower(*first).compile({**UNCOMBINED, **QUICK})
         whole = jax.jit(function).lower(*first).compile(QUICK)
         for arguments in (first, second):
-            compare(step(*arguments), whole(*arguments))
+            assert_close(step(*arguments), whole(*arguments))
         # XLA may see that what is sent has no effect, as in where(p, a, a): nothing may be sent beyond the plan.
         assert not verify(step.plan, step.as_text()).unplanned
 
 
-def compare(got: Any, wanted: Any) -> None:
+def assert_close(got: Any, wanted: Any) -> None:
     """Equal integers; floats up to 1e-9 of the largest that is wanted."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     mine, theirs = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (got, wanted))
@@ -119,10 +119,10 @@ def examples(count: int) -> settings:
 @examples(30)
 @given(EXAMPLES)
 def test_random_programs_equal_jit(example: Example) -> None:
-    check(example)
+    assert_equals_jit(example)
 
 
 @pytest.mark.slow
 def test_many_random_programs_equal_jit(fresh_seed: int) -> None:
     print(f"to draw these programs again: --seed={fresh_seed}")
-    seed(fresh_seed)(examples(2000)(given(EXAMPLES)(check)))()
+    seed(fresh_seed)(examples(2000)(given(EXAMPLES)(assert_equals_jit)))()

@@ -116,7 +116,7 @@ def busy(count: int) -> Iterator[None]:
             one.wait()
 
 
-def _is_the_same(names: Sequence[str], beside: int) -> None:
+def assert_the_same(names: Sequence[str], beside: int) -> None:
     idle = lines(names, "0", processors=1)
     with busy(beside):
         loaded = lines(names, "random")
@@ -126,12 +126,12 @@ def _is_the_same(names: Sequence[str], beside: int) -> None:
 
 
 def test_a_plan_is_the_same_beside_busy_processes():
-    _is_the_same(list(CASES), 2)
+    assert_the_same(list(CASES), 2)
 
 
 @pytest.mark.slow
 def test_a_large_plan_is_the_same_beside_busy_processes():
-    _is_the_same(list(SLOW_CASES), 4)
+    assert_the_same(list(SLOW_CASES), 4)
 
 
 if __name__ == "__main__":

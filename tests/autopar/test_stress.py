@@ -142,7 +142,7 @@ CASES = {
 }
 
 
-def check(name, planner):
+def assert_equals_jit(name, planner):
     fun, args = CASES[name]
     compiled = autopar.parallelize(fun, planner=planner).lower(*args).compile(dict(UNCOMBINED))
     verify(compiled.plan, compiled.as_text()).check()
@@ -157,7 +157,7 @@ def check(name, planner):
 
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_equal_jit(name):
-    check(name, Dice(seed=len(name), sizes=(2, 4)))
+    assert_equals_jit(name, Dice(seed=len(name), sizes=(2, 4)))
 
 
 @pytest.mark.slow
@@ -166,4 +166,4 @@ def test_random_plans_equal_jit(name):
 @pytest.mark.parametrize("name", CASES)
 def test_many_random_plans_equal_jit(name, sizes, number, fresh_seed):
     print(f"to draw these plans again: --seed={fresh_seed}")
-    check(name, Dice(seed=fresh_seed + number, sizes=sizes))
+    assert_equals_jit(name, Dice(seed=fresh_seed + number, sizes=sizes))

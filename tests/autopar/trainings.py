@@ -61,7 +61,7 @@ def without_keys(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf, tree)
 
 
-def check(training: Training, planner: Any) -> None:
+def assert_equals_jit(training: Training, planner: Any) -> None:
     options = training.options or {}
     ours = run(autopar.parallelize(training.step, planner=planner, **options), training)
     expected = run(jax.jit(training.step, **options), training)

@@ -41,19 +41,19 @@ def test_a_rank_3_array_has_342_changes() -> None:
 
 @pytest.mark.parametrize("batch", some(range(BATCHES), 2))
 def test_whole_arrays(batch: int) -> None:
-    check(WHOLE[batch::BATCHES])
+    assert_moved(WHOLE[batch::BATCHES])
 
 
 @pytest.mark.parametrize("batch", range(2))
 def test_sums(batch: int) -> None:
-    check(SUMS[batch :: 2 * BATCHES])
+    assert_moved(SUMS[batch :: 2 * BATCHES])
 
 
 def test_maxima() -> None:
-    check(MAXIMA[:: 2 * BATCHES])
+    assert_moved(MAXIMA[:: 2 * BATCHES])
 
 
-def check(moves: tuple[Move, ...]) -> None:
+def assert_moved(moves: tuple[Move, ...]) -> None:
     """Compiles changes into one program, compares what it sends with the plan, runs it and compares values."""
     program = compiled(by_collectives, moves, MESH, TYPE)
     for move, found in zip(moves, sent(program, moves, MESH), strict=True):
@@ -108,14 +108,14 @@ def test_both_lowerings_agree_with_jit(planner: Planner) -> None:
     plan = planner.plan(traced.graph, MESH.cluster, state_pairs=traced.state_pairs, donated=traced.donated)
     assert plan.mesh.size == 8
     for lowering in (build, constrain):
-        compare(lowering(traced, plan, jax.devices()))
+        assert_steps_as_jit(lowering(traced, plan, jax.devices()))
 
 
 @pytest.mark.parametrize("seed", some(range(2), 1))
 def test_any_legal_placements_agree_with_jit(seed: int) -> None:
     """Operators placed at random: nobody would plan so, and every kind of move is made."""
     traced = trace(train_step, arguments(), {})
-    compare(build(traced, scattered(traced, seed), jax.devices()))
+    assert_steps_as_jit(build(traced, scattered(traced, seed), jax.devices()))
 
 
 def scattered(traced: Traced, seed: int) -> Plan:
@@ -171,7 +171,7 @@ def scattered(traced: Traced, seed: int) -> Plan:
     )
 
 
-def compare(program: Program) -> None:
+def assert_steps_as_jit(program: Program) -> None:
     """Runs a lowered train step and compares it with `jax.jit`."""
     args = arguments()
     jitted = jax.jit(

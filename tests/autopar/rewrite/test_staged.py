@@ -77,7 +77,7 @@ def by_hand(plan: Callable[[Any], Any], n_devices: int, rows: int) -> Iterator[t
     yield "auto", plan(Auto())
 
 
-def is_never_worse(case: tuple[Callable[..., Any], Any, str], shares: tuple[float, ...]) -> None:
+def assert_never_worse(case: tuple[Callable[..., Any], Any, str], shares: tuple[float, ...]) -> None:
     """Without a limit, and where the limit is a little more than what some plan by hand needs."""
     loss, args, cluster = case
     step, n_devices = sgd(loss), parse_cluster(cluster).n_devices
@@ -98,13 +98,13 @@ def is_never_worse(case: tuple[Callable[..., Any], Any, str], shares: tuple[floa
 
 
 def test_stages_are_never_worse_than_by_hand() -> None:
-    is_never_worse(CASES["plain"], (0.2,))
+    assert_never_worse(CASES["plain"], (0.2,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_CASES)
 def test_stages_are_never_worse_than_by_hand_on_more_devices(name: str) -> None:
-    is_never_worse(SLOW_CASES[name], (0.0, 0.25, 0.5))
+    assert_never_worse(SLOW_CASES[name], (0.0, 0.25, 0.5))
 
 
 def coupled(w: Any, x: Any) -> Any:

@@ -33,7 +33,7 @@ def assert_close(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
         assert np.max(np.abs(mine - theirs), initial=0.0) / scale <= tolerance
 
 
-def check(name: str, planner: Any, steps: int = 2) -> None:
+def assert_equals_jit(name: str, planner: Any, steps: int = 2) -> None:
     with jax.enable_x64(True):
         training = MODELS[name].training("float64", least=True)
         ours = theirs = training.state
@@ -67,13 +67,13 @@ SLOW_CASES = [
 
 @pytest.mark.parametrize(("name", "planner"), QUICK_CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_pipeline_equals_jit(name: str, planner: Any):
-    check(name, planner)
+    assert_equals_jit(name, planner)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "planner"), SLOW_CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_more_pipelines_equal_jit(name: str, planner: Any):
-    check(name, planner)
+    assert_equals_jit(name, planner)
 
 
 def mlp(layers: int = 4, rows: int = 16) -> tuple[Any, Any]:

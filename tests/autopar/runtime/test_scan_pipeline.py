@@ -138,7 +138,7 @@ def step_of(loss: Callable[[Any, Any], jax.Array], optimizer: str = "sgd") -> Ca
     return step
 
 
-def check(
+def assert_equals_jit(
     loss: Callable[[Any, Any], jax.Array],
     planner: Any,
     *,
@@ -167,12 +167,12 @@ LOSSES = [with_auxiliary, twice, shrinking, score, reversed_order, unrolled, che
 
 @pytest.mark.parametrize("loss", some(LOSSES, 2), ids=lambda f: f.__name__)
 def test_losses(loss: Callable[..., jax.Array]):
-    check(loss, TWO)
+    assert_equals_jit(loss, TWO)
 
 
 @pytest.mark.parametrize("optimizer", some(["adamw+clip", "adafactor"], 1))
 def test_optimizers(optimizer: str):
-    check(checkpointed, TWO, optimizer=optimizer)
+    assert_equals_jit(checkpointed, TWO, optimizer=optimizer)
 
 
 PLANNERS = [
@@ -189,13 +189,13 @@ PLANNERS = [
     "planner", some(PLANNERS, 1), ids=lambda p: f"{p.stages}-{p.microbatches}-{p.schedule}-{p.submeshes}"
 )
 def test_planners(planner: Any):
-    check(score, planner)
+    assert_equals_jit(score, planner)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 6, 7, 11])
 def test_depths(layers: int):
-    check(score, Pipeline(stages=4, microbatches=2), layers=layers)
+    assert_equals_jit(score, Pipeline(stages=4, microbatches=2), layers=layers)
 
 
 MODEL_CASES = [

@@ -63,7 +63,7 @@ def host_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCopies]:
         yield copies
 
 
-def check(shape: tuple[int, ...], source: Sharding, target: Sharding, dtype: Any = "float32") -> TransferPlan:
+def assert_arrives(shape: tuple[int, ...], source: Sharding, target: Sharding, dtype: Any = "float32") -> TransferPlan:
     """Moves an array and compares every shard."""
     whole = contents(shape, dtype)
     plan = planned(shape, source, target, dtype)
@@ -103,17 +103,17 @@ CASES: dict[str, tuple[Kind, Any, Any]] = {
 
 @pytest.mark.parametrize(("kind", "source", "target"), CASES.values(), ids=CASES)
 def test_each_way(kind: Kind, source: Any, target: Any) -> None:
-    plan = check((24, 24), over(source[0], *source[1:]), over(target[0], *target[1:]))
+    plan = assert_arrives((24, 24), over(source[0], *source[1:]), over(target[0], *target[1:]))
     assert plan.kind == kind
 
 
 def test_single_devices() -> None:
-    assert check((8, 4), on(0), on(0)).kind == "alias"
-    assert check((8, 4), on(0), on(3)).kind == "put"
-    assert check((8, 4), on(0), over([0], "x")).kind == "put"
-    assert check((8, 4), over([2], "x"), on(0)).kind == "put"
-    assert check((8, 4), on(0), over([0, 1, 2, 3], "x")).kind == "tiles"
-    assert check((8, 4), over([0, 1, 2, 3], "x"), on(1)).kind == "tiles"
+    assert assert_arrives((8, 4), on(0), on(0)).kind == "alias"
+    assert assert_arrives((8, 4), on(0), on(3)).kind == "put"
+    assert assert_arrives((8, 4), on(0), over([0], "x")).kind == "put"
+    assert assert_arrives((8, 4), over([2], "x"), on(0)).kind == "put"
+    assert assert_arrives((8, 4), on(0), over([0, 1, 2, 3], "x")).kind == "tiles"
+    assert assert_arrives((8, 4), over([0, 1, 2, 3], "x"), on(1)).kind == "tiles"
 
 
 def test_several_axes() -> None:
@@ -126,7 +126,7 @@ def test_several_axes() -> None:
         ([2, 3, 4, 5, 6, 7], ("x", "y"), (2, 3)),
         ([0, 1, 2, 3, 4, 5, 6, 7], ("z", ("x", "y")), (2, 2, 2)),
     ]:
-        check((24, 12), source, over(devices, *spec, sizes=sizes))
+        assert_arrives((24, 12), source, over(devices, *spec, sizes=sizes))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 24), (24, 0), (1,)])
@@ -135,7 +135,7 @@ def test_scalars_and_empty_arrays(shape: tuple[int, ...]) -> None:
     last = (*(None for _ in shape[1:]), *(axis for axes in spec for axis in axes))
     source = over([0, 1, 2, 3], *last)
     for target in (over([4, 5]), over([0, 1, 2, 3]), on(7), over([2, 3], *last)):
-        check(shape, source, target)
+        assert_arrives(shape, source, target)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "float64"])
@@ -154,7 +154,7 @@ def test_random_shardings(dtype: str, seed: int) -> None:
 
     rank = int(rng.integers(1, 4))
     with jax.enable_x64(dtype == "float64"):
-        check((24,) * rank, sharding(rank), sharding(rank), dtype)
+        assert_arrives((24,) * rank, sharding(rank), sharding(rank), dtype)
 
 
 def test_typed_keys() -> None:

@@ -50,7 +50,11 @@ GRAPH = Graph(
         matmul(6, 3, 7, 12, 1),
         matmul(7, 4, 8, 13, 1),
         Node(
-            primitive="broadcast_in_dim", inputs=(10,), outputs=(11,), params={"shape": (64, 512)}, source="mlp.py:20"
+            primitive="broadcast_in_dim",
+            inputs=(10,),
+            outputs=(11,),
+            params={"shape": (64, 512), "broadcast_dimensions": ()},
+            source="mlp.py:20",
         ),
         Node(primitive="optimization_barrier", inputs=(8,), outputs=(9,), source="mlp.py:21 (apply)"),
     ),

@@ -116,8 +116,9 @@ def test_an_axis_must_divide(plan):
 
 
 def test_every_placement_of_a_rule_is_legal(plan):
-    rule = rule_of(GRAPH.nodes[0], GRAPH)
-    for placement in placements(rule, MESH):
+    legal = list(placements(rule_of(GRAPH.nodes[0], GRAPH), MESH))
+    assert len(set(map(str, legal))) == len(legal) > 1
+    for placement in legal:
         first = replace(plan.operators[0], placement=placement)
         replace(plan, operators=(first, *plan.operators[1:])).verify(GRAPH)
 
