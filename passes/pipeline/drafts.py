@@ -25,7 +25,6 @@ from itertools import accumulate, pairwise
 from passes.cluster import HostGroup, boundary_seconds
 from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, in_flight, is_chunked, simulate
 from passes.pipeline.stage_table import StageCosts
-from passes.plan import DISPATCH_SECONDS
 
 CHUNKS = (1, 2, 3, 4)
 """Stages that a submesh has in turn."""
@@ -255,7 +254,7 @@ def drafts(
             build(schedule, len(shape.begins), microbatches, shape.chunks),
             costs,
             transfers,
-            dispatch_seconds=DISPATCH_SECONDS,
+            dispatch_seconds=table.cluster.group().device.dispatch_seconds,
         )
         if timeline.seconds < beneath:
             yield Draft(

@@ -25,7 +25,7 @@ from passes.pipeline.samples import ANCHORS, Step, anchors, near, sampled
 from passes.pipeline.segments import Needs
 from passes.pipeline.stage_table import Sample, StageCosts
 from passes.pipeline.workers import Crew
-from passes.plan import DISPATCH_SECONDS, PipelinePlan, Plan
+from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, Report, silent
 from passes.solver import SolverOptions
 from passes.transforms import Part, Stages, stages
@@ -203,7 +203,7 @@ class StagedSearch:
                 schedules=unsplit or single or ("1f1b",),
                 microbatches=tuple(sorted(counts)) or (1,),
                 memory_limit=search.limit,
-                dispatch_seconds=DISPATCH_SECONDS,
+                dispatch_seconds=self.cluster.group().device.dispatch_seconds,
                 n_stages=range(2, self.layers + 1),
                 idle=False,
                 cutoff=self._whole_seconds(search.beneath),

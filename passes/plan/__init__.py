@@ -4,12 +4,11 @@ whether it is legal.
 
 from passes.plan import json, text
 from passes.plan.parts import INTERRUPTED, LATE, POINTS, MemoryReport, Operator, Solution, operators
-from passes.plan.pipeline import DISPATCH_SECONDS, PipelinePlan, load_plan
+from passes.plan.pipeline import PipelinePlan, load_plan
 from passes.plan.pipeline_diff import differences
 from passes.plan.plan import SCHEMA, Plan
 
 __all__ = [
-    "DISPATCH_SECONDS",
     "INTERRUPTED",
     "LATE",
     "POINTS",

@@ -21,9 +21,6 @@ from passes.plan.plan import SCHEMA, Plan
 from passes.text import Column, Table, quantities
 from passes.transforms import cut
 
-DISPATCH_SECONDS = 50e-6
-"""Host seconds of one task (measured: 25 to 48 µs on one device, 94 to 213 on four; `benchmarks.pipeline`)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
@@ -56,7 +53,8 @@ class PipelinePlan:
     @cached_property
     def timeline(self) -> Timeline:
         """When each task runs, as simulated."""
-        return simulate(self.schedule, self.costs, self.transfers, dispatch_seconds=DISPATCH_SECONDS)
+        dispatch = self.cluster.group().device.dispatch_seconds
+        return simulate(self.schedule, self.costs, self.transfers, dispatch_seconds=dispatch)
 
     @property
     def is_interrupted(self) -> bool:

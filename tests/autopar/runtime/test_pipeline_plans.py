@@ -53,6 +53,19 @@ def test_a_weight_that_two_stages_read_is_a_parameter_of_both(vocabulary: int, t
         assert sum(c.count for c in over_data) <= len(specs) + 1  # of the loss, too
 
 
+def test_a_device_says_what_its_host_takes_to_start_a_task():
+    """The first stage starts its forwards one after the other: each is late by the host's seconds."""
+    step, args = residual()
+    plan = autopar.parallelize(step, planner=Pipeline(stages=2, microbatches=4), cluster="1x2:v100-16g").plan(*args)
+    assert isinstance(plan, autopar.PipelinePlan)
+    (group,) = plan.cluster.groups
+    slow = replace(group.device, dispatch_seconds=group.device.dispatch_seconds + 1.0)
+    late = replace(plan, cluster=replace(plan.cluster, groups=(replace(group, device=slow),)))
+    for before, after in zip(plan.timeline.busy_seconds, late.timeline.busy_seconds, strict=True):
+        assert after == pytest.approx(before + 2 * 4)  # a forward and a backward of each microbatch
+    assert late.step_seconds > plan.step_seconds + 8
+
+
 def test_microbatches_change_nothing_of_how_megatron_cuts_weights():
     """The loop over microbatches hides who reads a weight, and what no reader is known of was left whole."""
     step, args = residual()

@@ -92,6 +92,9 @@ device_specs = st.builds(
     memory_bytes_per_second=numbers,
     launch_seconds=st.floats(min_value=0, max_value=1),
     source=st.text(),
+    half_extent=st.floats(min_value=0, max_value=512),
+    host_bytes_per_second=st.floats(min_value=0, max_value=1e12),
+    dispatch_seconds=st.floats(min_value=0, max_value=1),
 )
 counts = st.integers(min_value=1, max_value=4096)
 host_groups = st.builds(HostGroup, hosts=counts, devices_per_host=counts, device=device_specs, intra=links, inter=links)
