@@ -23,7 +23,6 @@ TOO_LONG = frozenset(
         "passes.pipeline.stage_table.StageCosts",
         "passes.plan.pipeline.PipelinePlan",
         "passes.plan.plan.Plan",
-        "passes.transforms.batch_axis.Walk",
     )
 )
 

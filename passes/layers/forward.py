@@ -6,7 +6,7 @@ import re
 
 from passes.ir import LOOP, Graph, Node, phase
 from passes.placement import is_free
-from passes.rules import rule_of
+from passes.rules import made_anywhere
 
 _TRANSPOSED = re.compile(r"transpose\((jvp\([^()]*\))\)")
 
@@ -47,6 +47,6 @@ def everywhere(body: Graph) -> frozenset[int]:
     for index, node in enumerate(body.nodes):
         producers = (body.producers[v] for v in node.inputs if v in body.producers)
         is_glue = node.scope.startswith(LOOP) and not adds_up(node)
-        if is_free(body, index) or (all(m in copied for m in producers) and (is_glue or rule_of(node, body).free)):
+        if is_free(body, index) or (all(m in copied for m in producers) and (is_glue or made_anywhere(node))):
             copied.add(index)
     return frozenset(copied)

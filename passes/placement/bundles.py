@@ -146,7 +146,7 @@ class _Grouper:
 
     def run(self) -> Grouping:
         for index, node in enumerate(self.graph.nodes):
-            if self.rules[index].free and is_free(self.graph, index):
+            if is_free(self.graph, index):
                 self.free.update(node.outputs)
             elif self.rules[index].alias:
                 for value, result in zip(node.inputs, node.outputs, strict=True):

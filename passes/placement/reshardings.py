@@ -12,7 +12,7 @@ from typing import Protocol
 from passes.cluster import Collective, Kind, Mesh
 from passes.gc_pause import uncollected
 from passes.ir import Graph, Node, Phase, TensorType, control_of, phase
-from passes.rules import makes_the_same, rule_of
+from passes.rules import made_anywhere, makes_the_same, rule_of
 from passes.sharding import ShardingSpec, Step, replicated
 
 
@@ -74,8 +74,8 @@ class Move:
 
 def is_free(graph: Graph, node: int) -> bool:
     """Whether a node is, like a broadcast of literals, made in whatever placement its readers want, at no cost."""
-    made, literals = graph.nodes[node], graph.literals
-    return not made.subgraphs and literals.keys() >= set(made.inputs) and rule_of(made, graph).free
+    made = graph.nodes[node]
+    return made_anywhere(made) and all(value in graph.literals for value in made.inputs)
 
 
 def weights(graph: Graph) -> frozenset[int]:

@@ -42,7 +42,6 @@ class ShardingRule:
 
     What rewriting and lowering ask of an operator is said here too:
 
-    `free`             fed by literals alone, it costs nothing and is made in whatever placement its readers want
     `localized`        on pieces it is not the primitive as it stands: parameters name shapes or positions
     `shape_parameter`  the one parameter that does, where it is the shape of the result and nothing depends on the place
     `joins`            for each dimension of the operand that the result lacks, what joins the results of its pieces
@@ -64,7 +63,6 @@ class ShardingRule:
     pieces: tuple[int | None, ...] | None = None
     pinned: tuple[tuple[ShardingSpec, ...], ...] = ()
     once: bool = False
-    free: bool = False
     localized: bool = False
     shape_parameter: str = ""
     joins: tuple[str, ...] = ()
@@ -174,6 +172,7 @@ def _dims(factors: tuple[int, ...], assignment: Assignment) -> tuple[tuple[str, 
 RuleFunction = Callable[[Node, Types, Types], ShardingRule]
 
 _RULES: dict[str, RuleFunction] = {}
+_FREE: set[str] = set()
 _USER_RULES: dict[str, RuleFunction] = {}
 _KNOWN: dict[tuple[str, int, Types, Types], tuple[Mapping[str, object], ShardingRule]] = {}
 """Rules by content, with the parameters that they were made from: an id stands for those as long as they are held."""
@@ -182,10 +181,15 @@ MOST_KNOWN = 1 << 14
 """So many rules are remembered."""
 
 
-def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
-    """A decorator that registers a rule for primitives, by name. Raises PlanningError for one that has a rule."""
+def rule(*primitives: str, free: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+    """A decorator that registers a rule for primitives, by name. Raises PlanningError for one that has a rule.
+
+    What is `free` costs nothing where it is fed by literals alone: it is made in whatever placement its readers want.
+    """
 
     def register(function: RuleFunction) -> RuleFunction:
+        if free:
+            _FREE.update(primitives)
         for primitive in primitives:
             if primitive in _RULES:
                 raise PlanningError(f"primitive {primitive!r} already has a sharding rule")
@@ -199,6 +203,11 @@ def define(primitive: str, function: RuleFunction) -> None:
     """Adds a user's rule, or replaces one; rules of our own come first."""
     _USER_RULES[primitive] = function
     _KNOWN.clear()
+
+
+def made_anywhere(node: Node) -> bool:
+    """Whether a node that is fed by literals alone is made in whatever placement its readers want, at no cost."""
+    return node.primitive in _FREE
 
 
 def known_primitives() -> frozenset[str]:

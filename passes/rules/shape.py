@@ -23,17 +23,17 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return build([(operands[0], range(operands[0].rank))], [(results[0], kept)], linear=((0,),), flops=0.0)
 
 
-@rule("broadcast_in_dim")
+@rule("broadcast_in_dim", free=True)
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     placed = cast("tuple[int, ...]", node.params["broadcast_dimensions"])
     labels = range(results[0].rank)
     found = build([(operands[0], placed)], [(results[0], labels)], linear=((0,),), flops=0.0)
-    return replace(found, free=True, localized=True, shape_parameter="shape")
+    return replace(found, localized=True, shape_parameter="shape")
 
 
-@rule("iota")
+@rule("iota", free=True)
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    return replace(build([], [(results[0], range(results[0].rank))]), free=True, localized=True)
+    return replace(build([], [(results[0], range(results[0].rank))]), localized=True)
 
 
 @rule("reshape")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -111,7 +110,7 @@ class Walk:
         self.late_values: set[int] = set()
         self.placements: dict[int, Placement] = {}
         self.refusals: list[Refusal] = []
-        self.loops: dict[int, _Loop] = {}
+        self.loops: dict[int, LoopInTime] = {}
         self.outputs: tuple[ShardingSpec, ...] = ()
         self.wanted: dict[int, set[ShardingSpec]] = {}  # where values that microbatches do not change are read
 
@@ -192,7 +191,7 @@ class Walk:
             return Refusal(node=node, words="a sum over microbatches is used after the gradient")
         control = control_of(node, self.graph)
         if control:
-            found = self._settle(node, control)
+            found = _settle(self, node, control)
             if isinstance(found, Refusal):
                 return found
             self.loops[index] = found
@@ -244,144 +243,70 @@ class Walk:
         held = self.home[value]
         return ShardingSpec(dims=held.dims, partial=(AXIS,)) if held.is_replicated else held
 
-    def _settle(self, node: Node, control: Control) -> _Loop | Refusal:
-        """A loop or branch with its carries at a fixed point."""
-
-        def refuse(words: str) -> Refusal:
-            return Refusal(node=node, words=words)
-
-        slots: dict[int, ShardingSpec] = {}
-        varying: set[int] = set()
-        for value, wire in zip(node.inputs, control.operands, strict=True):
-            spec = self.home.get(value, replicated(self.graph.types[value].rank))
-            if wire.stacked and spec.dims[0]:
-                return refuse("a loop runs over the batch")
-            slots[wire.slot] = ShardingSpec(dims=spec.dims[1:], partial=spec.partial) if wire.stacked else spec
-            if value in self.varying:
-                varying.add(wire.slot)
-        for _ in range(len(control.slots) + 1):
-            before = dict(slots), set(varying)
-            walks = [self._inside(body, slots, varying) for body in control.bodies]
-            for body, walk in zip(control.bodies, walks, strict=True):
-                if walk.refusals:
-                    return walk.refusals[0]
-                for slot, value in zip(body.outputs, body.graph.outputs, strict=True):
-                    spec = walk.home.get(value, replicated(body.graph.types[value].rank))
-                    if value not in walk.varying:
-                        slots.setdefault(slot, spec)
-                    elif slot in varying and slots[slot] != spec:
-                        return refuse("a loop carries the batch in two ways")
-                    else:
-                        slots[slot] = spec
-                        varying.add(slot)
-            if (slots, varying) == before:
-                break
-        else:
-            return refuse("a loop's carries do not settle")
-        if any(slot.whole and s in varying for s, slot in enumerate(control.slots)):
-            return refuse("a loop's test depends on the batch")
-        if control.choice in varying:
-            return refuse("a branch is chosen by the batch")
-        return _Loop(control=control, slots=slots, varying=frozenset(varying), walks=tuple(walks))
-
-    def _inside(self, body: Body, slots: Mapping[int, ShardingSpec], varying: set[int]) -> Walk:
-        graph = body.graph
-        rules = {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}
-        walk = Walk(graph, self.time, rules, self.coupling, inside=True)
-        entering = zip(graph.inputs, body.inputs, strict=True)
-        walk.start([slots[s] for s in body.inputs], {v for v, slot in entering if slot in varying})
-        walk.run()
-        return walk
-
-    def sink(self) -> None:
-        """Computes in pieces what is wanted in pieces only: random bits are drawn a microbatch at a time."""
-        wanted = self.wanted
-
-        def want(values: Sequence[int], specs: Sequence[ShardingSpec]) -> None:
-            for value, spec in zip(values, specs, strict=True):
-                if value not in self.varying and value not in self.free and value not in self.graph.literals:
-                    wanted.setdefault(value, set()).add(spec)
-
-        want(self.graph.outputs if self.inside else (), self.outputs)
-        for index in reversed(range(len(self.graph.nodes))):
-            node = self.graph.nodes[index]
-            if index in self.later or is_free(self.graph, index):
-                continue
-            if index in self.loops:
-                self.placements[index] = self._finished(index, wanted)
-            if index in self.loops or any(v in self.varying for v in node.outputs):
-                want(node.inputs, self.placements[index].operands)
-            elif index not in self.up_front and (found := self._in_pieces(index, wanted)):
-                self.placements[index] = found
-                want(node.inputs, found.operands)
-            elif self.inside:
-                want(node.inputs, self.placements[index].operands)
-
-    def _finished(self, index: int, wanted: Mapping[int, set[ShardingSpec]]) -> Placement:
-        """A loop or branch with its bodies; results that microbatches do not change are cut as all want them."""
-        node, loop = self.graph.nodes[index], self.loops[index]
-        entering = {slot for body in loop.control.bodies for slot in body.inputs}
-        for value, wire in zip(node.outputs, loop.control.results, strict=True):
-            specs = wanted.get(value, set[ShardingSpec]())
-            if len(specs) != 1 or wire.slot in loop.varying or wire.slot in entering:
-                continue
-            (spec,) = specs
-            if not spec.partial and not (wire.stacked and spec.dims[0]):
-                loop.slots[wire.slot] = ShardingSpec(dims=spec.dims[1:]) if wire.stacked else spec
-                self.home[value] = spec
-        for body, walk in zip(loop.control.bodies, loop.walks, strict=True):
-            walk.outputs = tuple(loop.slots[s] for s in body.outputs)
-            walk.sink()
-        loop.narrow()
-        bodies = zip(loop.control.bodies, loop.walks, strict=True)
-        return loop.placement(tuple(walk.layout([loop.slots[s] for s in body.inputs]) for body, walk in bodies))
-
-    def _in_pieces(self, index: int, wanted: Mapping[int, set[ShardingSpec]]) -> Placement | None:
-        """A node that no microbatch changes, cut as everyone wants its result."""
-        node, rule = self.graph.nodes[index], self.rules[index]
-        specs = set(itertools.chain.from_iterable(wanted.get(v, ()) for v in node.outputs))
-        if len(node.outputs) != 1 or len(specs) != 1 or node.subgraphs or rule.alias:
-            return None
-        (spec,) = specs
-        if spec.partial or spec.is_replicated:
-            return None
-        for factor in range(len(rule.factors)):
-            assignment = ((AXIS, factor),)
-            if rule.factors[factor].size % self.time.count == 0 and rule.result_spec(0, assignment) == spec:
-                operands = tuple(rule.operand_spec(o, assignment) for o in range(len(node.inputs)))
-                if not any(o.partial for o in operands):
-                    self.home[node.outputs[0]] = spec
-                    return Placement(operands=operands, results=(spec,))
-        return None
-
     def layout(self, inputs: Sequence[ShardingSpec]) -> Layout:
         placements = [self.placements.get(i) or _whole(node, self.graph) for i, node in enumerate(self.graph.nodes)]
         return Layout(inputs=tuple(inputs), placements=tuple(placements), outputs=self.outputs)
 
 
+def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
+    """A loop or branch with its carries at a fixed point."""
+
+    def refuse(words: str) -> Refusal:
+        return Refusal(node=node, words=words)
+
+    slots: dict[int, ShardingSpec] = {}
+    varying: set[int] = set()
+    for value, wire in zip(node.inputs, control.operands, strict=True):
+        spec = walk.home.get(value, replicated(walk.graph.types[value].rank))
+        if wire.stacked and spec.dims[0]:
+            return refuse("a loop runs over the batch")
+        slots[wire.slot] = ShardingSpec(dims=spec.dims[1:], partial=spec.partial) if wire.stacked else spec
+        if value in walk.varying:
+            varying.add(wire.slot)
+    for _ in range(len(control.slots) + 1):
+        before = dict(slots), set(varying)
+        inner = [_inside(walk, body, slots, varying) for body in control.bodies]
+        for body, inside in zip(control.bodies, inner, strict=True):
+            if inside.refusals:
+                return inside.refusals[0]
+            for slot, value in zip(body.outputs, body.graph.outputs, strict=True):
+                spec = inside.home.get(value, replicated(body.graph.types[value].rank))
+                if value not in inside.varying:
+                    slots.setdefault(slot, spec)
+                elif slot in varying and slots[slot] != spec:
+                    return refuse("a loop carries the batch in two ways")
+                else:
+                    slots[slot] = spec
+                    varying.add(slot)
+        if (slots, varying) == before:
+            break
+    else:
+        return refuse("a loop's carries do not settle")
+    if any(slot.whole and s in varying for s, slot in enumerate(control.slots)):
+        return refuse("a loop's test depends on the batch")
+    if control.choice in varying:
+        return refuse("a branch is chosen by the batch")
+    return LoopInTime(control=control, slots=slots, varying=frozenset(varying), walks=tuple(inner))
+
+
+def _inside(walk: Walk, body: Body, slots: Mapping[int, ShardingSpec], varying: set[int]) -> Walk:
+    graph = body.graph
+    rules = {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}
+    inside = Walk(graph, walk.time, rules, walk.coupling, inside=True)
+    entering = zip(graph.inputs, body.inputs, strict=True)
+    inside.start([slots[s] for s in body.inputs], {v for v, slot in entering if slot in varying})
+    inside.run()
+    return inside
+
+
 @dataclass(slots=True, kw_only=True)
-class _Loop:
+class LoopInTime:
     """A loop or branch: where its slots stand in time, which of them `varying` microbatches change, its bodies."""
 
     control: Control
     slots: dict[int, ShardingSpec]
     varying: frozenset[int]
     walks: tuple[Walk, ...]
-
-    def narrow(self) -> None:
-        """Takes in pieces what no microbatch changes and every body reads in pieces: a mask broadcast over the batch.
-
-        Whole, it would be as large as that of all microbatches, and each iteration would take its piece of it.
-        """
-        made = {slot for body in self.control.bodies for slot in body.outputs}
-        wanted: dict[int, set[ShardingSpec]] = {}
-        for body, walk in zip(self.control.bodies, self.walks, strict=True):
-            for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-                wanted.setdefault(slot, set()).update(walk.wanted.get(value, ()))
-        for slot, specs in wanted.items():
-            fixed = slot not in self.varying and slot not in made and not self.control.slots[slot].whole
-            if fixed and len(specs) == 1 and not any(spec.partial for spec in specs):
-                (self.slots[slot],) = specs
 
     def placement(self, bodies: tuple[Layout, ...] = ()) -> Placement:
         operands, results = (

@@ -22,6 +22,7 @@ from passes.placement import Placement, is_free
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
 from passes.transforms.batch_axis import AXIS, Coupling, Refusal, Time, Walk, only_reports
+from passes.transforms.batch_demand import sink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,7 @@ def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling
         if not walk.wanted_up_front - up_front:
             break
         up_front |= walk.wanted_up_front
-    walk.sink()
+    sink(walk)
     return walk
 
 
