@@ -15,8 +15,6 @@ from passes.ir import Control, Graph, Node, Phase, control_of, phase
 from passes.placement.reshardings import is_free
 from passes.rules import ShardingRule, replicate, rule_of
 
-_CAST = "convert_element_type"
-
 
 @dataclass(slots=True, kw_only=True)
 class Bundle:
@@ -223,7 +221,7 @@ class _Grouper:
         What is cut before the cast is then fetched after it, for both: a transpose follows the copy, not the cast.
         """
         nodes, maker = self.graph.nodes, self.graph.producers[value]
-        if not bundle.rooted or nodes[maker].primitive != _CAST or nodes[index].primitive == _CAST:
+        if not bundle.rooted or not self.rules[maker].casts or self.rules[index].casts:
             return False
         readers = self.graph.consumers[value]
         return any(not self.rules[r].light and phase(nodes[r]) == bundle.phase for r in readers)
