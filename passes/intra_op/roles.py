@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from passes.errors import PlanningError
 from passes.intra_op.assembly import Assembly, Region
-from passes.ir import Graph, phase
+from passes.ir import Graph, Wire, phase
 from passes.transforms import loop_of, microbatch_stacks
 
 Value = tuple[int, int]
@@ -108,53 +109,87 @@ def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
 
 def _batch_classes(root: Region, batch: Mapping[int, int]) -> dict[int, frozenset[int]]:
     """The classes of every bundle that the batch dimension reaches through the operators' factors."""
-    dims: set[tuple[int, int, int]] = {(root.number, value, dim) for value, dim in batch.items()}
-    classes: set[tuple[int, int]] = set()
-    while True:
-        before = len(dims) + len(classes)
-        for region in root.all():
-            _spread(region, dims, classes)
-        if len(dims) + len(classes) == before:
-            break
+    onward: dict[_Place, list[_Place]] = defaultdict(list)
+    for region in root.all():
+        for before, after in _onward(region):
+            onward[before].append(after)
+    left: list[_Place] = [_Dim(root.number, value, dim) for value, dim in batch.items()]
+    reached = set(left)
+    while left:
+        more = [place for place in onward.get(left.pop(), ()) if place not in reached]
+        reached.update(more)
+        left += more
     found: dict[int, set[int]] = defaultdict(set)
-    for node, cls in classes:
-        found[node].add(cls)
+    for place in reached:
+        if isinstance(place, _Class):
+            found[place.node].add(place.cls)
     return {node: frozenset(own) for node, own in found.items()}
 
 
-def _spread(region: Region, dims: set[tuple[int, int, int]], classes: set[tuple[int, int]]) -> None:
-    """Adds the dimensions and classes that one pass over a region's nodes reaches."""
+class _Dim(NamedTuple):
+    """A dimension of a value of a region."""
+
+    region: int
+    value: int
+    dim: int
+
+
+class _Class(NamedTuple):
+    """A class of factors of a bundle, by its node in the problem."""
+
+    node: int
+    cls: int
+
+
+class _Slot(NamedTuple):
+    """A dimension of what a slot of a loop or branch holds, by the region and the node in it."""
+
+    region: int
+    index: int
+    slot: int
+    dim: int
+
+
+_Place = _Dim | _Class | _Slot
+
+
+def _onward(region: Region) -> Iterator[tuple[_Place, _Place]]:
+    """From where to where a dimension is carried by the nodes of a region: from operands to results."""
     graph, grouping, here = region.graph, region.grouping, region.number
     for index, node in enumerate(graph.nodes):
         rule, home = grouping.rules[index], grouping.bundle_of(node)
         if index in region.joints:
-            _through_slots(region, index, dims)
+            yield from _through_slots(region, index)
         elif rule.alias:
-            pairs = zip(node.inputs, node.outputs, strict=True)
-            dims |= {(here, b, d) for a, b in pairs for d in range(graph.types[a].rank) if (here, a, d) in dims}
+            for a, b in zip(node.inputs, node.outputs, strict=True):
+                yield from ((_Dim(here, a, d), _Dim(here, b, d)) for d in range(graph.types[a].rank))
         elif home is not None:
             bundle, at = grouping.bundles[home], region.first + home
-            own = [bundle.find(cls) for cls in bundle.factor_classes[index]]
+            own = [_Class(at, bundle.find(cls)) for cls in bundle.factor_classes[index]]
             for value, factors in zip(node.inputs, rule.operands, strict=True):
-                classes |= {(at, own[f]) for d, f in enumerate(factors) if f >= 0 and (here, value, d) in dims}
+                yield from ((_Dim(here, value, d), own[f]) for d, f in enumerate(factors) if f >= 0)
             for value, factors in zip(node.outputs, rule.results, strict=True):
-                dims |= {(here, value, d) for d, f in enumerate(factors) if f >= 0 and (at, own[f]) in classes}
+                yield from ((own[f], _Dim(here, value, d)) for d, f in enumerate(factors) if f >= 0)
 
 
-def _through_slots(region: Region, index: int, dims: set[tuple[int, int, int]]) -> None:
-    """Carries batch dimensions from operands to slots, into and out of bodies, and to results."""
+def _through_slots(region: Region, index: int) -> Iterator[tuple[_Place, _Place]]:
+    """From operands to slots, into and out of bodies, and to results."""
     joint, node, here = region.joints[index], region.graph.nodes[index], region.number
-    slots: set[tuple[int, int]] = set()
+
+    def hung(number: int, graph: Graph, value: int, wire: Wire) -> Iterator[tuple[_Place, _Place]]:
+        """The dimensions of a value with those of the slot that it hangs on."""
+        for dim in range(int(wire.stacked), graph.types[value].rank):
+            yield _Dim(number, value, dim), _Slot(here, index, wire.slot, dim - wire.stacked)
+
     for value, wire in zip(node.inputs, joint.control.operands, strict=True):
-        slots |= {(wire.slot, d - wire.stacked) for r, v, d in dims if (r, v) == (here, value) and d >= wire.stacked}
+        yield from hung(here, region.graph, value, wire)
     for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
         for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
-            slots |= {(slot, d) for r, v, d in dims if (r, v) == (inner.number, value)}
-    for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+            yield from hung(inner.number, body.graph, value, Wire(slot=slot))
         for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-            dims |= {(inner.number, value, d) for s, d in slots if s == slot}
+            yield from ((to, at) for at, to in hung(inner.number, body.graph, value, Wire(slot=slot)))
     for value, wire in zip(node.outputs, joint.control.results, strict=True):
-        dims |= {(here, value, d + wire.stacked) for s, d in slots if s == wire.slot}
+        yield from ((to, at) for at, to in hung(here, region.graph, value, wire))
 
 
 def origin(region: Region, value: int, weights: Collection[int]) -> int | None:
