@@ -17,8 +17,6 @@ TOO_LONG = frozenset(
         "autopar.api",
         "autopar.api.ParallelFunction",
         "passes.inter_op.partitions.partition",
-        "passes.intra_op.mesh_search",
-        "passes.intra_op.mesh_search.MeshSearch",
         "passes.pipeline.search.StagedSearch",
         "passes.pipeline.stage_table.StageCosts",
         "passes.plan.pipeline.PipelinePlan",

@@ -7,6 +7,7 @@ from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import accounted, move_seconds
 from passes.intra_op.flops import product_flops
+from passes.intra_op.mesh_problems import MeshProblems
 from passes.intra_op.mesh_search import MeshSearch, best, stopped
 from passes.intra_op.meshes import layouts, named
 from passes.intra_op.offloading import away
@@ -18,6 +19,7 @@ __all__ = [
     "Assembly",
     "Form",
     "Forms",
+    "MeshProblems",
     "MeshSearch",
     "Variant",
     "VariantSearch",

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
-from passes.intra_op.assembly import Assembly
-from passes.intra_op.memory_rows import budget, live
+from passes.intra_op.memory_rows import budget
 from passes.intra_op.peak_node import Path
-from passes.solver import Answer, ShardingProblem, SolverOptions, leanest, solve
+from passes.solver import Answer, Budget, ShardingProblem, SolverOptions, leanest, solve
 
 _ROUNDS = 8
 _PROGRESS = 0.99
@@ -22,6 +21,9 @@ LOOSE = 2e-2
 
 Peak = Callable[[Sequence[int]], "Point"]
 """Where an answer's memory is highest."""
+
+Row = Callable[[Path], Budget]
+"""What is live at a node, under every strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,28 +51,27 @@ class Fitted:
 
 
 def within(
-    assembly: Assembly,
+    program: ShardingProblem,
     first: Answer,
     limit: float,
     options: SolverOptions,
     peak: Peak,
-    offloaded: Sequence[int] = (),
-    seen: list[Path] | None = None,
+    row: Row,
+    seen: list[Path],
     at_most: float = math.inf,
 ) -> Fitted:
     """The cheapest answer whose peak is at most `limit`, to a gap of `LOOSE`, starting from one without a limit.
 
-    The inputs at `offloaded` are kept elsewhere. Budgets are stated from the first at the places `seen` to be busiest
-    on other meshes, and places found here are added.
+    Budgets are stated from the first at the places `seen` to be busiest on other meshes, and places found here are
+    added.
 
     Raises OverBudgetError where the program proves that there is none, or comes no nearer; HopelessError where that
     takes no solver to see; DearError where none takes less than `at_most` seconds.
     """
     options = replace(options, gap=max(options.gap, LOOSE))
     answer, lowest, stalled = first, float("inf"), 0
-    seen = [] if seen is None else seen
-    rows = {at: live(assembly, at, limit, offloaded) for at in seen}
-    problem = replace(assembly.problem, budgets=tuple(rows.values()))
+    rows = {at: replace(row(at), limit=limit) for at in seen}
+    problem = replace(program, budgets=tuple(rows.values()))
     if is_hopeless(problem, limit):
         raise HopelessError("no combination of strategies keeps the memory limit")
     for _ in range(_ROUNDS):
@@ -81,13 +82,15 @@ def within(
         lowest = min(lowest, point.nbytes)
         if stalled > 1:
             break
-        row = budget(assembly, point.at, answer.choice, point.nbytes, limit, offloaded)
-        rows[point.at] = min(row, rows.get(point.at, row), key=lambda one: one.limit)
+        new = budget(program, row(point.at), answer.choice, point.nbytes, limit)
+        rows[point.at] = min(new, rows.get(point.at, new), key=lambda one: one.limit)
         if point.at not in seen:
             seen.append(point.at)
         problem = replace(problem, budgets=tuple(rows.values()))
         if is_hopeless(problem, limit):
             raise HopelessError("no combination of strategies keeps the memory limit")
+        if any(problem.least(one) > one.limit for one in problem.budgets):  # a solver would take long to see it
+            raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
         try:
             answer = solve(problem, options)
         except (NoLegalPlanError, OverBudgetError):
@@ -121,17 +124,17 @@ def tightened(found: Fitted, limit: float, options: SolverOptions, peak: Peak) -
 
 
 def least(
-    assembly: Assembly, first: Answer, options: SolverOptions, peak: Peak, offloaded: Sequence[int] = ()
+    program: ShardingProblem, first: Answer, options: SolverOptions, peak: Peak, row: Row
 ) -> tuple[tuple[int, ...], Point]:
     """The answer that needs the least memory, and its peak: budgets at the busiest points met so far, minimised."""
-    problem, choice = assembly.problem, first.choice
+    problem, choice = program, first.choice
     best, point = choice, peak(choice)
     for _ in range(_ROUNDS // 3):
         there = peak(choice)
         if there.nbytes < point.nbytes:
             best, point = choice, there
-        row = budget(assembly, there.at, choice, there.nbytes, there.nbytes / 2, offloaded)
-        problem = replace(problem, budgets=(*problem.budgets, replace(row, limit=max(row.limit, 1.0))))
+        new = budget(program, row(there.at), choice, there.nbytes, there.nbytes / 2)
+        problem = replace(problem, budgets=(*problem.budgets, replace(new, limit=max(new.limit, 1.0))))
         choice = leanest(problem, options)
         if choice == best:
             break

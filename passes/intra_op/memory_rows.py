@@ -19,18 +19,12 @@ from passes.intra_op.assembly import Assembly, Joint, Region
 from passes.intra_op.peak_node import Path
 from passes.ir import phase
 from passes.sharding import ShardingSpec
-from passes.solver import Budget, Edge
+from passes.solver import Budget, Edge, ShardingProblem
 
 
-def budget(
-    assembly: Assembly, at: Path, choice: Sequence[int], nbytes: float, limit: float, offloaded: Sequence[int] = ()
-) -> Budget:
-    """The row at a node that rules out `choice`, which needs `nbytes` there where `limit` are available.
-
-    The inputs at `offloaded` are not on the device.
-    """
-    row = live(assembly, at, limit, offloaded)
-    used = assembly.problem.usage(row, choice)
+def budget(problem: ShardingProblem, row: Budget, choice: Sequence[int], nbytes: float, limit: float) -> Budget:
+    """The row at a node as one that rules out `choice`, which needs `nbytes` there where `limit` are available."""
+    used = problem.usage(row, choice)
     return replace(row, limit=max(limit - (nbytes - used), used * limit / nbytes))
 
 

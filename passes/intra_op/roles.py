@@ -145,7 +145,7 @@ class _Slot(NamedTuple):
     """A dimension of what a slot of a loop or branch holds, by the region and the node in it."""
 
     region: int
-    index: int
+    node: int
     slot: int
     dim: int
 

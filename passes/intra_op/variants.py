@@ -22,6 +22,9 @@ from passes.transforms import KEPT, Kept, kept_of
 _NEAR = 1.02
 """A plan this close to the step without a limit is good enough."""
 
+_SURELY = 2.0
+"""Numbers of microbatches are left out in which the least that is live is above the limit by this factor or more."""
+
 _LEAN = 4
 """The leanest forms that are kept, to be made leaner where none fits."""
 
@@ -101,7 +104,8 @@ class VariantSearch:
     interruptible: bool = False
     best: Plan | None = None
     leanest: Plan | None = None
-    lean: list[tuple[Plan, MeshSearch]] = field(default_factory=list[tuple[Plan, MeshSearch]])
+    lean: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
+    floors: dict[Variant, float] = field(default_factory=dict[Variant, float])
     tried: int = 0
     operators: int = 0
     floor: float = 0.0
@@ -129,8 +133,8 @@ class VariantSearch:
             search = self._searched(form, variant)
             if not self.tried:
                 self.offloads = bool(resting(form.graph, form.state_pairs))
-                if search.cheapest.peak_nbytes <= self.limit:
-                    return _formed(search.cheapest, variant)
+                if (plan := search.cheapest).peak_nbytes <= self.limit:
+                    return _formed(plan, variant)
             self.floor = self.floor or search.least_seconds
             self._take(search, variant)
         if not self.tried and refused is not None:
@@ -153,6 +157,8 @@ class VariantSearch:
         for count in counts:
             forms = tuple(tries(self.forms.layers, count, self.offloads))
             if self.best is None:
+                if not self._may_fit(forms[-1]):
+                    continue
                 yield forms[-1]
                 forms = forms[-2::-1]
             if self.best is None:
@@ -203,18 +209,20 @@ class VariantSearch:
             return plan if plan.peak_nbytes <= self.limit else None
         try:
             return search.within(self.limit, self.best.step_seconds if self.best else float("inf"), self.end)
-        except OverBudgetError as error:
-            plan = error.leanest
-            if isinstance(plan, Plan):
-                met = [*self.lean, (_formed(plan, variant), search)]
-                self.lean = sorted(met, key=lambda one: one[0].peak_nbytes)[:_LEAN]
-                self.leanest = self.lean[0][0]
+        except OverBudgetError:
+            self.lean = sorted([*self.lean, (variant, search)], key=lambda one: one[1].problems.lowest_nbytes)[:_LEAN]
+            self.floors[replace(variant, microbatches=1)] = search.floor_nbytes * variant.microbatches
             return None
+
+    def _may_fit(self, variant: Variant) -> bool:
+        """Whether a form may keep the limit: in twice as many microbatches at least half as much is needed."""
+        least = self.floors.get(replace(variant, microbatches=1), 0.0) / variant.microbatches
+        return least <= _SURELY * self.limit
 
     def _least(self) -> Plan | None:
         """The leanest plan of the leanest forms: which needs least is seen once each is made as lean as can be."""
-        made = [_formed(search.leanest(), variant_of(plan)) for plan, search in self.lean]
-        return min([*made, *(plan for plan, _ in self.lean)], key=lambda one: one.peak_nbytes, default=None)
+        made = [_formed(search.leanest(), variant) for variant, search in self.lean]
+        return min(made, key=lambda one: one.peak_nbytes, default=None)
 
     def _mixed(self, best: Plan) -> Plan:
         """The plan with as many of its last layers as can be keeping everything, by bisection."""

@@ -6,7 +6,7 @@
     tabulate   each bundle's legal shardings, priced; reshardings between them       passes/intra_op/build_problem.py
     solve      one strategy per bundle at the least total seconds: equal layers      passes/solver/search.py, tying.py
                made one, a bound of the whole, what is open eliminated               lower_bound.py, elimination.py
-    compare    plans by hand where a gap is left or memory binds                     mesh_search.py, restrictions.py
+    compare    plans by hand where a gap is left or memory binds                     by_hand.py, restrictions.py
     read off   placements, then the moves between them, then collectives and bytes   passes/intra_op/extract.py
 
 and where that does not fit in memory:
@@ -44,7 +44,17 @@ from typing import Protocol, cast
 from passes.cluster import Cluster, Mesh
 from passes.errors import InternalError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
-from passes.intra_op import Form, Forms, MeshSearch, Variant, VariantSearch, layouts, restrictions, variant_of
+from passes.intra_op import (
+    Form,
+    Forms,
+    MeshProblems,
+    MeshSearch,
+    Variant,
+    VariantSearch,
+    layouts,
+    restrictions,
+    variant_of,
+)
 from passes.ir import Graph, StatePairs
 from passes.pipeline import StagedSearch, Step, interrupted, layers_of, samples_of
 from passes.plan import PipelinePlan, Plan
@@ -125,7 +135,7 @@ class Auto:
         try:
             return search.within(limit) or plan
         except OverBudgetError as error:
-            raise shortage(error, limit, cluster) from None
+            raise shortage(OverBudgetError(str(error), leanest=search.lowest()), limit, cluster) from None
 
     def choose(self, forms: Forms, cluster: Cluster, report: Report = silent) -> Plan:
         """The cheapest plan of a step in any of its forms. Raises OverBudgetError, with what would help."""
@@ -162,14 +172,12 @@ class Auto:
         if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
+        problems = MeshProblems(graph=form.graph, state_pairs=form.state_pairs, donated=form.donated, offload=offload)
         search = MeshSearch(
             name="auto",
+            problems=problems,
             textbook=restrictions.textbook,
-            graph=form.graph,
-            state_pairs=form.state_pairs,
-            donated=form.donated,
             options=self.solver,
-            offload=offload,
             beneath=beneath,
             report=report,
             interruptible=self.interruptible,

@@ -21,7 +21,7 @@ from passes import memory
 from passes.cluster import local_cluster, parse_cluster
 from passes.errors import OverBudgetError
 from passes.inter_op import StageCost, build, peaks
-from passes.intra_op import MeshSearch, mesh_search, named
+from passes.intra_op import MeshProblems, MeshSearch, mesh_problems, named
 from passes.intra_op import extract as read_off
 from passes.planners import infeasible as shortage
 from passes.planners import manual
@@ -156,7 +156,7 @@ def underestimate(monkeypatch: pytest.MonkeyPatch) -> None:
         found = true(*args, **kwargs)
         return replace(found, nbytes={cause: int(0.6 * nbytes) for cause, nbytes in found.nbytes.items()})
 
-    for module in (mesh_search, read_off):
+    for module in (mesh_problems, read_off):
         monkeypatch.setattr(module, "peak", short)
 
 
@@ -243,14 +243,8 @@ def test_a_pipelines_peak_is_in_its_tasks_or_at_its_end():
 def test_no_bytes_of_a_plan_are_negative_with_state_offloaded():
     traced = trace(momentum_step, wide(), {}, donate_argnums=0)
     cluster = parse_cluster("2:h100")
-    search = MeshSearch(
-        name="auto",
-        graph=traced.graph,
-        state_pairs=traced.state_pairs,
-        donated=traced.donated,
-        options=SolverOptions(),
-        offload=True,
-    )
+    problems = MeshProblems(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated, offload=True)
+    search = MeshSearch(name="auto", problems=problems, options=SolverOptions())
     search.over([named(cluster, ("data", 2))])
     plan = search.cheapest
     there = autopar.parallelize(momentum_step, planner=DataParallel(), cluster=cluster, donate_argnums=0).plan(*wide())

@@ -15,7 +15,11 @@ import autopar
 import passes.plan
 from autopar import Plan
 from autopar.errors import ArgumentError
+from autopar.frontend import trace
+from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError, PlanningError
+from passes.intra_op import MeshProblems, MeshSearch, by_hand, memory_limit, named, restrictions
+from passes.solver import SolverOptions, solve
 from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.rewrite.test_remat import arguments, train_step
 
@@ -109,6 +113,24 @@ def test_what_is_missing_is_said():
     assert "8 devices with 9.77 KiB each" in message
     assert "the leanest plan found needs" in message
     assert "more on each device (memory_limit=" in message
+
+
+def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkeypatch: pytest.MonkeyPatch):
+    """Neither plans by hand nor programs with budgets: the least that is live says so at once."""
+    state, batch = wide()
+    traced = trace(momentum_step, (state, batch), {}, donate_argnums=(0,))
+    problems = MeshProblems(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
+    search = MeshSearch(name="auto", problems=problems, options=SolverOptions(), textbook=restrictions.textbook)
+    search.over([named(parse_cluster("8:h100"), ("x", 8))])
+    least = search.leanest().peak_nbytes
+    asked: list[object] = []
+    for module in (by_hand, memory_limit):
+        monkeypatch.setattr(module, "solve", lambda *given, **options: asked.append(given) or solve(*given, **options))
+    with pytest.raises(OverBudgetError):
+        search.within(least / 4)
+    assert not asked
+    assert search.within(least).peak_nbytes <= least
+    assert asked
 
 
 def test_a_limit_above_the_least_that_is_named_does():

@@ -1,0 +1,78 @@
+"""Answers as planners by hand have them: where a search starts, and what it is never worse than."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.cluster import Mesh
+from passes.errors import PlanningError
+from passes.intra_op.assembly import Assembly
+from passes.intra_op.memory_limit import Fitted
+from passes.intra_op.mesh_problems import MeshProblems, Restriction, Solved
+from passes.solver import Answer, SolverOptions, solve
+
+_ROUGHLY = 1e-2
+"""The relative gap to which plans by hand are solved."""
+
+_SURELY = 2.0
+"""Plans by hand are solved unless the least that is live is above the limit by more than this factor: what a compiler
+fuses is never there, and least bytes of 1.2 times the peak were seen."""
+
+Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
+"""What plans by hand forbid on a mesh, and whether they fetch weights once a use."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ByHand:
+    """The answers of the `textbook` on meshes, each found once."""
+
+    textbook: Textbook
+    options: SolverOptions
+    known: dict[tuple[Mesh, int], Answer | None] = field(default_factory=dict[tuple[Mesh, int], "Answer | None"])
+
+    def answers(self, problems: MeshProblems, one: Solved, limit: float = math.inf) -> Iterator[tuple[Solved, Answer]]:
+        """Those on a mesh that may need no more than `limit` bytes, and its problem with weights fetched as they do."""
+        for number, (restrict, refetch) in enumerate(self.textbook(one.assembly.mesh)):
+            base = one if one.refetch == refetch else None if one.refetch else problems.twin(one)
+            if base is None:
+                continue
+            key = base.assembly.mesh, number
+            if key not in self.known:
+                restricted = _restricted(restrict, base.assembly)
+                if restricted is not None and problems.least_nbytes(base, restricted) > _SURELY * limit:
+                    continue
+                self.known[key] = self._solved(restricted)
+            if (answer := self.known[key]) is not None:
+                yield base, replace(answer, bound=min(one.answer.bound, answer.objective), status="near optimal")
+
+    def fitting(
+        self, problems: MeshProblems, meshes: Sequence[Solved], limit: float, at_most: float
+    ) -> tuple[Solved, Fitted] | None:
+        """The cheapest plan by hand that needs at most `limit` bytes and takes less than `at_most` seconds."""
+        best: tuple[Solved, Fitted] | None = None
+        for one in meshes:
+            if one.answer.bound >= at_most:
+                continue
+            for base, answer in self.answers(problems, one, limit):
+                if answer.objective < at_most and problems.peak(base, answer.choice).nbytes <= limit:
+                    best = base, Fitted(problem=base.assembly.problem, answer=answer)
+                    at_most = answer.objective
+        return best
+
+    def _solved(self, restricted: Assembly | None) -> Answer | None:
+        if restricted is None:
+            return None
+        try:
+            return solve(restricted.problem, replace(self.options, gap=_ROUGHLY), close=False)
+        except PlanningError:
+            return None
+
+
+def _restricted(restrict: Restriction, assembly: Assembly) -> Assembly | None:
+    """A mesh's problem as a plan by hand has it; None for one that is not possible there."""
+    try:
+        return restrict(assembly)
+    except PlanningError:  # a batch that the axis does not divide, say
+        return None

@@ -1,0 +1,182 @@
+"""The sharding problems of one program on several meshes, and what answers to them need on a device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from passes.cluster import Mesh
+from passes.intra_op.assembly import Assembly
+from passes.intra_op.build_problem import assemble
+from passes.intra_op.extract import read_off
+from passes.intra_op.memory_limit import Point
+from passes.intra_op.memory_rows import live
+from passes.intra_op.offloading import away, held_nbytes, resting
+from passes.intra_op.peak_node import Path, busiest
+from passes.ir import Graph, StatePairs
+from passes.memory import peak
+from passes.placement import Grouping, group, moves
+from passes.plan import Plan
+from passes.sharding import Resharder
+from passes.solver import Answer, Budget, Search
+
+Restriction = Callable[[Assembly], Assembly]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """A mesh with its sharding problem, the answer to it, and the search for that where there was one.
+
+    Weights are fetched once a step, or with `refetch` once a use.
+    """
+
+    assembly: Assembly
+    answer: Answer
+    refetch: bool
+    search: Search | None = None
+
+    @classmethod
+    def unsolved(cls, assembly: Assembly, refetch: bool) -> Solved:
+        """A mesh's problem for what is known of it without a solver."""
+        choice = tuple(int(np.argmin(own)) for own in assembly.problem.seconds)
+        nothing = Answer(
+            choice=choice, objective=math.inf, bound=0.0, status="near optimal", build_seconds=0.0, solve_seconds=0.0
+        )
+        return cls(assembly=assembly, answer=nothing, refetch=refetch)
+
+
+@dataclass(slots=True, kw_only=True)
+class MeshProblems:
+    """A program with what is known of it on every mesh, and of each answer that was looked at.
+
+    Answers were busiest at the nodes `seen`; `lowest` needs the least bytes of a device. If `offload`, the state at
+    the inputs `offloaded` rests with the host. `resharders` hold what is known of meshes, `phases` the seconds that all
+    of it took.
+    """
+
+    graph: Graph
+    state_pairs: StatePairs
+    donated: Sequence[bool]
+    restrict: Restriction | None = None
+    resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
+    offload: bool = False
+    seen: list[Path] = field(default_factory=list[Path])
+    lowest: tuple[float, Solved, tuple[int, ...]] | None = None
+    offloaded: tuple[int, ...] = field(init=False)
+    phases: dict[str, float] = field(init=False)
+    grouping: Grouping = field(init=False)
+    _twins: dict[Mesh, Solved | None] = field(default_factory=dict[Mesh, Solved | None])
+    _rows: dict[object, Budget] = field(default_factory=dict[object, Budget])
+    _points: dict[object, Point] = field(default_factory=dict[object, Point])
+
+    def __post_init__(self) -> None:
+        start = time.perf_counter()
+        self.grouping = group(self.graph)
+        self.offloaded = resting(self.graph, self.state_pairs) if self.offload else ()
+        self.phases = {"bundles": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
+
+    def offloading(self, offload: bool) -> MeshProblems:
+        """The same problems, of plans that offload or do not."""
+        other = copy(self)
+        other.offload, other.offloaded = offload, resting(self.graph, self.state_pairs) if offload else ()
+        other.seen, other.lowest, other._points = list(self.seen), None, {}
+        return other
+
+    def assembled(self, mesh: Mesh, refetch: bool) -> Assembly:
+        """The sharding problem on a mesh."""
+        began = time.perf_counter()
+        assembly = assemble(self.graph, mesh, self.grouping, self._resharder(mesh), self.state_pairs, refetch=refetch)
+        assembly = self.restrict(assembly) if self.restrict else assembly
+        self.phases["tables"] += time.perf_counter() - began
+        return assembly
+
+    def twin(self, one: Solved) -> Solved | None:
+        """A mesh's problem with weights fetched once a use, which takes no less time; None where it is the same."""
+        mesh = one.assembly.mesh
+        if mesh not in self._twins and any(twin is None for twin in self._twins.values()):
+            self._twins[mesh] = None  # no value of the program is fetched twice, on any mesh
+        if mesh not in self._twins:
+            assembly = self.assembled(mesh, refetch=True)
+            answer = replace(one.answer, objective=assembly.problem.evaluate(one.answer.choice))
+            is_other = any(again for _, _, again in assembly.groups)
+            self._twins[mesh] = Solved(assembly=assembly, answer=answer, refetch=True) if is_other else None
+        return self._twins[mesh]
+
+    @property
+    def twins(self) -> list[Solved]:
+        """The problems with weights fetched once a use that were asked for so far."""
+        return [twin for twin in self._twins.values() if twin is not None]
+
+    def row(self, one: Solved, at: Path) -> Budget:
+        """What is live at a node of a mesh's program, under every strategy; without a limit."""
+        key = one.assembly.mesh, one.refetch, at, self.offloaded
+        if key not in self._rows:
+            self._rows[key] = live(one.assembly, at, math.inf, self.offloaded)
+        return self._rows[key]
+
+    def least_nbytes(self, one: Solved, restricted: Assembly | None = None) -> float:
+        """Bytes that no answer on a mesh goes below at the nodes seen to be busiest, each array as small as can be."""
+        problem = (restricted or one.assembly).problem
+        return max((problem.least(self.row(one, at)) for at in self.seen), default=0.0)
+
+    def peak(self, one: Solved, choice: Sequence[int]) -> Point:
+        """Where the plan of an answer needs most memory."""
+        key = one.assembly.mesh, one.refetch, tuple(choice)
+        if key not in self._points:
+            self._points[key] = self._peak(one, choice)
+            if self.lowest is None or self._points[key].nbytes < self.lowest[0]:
+                self.lowest = self._points[key].nbytes, one, tuple(choice)
+        return self._points[key]
+
+    def _peak(self, one: Solved, choice: Sequence[int]) -> Point:
+        graph, grouping, mesh = self.graph, self.grouping, one.assembly.mesh
+        layout = one.assembly.layout(choice)
+        schedule = moves(graph, layout, self._resharder(mesh), refetch=one.refetch)
+        donated = self.donated or (False,) * len(graph.inputs)
+        found = peak(graph, grouping, mesh, layout, schedule, self.state_pairs, donated)
+        elsewhere = away(held_nbytes(graph, layout, self.offloaded, mesh))
+        return Point(at=busiest(graph, grouping, mesh, layout, schedule), nbytes=found.peak_nbytes - elsewhere)
+
+    def look(self, one: Solved, limit: float) -> None:
+        """Sees where an answer is busiest that needs more than the limit, if none was looked at yet."""
+        if not self.seen:
+            point = self.peak(one, one.answer.choice)
+            self.seen.extend([point.at] if point.nbytes > limit else [])
+
+    @property
+    def lowest_nbytes(self) -> float:
+        """Bytes of the answer that needs the least, of those that were looked at."""
+        return self.lowest[0] if self.lowest else math.inf
+
+    def leanest(self) -> tuple[Solved, Answer] | None:
+        """The answer that needs the least bytes, of those that were looked at."""
+        if self.lowest is None:
+            return None
+        _, one, choice = self.lowest
+        return one, replace(one.answer, choice=choice, objective=one.assembly.problem.evaluate(choice))
+
+    def plan(self, name: str, one: Solved, answer: Answer) -> Plan:
+        """The plan of an answer, its state offloaded where that is asked for."""
+        resharder = self._resharder(one.assembly.mesh)
+        plan = read_off(name, one.assembly, answer, resharder, self.state_pairs, self.donated, self.phases, one.refetch)
+        if not self.offloaded:
+            return plan
+        held = held_nbytes(self.graph, plan.layout, self.offloaded, plan.mesh)
+        rate = plan.cluster.group().device.host_bytes_per_second
+        # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
+        state = plan.nbytes["optimizer state"] - away(held)
+        return replace(
+            plan,
+            offloaded=self.offloaded,
+            seconds={**plan.seconds, "offload": 2 * sum(held) / rate},
+            nbytes={**plan.nbytes, "optimizer state": state},
+            memory=plan.memory and plan.memory.less(away(held)),
+        )
+
+    def _resharder(self, mesh: Mesh) -> Resharder:
+        return self.resharders.setdefault(mesh, Resharder(mesh))
