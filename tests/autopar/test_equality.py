@@ -154,9 +154,11 @@ SAMPLE = {
     ("auto", "float64", 0.0, "adamw"),
     ("data_parallel", "float64", 0.1, "sgd"),
     ("megatron", "float64", 0.0, "adamw"),
-    ("zero", "float32", 0.0, "adamw"),
 }
-"""The combinations of a default run. Dropout's bits are most of what XLA compiles here, so it is there once."""
+"""The combinations of a default run; ZeRO is in `test_remat_equals_jit`.
+
+Dropout's bits are most of what XLA compiles here, so it is there once.
+"""
 
 COMBINATIONS = [
     pytest.param(*combination, marks=() if combination in SAMPLE else pytest.mark.slow)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ def linen_train_state() -> Training:
         return state, {"loss": value, "accuracy": accuracy}
 
     net = Net()
-    variables = net.init(jax.random.key(0), jnp.zeros((1, 8, 8, 2)), train=False)
+    variables = jax.jit(functools.partial(net.init, train=False))(jax.random.key(0), jnp.zeros((1, 8, 8, 2)))
     tx = optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9, nesterov=True)
     state = NetState.create(
         apply_fn=net.apply,
@@ -92,7 +93,7 @@ def linen_scan_and_remat() -> Training:
         updates, moments = tx.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    params = net.init(jax.random.key(0), jnp.zeros((1, 8)))
+    params = jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, 8)))
     return Training(train_step, (params, tx.init(params)), tuple((batch,) for batch in batches()))
 
 

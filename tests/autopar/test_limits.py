@@ -30,6 +30,7 @@ from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.runtime.test_donation import on, pipeline_of
 from tests.autopar.runtime.test_pipeline import OPTIMIZERS, mlp, squared, step_of
 from tests.autopar.test_memory_limit import momentum_step, wide
+from tests.sample import slow
 
 WEIGHT = jax.ShapeDtypeStruct((65536, 65536), jnp.float32)  # 16 GiB
 GIB = 2**30
@@ -198,7 +199,7 @@ def test_a_search_tries_again_for_as_much_less_as_xla_needed_more(monkeypatch: p
         free.replan(memory_limit=int(0.46 * needed))(*given)
 
 
-@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize("donated", [True, slow(False)])
 def test_a_pipelines_peak_is_what_its_stages_need(donated: bool):
     """State, twice unless it is donated, what is in flight and working memory, within the bounds of other plans."""
     params, batch = mlp(rows=4096)

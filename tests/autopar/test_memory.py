@@ -16,7 +16,6 @@ from tests.sample import slow
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 CASES = (
-    Case(model="llama-scan", planner="zero3", remat=False, microbatches=1),
     Case(model="dlrm", planner="dp", remat=False, microbatches=4),
     Case(model="gpt", planner="zero3", dtype="bfloat16"),
     *(
@@ -28,6 +27,7 @@ CASES = (
 
 
 SLOW_CASES = (
+    Case(model="llama-scan", planner="zero3", remat=False, microbatches=1),
     Case(model="dlrm", planner="megatron", microbatches=4),
     Case(model="alexnet", planner="zero3", remat=False, microbatches=1),
     Case(model="gpt", planner="dp", remat=False, microbatches=1),

@@ -15,6 +15,7 @@ from autopar.lowering import build
 from autopar.lowering.lower import Program
 from autopar.lowering.oracle import constrain
 from models import gpt
+from tests.sample import slow
 
 CONFIG = gpt.Config(vocab_size=64, sequence_length=16, hidden=32, layers=1, heads=8, dropout=0.1)
 
@@ -54,7 +55,7 @@ def run(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:
     return jitted(*jax.device_put(leaves, list(program.in_shardings)))
 
 
-@pytest.mark.parametrize("example", [mlp, transformer])
+@pytest.mark.parametrize("example", [mlp, slow(transformer)])
 def test_both_lowerings_agree(example: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]):
     fun, arguments = example()
     step = autopar.parallelize(fun, planner=autopar.Megatron(data=2, tensor=4))

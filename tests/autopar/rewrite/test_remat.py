@@ -63,7 +63,7 @@ def test_the_step_is_the_same(kept: Any):
 
 MODEL_CASES = [
     ("gpt", "inputs", autopar.Zero(3)),
-    ("llama-scan", "matmuls", autopar.DataParallel()),
+    slow("llama-scan", "matmuls", autopar.DataParallel()),
     slow("gpt", "inputs", autopar.DataParallel()),
     slow("llama-scan", "matmuls", autopar.Zero(3)),
     *(

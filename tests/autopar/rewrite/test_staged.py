@@ -48,7 +48,7 @@ def residual(weights: Any, x: Any) -> Any:
 
 
 CASES: dict[str, tuple[Callable[..., Any], Any, str]] = {
-    "plain": (plain, ([f(1024, 1024)] * 4, f(12, 32, 1024)), "2x1:v100-16g"),
+    "plain": (plain, ([f(1024, 1024)] * 4, f(6, 64, 1024)), "2x1:v100-16g"),
 }
 SLOW_CASES: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "on four": (plain, ([f(2048, 2048)] * 6, f(24, 32, 2048)), "4x1:v100-16g"),
@@ -199,7 +199,7 @@ def test_where_nothing_fits_the_leanest_of_all_is_named() -> None:
     step, args = sgd(plain), ([f(256, 256)] * 2, f(8, 256))
 
     def plan(**options: Any) -> Any:
-        return autopar.parallelize(step, cluster="1x4:v100-16g", planner=Auto(**options), memory_limit=10_000).plan(
+        return autopar.parallelize(step, cluster="1x2:v100-16g", planner=Auto(**options), memory_limit=10_000).plan(
             *args
         )
 
