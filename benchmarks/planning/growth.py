@@ -1,4 +1,4 @@
-"""How the time of planning grows with layers, devices and mesh shapes: `python -m benchmarks.growth --help`."""
+"""How planning grows with layers, devices and mesh shapes: `python -m benchmarks.planning growth --help`."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from autopar.frontend import Traced, trace
 from autopar.tools.plot import blank
-from benchmarks import one_mesh
+from benchmarks.planning import one_mesh
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.intra_op import best, layouts
@@ -48,14 +48,14 @@ class Row:
         return self.trace_seconds + self.planning_seconds
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.growth",
+        prog="python -m benchmarks.planning growth",
         description="Plan a GPT (placements, no stages) with more and more unrolled layers, for more and more devices, "
         "on meshes of more and more axes, and print how the time grows. Targets: from 48 to 192 layers at most 1.5 "
         "times, from 64 to 4,096 devices at most 4 times. Exits with 1 where one is missed with --strict.",
-        epilog="example: python -m benchmarks.growth --along devices --plot growth.png",
+        epilog="example: python -m benchmarks.planning growth --along devices --plot growth.png",
     )
     names = tuple(SERIES)
     parser.add_argument("--along", choices=names, action="append", help="again for more (default: all)")
@@ -175,8 +175,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> int:
-    args = arguments()
+def main(argv: Sequence[str]) -> int:
+    """Prints what the command line asks for; 1 if it is strict and a target is missed, 2 if nothing can be drawn."""
+    args = arguments(argv)
     console = Console()
     jax.config.update("jax_platforms", "cpu")
     if args.plot:
@@ -201,7 +202,3 @@ def main() -> int:
     if args.plot:
         draw(rows, args.plot)
     return 1 if missed and args.strict else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,8 +3,6 @@
 What happens between two reports of the search belongs to the phase that the first of them tells of.
 """
 
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ import jax
 from rich.table import Table
 
 import autopar
-from benchmarks import one_mesh
+from benchmarks.planning import one_mesh
 from models import wide_resnet
 from passes.cluster import Cluster
 from passes.inter_op import submeshes
@@ -94,7 +92,7 @@ def search(name: str, cluster: Cluster, batch_size: int, layers: int | None, opt
         gap=max(stage.gap for stage in plan.stages) if isinstance(plan, autopar.PipelinePlan) else plan.gap,
         step_seconds=plan.step_seconds,
         peak_nbytes=plan.peak_nbytes,
-        rss_nbytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        rss_nbytes=one_mesh.rss_nbytes(),
     )
 
 

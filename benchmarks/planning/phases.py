@@ -1,23 +1,20 @@
-"""How long planning takes and what it finds, from shapes alone: `python -m benchmarks.planning --help`."""
+"""The phases of planning one GPT, the size of its problem and what is found: `python -m benchmarks.planning --help`."""
 
 import argparse
 import json
 import re
-import resource
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import jax
-import optax
 from rich.console import Console
 from rich.table import Table
 
 import autopar
-from benchmarks import full_search, one_mesh
+from benchmarks.planning import full_search, one_mesh
 from models import gpt
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import PlanningError
@@ -73,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Plan GPTs for a cluster that need not be here, and print how long each phase took and what the "
         f"plan promises. Exits with 1 if {BOUND_MODEL} on {BOUND_DEVICES} devices takes more than "
         f"{BOUND_SECONDS:.0f} s in all, tracing included.",
-        epilog="example: python -m benchmarks.planning --model 125M --model 350M --cluster 2x8:a100-80g",
+        epilog="example: python -m benchmarks.planning --model 125M --model 350M --cluster 2x8:a100-80g; "
+        "two tables have options of their own: cases --help, growth --help",
     )
     parser.add_argument(
         "--model",
@@ -126,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed command line."""
     parser = _parser()
     args = parser.parse_args(argv)
@@ -154,26 +152,9 @@ def cluster(text: str) -> Cluster:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def make_step(config: gpt.Config) -> tuple[Callable[..., Any], Any]:
-    """An ordinary AdamW step (state, batch) -> (state, loss), and the shapes of its state."""
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
-
-    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        params, moments = state
-        loss, gradients = jax.value_and_grad(lambda params: gpt.loss(config, params, batch))(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
-
-    def init(key: jax.Array) -> Any:
-        params = gpt.init(config, key)
-        return params, optimizer.init(params)
-
-    return train_step, jax.eval_shape(init, jax.random.key(0))
-
-
 def plan(name: str, config: gpt.Config, args: argparse.Namespace, options: SolverOptions) -> Planned:
     """The plan of a model's step, timed once."""
-    train_step, state = make_step(config)
+    train_step, state = one_mesh.make_step(gpt, config)
     batch = jax.eval_shape(lambda: gpt.example_batch(config, args.batch, jax.random.key(0)))
     planner = PLANNERS[args.planner](solver=options)
     step = autopar.parallelize(train_step, cluster=args.cluster, planner=planner, donate_argnums=(0,))
@@ -210,7 +191,7 @@ def plan(name: str, config: gpt.Config, args: argparse.Namespace, options: Solve
         objective=solution.objective,
         step_seconds=planned.step_seconds,
         peak_nbytes=planned.peak_nbytes,
-        rss_nbytes=rss_nbytes(),
+        rss_nbytes=one_mesh.rss_nbytes(),
     )
 
 
@@ -236,12 +217,6 @@ def repeated(name: str, config: gpt.Config, args: argparse.Namespace, options: S
         total=statistics.median(run.total for run in runs),
         cpu=statistics.median(run.cpu for run in runs),
     )
-
-
-def rss_nbytes() -> int:
-    """The most memory that this process has held so far; the operating system counts in KiB, macOS in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def tables(planned: Planned) -> list[Table]:
@@ -279,7 +254,7 @@ def compare_ties(tied: Planned, apart: Planned, gap: float) -> list[str]:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Prints what the command line asks for; 1 if a bound is missed."""
     args = arguments(argv)
     console = Console(highlight=False)
@@ -327,7 +302,3 @@ def main(argv: list[str] | None = None) -> int:
     for miss in misses:
         console.print(f"MISSED {miss}", style="red", soft_wrap=True)
     return bool(misses)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Models x clusters, each planned in a process of its own: `python -m benchmarks.planning_table --help`."""
+"""Models x clusters, each planned in a process of its own: `python -m benchmarks.planning cases --help`."""
 
 import argparse
 import json
@@ -62,12 +62,12 @@ class Row:
         return late or self.total > self.case.bound
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning_table",
+        prog="python -m benchmarks.planning cases",
         description="Plan large models for large clusters, each in a fresh process, and print what every part took.",
-        epilog="example: python -m benchmarks.planning_table --case 39b --case moe --repeat 3",
+        epilog="example: python -m benchmarks.planning cases --case 39b --case moe --repeat 3",
     )
     parser.add_argument("--case", choices=tuple(CASES), action="append", help="give it again for more (default: all)")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="median of N (default: %(default)s)")
@@ -148,7 +148,7 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Prints what the command line asks for; 1 if it is strict and a target is missed."""
     args = arguments(argv)
     console, rows = Console(highlight=False), list[Row]()
@@ -161,7 +161,3 @@ def main(argv: list[str] | None = None) -> int:
     else:
         console.print(table(rows))
     return 1 if args.strict and any(row.missed for row in rows) else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

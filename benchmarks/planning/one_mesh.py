@@ -82,6 +82,12 @@ def make_step(module: Any, config: Any) -> tuple[Callable[..., Any], Any]:
     return trainings.make_step(module, config, optimizer), jax.eval_shape(create, jax.random.key(0))
 
 
+def rss_nbytes() -> int:
+    """The most memory that this process has held so far; the operating system counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def depth(config: Any) -> int:
     """How many layers a model has."""
     return config.depth if isinstance(config, wide_resnet.Config) else config.layers
@@ -130,8 +136,7 @@ def plan(
         "relaxations solved": answer.relaxations,
     }
     phases.status, phases.objective, phases.gap = full_plan.solution.status, full_plan.solution.objective, full_plan.gap
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    phases.rss_nbytes = most if sys.platform == "darwin" else most * 1024
+    phases.rss_nbytes = rss_nbytes()
     return phases
 
 

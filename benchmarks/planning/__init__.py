@@ -1,0 +1,1 @@
+"""How long planning takes and what it finds, from shapes alone."""
