@@ -14,7 +14,7 @@ from autopar.frontend.arguments import Names, Positions, abstract, signature_of
 from autopar.frontend.flattening import Equation, flatten
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import uncollected
-from passes.ir import Graph, StatePairs, TensorType
+from passes.ir import Graph, Phase, StatePairs, TensorType, phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,8 @@ def _state_pairs(
     """(output, input) leaves of each argument that some part of the output repeats in structure and types.
 
     Donated arguments choose first, each takes the first match: the whole output, one of its parts, or a part of those.
-    A lone array is taken for state only if it is donated: a loss looks like any other scalar.
+    A lone array, which looks like any other, is taken for state only if it is donated or updated: no argument before it
+    is none, and the result is made of it and of gradients after the backward pass.
     """
     args, kwargs = _Subtree(0, in_tree).children()
     arguments = [a for a in (*args.children(), *kwargs.children()) if a.tree.num_leaves]
@@ -129,16 +130,39 @@ def _state_pairs(
     def types(values: tuple[int, ...], leaves: range) -> list[TensorType]:
         return [graph.types[values[i]] for i in leaves]
 
+    def is_state(argument: _Subtree, result: _Subtree) -> bool:
+        if argument.tree.num_leaves > 1 or is_donated(argument):
+            return True
+        first = argument.leaves[0]
+        before = all(i in paired for i in range(first))
+        return before and _is_update(graph, graph.outputs[result.leaves[0]], graph.inputs[first])
+
     taken: set[int] = set()
+    paired: set[int] = set()
     pairs: list[tuple[int, int]] = []
     for argument in sorted(arguments, key=is_donated, reverse=True):
-        if argument.tree.num_leaves == 1 and not is_donated(argument):
-            continue
         input_types = types(graph.inputs, argument.leaves)
         for result in results:
             free = taken.isdisjoint(result.leaves)
-            if free and result.tree == argument.tree and types(graph.outputs, result.leaves) == input_types:
+            same = free and result.tree == argument.tree and types(graph.outputs, result.leaves) == input_types
+            if same and is_state(argument, result):
+                paired.update(argument.leaves)
                 taken.update(result.leaves)
                 pairs.extend(zip(result.leaves, argument.leaves, strict=True))
                 break
     return tuple(sorted(pairs))
+
+
+def _is_update(graph: Graph, result: int, value: int) -> bool:
+    """Whether nodes of the apply phase alone make a result of a value and of something of the backward pass."""
+    waiting, seen, phases = [result], {result}, set[Phase]()
+    while waiting:
+        producer = graph.producers.get(waiting.pop())
+        if producer is None:
+            continue
+        node = graph.nodes[producer]
+        phases.add(phase(node))
+        if phase(node) == "apply":
+            waiting += [v for v in node.inputs if v not in seen]
+            seen.update(node.inputs)
+    return value in seen and "backward" in phases

@@ -276,6 +276,27 @@ def test_zero_on_two_axes_equals_jit():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+PLANNERS = (autopar.DataParallel(), autopar.Zero(1), autopar.Zero(3), autopar.Megatron(data=2, tensor=4))
+
+
+@pytest.mark.parametrize("planner", PLANNERS, ids=repr)
+def test_state_that_is_one_array_is_planned_whether_it_is_donated_or_not(planner: Any):
+    """Without the flag, the weights were taken for a batch: cut over `data`, and gathered in every step."""
+
+    def step(weights: jax.Array, x: jax.Array) -> Any:
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w) - x) ** 2))(weights)
+        return weights - 0.1 * gradient, value
+
+    given = jax.random.normal(jax.random.key(0), (16, 16)), jax.random.normal(jax.random.key(1), (32, 16))
+    kept, donated = (autopar.parallelize(step, planner=planner, donate_argnums=own) for own in ((), (0,)))
+    plan, known = kept.plan(*given), donated.plan(*given)
+    assert (plan.inputs, plan.outputs, plan.collectives) == (known.inputs, known.outputs, known.collectives)
+    compiled = kept.lower(*given).compile({**UNCOMBINED, **QUICK})
+    verify(compiled.plan, compiled.as_text()).check()
+    for x, y in zip(jax.tree.leaves(compiled(*given)), jax.tree.leaves(step(*given)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def test_zero_says_what_it_cannot_cut():
     step = autopar.parallelize(dense_step, cluster="8:a100-80g", planner=autopar.Zero(3))
     with pytest.warns(UserWarning, match=r"stay whole on every device.*float32\[7,9\]"):

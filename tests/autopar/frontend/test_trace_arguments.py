@@ -269,6 +269,36 @@ def test_a_lone_array_is_state_only_if_donated():
     assert tied(f, struct(4), struct(4), donate_argnums=0) == [("out[0]", "w")]
 
 
+def test_a_lone_array_that_gradients_update_is_state():
+    def loss(w, x):
+        return ((w * x) ** 2).sum()
+
+    def step(w, x):
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return w - 0.1 * gradient, value
+
+    def momentum_step(w, moment, x):
+        moment = 0.9 * moment + jax.grad(loss)(w, x)
+        return w - 0.1 * moment, moment
+
+    assert tied(step, struct(4), struct(4)) == [("out[0]", "w")]
+    assert tied(step, struct(), struct()) == [("out[0]", "w")]
+    assert tied(momentum_step, struct(4), struct(4), struct(4)) == [("out[0]", "w"), ("out[1]", "moment")]
+
+
+def test_a_batch_is_no_state_though_its_gradient_is_added_to_it():
+    """An attack moves its examples: parameters before them are not returned, so what comes after is no state."""
+
+    def attacked(params, x):
+        return x + 0.1 * jnp.sign(jax.grad(lambda x: (jnp.tanh(params["w"] * x + params["b"]) ** 2).sum())(x))
+
+    def gradient_of(w, x):
+        return jax.grad(lambda w: ((w * x) ** 2).sum())(w)
+
+    assert tied(attacked, {"w": struct(4), "b": struct(4)}, struct(4)) == []
+    assert tied(gradient_of, struct(4), struct(4)) == []
+
+
 def test_other_shapes_are_not_tied():
     def f(s):
         return Carry(s.a[:2], s.b), Carry(s.a.astype(jnp.bfloat16), s.b)
