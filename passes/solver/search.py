@@ -46,11 +46,6 @@ Status = Literal["optimal", "near optimal", "time limit"]
 _PARTS = 4
 """Parts of equal nodes that budgets may treat differently."""
 
-_SMALL = 1_000
-"""Edges of a problem up to which no nodes are tied. Up to 600 the relaxation of equal nodes tied takes as long (median
-0.2 s), its answers are up to 20 % dearer, and its bound up to 50 % lower (seen on the
-networks of `benchmarks.optimality --seed 1`)."""
-
 _GUESSED = 1e-2
 """From this gap on, what the prices of a program lead to may do."""
 
@@ -107,7 +102,9 @@ class SolverOptions:
     """How to search: until answer and bound are within a relative `gap`, or limits of work are reached.
 
     `time_limit` in seconds of one solve is another limit, under which plans depend on the machine; None for none.
-    `tie_radius` is the rounds of colour refinement that make equal nodes one; None takes every node apart.
+    `tie_radius` is the rounds of colour refinement that make equal nodes one; None takes every node apart, and so does
+    a problem of up to `untied` edges: there the tied relaxation takes as long, its answers are dearer and its bound is
+    lower (`python -m benchmarks.tying`).
 
     `solver` names any solver that PuLP finds (`"cbc"`, `"highs"`, `"gurobi"`, ...), which is then given the whole
     integer program in the place of our own search.
@@ -117,6 +114,7 @@ class SolverOptions:
     time_limit: float | None = None
     gap: float = 1e-4
     tie_radius: int | None = 2
+    untied: int = 1_000
 
 
 def solve(
@@ -182,6 +180,11 @@ class Search:
         gap = (1 + 1e-9) * self.options.gap * abs(self.objective)
         return math.isfinite(self.objective) and (self.objective - self.bound <= gap or self.bound >= self.at_most)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether nodes stay apart for the size of the problem."""
+        return len(self.problem.edges) <= self.options.untied
+
     def relax(self) -> None:
         """The relaxation of the tied problem, with w where readers disagree; answers rounded from it, and a bound."""
         program = self.program or self._tied_program()
@@ -207,8 +210,7 @@ class Search:
     def _tied_program(self) -> StrategyProgram:
         """The program of the tied problem; if a rough answer will do, that of its first prices is taken."""
         self.problem = without_dominated(self.whole)
-        is_small = len(self.problem.edges) <= _SMALL
-        radius, parts = None if is_small else self.options.tie_radius, _PARTS if self.problem.budgets else 1
+        radius, parts = None if self.is_small else self.options.tie_radius, _PARTS if self.problem.budgets else 1
         self.tied = tied = tie(self.problem, radius, parts)
         self.program = program = StrategyProgram(tied.problem, enough=self.at_most)
         self.clock.built()
@@ -249,7 +251,7 @@ class Search:
 
     def close(self) -> None:
         """Makes the gap between answer and bound smaller, whichever of them it is due to."""
-        if len(self.problem.edges) <= _SMALL or self.objective - self.bound > _LUMPY * self.objective:
+        if self.is_small or self.objective - self.bound > _LUMPY * self.objective:
             self._raise(_FAR)
         if self.is_closed():
             return

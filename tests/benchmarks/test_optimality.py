@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from benchmarks import optimality, proof
+from benchmarks import optimality, proof, tying
 from benchmarks.child import Child, CrashError
 from benchmarks.networks import BLOCKS, KINDS, Design, drawn
 from benchmarks.optimality import CLUSTERS, Held, held
@@ -168,3 +168,14 @@ def test_status_and_summary(monkeypatch, capsys, count, status):
     assert optimality.main([*options, "--json"]) == status
     summary = json.loads(capsys.readouterr().out)["summary"]
     assert (summary["networks"], summary["crashes"], summary["violations"]) == (count, count // 3, count // 2)
+
+
+def test_tying_prints_a_problem_a_row_and_no_tied_bound_is_above_an_answer(capsys):
+    arguments = ["--seed", "500", "--first", "1", "--count", "1", "--cluster", "4:h100"]  # four plain layers
+    assert tying.main(arguments) == 0
+    printed = capsys.readouterr().out
+    found = tying.pairs(500, [1], "4:h100")
+    assert printed.count("plain 4, width 256") == len(found) > 1
+    for pair in found:
+        assert pair.tied.bound <= pair.apart.objective * (1 + 1e-9)
+        assert pair.apart.bound <= pair.tied.objective * (1 + 1e-9)
