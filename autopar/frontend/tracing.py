@@ -115,8 +115,8 @@ def _state_pairs(
     """(output, input) leaves of each argument that some part of the output repeats in structure and types.
 
     Donated arguments choose first, each takes the first match: the whole output, one of its parts, or a part of those.
-    A lone array, which looks like any other, is taken for state only if it is donated or updated: no argument before it
-    is none, and the result is made of it and of gradients after the backward pass.
+    A lone array, which looks like any other, is taken for state only if it is donated or updated: all arguments before
+    it are state, and the result is made of it and of gradients after the backward pass.
     """
     args, kwargs = _Subtree(0, in_tree).children()
     arguments = [a for a in (*args.children(), *kwargs.children()) if a.tree.num_leaves]

@@ -116,6 +116,10 @@ class SolverOptions:
     tie_radius: int | None = 2
     untied: int = 1_000
 
+    def radius(self, problem: ShardingProblem) -> int | None:
+        """The rounds that make nodes of a problem one, None where every node stays apart."""
+        return None if len(problem.edges) <= self.untied else self.tie_radius
+
 
 def solve(
     problem: ShardingProblem,
@@ -180,11 +184,6 @@ class Search:
         gap = (1 + 1e-9) * self.options.gap * abs(self.objective)
         return math.isfinite(self.objective) and (self.objective - self.bound <= gap or self.bound >= self.at_most)
 
-    @property
-    def is_small(self) -> bool:
-        """Whether nodes stay apart for the size of the problem."""
-        return len(self.problem.edges) <= self.options.untied
-
     def relax(self) -> None:
         """The relaxation of the tied problem, with w where readers disagree; answers rounded from it, and a bound."""
         program = self.program or self._tied_program()
@@ -210,7 +209,7 @@ class Search:
     def _tied_program(self) -> StrategyProgram:
         """The program of the tied problem; if a rough answer will do, that of its first prices is taken."""
         self.problem = without_dominated(self.whole)
-        radius, parts = None if self.is_small else self.options.tie_radius, _PARTS if self.problem.budgets else 1
+        radius, parts = self.options.radius(self.problem), _PARTS if self.problem.budgets else 1
         self.tied = tied = tie(self.problem, radius, parts)
         self.program = program = StrategyProgram(tied.problem, enough=self.at_most)
         self.clock.built()
@@ -251,7 +250,7 @@ class Search:
 
     def close(self) -> None:
         """Makes the gap between answer and bound smaller, whichever of them it is due to."""
-        if self.is_small or self.objective - self.bound > _LUMPY * self.objective:
+        if len(self.problem.edges) <= self.options.untied or self.objective - self.bound > _LUMPY * self.objective:
             self._raise(_FAR)
         if self.is_closed():
             return
