@@ -12,10 +12,11 @@ import jax
 import pytest
 
 from benchmarks.published.__main__ import arguments, main
+from benchmarks.published.alike import DeepMegatron
 from benchmarks.published.flops import megatron_flops, model_flops
 from benchmarks.published.machines import machine
 from benchmarks.published.megatron import gpt_job, work_of
-from benchmarks.published.planned import Configuration, Job, shapes
+from benchmarks.published.planned import Configuration, Job, in_microbatches, shapes
 from benchmarks.published.rows import Answer, Result, Row, number, whole
 from benchmarks.published.running import predict
 from benchmarks.published.scores import bias, mape, regret, score, sweeps, tau
@@ -24,6 +25,7 @@ from models import gpt
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.plan import PipelinePlan, Plan
+from passes.planners import Megatron
 
 ROWS, UNREAD = read((DATA,))
 COUNTS = {
@@ -189,6 +191,18 @@ def test_a_row_is_planned_as_its_source_configured_it():
     assert (answer.seconds, answer.nbytes) == (plan.step_seconds, plan.peak_nbytes)
     assert answer.is_out_of_memory is False
     assert replace(asked, total=True).answer().nbytes == sum(plan.timeline.peak_nbytes)
+
+
+def test_equal_stages_are_planned_once_and_as_by_themselves():
+    program = in_microbatches(TINY, 2, 4)
+    given = {"state_pairs": program.state_pairs, "donated": program.donated}
+    planners = (of(data=1, tensor=1, pipeline=4, microbatches=2) for of in (DeepMegatron, Megatron))
+    ours, theirs = (planner.plan(program.graph, CLUSTER, **given) for planner in planners)
+    assert isinstance(ours, PipelinePlan)
+    assert isinstance(theirs, PipelinePlan)
+    assert (ours.costs, ours.firsts, ours.transfers) == (theirs.costs, theirs.firsts, theirs.transfers)
+    assert [s.layout for s in ours.stages] == [s.layout for s in theirs.stages]
+    assert ours.planner == theirs.planner
 
 
 def test_schedules_share_the_plans_of_stages():
