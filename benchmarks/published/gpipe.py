@@ -67,6 +67,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
                 microbatches=whole(fields, "microbatches_M", 1),
                 pipeline=stages,
                 schedule="gpipe",
+                by_work=True,
                 total=True,
             )
             yield replace(row, question=asked)

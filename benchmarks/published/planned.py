@@ -47,6 +47,7 @@ class Job:
 class Configuration:
     """A job on a cluster: `data` x `tensor` devices for each of `pipeline` groups, which have `interleave` stages each.
 
+    Stages have equally many layers, or, `by_work`, whole layers in such numbers that their work is as even as can be.
     `zero` is the stage of ZeRO over `data`, 0 for none. With `total`, bytes are those of all groups' fullest devices.
     """
 
@@ -58,6 +59,7 @@ class Configuration:
     pipeline: int = 1
     interleave: int = 1
     schedule: str = "1f1b"
+    by_work: bool = False
     zero: int = 0
     total: bool = False
 
@@ -85,7 +87,8 @@ class Configuration:
 @lru_cache(maxsize=4)
 def _plan(asked: Configuration) -> Plan | PipelinePlan:
     count, stages = asked.microbatches, asked.pipeline * asked.interleave
-    program = traced(asked.job) if count == stages == 1 else in_microbatches(asked.job, count, stages)
+    one = count == stages == 1
+    program = traced(asked.job) if one else in_microbatches(asked.job, count, stages, asked.by_work)
     with uncollected():
         state, donated = program.state_pairs, program.donated
         return planner(asked).plan(program.graph, asked.cluster, state_pairs=state, donated=donated)
@@ -113,14 +116,14 @@ def traced(job: Job) -> Traced:
 
 
 @lru_cache(maxsize=2)
-def in_microbatches(job: Job, count: int, stages: int) -> Traced:
-    """The job's train step in microbatches, its loop over layers in pieces for so many stages.
+def in_microbatches(job: Job, count: int, stages: int, by_work: bool = False) -> Traced:
+    """The job's train step in microbatches, its loop over layers in as many pieces as there are stages, or layers.
 
     Gradients in half precision are rounded once a microbatch, which is not exactly the step; the sources do so too.
     """
     program, structs = traced(job), jax.tree.leaves(shapes(job))
     if stages > 1:
-        program, pieces = in_pieces(program, stages)
+        program, pieces = in_pieces(program, job.config.layers if by_work else stages)
         structs = pieces.structs(structs) if pieces else structs
     with uncollected():
         return microbatched(program, structs, count, "independent")

@@ -24,6 +24,8 @@ from benchmarks.published.sources import DATA, NAMES, SOURCES, read, source_of, 
 from models import gpt
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
+from passes.ir import phase
+from passes.pipeline import body_of
 from passes.plan import PipelinePlan, Plan
 from passes.planners import Megatron
 
@@ -191,6 +193,13 @@ def test_a_row_is_planned_as_its_source_configured_it():
     assert (answer.seconds, answer.nbytes) == (plan.step_seconds, plan.peak_nbytes)
     assert answer.is_out_of_memory is False
     assert replace(asked, total=True).answer().nbytes == sum(plan.timeline.peak_nbytes)
+
+
+@pytest.mark.parametrize(("by_work", "pieces"), [(False, 2), (True, 4)])
+def test_a_loop_over_layers_comes_in_stages_or_in_layers(by_work: bool, pieces: int):
+    body = body_of(in_microbatches(TINY, 2, 2, by_work).graph)
+    loops = [node for node in body.nodes if node.primitive == "scan" and phase(node) == "forward"]
+    assert [node.params["length"] for node in loops] == [4 // pieces] * pieces
 
 
 def test_equal_stages_are_planned_once_and_as_by_themselves():
