@@ -16,8 +16,8 @@ from autopar.runtime import Pieces
 from passes.ir import Graph, Node, TensorType
 
 MOST = 64
-"""The most pieces that a loop is cut into so that each stage gets one, where its trips do not divide evenly: more than
-the stages of any published pipeline (Megatron-LM's largest has 64), each a loop that is compiled by itself."""
+"""The most pieces that a loop is cut into so that each stage gets one, where its trips do not divide evenly: as many
+as the deepest published pipeline has stages (Narayanan et al. 2021, table 1: 1T). Each is compiled by itself."""
 
 
 @cache

@@ -33,6 +33,7 @@ from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Plan
 from passes.text import Column, Table, quantities
 
 DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses; 130 is what shells give a program that Ctrl-C ends."""
 
 _PLANNERS = """\
 planners:

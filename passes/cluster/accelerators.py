@@ -25,6 +25,8 @@ LINK_SHARE = 0.74
 
 
 ALPHA_SECONDS = 10e-6
+"""Of a message on NVLink or between hosts: published measurements fit 5 to 15 us about equally well
+(`python -m benchmarks.collectives --fit`)."""
 
 
 PCIE_SHARE = 0.5
@@ -39,6 +41,7 @@ An axis of the mesh that rides on one dimension of the torus has a half (2D) or 
 
 
 ICI_ALPHA_SECONDS = 1e-6
+"""Of a hop between chips, about (jax-ml/scaling-book, sharding.md)."""
 
 
 CPU = "cpu"
@@ -46,6 +49,7 @@ CPU = "cpu"
 
 
 CPU_CORE_FLOPS_PER_SECOND = 85e9
+"""Of float32 products on one core; measured like the rest of `cpu` (`python -m benchmarks.collectives --local`)."""
 
 
 CPU_MEMORY_BYTES_PER_SECOND = 24e9
@@ -106,7 +110,7 @@ def _gpu(
     source: str,
     matmul_efficiency: float = MATMUL_EFFICIENCY,
     devices_per_host: int = 8,
-    launch_seconds: float = 3e-6,
+    launch_seconds: float = 3e-6,  # a short kernel on V100: 2.9 us, 3.4 in a graph (Gray, "CUDA Graphs", NVIDIA 2019)
 ) -> HostSpec:
     return HostSpec(
         device=DeviceSpec(
@@ -155,11 +159,13 @@ def _tpu(
         source=source,
         matmul_efficiency=matmul_efficiency,
         devices_per_host=devices_per_host,
-        launch_seconds=1.6e-6,
+        launch_seconds=1.6e-6,  # assumed: we know of no publication that times it
     )
 
 
 _H100_NETWORK = Link(alpha_seconds=ALPHA_SECONDS, bytes_per_second=296e9, congestion=0.57)
+"""Of a host's eight 400 Gbit/s adapters: bandwidth and congestion are fitted (`python -m benchmarks.collectives
+--fit`)."""
 
 
 TABLE = (

@@ -47,7 +47,8 @@ LowerBoundOf = Callable[[int, int, Submesh, int], LowerBound]
 Prefetch = Callable[[Sequence[tuple[int, int, Submesh, int]]], None]
 
 _WIDER = 1.02
-"""Entries whose bounds lie within this factor of the lowest are requested together."""
+"""Entries whose bounds lie within this factor of the lowest are requested together: one at a time would leave other
+processes idle, and entries far above it may never be asked for."""
 
 __all__ = ["Candidate", "Partition", "StageTable", "Submesh", "even", "partition", "submeshes"]
 

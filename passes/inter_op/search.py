@@ -24,13 +24,15 @@ from passes.inter_op.schedule_table import build
 from passes.inter_op.simulator import Timeline, Transfer, simulate
 
 STEP = 1.1
-"""Periods within this factor share one lower bound of the step."""
+"""Periods within this factor share one lower bound of the step: a bound takes a dynamic program of its own, and is
+lower by at most this factor. It changes the work, never the answer's proof."""
 
 CLOSE = 1 - 1e-12
 """The factor below which seconds count as better: bounds and simulations add in different orders."""
 
 SLACK = 1.03
-"""Partial solutions are dropped where their step by (1) exceeds the best simulated one by this factor."""
+"""Partial solutions are dropped where their step by (1) exceeds the best simulated one by this factor: the formula and
+the simulation differ. `tests/passes/inter_op` compares what is found with every partition that there is."""
 
 
 @dataclass(slots=True, kw_only=True)

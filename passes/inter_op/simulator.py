@@ -12,6 +12,7 @@ from passes.inter_op.schedules import LETTERS, Kind, Schedule, Span, Task, in_fl
 from passes.text import GAP, Column, Table, quantities
 
 MICROSECONDS = 1e6
+"""In a second: traces are written in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

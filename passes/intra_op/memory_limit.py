@@ -13,6 +13,8 @@ from passes.intra_op.peak_node import Path
 from passes.solver import Answer, Budget, ShardingProblem, SolverOptions, leanest, solve
 
 _ROUNDS = 8
+"""Cutting planes that are tried, each with a solve of its own; `python -m benchmarks.memory_limit` shows what fits."""
+
 _PROGRESS = 0.99
 """A peak this much below the lowest one so far is progress; two rounds without any are the last."""
 

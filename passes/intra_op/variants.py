@@ -20,7 +20,8 @@ from passes.text import quantities
 from passes.transforms import KEPT, Kept, kept_of
 
 _NEAR = 1.02
-"""A plan this close to the step without a limit is good enough."""
+"""A plan this close, as a factor of its seconds, to the step without a limit is good enough: leaner forms take longer,
+as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs)."""
 
 _SURELY = 2.0
 """Numbers of microbatches are left out in which the least that is live is above the limit by this factor or more."""

@@ -18,10 +18,15 @@ from passes.layers.forward import forward_nodes
 from passes.rules import rule_of
 
 UNEVEN = ((0.1, 0.25, 0.5), (1.0, 3.0))
-"""Bounds on how far the largest part may exceed the average work, tried in order; the first tier with any cut wins."""
+"""Bounds on how far the largest part may exceed the average work, as shares of it, tried in order; the first tier with
+any cut wins. A pipeline is as slow as its slowest stage, so that more bytes are accepted before parts of twice the
+average (`python -m benchmarks.planning --pipeline` shows the stages)."""
 
 CROSSING = (1.2, 2.0, 8.0, np.inf)
-"""Bounds on the bytes that cross a cut, as multiples of the least that cross anywhere, tried in order."""
+"""Bounds on the bytes that cross a cut, as multiples of the least that cross anywhere, tried in order.
+
+Between blocks of a transformer the residual stream crosses; inside one that and as much again, or four times as much.
+"""
 
 
 def crossing_nbytes(body: Graph, nodes: Sequence[int]) -> NDArray[np.float64]:

@@ -22,13 +22,15 @@ from passes.layers.cuts import crossing_nbytes, even_cuts, work
 from passes.layers.forward import forward_nodes
 
 FEWEST = 3
-"""So many equal blocks are a repetition."""
+"""So many equal blocks are a repetition: two may be an encoder and a decoder, or two halves by chance."""
 
 COVERED = 0.5
-"""The share of the forward pass's work that blocks must hold to be cut there."""
+"""The share of the forward pass's work that blocks must hold to be cut there: less, and most of it would lie in the
+first and last stage with what stands around the blocks."""
 
 RARE = 256
-"""Operators that occur more often say little about the period."""
+"""Operators that occur more often say little about the period, and comparing each with all others takes the square of
+their number; the deepest model of `benchmarks.planning growth` has 192 blocks."""
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]

@@ -20,9 +20,11 @@ from passes.layers.forward import forward_nodes, forward_scope
 from passes.layers.repeats import blocks
 
 KEPT = 4
-"""The number of blocks that are kept: two at each end."""
+"""The number of blocks that are kept: two at each end. The ends differ from the others, and the two in the middle show
+what each hands to the next; two would show no block that has equal neighbours."""
 
 OUTSIDE = -1
+"""The number of no block."""
 
 Slot = tuple[object, int]
 """The place of a value in its block: the operator that writes it or is the first to read it, and which operand."""

@@ -25,6 +25,8 @@ ELEMENTWISE = frozenset({"elementwise", "expensive"})
 ONCE = frozenset({"expensive", "gather", "reduce"})
 REPEATING = frozenset({"broadcast", "gather", "rearrange"})
 LIBRARY_ELEMENTS = 4096
+"""Elements from which XLA's CPU compiler hands a group of operations to its library of kernels."""
+
 LIBRARY_DTYPES = frozenset({"float32", "float64"})
 LIBRARY_OPCODES = frozenset(
     "abs add ceil cosine divide erf exponential exponential-minus-one floor log log-plus-one maximum minimum multiply "

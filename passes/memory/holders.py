@@ -19,6 +19,7 @@ CAUSES = (
 )
 PERSISTENT = CAUSES[:3]
 HOLDERS = 10
+"""The largest holders of bytes that a report names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,8 @@ def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float])
     return StageCost(
         forward_seconds=seconds.get("forward", 0.0) / length,
         backward_seconds=backward,
+        # A product's two gradients take as many flops each; only attention has more for its inputs (Qi et al., "Zero
+        # Bubble Pipeline Parallelism", table 1).
         input_gradient_seconds=backward / 2,
         weight_gradient_seconds=backward / 2,
         finish_seconds=seconds.get("apply", 0.0),

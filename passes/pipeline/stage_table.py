@@ -34,10 +34,12 @@ from passes.pipeline.lower_bounds import SLACK, Floors
 from passes.transforms import stages
 
 ENOUGH = 0.03
-"""A gain that no other mesh is tried for, over a price or from a price to the least that there can be."""
+"""A gain that no other mesh is tried for, over a price or from a price to the least that there can be: as much as the
+gap at which prices are solved. `python -m benchmarks.planning --pipeline` counts the programs that are left."""
 
 WASTE = 4.0
-"""The survey ends where devices spend this many times what the best number of them does."""
+"""The survey ends where devices spend this many times what the best number of them does: four times as many would then
+gain nothing. `python -m benchmarks.planning --pipeline` counts the programs that are left."""
 
 NEAR = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""

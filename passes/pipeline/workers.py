@@ -21,8 +21,11 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 _GOODBYE_SECONDS = 2.0
+"""A process that is told to end has so long, of the wall clock, until it is killed: no plan waits for it."""
+
 _MOST = 8
-"""More processes than this are not started, however many processors there are."""
+"""More processes than this are not started, however many processors there are: each holds a copy of the program, and
+what they find does not depend on how many they are. `python -m benchmarks.planning cases` shows memory and time."""
 
 Task = tuple[Any, ...]
 

@@ -27,6 +27,7 @@ from passes.text import Table
 __all__ = ["SCHEMA", "MemoryReport", "Operator", "Plan", "PlanDiff", "Solution"]
 
 SCHEMA = 1
+"""The version of a plan's file that is written, and the newest that is read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,6 +197,7 @@ class Resharder:
         for step, members in moves.routes.classes:
             copied = 2 * payload[members] / device.memory_bytes_per_second
             if step.kind == "slice" or step.kind == "keep":
+                # Assumed: XLA fuses most such steps with what reads them. More than nothing, so that fewer steps win.
                 cost[members] = device.launch_seconds / 4 + copied
             else:
                 group = self.mesh.group(step.axes)

@@ -9,6 +9,8 @@ import numpy as np
 from passes.solver.problem import Edge, Floats, Indices, ShardingProblem
 
 _ROUNDS = 8
+"""Passes over all nodes at most: work, so that an answer does not depend on the machine's load."""
+
 _PENALTY = 1e3
 """What bytes beyond a budget cost, as a multiple of the whole answer's seconds for the whole budget."""
 

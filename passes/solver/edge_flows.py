@@ -17,6 +17,8 @@ from passes.solver.linear_program import Floats, Indices, LinearProgram
 from passes.solver.problem import Edge, ShardingProblem
 
 _LEG = 1e-6
+"""A leg of a way around costs something where it is more than this share of the whole: sums round."""
+
 _SIGNS = np.array([-1.0, 1.0, 1.0, -1.0])
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 GAP = "  "
 NARROWEST = 12
+"""Characters that a column which wraps has at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
