@@ -63,6 +63,7 @@ def test_compiled_programs_verify_themselves():
 
 def test_every_missing_collective_is_missed(megatron: tuple[Any, str]):
     plan, text = megatron
+    assert len(plan.collectives) > 1
     for i, gone in enumerate(plan.collectives):
         found = verify(replace(plan, collectives=plan.collectives[:i] + plan.collectives[i + 1 :]), text)
         assert not found.ok
@@ -82,6 +83,7 @@ def test_fewer_tensors_than_planned_pass_while_one_is_left(megatron: tuple[Any, 
 
 def test_what_is_planned_and_never_sent_is_missed(megatron: tuple[Any, str]):
     plan, text = megatron
+    assert plan.collectives
     for one in plan.collectives:
         other = replace(one, nbytes=4 * one.nbytes + 4, count=2)
         found = verify(replace(plan, collectives=(*plan.collectives, other)), text)

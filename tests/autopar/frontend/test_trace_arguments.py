@@ -74,6 +74,7 @@ EVERYTHING = (struct(8, 8), struct(3, dtype=jnp.int32), jax.eval_shape(lambda: j
 
 def test_params_are_plain_data():
     graph = traced(everything, *EVERYTHING).graph
+    assert any(node.params for node in graph.nodes)
     for node in graph.nodes:
         assert is_plain(dict(node.params)), (node.primitive, node.params)
         assert "0x" not in repr(node.params)
