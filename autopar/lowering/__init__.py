@@ -1,4 +1,4 @@
-"""A plan as a program of local pieces: nodes bound on them, collectives between, and rules of the user's own
+"""A plan lowered to a program of local pieces: nodes bound on them, collectives between, and rules of the user's own
 primitives.
 """
 

@@ -37,7 +37,8 @@ _WORD = re.compile(r"[^\W\d]\w*")
 
 
 def register_rule(primitive: Primitive | str, rule: Rule, *, localize: Localize | None = None) -> None:
-    """Tells how a primitive may be cut, by `rule`: a text such as `"b i, i j -> b j"`, or a function that gives one.
+    """Registers how a primitive may be cut, by `rule`: a text such as `"b i, i j -> b j"`, or a function that gives
+    one.
 
     The function takes (parameters as plain data, operands, results) of one use; None from it keeps that use whole.
     `localize` takes (JAX's parameters, pieces of the operands, results that they must give) and returns the results,
@@ -65,7 +66,7 @@ def register_rule(primitive: Primitive | str, rule: Rule, *, localize: Localize 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Description:
-    """A rule's text read: the words of every operand's and result's dimensions."""
+    """The parsed text of a rule: the names of every operand's and result's dimensions."""
 
     operands: tuple[tuple[str, ...], ...]
     results: tuple[tuple[str, ...], ...]
@@ -73,34 +74,36 @@ class _Description:
     @property
     def summed(self) -> list[str]:
         """The names that the results lack."""
-        kept = {word for words in self.results for word in words}
-        return [word for words in self.operands for word in words if word not in kept and word != _NEVER]
+        of_results = {word for words in self.results for word in words}
+        return [word for words in self.operands for word in words if word not in of_results and word != _NEVER]
 
 
 def _parsed(name: str, text: str, source: str) -> _Description:
     """The description that a text gives. Raises ArgumentError."""
-    what = f"rule {text!r} of {name}"
+    argument = f"rule {text!r} of {name}"
     if text.count("->") != 1:
         remedy = 'write operands, an arrow, results, as in "b i, i j -> b j"'
-        raise ArgumentError(explain(what, f"a rule has one arrow, this has {text.count('->')}", source, remedy))
-    left, right = (tuple(tuple(part.split()) for part in side.split(",")) for side in text.split("->"))
-    for words in (*left, *right):
+        raise ArgumentError(explain(argument, f"a rule has one arrow, this has {text.count('->')}", source, remedy))
+    operands, results = (tuple(tuple(part.split()) for part in side.split(",")) for side in text.split("->"))
+    for words in (*operands, *results):
         for word in words:
             if not _WORD.fullmatch(word):
                 remedy = "name dimensions by words, apart by spaces; `_` is one that is never cut"
-                raise ArgumentError(explain(what, f"{word!r} is no name of a dimension", source, remedy))
+                raise ArgumentError(explain(argument, f"{word!r} is no name of a dimension", source, remedy))
             if word != _NEVER and words.count(word) > 1:
                 remedy = "name them apart, or write `_` for both"
-                raise ArgumentError(explain(what, f"one array has two dimensions {word!r}", source, remedy))
-    known = {word for words in left for word in words} | {_NEVER}
-    for word in (word for words in right for word in words if word not in known):
+                raise ArgumentError(explain(argument, f"one array has two dimensions {word!r}", source, remedy))
+    known = {word for words in operands for word in words} | {_NEVER}
+    for word in (word for words in results for word in words if word not in known):
         rule = f"{word!r} on the right is a dimension of no operand (they have {', '.join(sorted(known - {_NEVER}))})"
-        raise ArgumentError(explain(what, rule, source, "write `_` for a dimension that only a result has"))
-    for word in {word for words in right for word in words} - {_NEVER}:
-        if lacking := [i for i, words in enumerate(right) if word not in words]:
+        raise ArgumentError(explain(argument, rule, source, "write `_` for a dimension that only a result has"))
+    for word in {word for words in results for word in words} - {_NEVER}:
+        if lacking := [i for i, words in enumerate(results) if word not in words]:
             rule = f"a name that results have, all have; {word!r} is no dimension of result {lacking[0]}"
-            raise ArgumentError(explain(what, rule, source, "write `_` for it everywhere, or make the results apart"))
-    return _Description(operands=left, results=right)
+            raise ArgumentError(
+                explain(argument, rule, source, "write `_` for it everywhere, or make the results apart")
+            )
+    return _Description(operands=operands, results=results)
 
 
 def _rule(name: str, rule: Rule, node: Node, operands: Types, results: Types) -> ShardingRule:
@@ -112,16 +115,16 @@ def _rule(name: str, rule: Rule, node: Node, operands: Types, results: Types) ->
         raise ArgumentError(explain(f"the rule of {name}", why, node.source, remedy))
     if text is None:
         return replicate(operands, results, "the rule registered for it keeps this use whole")
-    what, described = f"rule {text!r} of {name}", _parsed(name, text, node.source)
-    given = list(_matched(what, "operand", described.operands, operands, node.source))
-    made = list(_matched(what, "result", described.results, results, node.source))
-    arrays = [*given, *made]
+    argument, described = f"rule {text!r} of {name}", _parsed(name, text, node.source)
+    given = list(_matched(argument, "operand", described.operands, operands, node.source))
+    result_labels = list(_matched(argument, "result", described.results, results, node.source))
+    arrays = [*given, *result_labels]
     uncut = [math.prod(n for n, w in zip(t.shape, words, strict=True) if w == _NEVER) for t, words in arrays]
     return build(
         [(t, _labels(words)) for t, words in given],
-        [(t, _labels(words)) for t, words in made],
+        [(t, _labels(words)) for t, words in result_labels],
         reduce=dict.fromkeys(described.summed, "add"),
-        flops=2.0 * math.prod(_sizes(what, arrays, node.source).values()) * max(uncut, default=1),
+        flops=2.0 * math.prod(_sizes(argument, arrays, node.source).values()) * max(uncut, default=1),
         light=False,
     )
 
@@ -131,23 +134,25 @@ def _labels(words: tuple[str, ...]) -> list[str | None]:
 
 
 def _matched(
-    what: str, kind: str, described: tuple[tuple[str, ...], ...], types: Types, source: str
+    argument: str, kind: str, described: tuple[tuple[str, ...], ...], types: Types, source: str
 ) -> Iterator[tuple[TensorType, tuple[str, ...]]]:
     """Each type with its words. Raises ArgumentError where their numbers differ."""
     described = () if described == ((),) and not types else described
     if len(described) != len(types):
         given = ", ".join(map(str, types)) or "none"
         rule = f"it describes {len(described)} {kind}(s), the primitive has {len(types)}: {given}"
-        raise ArgumentError(explain(what, rule, source, f"write one group of names for each {kind}, apart by commas"))
+        raise ArgumentError(
+            explain(argument, rule, source, f"write one group of names for each {kind}, apart by commas")
+        )
     for i, (type, words) in enumerate(zip(types, described, strict=True)):
         if type.rank != len(words):
             rule = f"{kind} {i} is {type}, of rank {type.rank}, and {' '.join(words)!r} names {len(words)} dimension(s)"
             remedy = "name every dimension, `_` those that are never cut; a function can give a text for each rank"
-            raise ArgumentError(explain(what, rule, source, remedy))
+            raise ArgumentError(explain(argument, rule, source, remedy))
         yield type, words
 
 
-def _sizes(what: str, arrays: list[tuple[TensorType, tuple[str, ...]]], source: str) -> dict[str, int]:
+def _sizes(argument: str, arrays: list[tuple[TensorType, tuple[str, ...]]], source: str) -> dict[str, int]:
     """The size of every name; a size of 1 is a broadcast. Raises ArgumentError for a name of two sizes."""
     sizes: dict[str, int] = {}
     for type, words in arrays:
@@ -156,7 +161,9 @@ def _sizes(what: str, arrays: list[tuple[TensorType, tuple[str, ...]]], source: 
                 continue
             if sizes.setdefault(word, size) != size:
                 rule = f"{word!r} is {sizes[word]} elements in one array and {size} in another, {type}"
-                raise ArgumentError(explain(what, rule, source, "give dimensions of different sizes different names"))
+                raise ArgumentError(
+                    explain(argument, rule, source, "give dimensions of different sizes different names")
+                )
     return sizes
 
 
@@ -164,19 +171,19 @@ def _run(localize: Localize | None, cut: Cut, operands: Arrays) -> Arrays:
     """A use on pieces. Raises PlanningError unless it gives the pieces that the rule promises."""
     types = tuple(TensorType(shape=cut.local_shape(i), dtype=t.dtype) for i, t in enumerate(cut.results))
     pieces = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in operands)
-    what = f"{cut.node.primitive} on pieces {pieces}"
+    argument = f"{cut.node.primitive} on pieces {pieces}"
     remedy = "correct its rule, or say how it runs on pieces with register_rule(..., localize=)"
     try:
         results = jax.tree.leaves(
             localize(cut.params, tuple(operands), _structs(types)) if localize else rebind(cut, operands)
         )
     except (TypeError, ValueError) as error:
-        raise PlanningError(explain(what, f"does not run: {error}", cut.node.source, remedy)) from error
-    found = [f"{x.dtype.name}{list(x.shape)}" for x in results]
-    wanted = [f"{t.dtype}{list(t.shape)}" for t in types]
-    if found != wanted:
-        rule = f"gives {', '.join(found) or 'nothing'} where its rule promises {', '.join(wanted)}"
-        raise PlanningError(explain(what, rule, cut.node.source, remedy))
+        raise PlanningError(explain(argument, f"does not run: {error}", cut.node.source, remedy)) from error
+    given = [f"{x.dtype.name}{list(x.shape)}" for x in results]
+    promised = [f"{t.dtype}{list(t.shape)}" for t in types]
+    if given != promised:
+        rule = f"gives {', '.join(given) or 'nothing'} where its rule promises {', '.join(promised)}"
+        raise PlanningError(explain(argument, rule, cut.node.source, remedy))
     return results
 
 

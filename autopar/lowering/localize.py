@@ -30,7 +30,7 @@ Coordinate = Callable[[str], jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A node and how it is cut, by its `rule`; `operands` and `results` are the types of the whole values.
+    """A node and how its `rule` cuts it; `operands` and `results` are the types of the whole values.
 
     `coordinate` gives this device's, or this moment's, place along an axis.
     """
@@ -65,7 +65,7 @@ _LOCALIZERS: dict[str, Localizer] = {}
 
 
 def localizes(*primitives: str) -> Callable[[Localizer], Localizer]:
-    """A decorator that registers how primitives run on pieces, by name."""
+    """The decorator that registers how primitives run on pieces, by name."""
 
     def register(localizer: Localizer) -> Localizer:
         _LOCALIZERS.update(dict.fromkeys(primitives, localizer))
@@ -98,10 +98,10 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
         results = _local(cut, operands)
     except (TypeError, ValueError) as error:
         raise InternalError(f"{_words(cut)} cannot run on pieces {[x.shape for x in operands]}: {error}") from error
-    found = [tuple(x.shape) for x in results]
-    wanted = [cut.local_shape(i) for i in range(len(cut.results))]
-    if found != wanted:
-        raise InternalError(f"{_words(cut)} gives pieces {found}, the plan wants {wanted}")
+    shapes = [tuple(x.shape) for x in results]
+    promised = [cut.local_shape(i) for i in range(len(cut.results))]
+    if shapes != promised:
+        raise InternalError(f"{_words(cut)} gives pieces {shapes}, the plan wants {promised}")
     return results
 
 
@@ -120,7 +120,7 @@ def localized_primitives() -> frozenset[str]:
 
 
 def piece_index(axes: tuple[str, ...], mesh: Axes, coordinate: Coordinate = lax.axis_index) -> jax.Array:
-    """Which piece of a dimension this device has, int32[]; the first of the axes is the major one."""
+    """The index of this device's piece of a dimension, int32[]; the first of the axes is the major one."""
     index = jnp.int32(0)
     for axis in axes:
         index = index * mesh.axis_size(axis) + coordinate(axis)
@@ -146,5 +146,5 @@ def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
 
 
 def offset(cut: Cut, axes: tuple[str, ...], extent: int, dtype: Any = np.int32) -> jax.Array:
-    """Where this device's piece of a dimension begins, given the piece's extent."""
+    """The position where this device's piece of a dimension begins, given the piece's extent."""
     return piece_index(axes, cut.mesh, cut.coordinate).astype(dtype) * np.asarray(extent, dtype)

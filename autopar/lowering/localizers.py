@@ -35,7 +35,7 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
         return [jnp.zeros(t.shape, t.dtype) for t in cut.results]
 
     is_first = piece_index(cut.mesh.axes, cut.mesh, cut.coordinate) == 0
-    return lax.cond(is_first, lambda *held: list(_called(cut, held)), idle, *operands)
+    return lax.cond(is_first, lambda *arguments: list(_called(cut, arguments)), idle, *operands)
 
 
 def _called(cut: Cut, operands: Arrays) -> Arrays:
@@ -43,8 +43,8 @@ def _called(cut: Cut, operands: Arrays) -> Arrays:
     if cut.node.primitive == "io_callback" or not jax_compat.is_ordered(cut.params):
         return rebind(cut, operands)
 
-    def report(*held: Any) -> tuple[()]:
-        cut.equation.primitive.impl(*held, **cut.params)
+    def report(*arguments: Any) -> tuple[()]:
+        cut.equation.primitive.impl(*arguments, **cut.params)
         return ()
 
     io_callback(report, (), *operands, ordered=True)
@@ -62,8 +62,8 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 def _(cut: Cut, operands: Arrays) -> Arrays:
     """A dimension that is cut is one that the slice keeps whole."""
     shape, params = operands[0].shape, cut.params
-    held = [bool(axes) for axes in cut.placement.operands[0].dims]
-    limits = tuple(n if h else e for n, h, e in zip(shape, held, params["limit_indices"], strict=True))
+    is_cut = [bool(axes) for axes in cut.placement.operands[0].dims]
+    limits = tuple(n if h else e for n, h, e in zip(shape, is_cut, params["limit_indices"], strict=True))
     return rebind(cut, operands, limit_indices=limits)
 
 
@@ -93,12 +93,12 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     clamps = _mode(cut) in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
     mine, is_outside = _shifted(cut, indices, numbers.start_index_map, slices, clamps=clamps)
     dropping: dict[str, Any] = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
-    (found,) = rebind(cut, (_settled(source), mine), slice_sizes=sizes, **dropping)
+    (gathered,) = rebind(cut, (_settled(source), mine), slice_sizes=sizes, **dropping)
     if _mode(cut) != GatherScatterMode.FILL_OR_DROP:
-        return (found,)
+        return (gathered,)
     is_first = piece_index(selected, cut.mesh, cut.coordinate) == 0
     outside = lax.expand_dims(is_outside, numbers.offset_dims)
-    return (jnp.where(outside & is_first, _fill(cut.params["fill_value"], found.dtype), found),)
+    return (jnp.where(outside & is_first, _fill(cut.params["fill_value"], gathered.dtype), gathered),)
 
 
 @localizes("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
@@ -134,12 +134,12 @@ def _shifted(
     along every dimension; indices outside the whole are brought to its edge if the operation `clamps`. A shift keeps
     sorted indices sorted and unique ones unique.
     """
-    whole, spec = cut.operands[0].shape, cut.placement.operands[0]
-    wide = _signed(indices, [whole[d] for d in indexed])
-    last = np.asarray([whole[d] - window[d] for d in indexed], wide.dtype)
+    shape, spec = cut.operands[0].shape, cut.placement.operands[0]
+    wide = _signed(indices, [shape[d] for d in indexed])
+    last = np.asarray([shape[d] - window[d] for d in indexed], wide.dtype)
     if clamps:
         wide = jnp.clip(wide, 0, last)
-    local = spec.local_shape(whole, cut.mesh)
+    local = spec.local_shape(shape, cut.mesh)
     begins = [offset(cut, spec.dims[d], local[d], wide.dtype) for d in indexed]
     return wide - jnp.stack(begins), ((wide < 0) | (wide > last)).any(-1)
 
@@ -152,12 +152,12 @@ def _signed(indices: jax.Array, wholes: Sequence[int]) -> jax.Array:
     """Indices in a type that can be shifted below zero; what was out of bounds (its whole or more) still is."""
     if np.issubdtype(indices.dtype, np.unsignedinteger):
         largest = np.iinfo(indices.dtype).max
-        indices = jnp.minimum(indices, np.asarray([min(whole, largest) for whole in wholes], indices.dtype))
+        indices = jnp.minimum(indices, np.asarray([min(extent, largest) for extent in wholes], indices.dtype))
     return indices.astype(np.int64 if indices.dtype.itemsize == 8 else np.int32)
 
 
 def _fill(value: Any, dtype: Any) -> Any:
-    """What a gather gives for an index out of bounds: `value`, or JAX's default for the dtype."""
+    """The value of a gather at an index out of bounds: `value`, or JAX's default for the dtype."""
     if value is not None:
         return np.asarray(value).astype(dtype)
     if jnp.issubdtype(dtype, np.inexact):
@@ -170,9 +170,9 @@ def _fill(value: Any, dtype: Any) -> Any:
 def _(cut: Cut, operands: Arrays) -> Arrays:
     """Groups are cut with the left side's features or batch, whichever they divide."""
     batch, feature = cut.params["dimension_numbers"].lhs_spec[:2]
-    whole, local = cut.operands[0].shape, operands[0].shape
+    shape, local = cut.operands[0].shape, operands[0].shape
     counts = {"feature_group_count": feature, "batch_group_count": batch}
-    changed = {name: cut.params[name] * local[d] // whole[d] for name, d in counts.items() if cut.params[name] > 1}
+    changed = {name: cut.params[name] * local[d] // shape[d] for name, d in counts.items() if cut.params[name] > 1}
     return rebind(cut, operands, **changed)
 
 

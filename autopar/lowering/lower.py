@@ -1,4 +1,5 @@
-"""A plan as a program: the graph walked on local pieces inside one `jax.shard_map`, with the planned collectives.
+"""A plan lowered to a program: the graph walked on local pieces inside one `jax.shard_map`, with the planned
+collectives.
 
     walk      node by node: bring operands to where the node wants them, bind it, keep its results   `walk`
     bind      the primitive on pieces
@@ -67,11 +68,11 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
 
 
 def shardings(specs: Sequence[ShardingSpec], mesh: Mesh, devices: Sequence[Device]) -> tuple[Sharding, ...]:
-    """Where arrays in these placements lie on the first devices."""
+    """The JAX shardings of these placements on the first devices."""
     if not mesh.axes:
         return (SingleDeviceSharding(devices[0]),) * len(specs)
-    here = device_mesh(mesh, devices)
-    return tuple(NamedSharding(here, spec) for spec in partition_specs(specs))
+    jax_mesh = device_mesh(mesh, devices)
+    return tuple(NamedSharding(jax_mesh, spec) for spec in partition_specs(specs))
 
 
 def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
@@ -82,9 +83,9 @@ def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
     inner, inputs, outputs = program.function, program.in_shardings, program.out_shardings
 
     def function(*given: Any) -> tuple[Any, ...]:
-        here = [jax.device_put(x, inputs[i]) if i in plan.offloaded else x for i, x in enumerate(given)]
-        found = inner(*here)
-        return tuple(jax.device_put(x, _at_host(outputs[o])) if o in back else x for o, x in enumerate(found))
+        arguments = [jax.device_put(x, inputs[i]) if i in plan.offloaded else x for i, x in enumerate(given)]
+        results = inner(*arguments)
+        return tuple(jax.device_put(x, _at_host(outputs[o])) if o in back else x for o, x in enumerate(results))
 
     return replace(
         program,
@@ -169,7 +170,7 @@ def walk(body: Body, layout: Layout, schedule: Schedule, semantics: Semantics, i
 
 
 class _State:
-    """Every value where it is: at home, in the placement its node gave it, and in the placements it was moved to.
+    """The arrays of a walk: every value in the placement its node gave it, and in those it was moved to.
 
     The keys of `moved` are those by which `passes.placement.reshardings` decides that a move was made before.
     """

@@ -22,14 +22,16 @@ as the deepest published pipeline has stages (Narayanan et al. 2021, table 1: 1T
 
 @cache
 def n_pieces(trips: int, stages: int) -> int:
-    """In how many equal pieces a loop is cut for `stages` stages: as few as give each one, if that is not too many."""
+    """The number of equal pieces in which a loop is cut for `stages` stages: one for each, if not too many."""
     divisors = [d for d in range(1, trips + 1) if trips % d == 0]
     fewest = max(d for d in divisors if d <= stages)
     return min((d for d in divisors if stages <= d <= max(MOST, stages)), default=fewest)
 
 
 class ChunkWriter:
-    """A program of whole values and pieces. Values keep their numbers where they are whole; pieces get new ones.
+    """A program under construction, of whole values and pieces.
+
+    Values keep their numbers where they are whole; pieces get new ones.
 
     `cut` holds the pieces of values that have any, `apart` those values that exist in pieces only.
     """
@@ -47,7 +49,7 @@ class ChunkWriter:
     # Values
 
     def count(self, value: int) -> int:
-        """How many pieces a value has where it is cut."""
+        """The number of pieces of a value where it is cut."""
         shape = self.graph.types[value].shape
         return n_pieces(shape[0], self.stages) if shape and shape[0] else 1
 
@@ -63,12 +65,12 @@ class ChunkWriter:
         return tuple(self.fresh(piece) for _ in range(count))
 
     def take_apart(self, value: int, pieces: tuple[int, ...]) -> None:
-        """Has a value in these pieces only."""
+        """Records that a value exists in these pieces only."""
         self.cut[value] = pieces
         self.apart.add(value)
 
     def sliced(self, value: int) -> tuple[int, ...]:
-        """The pieces of a value that is there whole."""
+        """The pieces of a value that exists whole."""
         self.cut[value] = pieces = self.fresh_pieces(value)
         shape, rows = self.graph.types[value].shape, self.types[pieces[0]].shape[0]
         for i, piece in enumerate(pieces):
@@ -122,17 +124,17 @@ class ChunkWriter:
     # The program
 
     def finish(self, given: frozenset[int]) -> tuple[Traced, Pieces]:
-        """What was written, and how its inputs and outputs are cut; the inputs `given` come in pieces."""
+        """The program, and how its inputs and outputs are cut; the inputs `given` come in pieces."""
         graph, state_pairs = self.graph, self.traced.state_pairs
         in_state = {graph.outputs[o] for o, i in state_pairs if i in given}
         ins = [self.cut[v] if i in given else (v,) for i, v in enumerate(graph.inputs)]
         outs = [self.cut[v] if v in in_state or v in self.apart else (v,) for v in graph.outputs]
-        picked = self._live({v for held in outs for v in held})
+        picked = self._live({v for pieces in outs for v in pieces})
         written = Graph(
             types=tuple(self.types),
             nodes=tuple(self.nodes[i] for i in picked),
-            inputs=tuple(v for held in ins for v in held),
-            outputs=tuple(v for held in outs for v in held),
+            inputs=tuple(v for pieces in ins for v in pieces),
+            outputs=tuple(v for pieces in outs for v in pieces),
             constants=graph.constants,
             literals=graph.literals,
             input_names=_names(graph.input_names, ins, self.types),
@@ -152,8 +154,8 @@ class ChunkWriter:
             equations=tuple(self.equations[i] for i in picked),
             in_tree=jax.tree.structure((0,) * len(written.inputs)),
             out_tree=jax.tree.structure((0,) * len(written.outputs)),
-            donated=tuple(flag for flag, held in zip(self.traced.donated, ins, strict=True) for _ in held),
-            weak=tuple(flag for flag, held in zip(self.traced.weak, outs, strict=True) for _ in held),
+            donated=tuple(flag for flag, pieces in zip(self.traced.donated, ins, strict=True) for _ in pieces),
+            weak=tuple(flag for flag, pieces in zip(self.traced.weak, outs, strict=True) for _ in pieces),
             state_pairs=tuple(sorted(pairs)),
         )
         return program, Pieces(inputs=tuple(map(len, ins)), outputs=tuple(map(len, outs)))
@@ -169,17 +171,17 @@ class ChunkWriter:
         return picked[::-1]
 
 
-def _firsts(held: Sequence[Sequence[int]]) -> list[int]:
-    """Where each one's pieces begin."""
-    return [sum(len(one) for one in held[:i]) for i in range(len(held))]
+def _firsts(pieces_of: Sequence[Sequence[int]]) -> list[int]:
+    """The position where the pieces of each value begin."""
+    return [sum(len(pieces) for pieces in pieces_of[:i]) for i in range(len(pieces_of))]
 
 
-def _names(names: Sequence[str], held: Sequence[Sequence[int]], types: Sequence[TensorType]) -> tuple[str, ...]:
-    found: list[str] = []
-    for name, pieces in zip(names, held, strict=False):
+def _names(names: Sequence[str], pieces_of: Sequence[Sequence[int]], types: Sequence[TensorType]) -> tuple[str, ...]:
+    all_names: list[str] = []
+    for name, pieces in zip(names, pieces_of, strict=False):
         if len(pieces) == 1:
-            found.append(name)
+            all_names.append(name)
             continue
         rows = types[pieces[0]].shape[0]
-        found += [f"{name}[{i * rows}:{(i + 1) * rows}]" for i in range(len(pieces))]
-    return tuple(found)
+        all_names += [f"{name}[{i * rows}:{(i + 1) * rows}]" for i in range(len(pieces))]
+    return tuple(all_names)

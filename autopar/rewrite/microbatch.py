@@ -1,4 +1,5 @@
-"""A traced step rewritten to run a microbatch at a time: what is once before, a loop, and what is once after.
+"""A traced step rewritten to run one microbatch at a time: nodes that run once before, a loop, nodes that run once
+after.
 
 The rewritten program is traced anew, so planning and lowering see an ordinary program with a `scan` in it. Where every
 operator stands in time was decided by `passes.transforms.microbatch`.
@@ -32,7 +33,7 @@ _MARK = re.compile(r".*@(\d+)", re.DOTALL)
 def microbatched(
     traced: Traced, structs: Sequence[jax.ShapeDtypeStruct], count: int, coupling: Coupling = "exact"
 ) -> Traced:
-    """The same function of the same flat arguments, `structs`, in `count` microbatches.
+    """The same function of the same flat arguments, whose types are `structs`, in `count` microbatches.
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
@@ -56,9 +57,9 @@ def microbatched(
 
 
 def _stacked(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
-    """A batch as microbatches: microbatch i has consecutive rows."""
-    rows, *rest = struct.shape
-    return jax.ShapeDtypeStruct((count, rows // count, *rest), struct.dtype, weak_type=struct.weak_type)
+    """The type of a batch as microbatches: microbatch i has consecutive rows."""
+    rows, *inner_shape = struct.shape
+    return jax.ShapeDtypeStruct((count, rows // count, *inner_shape), struct.dtype, weak_type=struct.weak_type)
 
 
 def _run(body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -67,19 +68,19 @@ def _run(body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any]) -
     stacks = {graph.inputs[i]: inputs[i] for i in chosen.batch}
     known: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
     known |= {v: lax.reshape(stack, graph.types[v].shape) for v, stack in stacks.items()}
-    wanted = _read_by(graph, (*chosen.loop, *chosen.after)) | set(graph.outputs)
-    made = [v for i in chosen.before if not is_free(graph, i) for v in graph.nodes[i].outputs if v in wanted]
-    known.update(_up_front(body, chosen, made, known, stacks))
+    needed = _read_by(graph, (*chosen.loop, *chosen.after)) | set(graph.outputs)
+    computed = [v for i in chosen.before if not is_free(graph, i) for v in graph.nodes[i].outputs if v in needed]
+    known.update(_up_front(body, chosen, computed, known, stacks))
 
-    entering, one = _one_microbatch(body, chosen, coupling, known, stacks)
+    entering, run_microbatch = _one_microbatch(body, chosen, coupling, known, stacks)
     leaving = [value for value, _ in chosen.carried]
     sums = [bool(spec.partial) for _, spec in chosen.carried]
 
     def step(totals: tuple[Any, ...], sliced: tuple[Any, tuple[Any, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        found = one(*sliced)
+        results = run_microbatch(*sliced)
         with jax.named_scope("accumulate"):
-            added = tuple(map(_add, totals, (x for x, is_sum in zip(found, sums, strict=True) if is_sum)))
-        return added, tuple(x for x, is_sum in zip(found, sums, strict=True) if not is_sum)
+            added = tuple(map(_add, totals, (x for x, is_sum in zip(results, sums, strict=True) if is_sum)))
+        return added, tuple(x for x, is_sum in zip(results, sums, strict=True) if not is_sum)
 
     stacked = tuple(stacks[v] for v in entering)
     zeros = tuple(
@@ -119,28 +120,28 @@ def _one_microbatch(
     time = Time(chosen.count)
     schedule = moves(part.graph, layout, time)
 
-    def one(index: Any, cut: Arrays) -> tuple[Any, ...]:
+    def run(index: Any, cut: Arrays) -> tuple[Any, ...]:
         given = iter(cut)
         values = [next(given) if v in stacks else known[v] for v in entering]
         return tuple(walk(part, layout, schedule, OnTime(time, index, coupling), values))
 
-    return [v for v in entering if v in stacks], one
+    return [v for v in entering if v in stacks], run
 
 
 def _up_front(
-    body: Body, chosen: Split, outputs: Sequence[int], known: Mapping[int, Any], stacks: Mapping[int, Any]
+    body: Body, chosen: Split, outputs: Sequence[int], values: Mapping[int, Any], stacks: Mapping[int, Any]
 ) -> dict[int, Any]:
     """What the loop needs of the whole batch: summed over the stacks as they are, if it is made of sums."""
-    part, inputs = _part(body, chosen.before, outputs, known)
+    part, inputs = _part(body, chosen.before, outputs, values)
     batch = tuple(i for i, v in enumerate(inputs) if v in stacks)
     early = sums_up_front(part.graph, chosen.count, batch) if batch else None
     if early is None:
-        return _whole(body, chosen.before, outputs, known)
-    given, ours = {v: known[v] for v in inputs}, {inputs[i]: stacks[inputs[i]] for i in batch}
+        return _whole(body, chosen.before, outputs, values)
+    given, ours = {v: values[v] for v in inputs}, {inputs[i]: stacks[inputs[i]] for i in batch}
     unchanged = [v for i in early.before if not is_free(part.graph, i) for v in part.graph.nodes[i].outputs]
     given.update(_whole(part, early.before, unchanged, given))
-    entering, one = _one_microbatch(part, early, "exact", given, ours)
-    pieces = jax.vmap(one)(jnp.arange(chosen.count, dtype=np.int32), tuple(ours[v] for v in entering))
+    entering, run_microbatch = _one_microbatch(part, early, "exact", given, ours)
+    pieces = jax.vmap(run_microbatch)(jnp.arange(chosen.count, dtype=np.int32), tuple(ours[v] for v in entering))
     for (value, _), summands in zip(early.carried, pieces, strict=True):
         given[value] = summands.any(0) if summands.dtype == np.bool_ else summands.sum(0, dtype=summands.dtype)
     late = [v for v in outputs if v not in given]
@@ -148,20 +149,22 @@ def _up_front(
     return {v: given[v] for v in outputs}
 
 
-def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], known: Mapping[int, Any]) -> dict[int, Any]:
-    """The values that some nodes make of whole ones."""
-    part, inputs = _part(body, nodes, outputs, known)
+def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:
+    """The values that some nodes compute from whole ones."""
+    part, inputs = _part(body, nodes, outputs, values)
     layout, time = whole_layout(part.graph), Time(1)
     semantics = OnTime(time, jnp.int32(0), "exact")
-    found = walk(part, layout, moves(part.graph, layout, time), semantics, [known[v] for v in inputs])
-    return dict(zip(outputs, found, strict=True))
+    results = walk(part, layout, moves(part.graph, layout, time), semantics, [values[v] for v in inputs])
+    return dict(zip(outputs, results, strict=True))
 
 
-def _part(body: Body, nodes: Sequence[int], outputs: Sequence[int], known: Mapping[int, Any]) -> tuple[Body, list[int]]:
+def _part(
+    body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Mapping[int, Any]
+) -> tuple[Body, list[int]]:
     """(the body of some nodes alone, the known values that are its inputs)."""
     graph = body.graph
     produced = {v for i in nodes for v in graph.nodes[i].outputs}
-    inputs = sorted(v for v in _read_by(graph, nodes) | set(outputs) if v in known and v not in produced)
+    inputs = sorted(v for v in _read_by(graph, nodes) | set(outputs) if v in values and v not in produced)
     part = Body(
         graph=graph.part(nodes, inputs, outputs),
         equations=tuple(body.equations[i] for i in nodes),
@@ -228,8 +231,8 @@ def _read_by(graph: Graph, nodes: Sequence[int]) -> set[int]:
 
 def _constants(body: Body, nodes: Sequence[int], outputs: Sequence[int]) -> tuple[Any, ...]:
     read = {v for i in nodes for v in body.graph.nodes[i].inputs}.union(outputs)
-    held = zip(body.graph.constants, body.constants, strict=True)
-    return tuple(array for value, array in held if value in read)
+    numbered = zip(body.graph.constants, body.constants, strict=True)
+    return tuple(array for value, array in numbered if value in read)
 
 
 def _lone(body: Body, value: int) -> Any:

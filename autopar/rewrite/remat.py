@@ -1,4 +1,4 @@
-"""A traced step whose layers compute again what they do not keep, as `passes.transforms.remat` has it."""
+"""A traced step whose layers recompute what they do not keep, by `passes.transforms.remat`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from passes.transforms import BodyOrigins, Kept, recompute
 
 
 def recomputed(traced: Traced, kept: Sequence[Kept]) -> Traced:
-    """The same step with layer k keeping `kept[k]` for its backward pass. Raises PlanningError for a wrong number."""
-    found = recompute(traced.graph, kept)
+    """The same step where layer k keeps only `kept[k]` for its backward pass.
+
+    Raises PlanningError for a wrong number.
+    """
+    rewritten = recompute(traced.graph, kept)
     barrier = Equation(primitive=jax_compat.optimization_barrier_p)
-    equations = [barrier if origin is None else traced.equations[origin] for origin in found.origins]
-    for index, origins in found.bodies.items():
-        equations[index] = _loop(traced, found.graph.nodes[index], index, origins)
-    return replace(traced, graph=found.graph, equations=tuple(equations))
+    equations = [barrier if origin is None else traced.equations[origin] for origin in rewritten.origins]
+    for index, origins in rewritten.bodies.items():
+        equations[index] = _loop(traced, rewritten.graph.nodes[index], index, origins)
+    return replace(traced, graph=rewritten.graph, equations=tuple(equations))
 
 
 def _loop(traced: Traced, node: Node, index: int, origins: BodyOrigins) -> Equation:
-    """The equation of a loop whose body is made of old ones."""
+    """The equation of a loop whose body is put together from nodes of old ones."""
     old = traced.equations[index]
     bodies = {i: traced.equations[i].bodies[0] for i, _ in (*origins.nodes, *origins.constants)}
     body = Body(

@@ -1,4 +1,4 @@
-"""Known accelerators and the hosts they come in, each number with its source; clusters from text, JSON and JAX devices.
+"""The known accelerators and the hosts that they come in, each number with its source.
 
 Peaks of matrix units and memory are data-sheet values. What is reached of them, and what links give, is measured:
 
@@ -67,15 +67,17 @@ class HostSpec:
     kinds: tuple[str, ...] = ()
 
     def cluster(self, hosts: int, devices_per_host: int | None = None, name: str = "") -> Cluster:
-        """So many of these hosts, named `2x8:h100` unless told otherwise."""
-        each = devices_per_host or self.devices_per_host
-        group = HostGroup(hosts=hosts, devices_per_host=each, device=self.device, intra=self.intra, inter=self.inter)
-        text = f"{each}:{self.device.name}" if hosts == 1 else f"{hosts}x{each}:{self.device.name}"
+        """The cluster of `hosts` such hosts, named `2x8:h100` unless `name` is given."""
+        per_host = devices_per_host or self.devices_per_host
+        group = HostGroup(
+            hosts=hosts, devices_per_host=per_host, device=self.device, intra=self.intra, inter=self.inter
+        )
+        text = f"{per_host}:{self.device.name}" if hosts == 1 else f"{hosts}x{per_host}:{self.device.name}"
         return Cluster(name=name or text, groups=(group,))
 
 
 def virtual_cpu(cores: int, memory_nbytes: int, devices: int) -> DeviceSpec:
-    """One of `devices` virtual CPU devices that share a machine."""
+    """The device that stands for one of `devices` virtual CPU devices on one machine."""
     return DeviceSpec(
         name=CPU,
         flops_per_second={"float32": cores * CPU_CORE_FLOPS_PER_SECOND / devices},
@@ -95,7 +97,7 @@ def _link(gb_per_second: float, *, alpha_seconds: float = ALPHA_SECONDS, reduces
 
 
 def _network(gb_per_second: float) -> Link:
-    """A host's link by its data sheet, on a fabric that gives every host its own."""
+    """A host's link according to its data sheet, on a fabric that gives every host its own."""
     return _link(LINK_SHARE * gb_per_second)
 
 

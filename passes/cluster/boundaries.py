@@ -1,4 +1,4 @@
-"""Seconds of what one stage sends to the next: an array from consecutive devices to the consecutive ones after them.
+"""Seconds to send an array from the devices of one stage to those of the next.
 
 Sender i of s holds the i-th of s equal shares, receiver j of r wants the j-th of r, and everything crosses once. With
 f_d the share of the array that device d sends or receives, and g_h the share that leaves or enters host h, n bytes take
@@ -20,7 +20,7 @@ from passes.cluster.collectives import Cost
 
 
 def boundary_seconds(hosts: HostGroup, senders: range, receivers: range, nbytes: int) -> float:
-    """Seconds of an array of so many bytes from these devices of a cluster to those; 0 for no bytes."""
+    """Seconds to send an array of `nbytes` from some devices of a cluster to others; 0 for no bytes."""
     if not nbytes:
         return 0.0
     moved = min(senders.start, receivers.start) // hosts.devices_per_host * hosts.devices_per_host
@@ -30,7 +30,7 @@ def boundary_seconds(hosts: HostGroup, senders: range, receivers: range, nbytes:
 
 @lru_cache(maxsize=65536)
 def boundary_cost(hosts: HostGroup, senders: range, receivers: range) -> Cost:
-    """The latency, and seconds for every byte of the array."""
+    """The latency of sending an array, and seconds for every byte of it."""
     device = max(1 / len(senders), 1 / len(receivers)) / hosts.intra.bytes_per_second
     leaving, entering = _between_hosts(hosts.devices_per_host, senders, receivers)
     if not leaving:
@@ -41,7 +41,7 @@ def boundary_cost(hosts: HostGroup, senders: range, receivers: range) -> Cost:
 
 
 def _between_hosts(per_host: int, senders: range, receivers: range) -> tuple[dict[int, float], dict[int, float]]:
-    """The share of the array that leaves each host, and that enters each."""
+    """The share of the array that leaves each host, and the share that enters each."""
     leaving, entering = defaultdict[int, float](float), defaultdict[int, float](float)
     n_senders, n_receivers = len(senders), len(receivers)
     ends = sorted({i * n_receivers for i in range(n_senders + 1)} | {j * n_senders for j in range(n_receivers + 1)})

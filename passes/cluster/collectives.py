@@ -48,7 +48,7 @@ Source: stas00/ml-engineering, network/README.md, 8 GiB over 8 devices, SHARP on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """`count` equal collectives over `axes` that one source line (`where`) causes in a step.
+    """A group of `count` equal collectives over `axes` that one source line (`where`) causes in a step.
 
     `nbytes` is the result of one of them on one device.
     """
@@ -92,7 +92,7 @@ def seconds(kind: Kind, nbytes: float | Floats, group: Group) -> float | Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one algorithm takes: a latency, and seconds for every byte of the payload."""
+    """The time of one algorithm: a latency, and seconds for every byte of the payload."""
 
     latency_seconds: float
     seconds_per_byte: float
@@ -100,38 +100,40 @@ class Cost:
 
 @lru_cache(maxsize=4096)
 def costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
-    """What each algorithm that can run `kind` over this group takes, or what was measured of about as many ranks."""
+    """The cost of each algorithm that can run `kind` over this group, or of a measurement with about as many ranks."""
     if group.ranks == 1:
         return (Cost(latency_seconds=0.0, seconds_per_byte=0.0),)
-    seen = [m for m in group.measured if m.kind == kind] if group.hosts == 1 else []
-    if seen:
-        nearest = min(seen, key=lambda m: abs(m.ranks - group.ranks))
+    measured = [m for m in group.measured if m.kind == kind] if group.hosts == 1 else []
+    if measured:
+        nearest = min(measured, key=lambda m: abs(m.ranks - group.ranks))
         return (Cost(latency_seconds=nearest.alpha_seconds, seconds_per_byte=1 / nearest.bytes_per_second),)
-    found = (algorithm(group) for algorithm in ALGORITHMS[kind])
-    return tuple(cost for cost in found if cost is not None)
+    candidates = (algorithm(group) for algorithm in ALGORITHMS[kind])
+    return tuple(cost for cost in candidates if cost is not None)
 
 
 def ring_all_reduce(group: Group) -> Cost:
-    """A reduce-scatter ring, then an all-gather ring."""
+    """The cost of an all-reduce as a reduce-scatter ring, then an all-gather ring."""
     once = ring(group)
     return Cost(latency_seconds=2 * once.latency_seconds, seconds_per_byte=2 * once.seconds_per_byte)
 
 
 def ring(group: Group) -> Cost:
-    """All-gather or reduce-scatter: a piece of 1/n goes round in n - 1 hops, h - 1 of them between hosts."""
+    """The cost of an all-gather or reduce-scatter in a ring: a piece of 1/n goes round in n - 1 hops, h - 1 of them
+    between hosts.
+    """
     n, h = group.ranks, group.hosts
     hops = (n - h) * group.intra.alpha_seconds + (h - 1) * group.inter.alpha_seconds
     return Cost(latency_seconds=hops, seconds_per_byte=(n - 1) / n / _slowest(group))
 
 
 def tree(group: Group) -> Cost:
-    """Double binary tree: up and down, in the host and across, each half of the data on one of two trees."""
+    """The cost of a double binary tree: up and down, in the host and across, each half of the data on its tree."""
     up = _log2(_ranks_per_host(group)) * group.intra.alpha_seconds + _log2(group.hosts) * group.inter.alpha_seconds
     return Cost(latency_seconds=2 * up, seconds_per_byte=2 / _slowest(group))
 
 
 def one_shot(group: Group) -> Cost | None:
-    """Everybody sends everything to everybody and adds by itself: the least latency, n - 1 times the bytes."""
+    """The cost where every rank sends everything to every other: the least latency, n - 1 times the bytes."""
     if group.hosts > 1:
         return None
     return Cost(
@@ -141,7 +143,7 @@ def one_shot(group: Group) -> Cost | None:
 
 
 def switched(group: Group) -> Cost | None:
-    """The switch adds on the way up and copies on the way down: the bytes do not grow with n."""
+    """The cost where the switch adds on the way up and copies on the way down: the bytes do not grow with n."""
     if group.hosts > 1 or not group.intra.reduces:
         return None
     rate = SWITCH_EFFICIENCY * group.intra.bytes_per_second
@@ -149,17 +151,19 @@ def switched(group: Group) -> Cost | None:
 
 
 def hierarchical_ring(group: Group) -> Cost | None:
-    """All-reduce in the host, with a ring across hosts between its two halves."""
+    """The cost of an all-reduce in the host with a ring across hosts between its two halves."""
     return _hierarchical(group, ring_all_reduce)
 
 
 def hierarchical_tree(group: Group) -> Cost | None:
-    """All-reduce in the host, with a tree across hosts between its two halves."""
+    """The cost of an all-reduce in the host with a tree across hosts between its two halves."""
     return _hierarchical(group, tree)
 
 
 def pairwise(group: Group) -> Cost:
-    """All-to-all: to each device of the host, then to each other host (where data for all its devices goes at once)."""
+    """The cost of an all-to-all: to each device of the host, then to each other host (data for all its devices at
+    once).
+    """
     n, h, r = group.ranks, group.hosts, _ranks_per_host(group)
     hops = (r - 1) * group.intra.alpha_seconds + (h - 1) * group.inter.alpha_seconds
     leaving = r * (n - r) / n / _across(group) if h > 1 else 0.0
@@ -167,7 +171,7 @@ def pairwise(group: Group) -> Cost:
 
 
 def direct(group: Group) -> Cost:
-    """Permute: everybody sends once, and one of a host's ranks to the next host."""
+    """The cost of a permute: every rank sends once, and one of a host's ranks sends to the next host."""
     link = group.inter if group.hosts > 1 else group.intra
     return Cost(latency_seconds=link.alpha_seconds, seconds_per_byte=1 / _slowest(group))
 
@@ -184,7 +188,7 @@ ALGORITHMS: Mapping[Kind, tuple[Algorithm, ...]] = {
 
 
 def _hierarchical(group: Group, across: Callable[[Group], Cost]) -> Cost | None:
-    """The stages as a pipeline; each of a host's r ranks takes 1/r of the data across, all of it over one host link."""
+    """The cost of the three stages as a pipeline; each of a host's r ranks sends 1/r of the data across."""
     r = _ranks_per_host(group)
     if group.hosts == 1 or r == 1:
         return None
@@ -202,12 +206,12 @@ def _ranks_per_host(group: Group) -> int:
 
 
 def _across(group: Group) -> float:
-    """Bytes a second that a host's ranks get through the network together while all hosts talk."""
+    """Bytes per second that a host's ranks send through the network together while all hosts talk."""
     return group.inter.bytes_per_second * group.hosts**-group.inter.congestion
 
 
 def _slowest(group: Group) -> float:
-    """Bytes a second of the slower link on the way."""
+    """Bytes per second of the slower link on the way."""
     inside = group.intra.bytes_per_second
     return min(inside, _across(group)) if group.hosts > 1 else inside
 

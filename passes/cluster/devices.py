@@ -16,22 +16,22 @@ from passes.errors import ClusterError, close, explain
 
 
 def known() -> tuple[str, ...]:
-    """The names in the table."""
+    """The names of all devices in the table."""
     return tuple(_HOSTS)
 
 
 def host_spec(name: str) -> HostSpec:
-    """The table's entry. Raises ClusterError for a name it does not have."""
+    """The table's entry for a device's name. Raises ClusterError for a name it does not have."""
     return _entry(name, f"device {name!r}")
 
 
 def _entry(name: str, what: str) -> HostSpec:
-    """The table's entry for a name that stands in `what`."""
-    found = _HOSTS.get(name.lower())
-    if found is None:
+    """The table's entry for a name that is part of the text `what`."""
+    spec = _HOSTS.get(name.lower())
+    if spec is None:
         remedy = close(name.lower(), _HOSTS) or "pass a Cluster or a JSON file, or add the device with register_device"
         raise ClusterError(explain(what, f"no device is called {name!r}", f"known: {', '.join(_HOSTS)}", remedy))
-    return found
+    return spec
 
 
 def register_device(spec: HostSpec) -> None:
@@ -58,16 +58,16 @@ def parse_cluster(text_or_path: str | os.PathLike[str]) -> Cluster:
     if text.lower().endswith(".json") or Path(text).is_file():
         return _read_file(Path(text))
     shown = f"cluster {text!r}"
-    found = _SPEC_TEXT.fullmatch(text)
-    if not found:
+    match = _SPEC_TEXT.fullmatch(text)
+    if not match:
         rule = "should be hosts x devices : device, or a JSON file"
         example = f"8:{text.lower()}" if text.lower() in _HOSTS else "2x8:a100-80g"
         remedy = f"write, say, {example!r}"
         raise ClusterError(explain(shown, rule, f"known devices: {', '.join(_HOSTS)}", remedy))
-    hosts, devices = int(found["hosts"] or 1), int(found["devices"])
+    hosts, devices = int(match["hosts"] or 1), int(match["devices"])
     if not hosts or not devices:
         raise ClusterError(explain(shown, "should have a device", f"it is {hosts} x {devices}", "count both from 1"))
-    return _entry(found["device"], shown).cluster(hosts, devices, name=text)
+    return _entry(match["device"], shown).cluster(hosts, devices, name=text)
 
 
 def _read_file(path: Path) -> Cluster:
@@ -86,7 +86,7 @@ def _read_file(path: Path) -> Cluster:
 
 
 def _expanded(data: object) -> object:
-    """The JSON of a cluster where devices given by name are replaced by what the table says about them."""
+    """The JSON of a cluster in which devices given by name are replaced by their entries of the table."""
     if not isinstance(data, dict) or not isinstance(groups := cast(Json, data).get("groups"), list):
         return cast(object, data)
     return {**cast(Json, data), "groups": [_expanded_group(group) for group in cast(list[object], groups)]}
@@ -100,7 +100,7 @@ def _expanded_group(group: object) -> object:
 
 
 class LocalDevice(Protocol):
-    """What this module reads of a `jax.Device`."""
+    """The attributes of a `jax.Device` that this module reads."""
 
     @property
     def device_kind(self) -> str: ...
@@ -118,13 +118,15 @@ def local_cluster(devices: Sequence[LocalDevice]) -> Cluster:
     remedy = "pass cluster=, with a description such as '8:h100', a Cluster or a JSON file"
     if len(kinds) != 1:
         rule = "must be of one kind" if kinds else "are needed to plan for, and there are none"
-        seen = f"{len(devices)} devices, of kinds: {', '.join(kinds) or 'none'}"
-        raise ClusterError(explain("the devices here", rule, seen, remedy))
+        description = f"{len(devices)} devices, of kinds: {', '.join(kinds) or 'none'}"
+        raise ClusterError(explain("the devices here", rule, description, remedy))
     per_process = [[d for d in devices if d.process_index == p] for p in sorted({d.process_index for d in devices})]
     counts = [len(local) for local in per_process]
     if len(set(counts)) > 1:
-        seen = f"devices of each process: {', '.join(map(str, counts))}"
-        raise ClusterError(explain("the devices here", "are not spread evenly", seen, "use as many of each process"))
+        description = f"devices of each process: {', '.join(map(str, counts))}"
+        raise ClusterError(
+            explain("the devices here", "are not spread evenly", description, "use as many of each process")
+        )
     spec = _spec_of_kind(kinds[0], remedy)
     if spec.device.name == CPU:
         spec = replace(spec, device=virtual_cpu(os.cpu_count() or 1, _machine_nbytes(), counts[0]))
@@ -144,7 +146,7 @@ def _spec_of_kind(kind: str, remedy: str) -> HostSpec:
 
 
 def _reported_nbytes(device: LocalDevice) -> int | None:
-    """Bytes that JAX's allocator may use on the device, which is less than the device has; None if it does not say."""
+    """Bytes that JAX's allocator may use on the device, less than the device has; None if it does not report them."""
     ask = getattr(device, "memory_stats", None)
     stats = ask() if callable(ask) else None
     return cast(dict[str, int], stats).get("bytes_limit") if isinstance(stats, dict) else None

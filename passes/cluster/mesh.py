@@ -1,4 +1,4 @@
-"""A named grid over the devices of a cluster, and who a device talks to along its axes."""
+"""A named grid over the devices of a cluster, and the groups of devices that talk along its axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.errors import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Devices that run one collective together.
+    """A group of devices that run one collective together.
 
     `ranks` devices over `hosts` hosts; `intra` is a device's link inside its host; `inter` is the group's share of one
     host's network link when all groups of the mesh communicate at once. `measured` is what was seen inside a host.
@@ -30,7 +30,7 @@ class Group:
 
 
 class Axes(Protocol):
-    """Named axes with sizes, which is all that the shape of a piece depends on."""
+    """Axes with names and sizes, on which alone the shape of a piece depends."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -47,7 +47,7 @@ class Mesh:
     cluster: Cluster
 
     def __hash__(self) -> int:
-        """Of what tells meshes apart that are met together: meshes are keys wherever something is remembered."""
+        """A hash of the axes and sizes, which tell most meshes apart: meshes are keys of many tables."""
         return hash((self.axes, self.sizes, self.cluster.name))
 
     @cached_property
@@ -94,13 +94,13 @@ def shapes(n_devices: int, *, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
     """
     if n_devices == 1:
         return ((),)
-    found: list[tuple[int, ...]] = [(n_devices,)]
+    shapes_found: list[tuple[int, ...]] = [(n_devices,)]
     for axes in range(2, max_axes + 1):
-        found.extend(_factorisations(n_devices, axes))
-    return tuple(found)
+        shapes_found.extend(_factorisations(n_devices, axes))
+    return tuple(shapes_found)
 
 
 def _factorisations(n: int, parts: int) -> list[tuple[int, ...]]:
     if parts == 1:
         return [(n,)] if n > 1 else []
-    return [(d, *rest) for d in range(2, n) if n % d == 0 for rest in _factorisations(n // d, parts - 1)]
+    return [(d, *others) for d in range(2, n) if n % d == 0 for others in _factorisations(n // d, parts - 1)]

@@ -1,5 +1,5 @@
-"""Placements of all values of a program: the reshardings that a choice of them implies, in order, and which operators
-are placed together.
+"""Placements of all values of a program: the reshardings that they imply, in order, and the operators that are placed
+together.
 """
 
 from passes.placement.bundles import Bundle, Grouping, group

@@ -1,4 +1,5 @@
-"""Operators that are decided together: each heavy operator alone, light operators with the value they follow.
+"""Bundles of operators that are placed together: each heavy operator alone, light operators with the value that they
+follow.
 
 XLA fuses elementwise operators, reductions and reshapes into their neighbours, and a plan that reshards between them
 gains nothing, so one choice covers them all. Inside a bundle, dimensions that the members' rules identify form one
@@ -18,7 +19,8 @@ from passes.rules import ShardingRule, replicate, rule_of
 
 @dataclass(slots=True, kw_only=True)
 class Bundle:
-    """Members in order, the graph inputs they absorb, and the class of every member factor and value dimension.
+    """A bundle: its members in order, the graph inputs that it absorbs, and the class of every factor and value
+    dimension.
 
     Classes are kept as their representatives: classes that become one are renamed wherever they stand.
     `value_classes` covers values that members read from elsewhere too: two readers of one value agree on its
@@ -48,21 +50,21 @@ class Bundle:
         return len(self.parents) - 1
 
     def unite(self, a: int, b: int) -> bool:
-        """Makes two classes one, unless some value or operator has both; says whether they are one now."""
+        """Whether two classes are one after uniting them, which fails where some value or operator has both."""
         a, b = self.find(a), self.find(b)
         if a == b:
             return True
-        kept, gone = min(a, b), max(a, b)
+        lower, higher = min(a, b), max(a, b)
         renamed: list[list[int]] = []
         for rows in (self.value_classes, self.factor_classes):
             for row in rows.values():
-                if gone in row:
-                    if kept in row:
+                if higher in row:
+                    if lower in row:
                         return False
                     renamed.append(row)
-        self.parents[gone] = kept
+        self.parents[higher] = lower
         for row in renamed:
-            row[:] = [kept if cls == gone else cls for cls in row]
+            row[:] = [lower if cls == higher else cls for cls in row]
         return True
 
     @property
@@ -84,13 +86,13 @@ class Bundle:
             if not row or (agreed and agreed == (row, factors)):
                 continue  # nothing to agree on, or all of it is agreed on already
             agreed = row, factors
-            for held, factor in zip(row, factors, strict=False):
-                if held < 0 or factor < 0 or held in classes:
+            for held_class, factor in zip(row, factors, strict=False):
+                if held_class < 0 or factor < 0 or held_class in classes:
                     continue  # nothing to agree on, or another factor has it already
                 if classes[factor] < 0:
-                    classes[factor] = held
+                    classes[factor] = held_class
                 else:
-                    self.unite(classes[factor], held)
+                    self.unite(classes[factor], held_class)
         if -1 in classes:
             for factor, properties in enumerate(rule.factors):
                 if properties.size and classes[factor] < 0:
@@ -104,7 +106,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """The bundles of a graph; `home[v]` is the bundle that makes or absorbs value v; `roots` sees through aliases.
+    """The bundles of a graph; `home[v]` is the bundle that writes or absorbs value v; `roots` sees through aliases.
 
     `rules` are the nodes' sharding rules; `loose` are graph inputs that several operators read: each is decided alone.
     `controls` are the loops and branches by node, no members of any bundle, and `bodies` the groupings of their bodies.
@@ -120,7 +122,7 @@ class Grouping:
     bodies: Mapping[int, tuple[Grouping, ...]]
 
     def bundle_of(self, node: Node) -> int | None:
-        """The bundle that makes what a node makes."""
+        """The bundle that writes the results of a node; None without results in a bundle."""
         return self.home.get(node.outputs[0]) if node.outputs else None
 
 
@@ -153,20 +155,20 @@ class _Grouper:
                 self._place(index)
         bundles = [bundle for bundle in self.bundles if bundle.members]
         renumbered = {id(bundle): i for i, bundle in enumerate(bundles)}
-        home = {value: renumbered[id(self.bundles[b])] for value, b in self.home.items()}
+        bundle_of_value = {value: renumbered[id(self.bundles[b])] for value, b in self.home.items()}
         return Grouping(
             bundles=tuple(bundles),
-            home=home,
+            home=bundle_of_value,
             roots=self.roots,
             rules=tuple(self.rules),
             free=frozenset(self.free),
-            loose=tuple(value for value in self.graph.inputs if value not in home),
+            loose=tuple(value for value in self.graph.inputs if value not in bundle_of_value),
             controls=self.controls,
             bodies={i: tuple(group(b.graph, inside=True) for b in c.bodies) for i, c in self.controls.items()},
         )
 
     def _place(self, index: int) -> None:
-        node, rule, home = self.graph.nodes[index], self.rules[index], self.home
+        node, rule, bundle_of_value = self.graph.nodes[index], self.rules[index], self.home
         when = phase(node)
         host = self._host(index, when) if rule.light else None
         if host is None:
@@ -174,32 +176,34 @@ class _Grouper:
             host = len(self.bundles) - 1
         bundle = self.bundles[host]
         for value in node.inputs if rule.light else ():
-            other = home.get(value, host)
-            if other != host and self.bundles[other].rooted:
-                self._absorb_bundle(host, other, index)
+            other_bundle = bundle_of_value.get(value, host)
+            if other_bundle != host and self.bundles[other_bundle].rooted:
+                self._absorb_bundle(host, other_bundle, index)
         bundle.join(index, self.graph, rule, self.roots)
         # What a heavy operator alone reads, as a half-precision copy of a weight, may lie otherwise than it is read.
         for value in node.inputs if rule.light else ():
-            if value in self.single and value not in home:
+            if value in self.single and value not in bundle_of_value:
                 bundle.inputs.append(value)
-                home[value] = host
+                bundle_of_value[value] = host
         if bundle.rooted:
             makers = [(v, self.graph.producers[v]) for v in node.inputs if v in self.graph.producers]
-            bundle.rooted = all(home.get(v, host) == host and maker not in self.controls for v, maker in makers)
+            bundle.rooted = all(
+                bundle_of_value.get(v, host) == host and maker not in self.controls for v, maker in makers
+            )
         for value in node.outputs:
-            home[value] = host
+            bundle_of_value[value] = host
 
     def _host(self, index: int, when: Phase) -> int | None:
         """The bundle that a light node joins: that of its largest operand, the latest of equals, in its own phase."""
         graph, node = self.graph, self.graph.nodes[index]
         producers, literals, roots = graph.producers, graph.literals, self.roots
         operands = [roots.get(v, v) for v in node.inputs if v not in literals and v not in self.free]
-        made = [value for value in operands if value in producers]
+        computed = [value for value in operands if value in producers]
         scalar = self._is_scalar(index)
-        if len(made) > 1:
-            made = sorted(made, key=self._rank, reverse=True) if scalar else [max(made, key=self._rank)]
+        if len(computed) > 1:
+            computed = sorted(computed, key=self._rank, reverse=True) if scalar else [max(computed, key=self._rank)]
         adds = not scalar and self._adds(index, operands, when)
-        for value in made:
+        for value in computed:
             made_by = self.home.get(value)
             bundle = self.bundles[made_by] if made_by is not None else None
             joins = bundle and bundle.light and bundle.phase == when and bundle.adds == adds
@@ -216,7 +220,7 @@ class _Grouper:
         return None
 
     def _is_fetched_cast(self, value: int, bundle: Bundle, index: int) -> bool:
-        """Whether a value is a cast of an input that a heavy operator of its phase reads as it is, and a node no cast.
+        """Whether a value is a cast of an input that a heavy operator of its phase reads uncast, and a node is no cast.
 
         What is cut before the cast is then fetched after it, for both: a transpose follows the copy, not the cast.
         """
@@ -227,35 +231,35 @@ class _Grouper:
         return any(not self.rules[r].light and phase(nodes[r]) == bundle.phase for r in readers)
 
     def _adds(self, index: int, operands: Sequence[int], when: Phase) -> bool:
-        """Whether a node adds up what heavy operators of its own phase make, or sums of that."""
+        """Whether a node adds up results of heavy operators of its own phase, or sums of those."""
         if not self.rules[index].adds:
             return False
-        homes = [self.bundles[home] if (home := self.home.get(value)) is not None else None for value in operands]
-        return all(home and home.phase == when and (home.adds or not home.light) for home in homes)
+        sources = [self.bundles[number] if (number := self.home.get(value)) is not None else None for value in operands]
+        return all(source and source.phase == when and (source.adds or not source.light) for source in sources)
 
     def _rank(self, value: int) -> tuple[int, bool, int]:
-        home = self.home.get(value)
-        rooted = home is not None and self.bundles[home].rooted
+        number = self.home.get(value)
+        rooted = number is not None and self.bundles[number].rooted
         return self.sizes[id(self.graph.types[value])], not rooted, self.graph.producers[value]
 
     def _is_scalar(self, index: int) -> bool:
-        """Whether a node reads and makes numbers alone, found once for all that share their rule."""
-        known = self.scalar.get(id(self.rules[index]))
-        if known is None:
+        """Whether a node reads and writes scalars alone; computed once for all nodes that share a rule."""
+        is_scalar = self.scalar.get(id(self.rules[index]))
+        if is_scalar is None:
             node = self.graph.nodes[index]
-            known = all(self.graph.types[v].rank == 0 for v in (*node.inputs, *node.outputs))
-            self.scalar[id(self.rules[index])] = known
-        return known
+            is_scalar = all(self.graph.types[v].rank == 0 for v in (*node.inputs, *node.outputs))
+            self.scalar[id(self.rules[index])] = is_scalar
+        return is_scalar
 
-    def _absorb_bundle(self, host: int, other: int, index: int) -> None:
+    def _absorb_bundle(self, host: int, guest: int, index: int) -> None:
         """Moves a bundle that only transforms inputs for this node (a moment scaled by its decay) into the host."""
-        source, target = self.bundles[other], self.bundles[host]
+        source, target = self.bundles[guest], self.bundles[host]
         if not (source.light and source.rooted and source.members and source.phase == target.phase):
             return
         graph = self.graph
         inside = {*source.members, *target.members, index}
-        made = [value for member in source.members for value in graph.nodes[member].outputs]
-        if any(v in self.outputs or not inside.issuperset(graph.consumers.get(v, ())) for v in made):
+        written = [value for member in source.members for value in graph.nodes[member].outputs]
+        if any(v in self.outputs or not inside.issuperset(graph.consumers.get(v, ())) for v in written):
             return
         if target.members and any(source.value_classes.values()) != any(target.value_classes.values()):
             return
@@ -274,8 +278,8 @@ class _Grouper:
                     target.unite(theirs, ours)
         target.members.extend(source.members)
         target.inputs.extend(source.inputs)
-        self.home.update(dict.fromkeys((*made, *source.inputs), host))
-        self.bundles[other] = Bundle(phase=source.phase, light=True)
+        self.home.update(dict.fromkeys((*written, *source.inputs), host))
+        self.bundles[guest] = Bundle(phase=source.phase, light=True)
 
 
 @uncollected()
@@ -284,22 +288,22 @@ def group(graph: Graph, *, inside: bool = False) -> Grouping:
 
     Light operators join the group of their largest, latest operand.
     """
-    known: dict[object, ShardingRule] = {}
+    rules_by_node: dict[object, ShardingRule] = {}
     rules: list[ShardingRule] = []
     types, ids = graph.types, list(map(id, graph.types))
     controls = {i: c for i, node in enumerate(graph.nodes) if (c := control_of(node, graph))}
     for index, node in enumerate(graph.nodes):
         # Equal nodes mostly hold the same objects, and those need no comparing.
         same = (node.primitive, id(node.params), *[ids[v] for v in node.inputs], None, *[ids[v] for v in node.outputs])
-        found = None if index in controls else known.get(same)
-        if found is None:
+        rule = None if index in controls else rules_by_node.get(same)
+        if rule is None:
             reads, writes = (tuple([types[v] for v in values]) for values in (node.inputs, node.outputs))
             if index in controls:
-                found = replicate(reads, writes, reason="")
+                rule = replicate(reads, writes, reason="")
             else:
                 equal = (node.primitive, repr(node.params), reads, writes)
-                if equal not in known:
-                    known[equal] = rule_of(node, graph)
-                found = known[same] = known[equal]
-        rules.append(found)
+                if equal not in rules_by_node:
+                    rules_by_node[equal] = rule_of(node, graph)
+                rule = rules_by_node[same] = rules_by_node[equal]
+        rules.append(rule)
     return _Grouper(graph, rules, controls, inside).run()

@@ -1,4 +1,4 @@
-"""When values change placement: the reshardings that a choice of placements implies, in the order they run.
+"""The reshardings that a choice of placements implies, in the order in which they run.
 
 Lowering executes these moves and the plan lists their collectives, so the two cannot disagree.
 """
@@ -18,7 +18,7 @@ from passes.sharding import ShardingSpec, Step, replicated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the operands of one node must be and where its results come out; a loop's or branch's bodies beside it."""
+    """The placements that one node needs its operands in and gives its results in, with the layouts of its bodies."""
 
     operands: tuple[ShardingSpec, ...]
     results: tuple[ShardingSpec, ...]
@@ -27,7 +27,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where everything in a graph is: its inputs, one placement a node, and its outputs."""
+    """The placements of everything in a graph: its inputs, one `Placement` for each node, and its outputs."""
 
     inputs: tuple[ShardingSpec, ...]
     placements: tuple[Placement, ...]
@@ -35,28 +35,28 @@ class Layout:
 
 
 def shared(layout: Layout) -> Layout:
-    """The same layout, its equal specs and placements the same objects, which need no comparing."""
+    """An equal layout in which equal specs and placements are the same objects, so that comparing them is fast."""
     specs: dict[ShardingSpec, ShardingSpec] = {}
     placements: dict[tuple[object, ...], Placement] = {}
-    known = {id(placement): placement for placement in layout.placements}
-    for key, placement in known.items():
+    objects = {id(placement): placement for placement in layout.placements}
+    for key, placement in objects.items():
         operands, results = (
             tuple([specs.setdefault(spec, spec) for spec in side]) for side in (placement.operands, placement.results)
         )
         same = (*map(id, operands), None, *map(id, results), *map(id, placement.bodies))
         if same not in placements:
             placements[same] = Placement(operands=operands, results=results, bodies=placement.bodies)
-        known[key] = placements[same]
+        objects[key] = placements[same]
     return Layout(
         inputs=tuple([specs.setdefault(spec, spec) for spec in layout.inputs]),
-        placements=tuple([known[id(placement)] for placement in layout.placements]),
+        placements=tuple([objects[id(placement)] for placement in layout.placements]),
         outputs=tuple([specs.setdefault(spec, spec) for spec in layout.outputs]),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """`value` goes from `before` to `after` by `steps`, just before the node that wants it first.
+    """A resharding of `value` from `before` to `after` by `steps`, just before the first node that needs it.
 
     `before` is where the value is made or, of one that is made partial, where it was reduced to.
 
@@ -73,30 +73,32 @@ class Move:
 
 
 def is_free(graph: Graph, node: int) -> bool:
-    """Whether a node is, like a broadcast of literals, made in whatever placement its readers want, at no cost."""
-    made = graph.nodes[node]
-    return made_anywhere(made) and all(value in graph.literals for value in made.inputs)
+    """Whether a node costs nothing in any placement that its readers need, like a broadcast of literals."""
+    candidate = graph.nodes[node]
+    return made_anywhere(candidate) and all(value in graph.literals for value in candidate.inputs)
 
 
 def weights(graph: Graph) -> frozenset[int]:
-    """The inputs, and what the forward pass makes of one of them alone in its size: a weight that is cast, say.
+    """The graph's inputs, and values of equal size that the forward pass derives from one of them alone, such as a
+    cast.
 
     The backward pass may bring them anew.
     """
-    found = set(graph.inputs)
+    derived = set(graph.inputs)
     for node in graph.nodes:
         arrays = [v for v in node.inputs if v not in graph.literals]
-        if len(arrays) != 1 or len(node.outputs) != 1 or arrays[0] not in found or phase(node) == "backward":
+        if len(arrays) != 1 or len(node.outputs) != 1 or arrays[0] not in derived or phase(node) == "backward":
             continue
-        made = node.outputs[0]
-        if graph.types[made].size == graph.types[arrays[0]].size and rule_of(node, graph).light:
-            found.add(made)
-    return frozenset(found)
+        result = node.outputs[0]
+        if graph.types[result].size == graph.types[arrays[0]].size and rule_of(node, graph).light:
+            derived.add(result)
+    return frozenset(derived)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The moves `before` each node, [nodes + 1], the last to bring the outputs where they belong; `bodies` by node.
+    """The moves `before` each node [nodes + 1], the last of them of the outputs; `bodies` holds those of loops, by
+    node.
 
     Values that are computed twice move once: `same` has the one that moves for each that does not.
     """
@@ -107,19 +109,19 @@ class Schedule:
 
 
 class Steps(Protocol):
-    """What knows the way from one placement of a value to another."""
+    """The protocol of a source of steps from one placement of a value to another."""
 
     def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]: ...
 
 
 @uncollected()
 def moves(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = True) -> Schedule:
-    """The moves that a layout implies; with `refetch`, weights are brought again for the backward pass."""
+    """The moves that a layout implies; with `refetch`, weights are gathered again for the backward pass."""
     return _Moving(graph, shared(layout), resharder, refetch).run()
 
 
 class _Moving:
-    """Where every value is as nodes run: at `home`, or nowhere for those that are `free`; `done` are moves made.
+    """The placements of values while nodes run: at `home`, or open for those that are `free`; `done` are moves made.
 
     Of values that are partial at home, `reduced` says where the first reduction left them: there is no second.
     """
@@ -137,7 +139,7 @@ class _Moving:
         self.same: dict[int, int] = {}
 
     def run(self) -> Schedule:
-        graph, layout, home = self.graph, self.layout, self.home
+        graph, layout, placement_of = self.graph, self.layout, self.home
         schedule: list[tuple[Move, ...]] = []
         bodies: dict[int, tuple[Schedule, ...]] = {}
         for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
@@ -150,14 +152,14 @@ class _Moving:
                 bodies[index] = tuple(
                     moves(body, inside, self.resharder, refetch=self.refetch) for body, inside in inner
                 )
-            wanted = [
+            operands = [
                 (value, spec)
                 for value, spec in zip(node.inputs, placement.operands, strict=True)
-                if (at := home.get(value, spec)) is not spec and at != spec
+                if (at := placement_of.get(value, spec)) is not spec and at != spec
             ]
-            schedule.append(self._before(node, wanted) if wanted else ())
+            schedule.append(self._before(node, operands) if operands else ())
             for value, spec in zip(node.outputs, placement.results, strict=True):
-                home[value] = spec
+                placement_of[value] = spec
             self._recognise(node, placement)
             if self.refetch and phase(node) == "backward":
                 self.backward.update(node.outputs)
@@ -166,7 +168,7 @@ class _Moving:
         return Schedule(before=(*schedule, tuple(m for m in brought if m)), bodies=bodies, same=self.same)
 
     def _recognise(self, node: Node, placement: Placement) -> None:
-        """Notes whether a node makes what another one made before it, in the same placement: XLA computes that once.
+        """Records a node that repeats an earlier one in the same placement, which XLA computes only once.
 
         Equal parameters and placements are the same objects in almost every graph, so it is those that are compared.
         """
@@ -176,33 +178,33 @@ class _Moving:
         if first is not node.outputs and makes_the_same(node):
             self.same.update(zip(node.outputs, first, strict=True))
 
-    def _before(self, node: Node, wanted: Sequence[tuple[int, ShardingSpec]]) -> tuple[Move, ...]:
+    def _before(self, node: Node, operands: Sequence[tuple[int, ShardingSpec]]) -> tuple[Move, ...]:
         """The moves that a node waits for."""
         when = phase(node)
         anchor = next((value for value in node.inputs if value in self.backward), None)
-        return tuple(move for value, spec in wanted if (move := self._bring(value, spec, when, anchor)))
+        return tuple(move for value, spec in operands if (move := self._bring(value, spec, when, anchor)))
 
-    def _bring(self, value: int, wanted: ShardingSpec, when: Phase, anchor: int | None) -> Move | None:
+    def _bring(self, value: int, target: ShardingSpec, when: Phase, anchor: int | None) -> Move | None:
         when = "backward" if self.refetch and when == "backward" and value in self.weights else "forward"
         value = self.same.get(value, value)
         if value in self.graph.literals or value in self.free:
             return None
-        home = self.home[value]
-        if home == wanted or (value, wanted, when) in self.done:
+        source = self.home[value]
+        if source == target or (value, target, when) in self.done:
             return None
-        self.done.add((value, wanted, when))
-        if home.partial:
-            home = self.reduced.get(value, home)
-            if not wanted.partial:
-                self.reduced.setdefault(value, wanted)
-        steps = self.resharder.steps(self.graph.types[value], home, wanted)
+        self.done.add((value, target, when))
+        if source.partial:
+            source = self.reduced.get(value, source)
+            if not target.partial:
+                self.reduced.setdefault(value, target)
+        steps = self.resharder.steps(self.graph.types[value], source, target)
         late = anchor if when == "backward" and not all(step.is_local for step in steps) else None
-        return Move(value=value, before=home, after=wanted, steps=steps, phase=when, after_value=late)
+        return Move(value=value, before=source, after=target, steps=steps, phase=when, after_value=late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """A move at its place: of `type`, before the node at the source line `where`.
+    """One occurrence of a move: of a value of `type`, before the node at the source line `where`.
 
     It is made `trips` times a step, each time with probability `share`, in the node's `phase`.
     """
@@ -216,13 +218,13 @@ class Due:
 
 
 def due(graph: Graph, schedule: Schedule, *, trips: int = 1, share: float = 1.0, end: str = "output") -> Iterator[Due]:
-    """Every move of a schedule, those of loops and branches included; `end` is where the outputs leave."""
-    for index, before in enumerate(schedule.before):
-        if not before and index not in schedule.bodies:
+    """Every occurrence of a move of a schedule, in loops and branches too; `end` is the place where outputs leave."""
+    for index, moves_before in enumerate(schedule.before):
+        if not moves_before and index not in schedule.bodies:
             continue
         node = graph.nodes[index] if index < len(graph.nodes) else None
         where, when = (node.source, phase(node)) if node else (end, "apply")
-        for move in before:
+        for move in moves_before:
             yield Due(move=move, type=graph.types[move.value], where=where, phase=when, trips=trips, share=share)
         control = control_of(node, graph) if node and index in schedule.bodies else None
         if control:
@@ -234,14 +236,20 @@ def due(graph: Graph, schedule: Schedule, *, trips: int = 1, share: float = 1.0,
 def collectives(graph: Graph, schedule: Schedule, mesh: Mesh) -> tuple[Collective, ...]:
     """Every collective of the schedule, equal ones of one source line counted together, as often as loops run them."""
     counted: dict[tuple[Kind, tuple[str, ...], str, int, str], int] = {}
-    for one in due(graph, schedule):
-        spec = one.move.before
-        for step in one.move.steps:
+    for occurrence in due(graph, schedule):
+        spec = occurrence.move.before
+        for step in occurrence.move.steps:
             spec = step.apply(spec)
             if step.kind == "slice" or step.kind == "keep":
                 continue
-            key = (step.kind, step.axes, one.type.dtype, spec.local_nbytes(one.type, mesh), one.where)
-            counted[key] = counted.get(key, 0) + one.trips
+            key = (
+                step.kind,
+                step.axes,
+                occurrence.type.dtype,
+                spec.local_nbytes(occurrence.type, mesh),
+                occurrence.where,
+            )
+            counted[key] = counted.get(key, 0) + occurrence.trips
     return tuple(
         Collective(kind=kind, axes=axes, dtype=dtype, nbytes=nbytes, count=count, where=where)
         for (kind, axes, dtype, nbytes, where), count in counted.items()

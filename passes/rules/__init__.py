@@ -1,5 +1,5 @@
-"""One sharding rule per primitive: which dimensions of an operator may be cut together, and what cutting them leaves to
-be done.
+"""The sharding rules, one per primitive: the dimensions of an operator that may be cut together, and what cutting
+leaves to do.
 """
 
 from passes.rules import convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window

@@ -27,25 +27,25 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     batches = cast("int", node.params["batch_group_count"])
     match features > 1, batches > 1:
         case True, _:
-            left, right, out = ("batch", "group"), ("group", None), ("batch", "group")
+            lhs, rhs, out = ("batch", "group"), ("group", None), ("batch", "group")
         case _, True:
-            left, right, out = ("group", "in"), ("group", "in"), (None, "group")
+            lhs, rhs, out = ("group", "in"), ("group", "in"), (None, "group")
         case _:
-            left, right, out = ("batch", "in"), ("out", "in"), ("batch", "out")
+            lhs, rhs, out = ("batch", "in"), ("out", "in"), ("batch", "out")
     _, kernel_in, *kernel_spatial = specs["rhs_spec"]
     kernel = operands[1].shape
     window = size_of([kernel[d] for d in kernel_spatial]) / size_of(
         cast("tuple[int, ...]", node.params["lhs_dilation"])
     )
-    found = build(
-        [(operands[0], _placed(specs["lhs_spec"], left)), (operands[1], _placed(specs["rhs_spec"], right))],
+    base = build(
+        [(operands[0], _placed(specs["lhs_spec"], lhs)), (operands[1], _placed(specs["rhs_spec"], rhs))],
         [(results[0], _placed(specs["out_spec"], out))],
         reduce={"in": "add"},
         sizes={"group": max(features, batches)},
         flops=2.0 * results[0].size * window * kernel[kernel_in],
         light=False,
     )
-    return replace(found, localized=True)
+    return replace(base, localized=True)
 
 
 def _placed(spec: tuple[int, ...], labels: tuple[Hashable, Hashable]) -> list[Hashable]:

@@ -13,12 +13,12 @@ from passes.rules.registry import Factor, ShardingRule, Types, known_primitives,
 
 @rule(*sorted(CALLBACKS))
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    whole = replicate(operands, results, "a callback runs once, on whole operands")
-    return replace(whole, factors=(Factor(size=0, reduction="add"),), flops=0.0, once=True, localized=True)
+    base = replicate(operands, results, "a callback runs once, on whole operands")
+    return replace(base, factors=(Factor(size=0, reduction="add"),), flops=0.0, once=True, localized=True)
 
 
 def makes_the_same(node: Node) -> bool:
-    """Whether a node without bodies makes the same of the same operands whenever it runs, and may run once for all.
+    """Whether a node without bodies always has equal results for equal operands, so that it may run once for all.
 
     What stands behind a barrier is to be made anew; what users add may do anything.
     """

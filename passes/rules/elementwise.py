@@ -67,8 +67,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     before, after = (_FLOAT_BITS.get(t.dtype, 0) for t in (operands[0], results[0]))
     # Narrowing rounds each partial sum by itself, which is not the rounding of the whole.
-    found = pointwise(operands, results, linear=((0,),) if 0 < before <= after else ())
-    return dataclasses.replace(found, casts=True)
+    base = pointwise(operands, results, linear=((0,),) if 0 < before <= after else ())
+    return dataclasses.replace(base, casts=True)
 
 
 @rule("bitcast_convert_type")

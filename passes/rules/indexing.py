@@ -41,14 +41,14 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     selected = _selected(numbers["start_index_map"], numbers["collapsed_slice_dims"]) if summable else {}
     for in_operand, label in selected.items():
         source[in_operand] = label
-    found = build(
+    base = build(
         [(operand, source), (indices, index)],
         [(results[0], result)],
         reduce=dict.fromkeys(selected.values(), "add"),
         light=False,
         sparse=(0,),
     )
-    return replace(found, localized=True)
+    return replace(base, localized=True)
 
 
 _SCATTERS = {
@@ -96,7 +96,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         numbers["scatter_dims_to_operand_dims"], numbers["inserted_window_dims"]
     ).items():
         target[in_operand] = label
-    found = build(
+    base = build(
         [(operand, target), (indices, index), (updates, update)],
         [(results[0], target)],
         reduce=reduced,
@@ -104,7 +104,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         flops=float(updates.size),
         light=False,
     )
-    return replace(found, localized=True)
+    return replace(base, localized=True)
 
 
 def _selected(mapped: tuple[int, ...], collapsed: tuple[int, ...]) -> dict[int, Hashable]:
@@ -117,8 +117,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     pairs = zip(operands[0].shape, results[0].shape, strict=True)
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
     starts = [(t, ()) for t in operands[1:]]
-    found = build([(operands[0], labels), *starts], [(results[0], labels)], flops=0.0, sparse=(0,))
-    return replace(found, localized=True, shape_parameter="slice_sizes")
+    base = build([(operands[0], labels), *starts], [(results[0], labels)], flops=0.0, sparse=(0,))
+    return replace(base, localized=True, shape_parameter="slice_sizes")
 
 
 @rule("dynamic_update_slice")

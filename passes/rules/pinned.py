@@ -1,4 +1,4 @@
-"""Rules of what the user has placed: sharding constraints, and `shard_map`s whose bodies are already local.
+"""Rules of placements that the user chose: sharding constraints, and `shard_map`s whose bodies are already local.
 
 A constraint says into how many pieces each dimension is cut, by whichever axes of the plan's mesh. A `shard_map` names
 axes, so its program is planned on the very mesh that it names.
@@ -18,8 +18,8 @@ from passes.sharding import parse_spec
 @rule("sharding_constraint")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     labels = range(results[0].rank)
-    found = build([(operands[0], labels)], [(results[0], labels)], flops=0.0, light=False)
-    return replace(found, pieces=cast("tuple[int | None, ...]", node.params["pieces"]))
+    base = build([(operands[0], labels)], [(results[0], labels)], flops=0.0, light=False)
+    return replace(base, pieces=cast("tuple[int | None, ...]", node.params["pieces"]))
 
 
 @rule("shard_map")
@@ -28,8 +28,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         tuple(parse_spec(text) for text in cast("tuple[str, ...]", node.params[side]))
         for side in ("in_specs", "out_specs")
     )
-    whole = build([(t, [None] * t.rank) for t in operands], [(t, [None] * t.rank) for t in results], light=False)
-    return replace(whole, pinned=tuple(sides), localized=True)
+    base = build([(t, [None] * t.rank) for t in operands], [(t, [None] * t.rank) for t in results], light=False)
+    return replace(base, pinned=tuple(sides), localized=True)
 
 
 def pinned_mesh(graph: Graph) -> Mapping[str, int] | None:

@@ -16,8 +16,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     if operands[0].rank or operands[0].dtype != "key<fry>":
         return replicate(operands, results, f"random bits of {operands[0]} keys depend on the whole shape")
     bits = range(results[0].rank)
-    found = build([(operands[0], ())], [(results[0], bits)], flops=_ROUNDS_FLOPS * results[0].size)
-    return replace(found, localized=True)
+    base = build([(operands[0], ())], [(results[0], bits)], flops=_ROUNDS_FLOPS * results[0].size)
+    return replace(base, localized=True)
 
 
 @rule("random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed", "random_clone")

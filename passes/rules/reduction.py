@@ -26,22 +26,22 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     kind = _KINDS[node.primitive]
     cut: dict[Hashable, str] = dict.fromkeys(axes, kind) if kind in ("add", "max", "min") else {}
     labels = [d if d in cut or d not in axes else None for d in range(rank)]
-    found = build(
+    base = build(
         [(operands[0], labels)],
         [(results[0], [d for d in range(rank) if d not in axes])],
         reduce=cut,
         linear=((0,),) if kind == "add" else (),
         flops=float(operands[0].size),
     )
-    return replace(found, joins=tuple(kind if d in axes else "" for d in range(rank)))
+    return replace(base, joins=tuple(kind if d in axes else "" for d in range(rank)))
 
 
 @rule("argmax", "argmin", "reduce_prod", "reduce_xor")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     axes = cast("tuple[int, ...]", node.params["axes"])
-    kept = [d for d in range(operands[0].rank) if d not in axes]
-    labels = [d if d in kept else None for d in range(operands[0].rank)]
-    return build([(operands[0], labels)], [(t, kept) for t in results], flops=float(operands[0].size))
+    kept_dims = [d for d in range(operands[0].rank) if d not in axes]
+    labels = [d if d in kept_dims else None for d in range(operands[0].rank)]
+    return build([(operands[0], labels)], [(t, kept_dims) for t in results], flops=float(operands[0].size))
 
 
 @rule("reduce")
@@ -49,11 +49,11 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """Arrays first, then the scalar that each reduction starts from; what combines them is the user's."""
     axes = cast("tuple[int, ...]", node.params["dimensions"])
     arrays, starts = operands[: len(results)], operands[len(results) :]
-    kept = [d for d in range(arrays[0].rank) if d not in axes]
-    labels = [d if d in kept else None for d in range(arrays[0].rank)]
+    kept_dims = [d for d in range(arrays[0].rank) if d not in axes]
+    labels = [d if d in kept_dims else None for d in range(arrays[0].rank)]
     return build(
         [*((t, labels) for t in arrays), *((t, ()) for t in starts)],
-        [(t, kept) for t in results],
+        [(t, kept_dims) for t in results],
         flops=float(sum(t.size for t in arrays)),
     )
 

@@ -1,4 +1,6 @@
-"""Sharding rules: which dimensions of one operation may be cut together, and what cutting them leaves undone."""
+"""The registry of sharding rules: the dimensions of an operation that may be cut together, and what cutting leaves to
+do.
+"""
 
 from __future__ import annotations
 
@@ -85,11 +87,11 @@ class ShardingRule:
 
     @property
     def _shared(self) -> frozenset[int]:
-        """The factors that the first two operands have both."""
+        """The factors that the first two operands share."""
         return frozenset(self.operands[0]).intersection(self.operands[1]) - {-1}
 
     def repeats(self, dim: int) -> bool:
-        """Whether every piece of the result along a dimension is the same."""
+        """Whether all pieces of the result along a dimension are equal."""
         factor = self.results[0][dim]
         return bool(self.shape_parameter) and factor >= 0 and not any(factor in dims for dims in self.operands)
 
@@ -99,14 +101,14 @@ class ShardingRule:
         return any(not f.size and len(f.partial) == len(self.operands) > 1 for f in self.factors)
 
     def operand_spec(self, operand: int, assignment: Assignment) -> ShardingSpec:
-        """The placement in which `operand` must arrive when each axis of `assignment` cuts its factor."""
+        """The placement that `operand` must have when each axis of `assignment` cuts its factor."""
         if self.pinned:
             return self.pinned[0][operand]
         partial = tuple(axis for axis, factor in assignment if operand in self.factors[factor].partial)
         return placed(_dims(self.operands[operand], assignment), partial, "add")
 
     def result_spec(self, result: int, assignment: Assignment) -> ShardingSpec:
-        """The placement in which `result` leaves."""
+        """The placement that `result` then has."""
         if self.pinned:
             return self.pinned[1][result]
         reduced = [(axis, self.factors[factor].reduction) for axis, factor in assignment]
@@ -126,24 +128,26 @@ class ShardingRule:
         return len({self.factors[factor].reduction for factor in cut} - {""}) <= 1
 
     def fulfils(self, assignment: Assignment, mesh: Mesh) -> bool:
-        """Whether the result is cut into the `pieces` that the user asks for, and what runs once does."""
+        """Whether the result has the `pieces` that the user asks for, and an operator that runs once is cut by every
+        axis.
+        """
         if self.once and len(assignment) < len(mesh.axes):
             return False
         cut = {f: math.prod(mesh.axis_size(axis) for axis, g in assignment if f == g) for f in range(len(self.factors))}
-        wanted = zip(self.pieces, self.results[0], strict=True) if self.pieces is not None else ()
-        return all(count is None or cut.get(factor, 1) == count for count, factor in wanted)
+        pieces_and_factors = zip(self.pieces, self.results[0], strict=True) if self.pieces is not None else ()
+        return all(count is None or cut.get(factor, 1) == count for count, factor in pieces_and_factors)
 
     def assignments(self, mesh: Mesh) -> list[Assignment]:
         """Every legal way to give each mesh axis one factor or none, axes that share a factor in every order."""
         options = (None, *range(len(self.factors)))
-        found: dict[Assignment, None] = {}
+        assignments: dict[Assignment, None] = {}
         for order in itertools.permutations(mesh.axes):
             for picks in itertools.product(options, repeat=len(order)):
                 pairs = tuple((axis, f) for axis, f in zip(order, picks, strict=True) if f is not None)
                 assignment = canonical(pairs, mesh)
-                if assignment not in found and self.allows(assignment, mesh) and self.fulfils(assignment, mesh):
-                    found[assignment] = None
-        return list(found)
+                if assignment not in assignments and self.allows(assignment, mesh) and self.fulfils(assignment, mesh):
+                    assignments[assignment] = None
+        return list(assignments)
 
 
 Assignment = tuple[tuple[str, int], ...]
@@ -151,12 +155,12 @@ Assignment = tuple[tuple[str, int], ...]
 
 
 def canonical(pairs: Assignment, mesh: Mesh) -> Assignment:
-    """The one spelling of an assignment: grouped by factor, groups in mesh order, order inside a group kept."""
+    """The canonical form of an assignment: grouped by factor, groups in mesh order, order inside a group kept."""
     return in_order(pairs, mesh.axes)
 
 
 def in_order(pairs: Assignment, axes: tuple[str, ...]) -> Assignment:
-    """The one spelling of an assignment on any mesh with these axes."""
+    """The canonical form of an assignment on any mesh with these axes."""
     groups: dict[int, list[str]] = {}
     for axis, factor in pairs:
         groups.setdefault(factor, []).append(axis)
@@ -182,7 +186,7 @@ MOST_KNOWN = 1 << 14
 
 
 def rule(*primitives: str, free: bool = False) -> Callable[[RuleFunction], RuleFunction]:
-    """A decorator that registers a rule for primitives, by name. Raises PlanningError for one that has a rule.
+    """The decorator that registers a rule for primitives, by name. Raises PlanningError for one that has a rule.
 
     What is `free` costs nothing where it is fed by literals alone: it is made in whatever placement its readers want.
     """
@@ -223,9 +227,9 @@ def rule_of(node: Node, graph: Graph) -> ShardingRule:
     operands = tuple([graph.types[value] for value in node.inputs])
     results = tuple([graph.types[value] for value in node.outputs])
     key = (node.primitive, id(node.params), operands, results)
-    known = _KNOWN.get(key)
-    if known is not None and known[0] is node.params and not node.subgraphs:
-        return known[1]
+    cached = _KNOWN.get(key)
+    if cached is not None and cached[0] is node.params and not node.subgraphs:
+        return cached[1]
     rule = _made(node, operands, results)
     if len(_KNOWN) >= MOST_KNOWN:
         _KNOWN.clear()
@@ -265,14 +269,14 @@ def build(
     light: bool = True,
     sparse: tuple[int, ...] = (),
 ) -> ShardingRule:
-    """The rule that labels describe: dimensions with equal labels are one factor, None is never cut.
+    """The rule that labels describe: dimensions with equal labels are one factor; those labelled None are never cut.
 
     `reduce` names the reduction of labels that the results lack, `partial` the operands that must come in partial over
     a label, `sizes` a label's size where its dimension is larger. Each set of `linear` operands may come in partial
     together and leave the result partial.
     """
     reduce, partial, sizes = reduce or {}, partial or {}, sizes or {}
-    found: dict[Hashable, int] = {}
+    numbers: dict[Hashable, int] = {}
     factors: list[Factor] = []
     # JAX cannot place an array without elements in pieces.
     never = {label for type, labels in (*operands, *results) if not type.size for label in labels} | {None}
@@ -280,8 +284,8 @@ def build(
         for size, label in zip(type.shape, labels, strict=True):
             if label in never or size == 1:
                 continue
-            if label not in found:
-                found[label] = len(factors)
+            if label not in numbers:
+                numbers[label] = len(factors)
                 factors.append(
                     Factor(
                         size=sizes.get(label, size),
@@ -292,7 +296,7 @@ def build(
 
     def dims(type: TensorType, labels: Sequence[Hashable]) -> tuple[int, ...]:
         cut = zip(type.shape, labels, strict=True)
-        return tuple(-1 if label in never or size == 1 else found[label] for size, label in cut)
+        return tuple(-1 if label in never or size == 1 else numbers[label] for size, label in cut)
 
     factors.extend(Factor(size=0, reduction="add", partial=tuple(together)) for together in linear)
     return ShardingRule(

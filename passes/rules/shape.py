@@ -19,16 +19,16 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 @rule("squeeze")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     gone = cast("tuple[int, ...]", node.params["dimensions"])
-    kept = [d for d in range(operands[0].rank) if d not in gone]
-    return build([(operands[0], range(operands[0].rank))], [(results[0], kept)], linear=((0,),), flops=0.0)
+    kept_dims = [d for d in range(operands[0].rank) if d not in gone]
+    return build([(operands[0], range(operands[0].rank))], [(results[0], kept_dims)], linear=((0,),), flops=0.0)
 
 
 @rule("broadcast_in_dim", free=True)
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     placed = cast("tuple[int, ...]", node.params["broadcast_dimensions"])
     labels = range(results[0].rank)
-    found = build([(operands[0], placed)], [(results[0], labels)], linear=((0,),), flops=0.0)
-    return replace(found, localized=True, shape_parameter="shape")
+    base = build([(operands[0], placed)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    return replace(base, localized=True, shape_parameter="shape")
 
 
 @rule("iota", free=True)
@@ -44,14 +44,14 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """
     order = cast("tuple[int, ...] | None", node.params.get("dimensions")) or tuple(range(operands[0].rank))
     before, after = tuple(operands[0].shape[d] for d in order), results[0].shape
-    left: list[int | None] = [None] * len(before)
-    right: list[int | None] = [None] * len(after)
+    lhs: list[int | None] = [None] * len(before)
+    rhs: list[int | None] = [None] * len(after)
     sizes: dict[Hashable, int] = {}
     for group, (i, j) in enumerate(_major_pairs(before, after)):
-        left[order[i]] = right[j] = group
+        lhs[order[i]] = rhs[j] = group
         sizes[group] = min(before[i], after[j])
-    found = build([(operands[0], left)], [(results[0], right)], sizes=sizes, linear=((0,),), flops=0.0)
-    return replace(found, localized=True, shape_parameter="new_sizes")
+    base = build([(operands[0], lhs)], [(results[0], rhs)], sizes=sizes, linear=((0,),), flops=0.0)
+    return replace(base, localized=True, shape_parameter="new_sizes")
 
 
 def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -67,14 +67,14 @@ def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[
             j += 1
         else:
             first = (i, j)
-            left, right = before[i], after[j]
-            while left != right:
-                if left < right:
+            size_before, size_after = before[i], after[j]
+            while size_before != size_after:
+                if size_before < size_after:
                     i += 1
-                    left *= before[i]
+                    size_before *= before[i]
                 else:
                     j += 1
-                    right *= after[j]
+                    size_after *= after[j]
             # Cutting by k cuts both majors only if one is a multiple of the other.
             small, large = sorted((before[first[0]], after[first[1]]))
             if large % small == 0:
@@ -88,8 +88,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """Dimensions that keep their size pass through; those that are cut short stay whole."""
     pairs = zip(operands[0].shape, results[0].shape, strict=True)
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
-    found = build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
-    return replace(found, localized=True)
+    base = build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    return replace(base, localized=True)
 
 
 @rule("rev")
@@ -149,10 +149,10 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """The plan says where values live; several may be put at once."""
     labels = [[(i, d) for d in range(t.rank)] for i, t in enumerate(operands)]
-    found = build(
+    base = build(
         list(zip(operands, labels, strict=True)),
         list(zip(results, labels, strict=True)),
         linear=(tuple(range(len(operands))),),
         flops=0.0,
     )
-    return replace(found, places=("devices", "srcs"))
+    return replace(base, places=("devices", "srcs"))

@@ -1,4 +1,4 @@
-"""Recomputation: values of the forward pass computed again for the backward pass instead of being kept.
+"""Recomputation: values of the forward pass that are computed again for the backward pass instead of being kept.
 
 A *layer* keeps everything, what its products with weights make (attention's own products are none: they have batch
 dimensions), or its inputs alone. The rest of what the backward pass reads is made by copies of the layer's nodes. They
@@ -40,7 +40,7 @@ _NUMBERED = re.compile(r"(?:^|/)jvp\([^()]*\)/(?:[^/]*/)*?([A-Za-z_.]*?[_.]?)(\d
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputed:
-    """A program that computes again; `origins[i]` is the node of the old program that node i repeats or is.
+    """A program with recomputation; `origins[i]` is the node of the old program that node i is or repeats.
 
     None stands for a barrier. The bodies of the nodes in `bodies` are new, and made of old ones.
     """
@@ -51,17 +51,18 @@ class Recomputed:
 
 
 def kept_of(names: Sequence[str]) -> tuple[Kept, ...]:
-    """What layers keep, by name. Raises PlanningError for another name."""
-    known: dict[str, Kept] = {kept: kept for kept in KEPT}
+    """The policies of layers, given by name. Raises PlanningError for another name."""
+    policies: dict[str, Kept] = {kept: kept for kept in KEPT}
     for name in names:
-        if name not in known:
+        if name not in policies:
             rule = f"a layer keeps one of {', '.join(KEPT)}"
             raise PlanningError(explain(f"recomputation {name!r}", rule, "", "plan again, or mend the plan's file"))
-    return tuple(known[name] for name in names)
+    return tuple(policies[name] for name in names)
 
 
 def layers(graph: Graph) -> tuple[int, ...]:
-    """The first node of every layer of the forward pass, what follows the last numbered module apart; empty for none.
+    """The first node of every layer of the forward pass and, last, of what follows the last numbered module; empty for
+    none.
 
     Layers are the modules that are numbered (`Block_0`, `Block_1`, ...); or loops, each of which is one, for what its
     iterations keep; or even parts where little crosses.
@@ -70,32 +71,32 @@ def layers(graph: Graph) -> tuple[int, ...]:
     forward = [i for i in nodes if phase(graph.nodes[i]) == "forward"]
     if not forward:
         return ()
-    named = [(i, (found[1], found[2])) for i in forward if (found := _NUMBERED.search(graph.nodes[i].scope))]
+    named = [(i, (match[1], match[2])) for i in forward if (match := _NUMBERED.search(graph.nodes[i].scope))]
     firsts: dict[tuple[str, str], int] = {}
     for index, name in named:
         firsts.setdefault(name, index)
     prefix, many = Counter(prefix for prefix, _ in firsts).most_common(1)[0] if firsts else ("", 0)
     if many > 1:
         last = max(index for index, name in named if name[0] == prefix)
-        found = [index for (p, _), index in firsts.items() if p == prefix]
-        return (*sorted(found), *[i for i in forward if i > last][:1])
+        match = [index for (p, _), index in firsts.items() if p == prefix]
+        return (*sorted(match), *[i for i in forward if i > last][:1])
     return tuple(loop.forward for loop in loops(graph)) or _even(graph, nodes)
 
 
 def _even(graph: Graph, nodes: Sequence[int]) -> tuple[int, ...]:
-    """The first node of each of several parts of a forward pass, as even as can be among cuts that little crosses."""
+    """The first node of each of several parts of a forward pass with even work, cut where few bytes cross."""
     crossing, flops = crossing_nbytes(graph, nodes), work(graph, nodes)
     done = np.cumsum(flops) / max(float(flops.sum()), 1.0)
     inner = [i for i in range(1, len(nodes)) if crossing[i] > 0 and _MARGIN < done[i - 1] < 1 - _MARGIN]
-    least = min((crossing[i] for i in inner), default=0.0)
-    places = [i for i in inner if crossing[i] <= _CROSSING * least]
-    wanted = [k / _LAYERS for k in range(1, _LAYERS)] if places else []
-    cuts = {min(places, key=lambda i: abs(float(done[i - 1]) - share)) for share in wanted}
+    fewest_nbytes = min((crossing[i] for i in inner), default=0.0)
+    places = [i for i in inner if crossing[i] <= _CROSSING * fewest_nbytes]
+    shares = [k / _LAYERS for k in range(1, _LAYERS)] if places else []
+    cuts = {min(places, key=lambda i: abs(float(done[i - 1]) - share)) for share in shares}
     return (nodes[0], *(nodes[i] for i in sorted(cuts)))
 
 
 def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
-    """The program in which layer k keeps `kept[k]`; layers are those of `layers`.
+    """The program in which layer k keeps `kept[k]` for its backward pass; layers are those of `layers`.
 
     Raises PlanningError where there are not as many layers.
     """
@@ -114,7 +115,7 @@ def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
 
 
 def _looped(graph: Graph, choices: Sequence[tuple[Loop, Kept]]) -> Recomputed:
-    """The program whose loops keep what is said of each."""
+    """The program whose loops over layers keep what these choices say."""
     bodies: dict[int, BodyOrigins] = {}
     for loop, choice in choices:
         graph, changed = recompute_loop(graph, loop, choice)
@@ -145,27 +146,27 @@ class _Draft:
         self.layer = {i: max(sum(first <= i for first in self.firsts) - 1, 0) for i in forward}
 
     def repeat(self, layer: int, kept: Kept) -> None:
-        """Copies of what a layer does not keep and the backward pass reads."""
+        """Adds copies of what the backward pass reads and a layer does not keep."""
         graph = self.graph
-        members = [i for i, own in self.layer.items() if own == layer]
+        members = [i for i, number in self.layer.items() if number == layer]
         gone = {
             v for i in members if not is_kept(graph, i, kept) for v in graph.nodes[i].outputs if self._inside(v, layer)
         }
-        wanted = {v for v in gone if self._late_readers(v)}
+        needed = {v for v in gone if self._late_readers(v)}
         copied: list[int] = []
         for index in reversed(members):
             node = graph.nodes[index]
-            if not wanted.isdisjoint(node.outputs):
+            if not needed.isdisjoint(node.outputs):
                 copied.append(index)
-                wanted.update(v for v in node.inputs if v in gone)
+                needed.update(v for v in node.inputs if v in gone)
         copied.reverse()
         if copied:
             self._insert(copied)
 
     def _is_made(self, value: int) -> bool:
-        """Whether a node makes a value of others, not of numbers alone."""
-        made = self.graph.producers.get(value)
-        return made is not None and not is_free(self.graph, made)
+        """Whether a value is computed from other values, not from scalars alone."""
+        producer = self.graph.producers.get(value)
+        return producer is not None and not is_free(self.graph, producer)
 
     def _inside(self, value: int, layer: int) -> bool:
         """Whether only this layer and the backward pass read a value."""
@@ -180,34 +181,36 @@ class _Draft:
     def _insert(self, copied: Sequence[int]) -> None:
         """Adds copies of these nodes before the first node that reads what they make."""
         graph = self.graph
-        made = {v for i in copied for v in graph.nodes[i].outputs}
-        place = min(r for v in made for r in self._late_readers(v))
-        entering = dict.fromkeys(v for i in copied for v in graph.nodes[i].inputs if self._is_made(v) and v not in made)
+        copies = {v for i in copied for v in graph.nodes[i].outputs}
+        place = min(r for v in copies for r in self._late_readers(v))
+        entering = dict.fromkeys(
+            v for i in copied for v in graph.nodes[i].inputs if self._is_made(v) and v not in copies
+        )
         anchor = self._anchor(place)
-        held = (*entering, *(() if anchor is None else (anchor,)))
+        operands = (*entering, *(() if anchor is None else (anchor,)))
         scope = transposed(graph.nodes[copied[0]].scope)
         source = graph.nodes[copied[0]].source
-        new = {v: self._fresh(v) for v in held}
-        here = self.inserted.setdefault(place, [])
-        if held:
-            here.append((None, barrier(held, tuple(new.values()), source=source, scope=scope)))
+        new = {v: self._fresh(v) for v in operands}
+        nodes_there = self.inserted.setdefault(place, [])
+        if operands:
+            nodes_there.append((None, barrier(operands, tuple(new.values()), source=source, scope=scope)))
         for index in copied:
             node = graph.nodes[index]
             inputs = tuple(new.get(v, v) for v in node.inputs)
             new |= {v: self._fresh(v) for v in node.outputs}
             outputs = tuple(new[v] for v in node.outputs)
-            here.append((index, replace(node, inputs=inputs, outputs=outputs, scope=transposed(node.scope))))
-        self.again |= {v: new[v] for v in made}
+            nodes_there.append((index, replace(node, inputs=inputs, outputs=outputs, scope=transposed(node.scope))))
+        self.again |= {v: new[v] for v in copies}
         if anchor is not None:
             # Read from behind the barrier, or XLA drops it from there as a result that nobody wants.
             self.awaited[place] = {**self.awaited.get(place, {}), anchor: new[anchor]}
 
     def _anchor(self, place: int) -> int | None:
-        """A cotangent that is there when node `place` runs: what is computed again waits for it."""
+        """A cotangent that exists when node `place` runs, for which the recomputation waits."""
         nodes, producers = self.graph.nodes, self.graph.producers
-        own = [v for v in nodes[place].inputs if producers.get(v) in self.late and self._is_made(v)]
+        cotangents = [v for v in nodes[place].inputs if producers.get(v) in self.late and self._is_made(v)]
         earlier = (v for i in reversed(range(place)) if i in self.late for v in nodes[i].outputs if self._is_made(v))
-        return own[-1] if own else next(earlier, None)
+        return cotangents[-1] if cotangents else next(earlier, None)
 
     def _fresh(self, value: int) -> int:
         self.types.append(self.graph.types[value])
@@ -222,8 +225,8 @@ class _Draft:
                 origins.append(origin)
             inputs = node.inputs
             if index in self.late:
-                here = self.awaited.get(index, {})
-                inputs = tuple(here.get(v, self.again.get(v, v)) for v in inputs)
+                replaced = self.awaited.get(index, {})
+                inputs = tuple(replaced.get(v, self.again.get(v, v)) for v in inputs)
             nodes.append(replace(node, inputs=inputs))
             origins.append(index)
         return Recomputed(

@@ -1,4 +1,4 @@
-"""Recomputation inside loops over layers: what an iteration does not keep, the same iteration backwards makes again.
+"""Recomputation inside loops over layers: the backward loop computes again what an iteration does not keep.
 
 A `scan` of the forward pass stacks what the `scan` of the backward pass reads, an iteration at a time. Less is stacked
 if the body of the second begins with copies of nodes of the first's. Two loops are two computations to XLA: nothing
@@ -19,7 +19,7 @@ from passes.transforms.remat_policy import Kept, is_kept, transposed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyOrigins:
-    """Where the nodes and constants of a new body come from: (the loop's node, position in its old body)."""
+    """The origins of the nodes and constants of a new body: (the loop's node, position in its old body)."""
 
     nodes: tuple[tuple[int, int], ...]
     constants: tuple[tuple[int, int], ...]
@@ -27,32 +27,32 @@ class BodyOrigins:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """The nodes of a loop of the forward pass and of that of the backward pass which reads what it stacks."""
+    """A loop of the forward pass and the loop of the backward pass that reads its stacked results, by their nodes."""
 
     forward: int
     backward: int
 
 
 def loops(graph: Graph) -> tuple[Loop, ...]:
-    """The loops that could stack less, each backward one once."""
-    found: dict[int, Loop] = {}
+    """The loops that could stack less, each backward loop once."""
+    loop_of: dict[int, Loop] = {}
     for index, node in enumerate(graph.nodes):
         scan = scan_of(node)
         if scan is None or phase(node) != "forward":
             continue
         readers = {r for v in node.outputs[scan.carries :] for r in graph.consumers.get(v, ())}
         for late in sorted(readers):
-            other = graph.nodes[late]
-            again, loop = scan_of(other), Loop(forward=index, backward=late)
+            backward = graph.nodes[late]
+            again, loop = scan_of(backward), Loop(forward=index, backward=late)
             same = again is not None and again.length == scan.length
-            if same and phase(other) == "backward" and late not in found and _gone(graph, loop, "inputs"):
-                found[late] = loop
+            if same and phase(backward) == "backward" and late not in loop_of and _gone(graph, loop, "inputs"):
+                loop_of[late] = loop
                 break
-    return tuple(sorted(found.values(), key=lambda loop: loop.forward))
+    return tuple(sorted(loop_of.values(), key=lambda loop: loop.forward))
 
 
 def recompute_loop(graph: Graph, loop: Loop, kept: Kept) -> tuple[Graph, Mapping[int, BodyOrigins]]:
-    """The program whose loop stacks what `kept` says, and the origins of the bodies of its two nodes."""
+    """The program whose loop stacks only what `kept` says, and the origins of the bodies of its two nodes."""
     gone = _gone(graph, loop, kept)
     return _Rewriting(graph, loop, kept, gone).run() if gone else (graph, {})
 
@@ -66,24 +66,25 @@ def _scan(node: Node) -> Scan:
 
 
 def _gone(graph: Graph, loop: Loop, kept: Kept) -> dict[int, int]:
-    """Stacked results of the forward loop that need not be: to the value of its body that each stacks."""
+    """The stacked results of the forward loop that need not be stacked, with the value of its body that each stacks."""
     early, late = graph.nodes[loop.forward], graph.nodes[loop.backward]
     (body,) = early.subgraphs
     first, fixed = _scan(early), _scan(late).fixed
     carries, carried = first.carries, set(body.inputs[first.constants : first.fixed])
-    found: dict[int, int] = {}
+    values: dict[int, int] = {}
     for outer, inner in zip(early.outputs[carries:], body.outputs[carries:], strict=True):
-        made = body.producers.get(inner)
-        again = inner not in carried if made is None else not is_kept(body, made, kept)
+        producer = body.producers.get(inner)
+        again = inner not in carried if producer is None else not is_kept(body, producer, kept)
         alone = set(graph.consumers.get(outer, ())) == {loop.backward} and outer not in late.inputs[:fixed]
         if again and alone and outer not in graph.outputs:
-            found[outer] = inner
-    return found
+            values[outer] = inner
+    return values
 
 
 class _Rewriting:
-    """Both loops while they are written anew. `early` and `late` are the old nodes, `number` gives values of the first
-    body their numbers in the second.
+    """A forward and a backward loop while they are rewritten.
+
+    `early` and `late` are the old nodes, `number` gives values of the first body their numbers in the second.
     """
 
     def __init__(self, graph: Graph, loop: Loop, kept: Kept, gone: Mapping[int, int]) -> None:
@@ -103,9 +104,9 @@ class _Rewriting:
         self.literals = dict(self.target.literals)
 
     def run(self) -> tuple[Graph, Mapping[int, BodyOrigins]]:
-        made = {v for index in self.copied for v in self.source.nodes[index].outputs}
+        computed = {v for index in self.copied for v in self.source.nodes[index].outputs}
         read = {v for index in self.copied for v in self.source.nodes[index].inputs}
-        for value in sorted((read | set(self.gone.values())) - made):
+        for value in sorted((read | set(self.gone.values())) - computed):
             self.number[value] = self._enter(value)
         copies = [self._copy(self.source.nodes[index]) for index in self.copied]
         late, late_origins = self._late(copies)
@@ -122,7 +123,7 @@ class _Rewriting:
         return len(self.inner_types) - 1
 
     def _enter(self, value: int) -> int:
-        """Brings a value of the first body, which no copy makes, into the second."""
+        """Brings a value of the first body, which no copy computes, into the second."""
         if value in self.source.literals:
             number = self._fresh(value)
             self.literals[number] = self.source.literals[value]
@@ -138,7 +139,7 @@ class _Rewriting:
         return self._read(outer, value, self.sliced, stacks)
 
     def _read(self, outer: int, value: int, besides: list[int], known: slice) -> int:
-        """The number of an operand of the backward loop in its body; one that it has not is added."""
+        """The number in its body of an operand of the backward loop, which is added if the loop lacks it."""
         for operand, number in zip(self.late.inputs[known], self.target.inputs[known], strict=True):
             if operand == outer:
                 return number
@@ -148,7 +149,7 @@ class _Rewriting:
         return self.entering[outer]
 
     def _stack(self, value: int) -> int:
-        """The stack of a value of the first body; one that the loop does not make is added."""
+        """The stack of a value of the first body, which is added if the loop lacks it."""
         carries = self.first.carries
         for outer, inner in zip(self.early.outputs[carries:], self.source.outputs[carries:], strict=True):
             if inner == value:
@@ -165,7 +166,7 @@ class _Rewriting:
         return replace(node, inputs=inputs, outputs=outputs, scope=transposed(node.scope))
 
     def _late(self, copies: Sequence[Node]) -> tuple[Node, BodyOrigins]:
-        """The backward loop, which begins each iteration with the copies."""
+        """The backward loop, each iteration of which begins with the copies."""
         late, target = self.late, self.target
         constants, fixed = self.second.constants, self.second.fixed
         stays = [k for k in range(fixed, len(late.inputs)) if late.inputs[k] not in self.gone]
@@ -198,15 +199,15 @@ class _Rewriting:
             params={**late.params, **replace(self.second, constants=constants + len(self.held)).params()},
             subgraphs=(body,),
         )
-        own, other = self.loop.backward, self.loop.forward
+        backward, forward = self.loop.backward, self.loop.forward
         origins = BodyOrigins(
-            nodes=(*((other, i) for i in self.copied), *((own, i) for i in range(len(target.nodes)))),
-            constants=(*((own, i) for i in range(len(target.constants))), *((other, i) for i in self.constants)),
+            nodes=(*((forward, i) for i in self.copied), *((backward, i) for i in range(len(target.nodes)))),
+            constants=(*((backward, i) for i in range(len(target.constants))), *((forward, i) for i in self.constants)),
         )
         return node, origins
 
     def _early(self) -> tuple[Node, BodyOrigins]:
-        """The forward loop, which stacks less and makes no more than it stacks or carries."""
+        """The forward loop, which computes only what it stacks or carries."""
         early, source, carries = self.early, self.source, self.first.carries
         pairs = list(zip(early.outputs[carries:], source.outputs[carries:], strict=True))
         stays = [(outer, inner) for outer, inner in pairs if outer not in self.gone]
@@ -216,26 +217,27 @@ class _Rewriting:
         needed = list(_needed(source, outputs))
         body = replace(source, nodes=tuple(source.nodes[i] for i in needed), outputs=outputs, output_names=())
         node = replace(early, outputs=(*early.outputs[:carries], *(outer for outer, _ in stays)), subgraphs=(body,))
-        own = self.loop.forward
+        forward = self.loop.forward
         return node, BodyOrigins(
-            nodes=tuple((own, i) for i in needed), constants=tuple((own, i) for i in range(len(source.constants)))
+            nodes=tuple((forward, i) for i in needed),
+            constants=tuple((forward, i) for i in range(len(source.constants))),
         )
 
 
 def _copied(body: Graph, wanted: set[int], kept: Kept) -> tuple[int, ...]:
-    """The nodes that make the wanted values of what is kept, in order."""
-    found: list[int] = []
+    """The nodes that compute the `wanted` values from what is kept, in order."""
+    copied: list[int] = []
     needed = set(wanted)
     for index in reversed(range(len(body.nodes))):
         node = body.nodes[index]
         if not needed.isdisjoint(node.outputs) and (is_free(body, index) or not is_kept(body, index, kept)):
-            found.append(index)
+            copied.append(index)
             needed.update(node.inputs)
-    return tuple(reversed(found))
+    return tuple(reversed(copied))
 
 
 def _stays(node: Node, body: Graph) -> bool:
-    """Whether a node is there for more than its results."""
+    """Whether a node has an effect or a barrier's order besides its results."""
     return not node.outputs or has_effect(node) or (not node.subgraphs and rule_of(node, body).once)
 
 

@@ -1,4 +1,4 @@
-"""What a layer may keep for its backward pass, and what that says of a node."""
+"""What a layer may keep for its backward pass, and whether that includes a node."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def is_kept(graph: Graph, index: int, kept: Kept) -> bool:
 
 
 def transposed(scope: str) -> str:
-    """The scope that the backward pass of a forward scope has, by which its stage is found."""
-    found = _DIFFERENTIATED.sub(lambda match: f"transpose({match[0]})", scope, count=1)
-    return found if found != scope else f"{scope}/rematted_computation"
+    """The name stack that the backward pass of a forward operator has, by which its stage is found."""
+    renamed = _DIFFERENTIATED.sub(lambda match: f"transpose({match[0]})", scope, count=1)
+    return renamed if renamed != scope else f"{scope}/rematted_computation"

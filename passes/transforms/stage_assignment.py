@@ -39,12 +39,12 @@ class StageAssignment:
             self.made.update(dict.fromkeys(node.outputs, at))
 
     def _backward_stage(self, node: Node, places: Mapping[str, set[int]]) -> int:
-        """Where its forward operator ran, if all that it needs is there by then; else where what was saved is."""
+        """The stage of its forward operator, if all operands exist there by then; else that of the saved values."""
         producers = self.body.producers
         backward = [self.made[v] for v in node.inputs if v in self.made and producers[v] in self.late]
         latest = min(backward, default=len(self.firsts) - 1)
-        own = places.get(forward_scope(node.scope), set[int]())
-        if len(own) == 1 and (only := next(iter(own))) <= latest:
+        same_scope = places.get(forward_scope(node.scope), set[int]())
+        if len(same_scope) == 1 and (only := next(iter(same_scope))) <= latest:
             return only
         saved = {v: at for v in node.inputs if (at := self._at_hand(v, latest)) is not None}
         return saved[max(saved, key=lambda v: self.body.types[v].nbytes)] if saved else latest

@@ -1,4 +1,4 @@
-"""What each stage of a step computes, reads and hands on, inside its loop over microbatches and outside it."""
+"""The nodes, reads and results of each stage of a step, inside its loop over microbatches and outside it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Numbered = tuple[int, Origin, Node]
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """A stage while it is put together."""
+    """A stage while it is assembled."""
 
     body_nodes: list[tuple[Origin, Node]] = field(default_factory=list)
     carries: list[tuple[int, int, int, int]] = field(default_factory=list)  # (init, in, out, result)
@@ -57,13 +57,13 @@ class LoopDrafts:
 
     def made_anywhere(self, read: Iterable[int]) -> list[tuple[Origin, Node]]:
         """The nodes of no stage that these values of the body come from."""
-        body, found, pending = self.body, set[int](), list(read)
+        body, values, pending = self.body, set[int](), list(read)
         while pending:
             index = body.producers.get(pending.pop())
-            if index in self.anywhere and index not in found:
-                found.add(index)
+            if index in self.anywhere and index not in values:
+                values.add(index)
                 pending.extend(body.nodes[index].inputs)
-        return [(("loop", index), body.nodes[index]) for index in sorted(found)]
+        return [(("loop", index), body.nodes[index]) for index in sorted(values)]
 
     def _fresh(self, type: TensorType) -> int:
         self.types.append(type)
@@ -90,9 +90,9 @@ class LoopDrafts:
             self.drafts[at].rows.append((value, self.node.outputs[position]))
             self.home[self.node.outputs[position]] = at
         for at, draft in enumerate(self.drafts):
-            here = {v for _, node in draft.body_nodes for v in node.outputs}
+            computed = {v for _, node in draft.body_nodes for v in node.outputs}
             read = {v for _, node in draft.body_nodes for v in node.inputs} | {v for v, _ in draft.rows}
-            for value in read - here:
+            for value in read - computed:
                 if self.made.get(value, at) != at:
                     draft.received.add(value)
                     self.drafts[self.made[value]].sent.add(value)
@@ -113,16 +113,16 @@ class LoopDrafts:
             draft = self.drafts[at]
             start = total = self._fresh_inside(body.types[entering]) if number else entering
             for value in values:
-                after = self._fresh_inside(body.types[leaving])
-                draft.body_nodes.append((("loop", index), _renamed(node, (total, value), (after,))))
-                total = after
-            own = result if len(by_stage) == 1 else self._fresh(self.graph.types[result])
-            self.home[own] = at
-            results.append(own)
-            draft.carries.append((init, start, total, own))
-        first, *others = results
-        for n, other in enumerate(others):
-            total = result if n == len(others) - 1 else self._fresh(self.graph.types[result])
+                new_total = self._fresh_inside(body.types[leaving])
+                draft.body_nodes.append((("loop", index), _renamed(node, (total, value), (new_total,))))
+                total = new_total
+            partial_sum = result if len(by_stage) == 1 else self._fresh(self.graph.types[result])
+            self.home[partial_sum] = at
+            results.append(partial_sum)
+            draft.carries.append((init, start, total, partial_sum))
+        first, *summands = results
+        for n, other in enumerate(summands):
+            total = result if n == len(summands) - 1 else self._fresh(self.graph.types[result])
             self.sums.append((("loop", index), sum_of(first, other, total, source=node.source, scope=LATE_SUM)))
             first = total
 
@@ -135,12 +135,12 @@ class LoopDrafts:
         node = body.nodes[producer]
         if not rule_of(node, body).accumulates:
             return [value]
-        found = [leaf for v in node.inputs for leaf in self._summands(v, producer)]
-        if len({self.made.get(v, 0) for v in found}) == 1:
+        leaves = [leaf for v in node.inputs for leaf in self._summands(v, producer)]
+        if len({self.made.get(v, 0) for v in leaves}) == 1:
             return [value]
         draft = self.drafts[self.stage[producer]]
         draft.body_nodes = [(origin, n) for origin, n in draft.body_nodes if origin != ("loop", producer)]
-        return found
+        return leaves
 
 
 class StepDrafts:
@@ -153,9 +153,9 @@ class StepDrafts:
         self.graph, self.drafts, self.home, self.state_pairs = loop.graph, loop.drafts, loop.home, state_pairs
         self.order = self._ordered(loop)
         for _, _, node in self.order:
-            homes = [v for v in node.inputs if v in self.home]
-            if homes:
-                largest = max(homes, key=lambda v: (loop.types[v].nbytes, -self.home[v]))
+            placed_inputs = [v for v in node.inputs if v in self.home]
+            if placed_inputs:
+                largest = max(placed_inputs, key=lambda v: (loop.types[v].nbytes, -self.home[v]))
                 self.home.update(dict.fromkeys(node.outputs, self.home[largest]))
         self._collect(loop)
 
@@ -170,21 +170,21 @@ class StepDrafts:
 
     def input_homes(self) -> tuple[int, ...]:
         """The stage where each input lives: where the next step's value of it is made, else where it is read first."""
-        found: dict[int, int] = {}
+        stage_of: dict[int, int] = {}
         for value in self.graph.inputs:
-            found[value] = next((at for at, draft in enumerate(self.drafts) if value in draft.needed), 0)
+            stage_of[value] = next((at for at, draft in enumerate(self.drafts) if value in draft.needed), 0)
         for output, position in self.state_pairs:
-            found[self.graph.inputs[position]] = self.owner(self.graph.outputs[output])
-        return tuple(found[value] for value in self.graph.inputs)
+            stage_of[self.graph.inputs[position]] = self.owner(self.graph.outputs[output])
+        return tuple(stage_of[value] for value in self.graph.inputs)
 
     def _ordered(self, loop: LoopDrafts) -> list[Numbered]:
-        nodes, found = self.graph.nodes, list[Numbered]()
+        nodes, numbered = self.graph.nodes, list[Numbered]()
         for index, node in enumerate(nodes):
             if index == loop.loop:
-                found.extend((len(nodes) + n, origin, extra) for n, (origin, extra) in enumerate(loop.sums))
+                numbered.extend((len(nodes) + n, origin, extra) for n, (origin, extra) in enumerate(loop.sums))
             else:
-                found.append((index, ("step", index), node))
-        return found
+                numbered.append((index, ("step", index), node))
+        return numbered
 
     def _wanted(self, loop: LoopDrafts) -> Iterable[tuple[int, int]]:
         """(stage, value of the step) for what loops read, and for the outputs."""
@@ -201,18 +201,18 @@ class StepDrafts:
         results = {
             result for draft in self.drafts for _, result in (*draft.rows, *((c[1], c[3]) for c in draft.carries))
         }
-        there = {*self.graph.constants, *self.graph.literals}
-        pending, seen = list(self._wanted(loop)), set[tuple[int, int]]()
+        everywhere = {*self.graph.constants, *self.graph.literals}
+        pending, visited = list(self._wanted(loop)), set[tuple[int, int]]()
         while pending:
             at, value = pending.pop()
-            if (at, value) in seen or value in there:
+            if (at, value) in visited or value in everywhere:
                 continue
-            seen.add((at, value))
-            draft, home = self.drafts[at], self.home.get(value)
-            if home is not None and home != at:
+            visited.add((at, value))
+            draft, stage = self.drafts[at], self.home.get(value)
+            if stage is not None and stage != at:
                 draft.needed.add(value)
-                self.drafts[home].given.add(value)
-                pending.append((home, value))
+                self.drafts[stage].given.add(value)
+                pending.append((stage, value))
             elif value in makers:
                 number, origin, node = makers[value]
                 draft.nodes[number] = (origin, node)

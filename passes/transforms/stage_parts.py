@@ -1,4 +1,4 @@
-"""A step's stages as values: each a program of its own."""
+"""The stages of a step as values, each a program of its own."""
 
 from __future__ import annotations
 

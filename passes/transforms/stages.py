@@ -1,4 +1,4 @@
-"""Stages: a step in microbatches cut into programs that run on submeshes of their own, one after the other.
+"""The cut of a step in microbatches into stages: programs that run on submeshes of their own, one after the other.
 
 Forward operators are cut where the layers are; everything else follows. A backward operator runs where its forward
 operator ran, an update where its gradient is, and what depends on no stage (a step counter) on every stage that needs
@@ -25,13 +25,13 @@ def state_pairs_of(part: Part, graph: Graph, state_pairs: StatePairs) -> StatePa
 
 
 def donations(part: Part, graph: Graph, donated: Sequence[bool]) -> tuple[bool, ...]:
-    """Which of a part's inputs are donated, from those of the step's."""
+    """Whether each input of a part is donated, from the flags of the step's inputs."""
     given = {value for value, gone in zip(graph.inputs, donated, strict=False) if gone}
     return tuple(value in given for value in part.graph.inputs)
 
 
 def cut(graph: Graph, firsts: Sequence[int], state_pairs: StatePairs = ()) -> Stages:
-    """The step with stages that begin at the body's nodes `firsts`, of which the first is 0.
+    """The stages of a step, which begin at the body's nodes `firsts`; the first of these is 0.
 
     Raises PlanningError for a step with callbacks: a stage is there for what it hands on.
     """
@@ -58,7 +58,7 @@ def _part(loop: LoopDrafts, step: StepDrafts, at: int) -> Part:
 
 
 def _inside(loop: LoopDrafts, at: int) -> tuple[list[tuple[Origin, Node]], Node]:
-    """A stage's own loop, and the nodes of its body with where they come from."""
+    """The loop of one stage, and the nodes of its body with their origins."""
     body, draft = loop.body, loop.drafts[at]
     read = {v for _, inner in draft.body_nodes for v in inner.inputs} | {v for v, _ in draft.rows}
     read |= {v for _, inner in loop.made_anywhere(read) for v in inner.inputs}
@@ -68,7 +68,7 @@ def _inside(loop: LoopDrafts, at: int) -> tuple[list[tuple[Origin, Node]], Node]
     stacks += [(v, loop.stream_of[v]) for v in sorted(draft.received)]
     carries, sent = draft.carries, sorted(draft.sent)
     nodes = [*loop.made_anywhere(read | set(sent)), *draft.body_nodes]
-    nodes.sort(key=lambda one: (one[0][1], one[1].outputs))
+    nodes.sort(key=lambda numbered: (numbered[0][1], numbered[1].outputs))
     read |= {v for _, inner in nodes for v in inner.inputs}
     inner = Graph(
         types=tuple(loop.body_types),
@@ -129,10 +129,10 @@ def _around(
 def _forward(loop: LoopDrafts, nodes: Sequence[tuple[Origin, Node]]) -> frozenset[int]:
     """The nodes of a stage's body that need nothing of the backward pass."""
     late = {v for i in loop.late for v in loop.body.nodes[i].outputs}
-    found: set[int] = set()
+    forward: set[int] = set()
     for position, (_, node) in enumerate(nodes):
         if phase(node) == "backward" or not late.isdisjoint(node.inputs):
             late.update(node.outputs)
         else:
-            found.add(position)
-    return frozenset(found)
+            forward.add(position)
+    return frozenset(forward)
