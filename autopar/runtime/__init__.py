@@ -1,4 +1,4 @@
-"""Planned programs as they run: one program under `jax.jit`, or a pipeline's instructions on its stages."""
+"""Planned programs while they run: one program under `jax.jit`, or a pipeline's instructions on its stages."""
 
 from autopar.runtime import runtime
 from autopar.runtime.execution import Compiled, Executable, Lowered, Prepared, lower, prepare

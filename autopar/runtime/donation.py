@@ -27,33 +27,34 @@ def reused(traced: Traced) -> frozenset[int]:
     """
     graph = traced.graph
     read = {v for node in graph.nodes for v in node.inputs} | set(graph.outputs)
-    left: dict[TensorType, deque[int]] = {}
+    unclaimed: dict[TensorType, deque[int]] = {}
     for position, (value, donated) in enumerate(zip(graph.inputs, traced.donated, strict=True)):
         if donated and value in read:
             type = graph.types[value]
             if position in traced.stacked:
-                count, rows, *rest = type.shape
-                type = replace(type, shape=(count * rows, *rest))
-            left.setdefault(type, deque()).append(position)
-    found: set[int] = set()
+                count, rows, *inner_shape = type.shape
+                type = replace(type, shape=(count * rows, *inner_shape))
+            unclaimed.setdefault(type, deque()).append(position)
+    positions: set[int] = set()
     for value in graph.outputs:
-        if queue := left.get(graph.types[value]):
-            found.add(queue.popleft())
-    return frozenset(found)
+        if queue := unclaimed.get(graph.types[value]):
+            positions.add(queue.popleft())
+    return frozenset(positions)
 
 
 def shared(instructions: Iterable[Instruction]) -> Mapping[Slot, Slot]:
-    """For slots whose arrays may share buffers, one slot that stands for all of them; others stand for themselves.
+    """The slot that stands for all slots whose arrays may share a buffer, for each such slot; others stand for
+    themselves.
 
     A transfer between stages of one submesh may hand on the very array.
     """
-    found: dict[Slot, Slot] = {}
+    representative: dict[Slot, Slot] = {}
     for instruction in instructions:
         if isinstance(instruction, Send):
             source = instruction.struct.sharding
             if source is None or source.device_set & instruction.sharding.device_set:
-                found[instruction.target] = found.get(instruction.source, instruction.source)
-    return found
+                representative[instruction.target] = representative.get(instruction.source, instruction.source)
+    return representative
 
 
 def donating(
@@ -63,36 +64,46 @@ def donating(
     arguments: frozenset[int],
     successors: Mapping[int, int],
 ) -> tuple[list[Instruction], list[Segment]]:
-    """Instructions and segments in which the buffers of these `arguments` are reused by the last that reads them.
+    """The instructions and segments with the buffers of these `arguments` reused.
 
     `successors` maps a value of the step to its next value, where that is known.
     """
-    one = shared(instructions)
-    last = {one.get(slot, slot): at for at, each in enumerate(instructions) for slot in _touched(each)}
-    fed = Counter(one.get(feed.slot, feed.slot) for feed in feeds)
-    given = {f.slot for f in feeds if f.slice is None and f.argument in arguments and fed[one.get(f.slot, f.slot)] == 1}
-    runs = Counter(each.segment for each in instructions if isinstance(each, Run))
-    found, changed = list(instructions), list(segments)
-    for at, each in enumerate(instructions):
-        if not isinstance(each, Run) or runs[each.segment] > 1:
+    representative = shared(instructions)
+    last = {
+        representative.get(slot, slot): at
+        for at, instruction in enumerate(instructions)
+        for slot in _touched(instruction)
+    }
+    fed = Counter(representative.get(feed.slot, feed.slot) for feed in feeds)
+    given = {
+        f.slot
+        for f in feeds
+        if f.slice is None and f.argument in arguments and fed[representative.get(f.slot, f.slot)] == 1
+    }
+    runs = Counter(instruction.segment for instruction in instructions if isinstance(instruction, Run))
+    rewritten, changed = list(instructions), list(segments)
+    for at, instruction in enumerate(instructions):
+        if not isinstance(instruction, Run) or runs[instruction.segment] > 1:
             continue
-        here = Counter(one.get(slot, slot) for slot in each.inputs)
+        reads = Counter(representative.get(slot, slot) for slot in instruction.inputs)
         free = [
             i
-            for i, slot in enumerate(each.inputs)
-            if slot in given and last[one.get(slot, slot)] == at and here[one.get(slot, slot)] == 1
+            for i, slot in enumerate(instruction.inputs)
+            if slot in given
+            and last[representative.get(slot, slot)] == at
+            and reads[representative.get(slot, slot)] == 1
         ]
-        segment = segments[each.segment]
+        segment = segments[instruction.segment]
         pairs = _paired(segment, free, successors)
         if pairs:
             inputs, outputs = _orders(segment, pairs)
-            changed[each.segment] = _reordered(segment, inputs, outputs, len(pairs))
-            found[at] = replace(
-                each,
-                inputs=tuple(each.inputs[i] for i in inputs),
-                outputs=tuple(each.outputs[o] for o in outputs),
+            changed[instruction.segment] = _reordered(segment, inputs, outputs, len(pairs))
+            rewritten[at] = replace(
+                instruction,
+                inputs=tuple(instruction.inputs[i] for i in inputs),
+                outputs=tuple(instruction.outputs[o] for o in outputs),
             )
-    return found, changed
+    return rewritten, changed
 
 
 def _touched(instruction: Instruction) -> tuple[Slot, ...]:
@@ -106,29 +117,31 @@ def _touched(instruction: Instruction) -> tuple[Slot, ...]:
 
 
 def _paired(segment: Segment, free: Sequence[int], successors: Mapping[int, int]) -> list[Pair]:
-    """Outputs that can take the buffers of the inputs at `free`: an input's next value first, then what is like it."""
+    """The pairs of an input at `free` and an output that can take its buffer: first its next value, then any of its
+    type.
+    """
 
     def fits(i: int, o: int) -> bool:
         mine, theirs = segment.in_structs[i], segment.out_structs[o]
         alike = (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
         return alike and segment.in_shardings[i] == segment.out_shardings[o]
 
-    left = dict(enumerate(segment.outputs))
-    found: list[Pair] = []
+    unpaired = dict(enumerate(segment.outputs))
+    pairs: list[Pair] = []
     for by_name in (True, False):
         for i in free:
-            if any(i == taken for taken, _ in found):
+            if any(i == taken for taken, _ in pairs):
                 continue
             value, _ = segment.inputs[i]
-            ways = (o for o, (v, _) in left.items() if not by_name or v == successors.get(value))
-            if (o := next((o for o in ways if fits(i, o)), None)) is not None:
-                del left[o]
-                found.append((i, o))
-    return found
+            outputs = (o for o, (v, _) in unpaired.items() if not by_name or v == successors.get(value))
+            if (o := next((o for o in outputs if fits(i, o)), None)) is not None:
+                del unpaired[o]
+                pairs.append((i, o))
+    return pairs
 
 
 def _orders(segment: Segment, pairs: Sequence[Pair]) -> tuple[list[int], list[int]]:
-    """Inputs and outputs in an order in which `jax.jit` pairs them so: it has no other way to be told.
+    """The order of inputs and of outputs in which `jax.jit` pairs them as planned.
 
     It gives each output in order the first donated input that is left of its type.
     """

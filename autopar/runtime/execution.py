@@ -1,4 +1,4 @@
-"""Planned programs as JAX runs them: one `jax.jit` of the lowered program, called on the flat arguments."""
+"""Planned programs as executables: one `jax.jit` of the lowered program, called on the flat arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHARDING = attrgetter("sharding")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A traced and planned program as a jitted function of flat arguments, nothing lowered yet.
+    """A traced and planned program as a jitted function of flat arguments that is not lowered yet.
 
     `signature` reads the calls of the user's function; `platform` is the devices' (`cpu`, `gpu`). `nested` is the
     function inside another transformation, of the caller's flat arguments wherever they lie.
@@ -50,7 +50,7 @@ class Prepared:
     out_shardings: tuple[Sharding, ...]
 
     def executable(self, run: Callable[..., Sequence[jax.Array]] | None = None) -> Executable:
-        """The program as calls run it, by `run` in place of the jitted function if it is compiled."""
+        """The program as calls run it, with `run` in place of the jitted function once it is compiled."""
         return Executable(
             run=run or self.jitted,
             nested=run or self.nested,
@@ -65,9 +65,9 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
     """The jitted function of a plan on its devices."""
     program = build(traced, plan, devices)
     # One object for equal shardings: results come back with it, and finding them in place is a test of identity.
-    known: dict[Sharding, Sharding] = {}
-    in_shardings = tuple(known.setdefault(s, s) for s in program.in_shardings)
-    out_shardings = tuple(known.setdefault(s, s) for s in program.out_shardings)
+    unique: dict[Sharding, Sharding] = {}
+    in_shardings = tuple(unique.setdefault(s, s) for s in program.in_shardings)
+    out_shardings = tuple(unique.setdefault(s, s) for s in program.out_shardings)
 
     def flat(*leaves: Any) -> tuple[Any, ...]:
         results = program.function(*leaves)
@@ -102,7 +102,7 @@ def _nested(
     plan: Plan,
     devices: Sequence[Device],
 ) -> Callable[..., Sequence[jax.Array]]:
-    """The program inside other transformations, where JAX takes no compiler options."""
+    """The program for use inside other transformations, where JAX takes no compiler options."""
     stacked = _stacked(traced)
 
     def planned(*leaves: Any) -> tuple[jax.Array, ...]:
@@ -115,14 +115,14 @@ def _nested(
 
 
 def _stacked(traced: Traced) -> Mapping[int, tuple[int, ...]]:
-    """The inputs that come as microbatches, with the shapes that they have then."""
+    """The inputs that come as microbatches, with their shapes in that form."""
     graph = traced.graph
     return {i: graph.types[graph.inputs[i]].shape for i in traced.stacked}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executable:
-    """A program on flat arguments: each goes where the plan wants it, unless it is there already.
+    """A program on flat arguments, each of which is moved to its planned sharding unless it has it already.
 
     A donated argument is gone after the call even where it had to move first, and is refused where it is passed again,
     as with `jax.jit`. Those at `stacked` take these shapes first: the same rows, as microbatches.
@@ -150,7 +150,7 @@ class Executable:
         if _shardings_of(leaves) == self.in_shardings:
             return jax.tree.unflatten(self.out_tree, self.run(*leaves))
         self.donation.check(given)
-        moving = [i for i, wanted in enumerate(self.in_shardings) if getattr(leaves[i], "sharding", None) != wanted]
+        moving = [i for i, target in enumerate(self.in_shardings) if getattr(leaves[i], "sharding", None) != target]
         placed = list(leaves)
         moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
         for i, array in zip(moving, moved, strict=True):
@@ -274,22 +274,22 @@ class Compiled:
         traced, source = self._prepared.traced, self._prepared.signature.source
         again = "lower and compile again for these arguments, or call the function itself, which does"
         if tree != traced.in_tree:
-            what = f"arguments (args, kwargs) with the structure {tree}"
-            raise ArgumentError(explain(what, f"the program was compiled for {traced.in_tree}", source, again))
-        for name, found, wanted in zip(traced.graph.input_names, types, self._types, strict=True):
-            if found != wanted:
-                rule = f"the program was compiled for {_words(wanted)}"
-                raise ArgumentError(explain(f"argument {name} is {_words(found)}", rule, source, again))
+            argument = f"arguments (args, kwargs) with the structure {tree}"
+            raise ArgumentError(explain(argument, f"the program was compiled for {traced.in_tree}", source, again))
+        for name, given, expected in zip(traced.graph.input_names, types, self._types, strict=True):
+            if given != expected:
+                rule = f"the program was compiled for {_words(expected)}"
+                raise ArgumentError(explain(f"argument {name} is {_words(given)}", rule, source, again))
 
     def _check_statics(self, statics: tuple[Any, ...]) -> None:
         """Raises ArgumentError for a static value that the program was not compiled for."""
-        held = {name: (kind, value) for name, kind, value in self._statics}
+        compiled_for = {name: (kind, value) for name, kind, value in self._statics}
         for name, kind, value in statics:
-            if name not in held or held[name] != (kind, value):
-                known = f"{name} = {held[name][1]!r:.60}" if name in held else f"no {name}"
+            if name not in compiled_for or compiled_for[name] != (kind, value):
+                expected = f"{name} = {compiled_for[name][1]!r:.60}" if name in compiled_for else f"no {name}"
                 source = self._prepared.signature.source
                 remedy = "lower and compile again for this value, or call the function itself, which does"
-                rule = f"the program was compiled for {known}"
+                rule = f"the program was compiled for {expected}"
                 raise ArgumentError(explain(f"static argument {name} = {value!r:.60}", rule, source, remedy))
 
 
@@ -326,7 +326,7 @@ def memory_table(plan: Plan, analysis: Any) -> Table:
 
 
 def _shardings_of(leaves: list[Any]) -> tuple[Sharding, ...] | None:
-    """Where the arguments lie; None if one lies nowhere yet, as numbers, NumPy arrays and traced values do."""
+    """The shardings of the arguments; None if one has none yet, as numbers, NumPy arrays and traced values do."""
     try:
         return tuple(map(_SHARDING, leaves))
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Bytes of one device that compiled programs need, by XLA's own count, held against what a device may need."""
+"""The bytes of one device that compiled programs need, by XLA's own count, and the limit that they must keep."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CPU = "cpu"
 
 
 def compiled_nbytes(analysis: Any) -> int:
-    """The peak of one device by XLA's `memory_analysis()`: arguments, results that alias none of them, and the rest."""
-    kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return kept + analysis.temp_size_in_bytes
+    """The peak of one device by XLA's `memory_analysis()`: arguments, unaliased results, and temporaries."""
+    results_nbytes = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return results_nbytes + analysis.temp_size_in_bytes
 
 
 def needed_nbytes(plan: Plan, analysis: Any) -> int:
-    """What a device needs for the compiled form of a plan.
+    """The bytes of a device that the compiled form of a plan needs.
 
     XLA's CPU compiler counts what lies in the host's memory as a device's; that much is taken off, as in the plan.
     """
@@ -40,7 +40,9 @@ def needed_nbytes(plan: Plan, analysis: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What a device may need and `words` for it; where the function is written; whether its plans are searched for."""
+    """The bytes that a device may need, with `words` for the limit, the function's source, and whether plans are
+    searched.
+    """
 
     nbytes: float
     words: str
@@ -48,16 +50,16 @@ class Limit:
     searched: bool
 
     def error(self, plan: Plan | PipelinePlan, needed: int) -> OverBudgetError:
-        """What is said of a plan whose compiled form needs more."""
+        """The error about a plan whose compiled form needs more."""
         less = int(self.nbytes * self.nbytes / needed)
-        ways = f"plan for less with memory_limit={less:,} (bytes)" if self.searched else "use planner=autopar.Auto()"
+        remedy = f"plan for less with memory_limit={less:,} (bytes)" if self.searched else "use planner=autopar.Auto()"
         return OverBudgetError(
             explain(
                 self.words,
                 f"compiled, the step needs {needed:,} bytes ({quantities.nbytes(needed)}) on a device, where "
                 f"{plan.peak_nbytes:,} bytes ({quantities.nbytes(plan.peak_nbytes)}) were planned ({held(plan)})",
                 self.source,
-                f"{ways}, give it more devices or a smaller batch, or allow it with memory_limit={needed:,} (bytes)",
+                f"{remedy}, give it more devices or a smaller batch, or allow it with memory_limit={needed:,} (bytes)",
             ),
             leanest=plan,
         )
@@ -66,18 +68,18 @@ class Limit:
 def limit_of(
     plan: Plan | PipelinePlan, devices: Sequence[Device], asked: int | None, source: str, *, searched: bool
 ) -> Limit | None:
-    """What the compiled form of a plan may need on these devices: as asked for, else the devices' own memory.
+    """The limit of the compiled form of a plan on these devices: `asked`, or else the devices' own memory.
 
     None where nothing was asked for and the devices are virtual ones, which share the memory of their machine.
     """
     if asked is None and devices[0].platform == CPU:
         return None
-    nbytes, words = allowed(plan.cluster, asked)
-    return None if math.isinf(nbytes) else Limit(nbytes=nbytes, words=words, source=source, searched=searched)
+    nbytes, description = allowed(plan.cluster, asked)
+    return None if math.isinf(nbytes) else Limit(nbytes=nbytes, words=description, source=source, searched=searched)
 
 
 def pipeline_nbytes(program: Program, executables: Sequence[Any]) -> int:
-    """The peak of the fullest device of a pipeline's step: what lies there and what its segments need, in order.
+    """The peak of the fullest device in a pipeline's step: the arrays there, and what its segments need, in order.
 
     Arguments that are not donated stay all the while, results from where they are made.
     """
@@ -95,7 +97,7 @@ def pipeline_nbytes(program: Program, executables: Sequence[Any]) -> int:
 
 
 class _Walk:
-    """What lies on the stages as a program goes on; a stage is named by the first of its devices."""
+    """The bytes on every stage while a program goes on; a stage is named by the first of its devices."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -120,10 +122,10 @@ class _Walk:
 
     def run(self, instruction: Run, analysis: Any) -> None:
         segment = self.program.segments[instruction.segment]
-        made = analysis.output_size_in_bytes - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
+        new_nbytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
         slots = (*instruction.outputs, *instruction.inputs)
         if slots:
-            self._reach(self.sizes[slots[0]][0], made)
+            self._reach(self.sizes[slots[0]][0], new_nbytes)
         for i in segment.donated:
             self.staying.discard(instruction.inputs[i])
             self.leave(instruction.inputs[i])
@@ -134,31 +136,31 @@ class _Walk:
         self.peaks[stage] = max(self.peaks.get(stage, 0), self.live.get(stage, 0) + more)
 
     def _cut(self, feeds: Sequence[Feed]) -> Mapping[int, int]:
-        found: dict[int, int] = {}
+        slices: dict[int, int] = {}
         for feed in feeds:
             if feed.slice is not None and feed.slot in self.sizes:
                 stage, nbytes = self.sizes[feed.slot]
-                found[stage] = found.get(stage, 0) + nbytes
-        return found
+                slices[stage] = slices.get(stage, 0) + nbytes
+        return slices
 
 
 def _sizes(program: Program) -> dict[Slot, tuple[int, int]]:
     """(stage, bytes of one device) of every slot that something reads or writes."""
-    found: dict[Slot, tuple[int, int]] = {}
+    sizes: dict[Slot, tuple[int, int]] = {}
     for instruction in program.instructions:
         match instruction:
             case Run():
                 segment = program.segments[instruction.segment]
                 reads = zip(instruction.inputs, segment.in_structs, segment.in_shardings, strict=True)
                 writes = zip(instruction.outputs, segment.out_structs, segment.out_shardings, strict=True)
-                found |= {slot: _size(struct, sharding) for slot, struct, sharding in (*reads, *writes)}
+                sizes |= {slot: _size(struct, sharding) for slot, struct, sharding in (*reads, *writes)}
             case Send(struct=struct):
                 if struct.sharding is not None:
-                    found[instruction.source] = _size(struct, struct.sharding)
-                found[instruction.target] = _size(struct, instruction.sharding)
+                    sizes[instruction.source] = _size(struct, struct.sharding)
+                sizes[instruction.target] = _size(struct, instruction.sharding)
             case Free():
                 pass
-    return found
+    return sizes
 
 
 def _size(struct: jax.ShapeDtypeStruct, sharding: Sharding) -> tuple[int, int]:

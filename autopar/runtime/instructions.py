@@ -1,4 +1,4 @@
-"""A pipeline's plan as a program: which segments there are, and what is run, sent and freed in which order.
+"""A pipeline's plan as a program: its segments, and the order in which they are run and values sent and freed.
 
 One total order is written down: each stage's tasks in the order of its schedule, stages merged by simulated start, a
 transfer right behind what makes its value, a value freed behind its last use. A stage's program is cut into segments
@@ -33,28 +33,30 @@ def build(traced: Traced, plan: PipelinePlan, stages: Stages, devices: Sequence[
         raise InternalError("a pipeline's program has a loop over microbatches")
     body = traced.equations[index].bodies[0]
     listing, arguments = Listing(), {value: i for i, value in enumerate(traced.graph.inputs)}
-    own = [_stage(number, part, traced, body, plan, devices) for number, part in enumerate(stages.parts)]
-    for stage in own:
+    program_stages = [_stage(number, part, traced, body, plan, devices) for number, part in enumerate(stages.parts)]
+    for stage in program_stages:
         _feed(stage, listing, arguments, traced, stages.homes)
-    listing.exchange(own)
-    for stage in own:
+    listing.exchange(program_stages)
+    for stage in program_stages:
         _before(stage, listing)
-    tasks = [tasks_of(stage, listing, body, splits_backward=plan.splits_backward) for stage in own]
-    loop = Loop(listing=listing, stages=own, tasks=tasks, arguments=arguments, microbatches=stages.microbatches)
+    tasks = [tasks_of(stage, listing, body, splits_backward=plan.splits_backward) for stage in program_stages]
+    loop = Loop(
+        listing=listing, stages=program_stages, tasks=tasks, arguments=arguments, microbatches=stages.microbatches
+    )
     for task in plan.order():
         loop.run(task)
-    for stage in own:
+    for stage in program_stages:
         loop.finish(stage)
-    write_rounds(own, listing)
-    return _finished(traced, listing, _results(traced, own, stages, listing))
+    write_rounds(program_stages, listing)
+    return _finished(traced, listing, _results(traced, program_stages, stages, listing))
 
 
 def _stage(
     number: int, part: Part, traced: Traced, loop_body: Body, plan: PipelinePlan, devices: Sequence[Device]
 ) -> Stage:
     """A stage with its plan, on its own devices."""
-    first, own = plan.offsets[number], plan.stages[number]
-    here = devices[first : first + own.mesh.size]
+    first, stage_plan = plan.offsets[number], plan.stages[number]
+    submesh_devices = devices[first : first + stage_plan.mesh.size]
     constants = dict(zip(traced.graph.constants, traced.constants, strict=True))
 
     def equation(origin: tuple[str, int]) -> Equation:
@@ -64,20 +66,20 @@ def _stage(
     return Stage(
         number=number,
         part=part,
-        plan=own,
+        plan=stage_plan,
         body=Body(
             graph=part.graph,
             equations=tuple(map(equation, part.origins)),
             constants=tuple(constants[v] for v in part.graph.constants),
         ),
-        mesh=device_mesh(own.mesh, here) if own.mesh.axes else None,
-        device=here[0],
+        mesh=device_mesh(stage_plan.mesh, submesh_devices) if stage_plan.mesh.axes else None,
+        device=submesh_devices[0],
         loop_equations=tuple(map(equation, part.inside)),
     )
 
 
 def _feed(stage: Stage, listing: Listing, arguments: Mapping[int, int], traced: Traced, owners: Sequence[int]) -> None:
-    """Writes slots for the arguments that a stage reads; another stage's state comes from there."""
+    """Adds slots for the arguments that a stage reads; the state of another stage is sent from there."""
     graph = stage.part.graph
     for value, spec in zip(graph.inputs, stage.layout.inputs, strict=True):
         position = arguments.get(value)
@@ -91,39 +93,43 @@ def _feed(stage: Stage, listing: Listing, arguments: Mapping[int, int], traced: 
 
 
 def _before(stage: Stage, listing: Listing) -> None:
-    """Brings constants and sums to where the loop wants them, and computes what comes before it."""
+    """Brings constants and sums to the placements that the loop needs, and computes what precedes the loop."""
     graph, loop = stage.part.graph, stage.part.loop
     node, placement = graph.nodes[loop], stage.loop_placement
     n_held = sum(counts(node.params))
     late = {v for n in graph.nodes[loop + 1 :] for v in n.inputs} | set(graph.outputs)
-    home = homes(graph, stage.layout)
-    wanted: list[Held] = list(zip(node.inputs[:n_held], placement.operands[:n_held], strict=True))
-    made = {v for n in graph.nodes[:loop] for v in n.outputs}
+    specs = homes(graph, stage.layout)
+    needed: list[Held] = list(zip(node.inputs[:n_held], placement.operands[:n_held], strict=True))
+    computed = {v for n in graph.nodes[:loop] for v in n.outputs}
     free = {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}
-    wanted += [(v, home[v]) for v in sorted(made & late - free)]
-    wanted = [held for held in dict.fromkeys(wanted) if (stage.number, *held) not in listing.slots]
-    listing.compute(stage, f"before {stage.number}", stage.body, range(loop), stage.layout, home, wanted)
+    needed += [(v, specs[v]) for v in sorted(computed & late - free)]
+    needed = [
+        value_and_spec
+        for value_and_spec in dict.fromkeys(needed)
+        if (stage.number, *value_and_spec) not in listing.slots
+    ]
+    listing.compute(stage, f"before {stage.number}", stage.body, range(loop), stage.layout, specs, needed)
 
 
 def _results(traced: Traced, own: Sequence[Stage], stages: Stages, listing: Listing) -> tuple[Slot, ...]:
     """The slots of outputs, each an array of its own: what the caller may donate is no argument and no constant."""
-    one = shared(listing.instructions)
+    representative = shared(listing.instructions)
     given = (*(feed.slot for feed in listing.feeds), *(slot for slot, _, _ in listing.constants))
-    taken = {one.get(slot, slot) for slot in given}
-    found: list[Slot] = []
+    taken = {representative.get(slot, slot) for slot in given}
+    slots: list[Slot] = []
     for position, value in enumerate(traced.graph.outputs):
         stage = own[stages.owners[position]]
         spec = dict(zip(stage.part.graph.outputs, stage.layout.outputs, strict=True))[value]
         slot = listing.slots[stage.number, value, spec]
-        if one.get(slot, slot) in taken:
+        if representative.get(slot, slot) in taken:
             slot = _copied(stage, (value, spec), slot, listing)
-        taken.add(one.get(slot, slot))
-        found.append(slot)
-    return tuple(found)
+        taken.add(representative.get(slot, slot))
+        slots.append(slot)
+    return tuple(slots)
 
 
 def _copied(stage: Stage, held: Held, slot: Slot, listing: Listing) -> Slot:
-    """The slot of a copy."""
+    """The slot of a copy of an array."""
     value, spec = held
     sharding, struct = stage.sharding(spec), struct_of(stage.part.graph.types[value], spec, stage)
     segment = Segment(

@@ -1,4 +1,4 @@
-"""Arrays that lie in pieces, one behind the other on the stages of a pipeline, as the caller's whole ones.
+"""Arrays whose pieces lie one after the other on the stages of a pipeline, as the caller's whole arrays.
 
 An array over stages has a mesh whose first axis are the stages, and is cut along dimension 0. Where the stages' meshes
 are alike, it is made of the very buffers that the stages hold.
@@ -27,7 +27,9 @@ STAGE = "stage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """In how many equal pieces along dimension 0 each of the caller's flat inputs and outputs enters and leaves."""
+    """The number of equal pieces along dimension 0 in which each of the caller's flat inputs and outputs enters and
+    leaves.
+    """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -37,7 +39,7 @@ class Pieces:
         return [piece for struct, n in zip(structs, self.inputs, strict=True) for piece in [_struct(struct, n)] * n]
 
     def donation(self, of: Donation) -> Donation:
-        """What is gone of the caller's inputs, from what is `of` the program's."""
+        """The donation of the caller's inputs, from that of the program's."""
         ends = list(accumulate(self.inputs, initial=0))
         spans = [range(first, last) for first, last in pairwise(ends)]
         gone = set(of.positions)
@@ -52,13 +54,14 @@ class Pieces:
 def _struct(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
     if count == 1:
         return struct
-    rows, *rest = struct.shape
-    return jax.ShapeDtypeStruct((rows // count, *rest), struct.dtype, weak_type=struct.weak_type)
+    rows, *inner_shape = struct.shape
+    return jax.ShapeDtypeStruct((rows // count, *inner_shape), struct.dtype, weak_type=struct.weak_type)
 
 
 @dataclass(slots=True)
 class Joined:
-    """A pipeline whose inputs and outputs are in pieces, called on whole arrays; no array is copied if it need not be.
+    """A pipeline whose inputs and outputs are in pieces, called on whole arrays, which are copied only where they must
+    be.
 
     An output is one array over all stages that hold pieces of it, cut along dimension 0. As an input of the next step
     it is taken apart where it lies. `donation` is of the caller's arrays. `origins` are the placements of the pieces of
@@ -87,8 +90,8 @@ class Joined:
     def _apart(self, leaf: Any, count: int) -> list[Any]:
         if count == 1:
             return [leaf]
-        whole, pieces = self.fresh.get(id(leaf), (None, []))
-        if whole is not None and whole() is leaf:
+        joined_array, pieces = self.fresh.get(id(leaf), (None, []))
+        if joined_array is not None and joined_array() is leaf:
             return pieces
         rows = leaf.shape[0] // count
         origins = self.origins.get(leaf.sharding) if isinstance(leaf, jax.Array) else None
@@ -126,14 +129,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """Where a joined array lies, and where its chunks do, of one or more pieces each."""
+    """The sharding of a joined array, and of its chunks, of one or more pieces each."""
 
     whole: NamedSharding
     chunks: tuple[Sharding, ...]
 
 
 def _target(pieces: tuple[Sharding, ...]) -> _Target | None:
-    """The placement of an array over the stages that hold its pieces, None if there is none."""
+    """The sharding of an array over the stages that hold its pieces; None if there is none."""
     runs = [list(run) for _, run in groupby(pieces, key=_ids)]
     places = [_ids(run[0]) for run in runs]
     if len({device for ids in places for device in ids}) < sum(map(len, places)):
@@ -150,15 +153,15 @@ def _target(pieces: tuple[Sharding, ...]) -> _Target | None:
 
 
 def _joined(chunks: Sequence[Sharding]) -> NamedSharding:
-    """The placement of chunks one behind the other, which differ in their devices alone."""
+    """The sharding of chunks one behind the other, which differ only in their devices."""
     first = chunks[0]
     if not isinstance(first, NamedSharding):
         devices = [next(iter(chunk.device_set)) for chunk in chunks]
         return NamedSharding(_mesh(np.asarray(devices, dtype=object), ()), PartitionSpec(STAGE))
     grid = np.stack([np.asarray(cast("NamedSharding", chunk).mesh.devices) for chunk in chunks])
-    along, *others = first.spec or (None,)
+    along, *other_axes = first.spec or (None,)
     inner = along if isinstance(along, tuple) else (along,) if along else ()
-    return NamedSharding(_mesh(grid, first.mesh.axis_names), PartitionSpec((STAGE, *inner), *others))
+    return NamedSharding(_mesh(grid, first.mesh.axis_names), PartitionSpec((STAGE, *inner), *other_axes))
 
 
 def _alike(stages: Sequence[Sharding]) -> Sequence[Sharding]:
@@ -173,7 +176,7 @@ def _alike(stages: Sequence[Sharding]) -> Sequence[Sharding]:
 
 
 def _mesh(grid: Any, names: tuple[str, ...]) -> Mesh:
-    """A mesh whose first axis are stages."""
+    """A mesh whose first axis is the stages."""
     return Mesh(grid, (STAGE, *names), axis_types=(AxisType.Auto,) * (1 + len(names)))
 
 
@@ -181,9 +184,9 @@ def _ids(sharding: Sharding) -> tuple[int, ...]:
     return tuple(sorted(device.id for device in sharding.device_set))
 
 
-def _over_stages(shape: tuple[int, ...], whole: Sharding, chunks: Sequence[jax.Array]) -> jax.Array:
+def _over_stages(shape: tuple[int, ...], sharding: Sharding, chunks: Sequence[jax.Array]) -> jax.Array:
     shards = [shard.data for chunk in chunks for shard in chunk.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shape, whole, shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _concatenated(pieces: list[jax.Array]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A pipeline's program while it is written: its segments and instructions so far, and the slot of every value there."""
+"""A pipeline's program under construction: its segments and instructions so far, and the slot of every value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.sharding import ShardingSpec
 
 
 class Listing:
-    """What a program holds by now; `slots` are those of values by stage and placement."""
+    """The contents of a program so far; `slots` are those of values by stage and placement."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -30,7 +30,7 @@ class Listing:
         self.n_slots = 0
 
     def fresh(self) -> Slot:
-        """A slot that nothing has used."""
+        """A slot that nothing uses yet."""
         self.n_slots += 1
         return self.n_slots - 1
 
@@ -40,7 +40,7 @@ class Listing:
         return len(self.segments) - 1
 
     def run(self, segment: int, inputs: Sequence[Slot], task: Task | None = None) -> tuple[Slot, ...]:
-        """The slots of a segment's outputs, once it has run on these inputs."""
+        """The slots of a segment's outputs, after an instruction that runs it on these inputs."""
         outputs = tuple(self.fresh() for _ in self.segments[segment].outputs)
         self.instructions.append(Run(segment=segment, inputs=tuple(inputs), outputs=outputs, task=task))
         return outputs
@@ -52,16 +52,18 @@ class Listing:
         body: Body,
         nodes: Sequence[int],
         layout: Layout,
-        home: Mapping[int, ShardingSpec],
-        wanted: Sequence[Held],
+        specs: Mapping[int, ShardingSpec],
+        needed: Sequence[Held],
     ) -> None:
-        """Writes a segment that runs once a step, on slots that are there."""
-        if not wanted:
+        """Adds a segment that runs once a step, on slots that exist."""
+        if not needed:
             return
-        segment = segment_of(stage, name, body, nodes, layout, home, wanted)
-        inputs = [self.slots[stage.number, *held] for held in segment.inputs]
+        segment = segment_of(stage, name, body, nodes, layout, specs, needed)
+        inputs = [self.slots[stage.number, *value_and_spec] for value_and_spec in segment.inputs]
         outputs = self.run(self.add(segment), inputs)
-        self.slots.update({(stage.number, *held): slot for held, slot in zip(wanted, outputs, strict=True)})
+        self.slots.update(
+            {(stage.number, *value_and_spec): slot for value_and_spec, slot in zip(needed, outputs, strict=True)}
+        )
 
     def send(
         self,
@@ -79,7 +81,7 @@ class Listing:
         return target
 
     def exchange(self, stages: Sequence[Stage]) -> None:
-        """Sends what stages read of values that live elsewhere and are there by now."""
+        """Sends the values that stages read, live elsewhere and exist by now."""
         for stage in stages:
             for value, spec in zip(stage.part.graph.inputs, stage.layout.inputs, strict=True):
                 if (stage.number, value, spec) not in self.slots and value not in stage.part.streams:
@@ -91,8 +93,8 @@ class Listing:
             outputs = zip(other.part.graph.outputs, other.layout.outputs, strict=True)
             inputs = zip(other.part.graph.inputs, other.layout.inputs, strict=True)
             have = [(v, s) for v, s in (*outputs, *inputs) if v == value]
-            found = next((held for held in have if (other.number, *held) in self.slots), None)
-            if other is not stage and found:
-                source, type = self.slots[other.number, *found], stage.part.graph.types[value]
-                self.slots[stage.number, value, spec] = self.send(source, type, other, found[1], stage, spec)
+            existing = next((held for held in have if (other.number, *held) in self.slots), None)
+            if other is not stage and existing:
+                source, type = self.slots[other.number, *existing], stage.part.graph.types[value]
+                self.slots[stage.number, value, spec] = self.send(source, type, other, existing[1], stage, spec)
                 return

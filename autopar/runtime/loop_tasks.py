@@ -26,7 +26,7 @@ from passes.sharding import ShardingSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTasks:
-    """A stage's segments by kind of task; which sums end in which body values, what is sent, and how values leave."""
+    """The segments of a stage by kind of task: which sums end in which body values, what is sent, how values leave."""
 
     segments: Mapping[str, int]
     totals: Mapping[int, int]
@@ -35,40 +35,41 @@ class StageTasks:
 
 
 def tasks_of(stage: Stage, listing: Listing, loop_body: Body, *, splits_backward: bool) -> StageTasks:
-    """The segments of a stage's tasks, added to the listing, compiled forms not yet made."""
+    """The segments of a stage's tasks, which are added to the listing, not compiled yet."""
     part, inner = stage.part, stage.loop_placement.bodies[0]
     body, node = part.body, part.graph.nodes[part.loop]
     constants, carries = counts(node.params)
-    home = homes(body, inner)
+    specs = homes(body, inner)
     ends = dict(zip(body.outputs, inner.outputs, strict=True))
     start = body.inputs[constants : constants + carries]
     totals = dict(zip(start, body.outputs[:carries], strict=True))
-    home |= {v: home[begin] for begin, v in totals.items()}
+    specs |= {v: specs[begin] for begin, v in totals.items()}
     sent = [v for v in part.streams.values() if v in body.outputs]
     rows = list(body.outputs[carries : len(body.outputs) - len(sent)])
     groups = task_nodes(part, sent, splits_backward)
-    whole = Body(graph=body, equations=stage.loop_equations, constants=inner_constants(loop_body, body))
+    loop = Body(graph=body, equations=stage.loop_equations, constants=inner_constants(loop_body, body))
     made_in = {v: kind for kind, nodes in groups.items() for i in nodes for v in body.nodes[i].outputs}
     kinds = list(groups)
     segments: dict[str, int] = {}
     for kind, nodes in groups.items():
         later = kinds[kinds.index(kind) + 1 :]
         read_later = {v for k in later for i in groups[k] for v in body.nodes[i].inputs}
-        made = [v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs]
-        wanted: list[Held] = [(v, home[v]) for v in made if v in read_later or v in totals.values()]
-        wanted += [(v, ends[v]) for v in made if v in sent or v in rows]
-        wanted = list(dict.fromkeys(wanted))
-        if not wanted:
+        computed = [v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs]
+        needed: list[Held] = [(v, specs[v]) for v in computed if v in read_later or v in totals.values()]
+        needed += [(v, ends[v]) for v in computed if v in sent or v in rows]
+        needed = list(dict.fromkeys(needed))
+        if not needed:
             continue
         begins = {v for v in start if made_in.get(totals[v]) == kind}
         name = f"{kind} {stage.number}"
-        segments[kind] = listing.add(segment_of(stage, name, whole, nodes, inner, home, wanted, donated=begins))
+        segments[kind] = listing.add(segment_of(stage, name, loop, nodes, inner, specs, needed, donated=begins))
     return StageTasks(segments=segments, totals=totals, sent=tuple(sent), ends=ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """The loop as it is written; slots by stage of microbatches' slices, of sums so far and of the zeros they start as.
+    """The loop under construction: by stage, the slots of microbatches' slices, of sums so far and of their initial
+    zeros.
 
     `arguments` are the positions of the step's inputs.
     """
@@ -83,13 +84,13 @@ class Loop:
     zeros: dict[tuple[int, int], Slot] = field(default_factory=dict)
 
     def run(self, task: Task) -> None:
-        """Writes a task, and behind it the transfers of what it makes for other stages."""
+        """Adds a task, and after it the transfers of its results to other stages."""
         stage, tasks = self.stages[task.stage], self.tasks[task.stage]
         if task.kind not in tasks.segments:
             return
         number = tasks.segments[task.kind]
         segment = self.listing.segments[number]
-        inputs = [self._read(stage, held, task.microbatch) for held in segment.inputs]
+        inputs = [self._read(stage, value_and_spec, task.microbatch) for value_and_spec in segment.inputs]
         outputs = self.listing.run(number, inputs, task)
         totals = set(tasks.totals.values())
         for (value, spec), slot in zip(segment.outputs, outputs, strict=True):
@@ -101,17 +102,17 @@ class Loop:
 
     def _send(self, stage: Stage, value: int, held: ShardingSpec, source: Slot, microbatch: int) -> None:
         """Sends a slice to every stage that reads it."""
-        for other in self.stages:
-            part = other.part
+        for receiver in self.stages:
+            part = receiver.part
             if not any(v == value and stream in part.graph.inputs for stream, v in part.streams.items()):
                 continue
-            body, inner = part.body, other.loop_placement.bodies[0]
+            body, inner = part.body, receiver.loop_placement.bodies[0]
             spec = dict(zip(body.inputs, inner.inputs, strict=True))[value]
-            slot = self.listing.send(source, body.types[value], stage, held, other, spec)
-            self.slices[other.number, value, spec, microbatch] = slot
+            slot = self.listing.send(source, body.types[value], stage, held, receiver, spec)
+            self.slices[receiver.number, value, spec, microbatch] = slot
 
     def _read(self, stage: Stage, held: Held, microbatch: int) -> Slot:
-        """The slot of what a task reads: a slice, a sum so far, or what the loop holds."""
+        """The slot of a value that a task reads: a slice, a sum so far, or what the loop holds."""
         value, spec = held
         part, key = stage.part, (stage.number, value, spec, microbatch)
         if key in self.slices:
@@ -128,7 +129,7 @@ class Loop:
         return slot
 
     def _slice(self, stage: Stage, outer: int, held: Held, microbatch: int) -> Slot:
-        """A microbatch of the batch, or its number."""
+        """The slot of one microbatch of the batch, or of its number."""
         (value, spec), slot = held, self.listing.fresh()
         sharding, type = stage.sharding(spec), stage.part.body.types[value]
         if outer in self.arguments:
@@ -141,7 +142,7 @@ class Loop:
         return slot
 
     def total(self, stage: Stage, start: int, spec: ShardingSpec) -> Slot:
-        """The sum that begins as the body's input `start`, as it stands.
+        """The slot of the sum that begins as the body's input `start`, as it stands.
 
         Before the first microbatch it is zero, an array of its own for each sum: it is donated.
         """
@@ -166,7 +167,7 @@ class Loop:
         return self.zeros[key]
 
     def finish(self, stage: Stage) -> None:
-        """The loop's results as values of the step: sums as they are, rows joined."""
+        """Adds the loop's results as values of the step: sums as they are, rows joined."""
         part = stage.part
         node, body, placement = part.graph.nodes[part.loop], part.body, stage.loop_placement
         inner, slots = placement.bodies[0], self.listing.slots
@@ -183,7 +184,7 @@ class Loop:
                 slots[stage.number, value, spec] = self._joined(stage, (row, ends[row]), (value, spec))
 
     def _joined(self, stage: Stage, row: Held, joined: Held) -> Slot:
-        """A row of each microbatch as one array."""
+        """The slot of all microbatches' rows as one array."""
         rows = [self.slices[stage.number, *row, m] for m in range(self.microbatches)]
         type = stage.part.body.types[row[0]]
         struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype))

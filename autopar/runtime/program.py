@@ -57,7 +57,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Runs a segment: `inputs` and `outputs` are slots."""
+    """The instruction that runs a segment: `inputs` and `outputs` are slots."""
 
     segment: int
     inputs: tuple[Slot, ...]
@@ -67,7 +67,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Brings an array of these `struct` and sharding to another stage's submesh, in another `sharding`."""
+    """The instruction that sends an array of this `struct` and sharding to another stage's submesh, in another
+    `sharding`.
+    """
 
     source: Slot
     target: Slot
@@ -77,7 +79,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
-    """Drops arrays that nothing reads any more."""
+    """The instruction that drops arrays that nothing reads any more."""
 
     slots: tuple[Slot, ...]
 
@@ -87,7 +89,7 @@ Instruction = Run | Send | Free
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed:
-    """An argument that a stage reads: the whole of it (a batch as microbatches), or microbatch number `slice`."""
+    """An argument that a stage reads: all of it (a batch as microbatches), or microbatch number `slice`."""
 
     argument: int
     slot: Slot
@@ -97,7 +99,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Donation:
-    """The positions of the arguments that are gone after a step, as they would be after `jax.jit`; all `names`."""
+    """The positions of the arguments that are deleted after a step, as after `jax.jit`, and all names."""
 
     positions: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -109,12 +111,12 @@ class Donation:
             leaf = leaves[position]
             if times[id(leaf)] > 1 and isinstance(leaf, jax.Array):
                 same = [self.names[i] for i, other in enumerate(leaves) if other is leaf]
-                what = f"arguments {' and '.join(same)} are one array"
+                argument = f"arguments {' and '.join(same)} are one array"
                 rule = f"{self.names[position]} is donated, and what is donated can be passed once"
-                raise ArgumentError(explain(what, rule, "", "pass a copy, or donate none of them"))
+                raise ArgumentError(explain(argument, rule, "", "pass a copy, or donate none of them"))
 
     def delete(self, leaves: Sequence[Any]) -> None:
-        """Deletes what is not deleted yet: it had to move first, or no segment has a use for it."""
+        """Deletes the donated arrays that still exist: they had to move first, or no segment could use them."""
         for position in self.positions:
             leaf = leaves[position]
             if jax_compat.is_concrete(leaf) and not leaf.is_deleted():
@@ -123,7 +125,7 @@ class Donation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """All that the runtime does in one step, in order. `results[o]` is the slot of output o."""
+    """The work of the runtime in one step, in order. `results[o]` is the slot of output o."""
 
     segments: tuple[Segment, ...]
     feeds: tuple[Feed, ...]
@@ -136,18 +138,18 @@ class Program:
     def verify(self) -> None:
         """Raises InternalError unless slots are written before they are read, and read before they are gone."""
         live = {feed.slot for feed in self.feeds} | {slot for slot, _, _ in self.constants}
-        kept = {slot for slot, _, _ in self.constants}
-        kept |= {
+        readable = {slot for slot, _, _ in self.constants}
+        readable |= {
             feed.slot for feed in self.feeds if feed.slice is None and feed.argument not in self.donation.positions
         }
-        if len(set(self.results)) < len(self.results) or kept & set(self.results):
+        if len(set(self.results)) < len(self.results) or readable & set(self.results):
             raise InternalError("a result is another's array, or not the step's own")
         for instruction in self.instructions:
             match instruction:
                 case Run():
                     self._known(instruction.inputs, live)
                     gone = {instruction.inputs[i] for i in self.segments[instruction.segment].donated}
-                    if any(instruction.inputs.count(slot) > 1 for slot in gone) or gone & kept:
+                    if any(instruction.inputs.count(slot) > 1 for slot in gone) or gone & readable:
                         raise InternalError(f"{instruction} donates what it reads twice, or what is not the step's own")
                     live -= gone
                     live.update(instruction.outputs)
@@ -171,8 +173,8 @@ def freed(
     results: Sequence[Slot],
     constants: Sequence[tuple[Slot, Any, Sharding]],
 ) -> list[Instruction]:
-    """The instructions with a `Free` behind the last use of what is neither a result nor donated."""
-    kept = {*results, *(slot for slot, _, _ in constants)}
+    """The instructions, with a `Free` after the last use of everything that is neither a result nor donated."""
+    permanent = {*results, *(slot for slot, _, _ in constants)}
     last: dict[Slot, int] = {}
     for at, instruction in enumerate(instructions):
         match instruction:
@@ -187,11 +189,11 @@ def freed(
         instruction = instructions[at]
         donated = segments[instruction.segment].donated if isinstance(instruction, Run) else ()
         gone = {instruction.inputs[i] for i in donated} if isinstance(instruction, Run) else set[Slot]()
-        if slot not in kept and slot not in gone:
+        if slot not in permanent and slot not in gone:
             ends.setdefault(at, []).append(slot)
-    found: list[Instruction] = []
+    listed: list[Instruction] = []
     for at, instruction in enumerate(instructions):
-        found.append(instruction)
+        listed.append(instruction)
         if at in ends:
-            found.append(Free(slots=tuple(ends[at])))
-    return found
+            listed.append(Free(slots=tuple(ends[at])))
+    return listed

@@ -1,4 +1,4 @@
-"""What stages compute after the loop, in rounds: each runs all that it can, then what others wait for is sent."""
+"""The instructions after the loop, in rounds: each stage runs all that it can, then sends what others need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from passes.placement import is_free
 
 
 def write_rounds(stages: Sequence[Stage], listing: Listing) -> None:
-    """Writes rounds until nothing is left to run. Raises InternalError for outputs that no round makes."""
+    """Adds rounds until nothing is left to run. Raises InternalError for outputs that no round makes."""
     ran: dict[int, set[int]] = {stage.number: set() for stage in stages}
     progress = True
     while progress:
@@ -29,37 +29,39 @@ def write_rounds(stages: Sequence[Stage], listing: Listing) -> None:
 
 
 def _write_round(stage: Stage, stages: Sequence[Stage], listing: Listing, ran: set[int]) -> bool:
-    """Whether anything could run, which by then is written.
+    """Whether anything could run, which then has been added.
 
     While a stage waits for others it runs what they wait for and no more, so that state is updated in one segment,
     which has a use for its buffers.
     """
-    graph, home = stage.part.graph, homes(stage.part.graph, stage.layout)
+    graph, specs = stage.part.graph, homes(stage.part.graph, stage.layout)
     free = {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}
-    here = {v for v in home if (stage.number, v, home[v]) in listing.slots}
-    here |= free | set(graph.literals) | set(graph.constants)
+    present = {v for v in specs if (stage.number, v, specs[v]) in listing.slots}
+    present |= free | set(graph.literals) | set(graph.constants)
     nodes = [i for i in range(len(graph.nodes)) if i > stage.part.loop and i not in ran]
-    can: list[int] = []
-    made: set[int] = set()
+    runnable: list[int] = []
+    computed: set[int] = set()
     for index in nodes:
-        if all(v in here or v in made for v in graph.nodes[index].inputs):
-            can.append(index)
-            made.update(graph.nodes[index].outputs)
-    outputs = [(v, s) for v, s in _outputs(stage) if v in made or v in here]
-    if len(can) < len(nodes):
-        others = [other for other in stages if other is not stage]
-        outputs = [(v, s) for v, s in outputs if any(v in other.part.graph.inputs for other in others)]
-        can = _leading_to(graph, can, [v for v, _ in outputs])
-        made = {v for i in can for v in graph.nodes[i].outputs}
-    left = [i for i in nodes if i not in can]
-    read_later = {v for i in left for v in graph.nodes[i].inputs}
-    wanted: list[Held] = [*((v, home[v]) for v in sorted(made & read_later - free)), *outputs]
-    wanted = [held for held in dict.fromkeys(wanted) if (stage.number, *held) not in listing.slots]
-    ran.update(can)
-    if not wanted:
-        return bool(can)
+        if all(v in present or v in computed for v in graph.nodes[index].inputs):
+            runnable.append(index)
+            computed.update(graph.nodes[index].outputs)
+    outputs = [(v, s) for v, s in _outputs(stage) if v in computed or v in present]
+    if len(runnable) < len(nodes):
+        other_stages = [other for other in stages if other is not stage]
+        outputs = [(v, s) for v, s in outputs if any(v in other.part.graph.inputs for other in other_stages)]
+        runnable = _leading_to(graph, runnable, [v for v, _ in outputs])
+        computed = {v for i in runnable for v in graph.nodes[i].outputs}
+    remaining = [i for i in nodes if i not in runnable]
+    read_later = {v for i in remaining for v in graph.nodes[i].inputs}
+    needed: list[Held] = [*((v, specs[v]) for v in sorted(computed & read_later - free)), *outputs]
+    needed = [held for held in dict.fromkeys(needed) if (stage.number, *held) not in listing.slots]
+    ran.update(runnable)
+    if not needed:
+        return bool(runnable)
     loose = [i for i in range(len(graph.nodes)) if is_free(graph, i)]
-    listing.compute(stage, f"after {stage.number}", stage.body, sorted({*loose, *can}), stage.layout, home, wanted)
+    listing.compute(
+        stage, f"after {stage.number}", stage.body, sorted({*loose, *runnable}), stage.layout, specs, needed
+    )
     return True
 
 
@@ -69,10 +71,10 @@ def _outputs(stage: Stage) -> list[Held]:
 
 
 def _leading_to(graph: Graph, nodes: Sequence[int], values: Iterable[int]) -> list[int]:
-    """Those of the nodes that the values are made of."""
-    live, found = set(values), list[int]()
+    """The nodes, of those given, that the values depend on."""
+    live, leading = set(values), list[int]()
     for index in reversed(nodes):
         if not live.isdisjoint(graph.nodes[index].outputs):
-            found.append(index)
+            leading.append(index)
             live.update(graph.nodes[index].inputs)
-    return found[::-1]
+    return leading[::-1]

@@ -1,4 +1,4 @@
-"""Walks a pipeline's program: every instruction issued in order, none waited for."""
+"""The loop that runs a pipeline's program: every instruction issued in order, none waited for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Step = Callable[[Slots], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """Microbatches of an argument that one stage reads: they get there as one array, where `cut` takes it apart."""
+    """The microbatches of an argument that one stage reads: they arrive as one array, which `cut` takes apart."""
 
     argument: int
     sharding: Sharding
@@ -34,7 +34,7 @@ class Slices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of a step: of the feed, of each instruction as it keeps the host, and until its results are there.
+    """Seconds of a step: of the feed, of each instruction on the host, and until its results are ready.
 
     `done` differs from `host` only where results were waited for.
     """
@@ -103,12 +103,12 @@ class Pipeline:
         return jax.tree.unflatten(self.out_tree, results)
 
     def _fed(self, leaves: Sequence[Any]) -> Slots:
-        """The slots with every argument where it is read; what lies there already stays."""
+        """The slots with every argument where it is read; arrays that are there already stay."""
         slots: Slots = [None] * self.program.n_slots
         for slot, array in self.constants:
             slots[slot] = array
         arrays: list[Any] = []
-        wanted: list[Sharding] = []
+        shardings: list[Sharding] = []
         targets: list[int] = []
         for feed in self.program.feeds:
             if feed.slice is not None:
@@ -120,19 +120,19 @@ class Pipeline:
                 slots[feed.slot] = leaf
             else:
                 arrays.append(leaf)
-                wanted.append(feed.sharding)
+                shardings.append(feed.sharding)
                 targets.append(feed.slot)
-        for one in self.slices:
-            leaf = leaves[one.argument]
-            arrays.append(leaf.reshape(-1, self.rows[one.argument], *leaf.shape[1:]))
-            wanted.append(one.sharding)
+        for slices in self.slices:
+            leaf = leaves[slices.argument]
+            arrays.append(leaf.reshape(-1, self.rows[slices.argument], *leaf.shape[1:]))
+            shardings.append(slices.sharding)
         if not arrays:
             return slots
-        moved = jax.device_put(arrays, wanted)
+        moved = jax.device_put(arrays, shardings)
         for slot, array in zip(targets, moved, strict=False):
             slots[slot] = array
-        for one, array in zip(self.slices, moved[len(targets) :], strict=True):
-            for slot, part in zip(one.slots, one.cut(array), strict=True):
+        for slices, array in zip(self.slices, moved[len(targets) :], strict=True):
+            for slot, part in zip(slices.slots, slices.cut(array), strict=True):
                 slots[slot] = part
         return slots
 

@@ -1,4 +1,4 @@
-"""Pieces of a stage's program as functions of arrays: what runs between two waits, on the stage's submesh.
+"""Segments of a stage's program as functions of arrays: the parts that run without waiting, on the stage's submesh.
 
 A value that is a partial sum crosses segments with an axis in front, one summand a device.
 """
@@ -47,7 +47,7 @@ class Stage:
         return self.layout.placements[self.part.loop]
 
     def sharding(self, spec: ShardingSpec) -> Sharding:
-        """Where an array that crosses segments lies; partial sums have an axis in front."""
+        """The JAX sharding of an array that crosses segments; partial sums have an axis in front."""
         if self.mesh is None:
             return SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, partition(spec))
@@ -59,7 +59,7 @@ def partition(spec: ShardingSpec) -> PartitionSpec:
 
 
 def counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of a loop's operands are constants and how many are carried."""
+    """The numbers of a loop's operands that are constants, and that are carried."""
     return params["num_consts"], params["num_carry"]
 
 
@@ -95,42 +95,42 @@ def segment_of(
     body: Body,
     nodes: Sequence[int],
     layout: Layout,
-    home: Mapping[int, ShardingSpec],
-    wanted: Sequence[Held],
+    specs: Mapping[int, ShardingSpec],
+    needed: Sequence[Held],
     donated: Iterable[int] = (),
 ) -> Segment:
-    """The part of a body that makes `wanted`, of those of its `nodes` that matter."""
-    found, types = piece_of(body.graph, nodes, layout, home, wanted), body.graph.types
+    """The segment of the `nodes` of a body that compute `needed`."""
+    piece_graph, types = piece_of(body.graph, nodes, layout, specs, needed), body.graph.types
     piece = Body(
-        graph=found.graph,
-        equations=tuple(body.equations[i] for i in found.nodes),
-        constants=_used_constants(body, found.nodes, wanted),
+        graph=piece_graph.graph,
+        equations=tuple(body.equations[i] for i in piece_graph.nodes),
+        constants=_used_constants(body, piece_graph.nodes, needed),
     )
-    inputs = tuple(zip(found.graph.inputs, found.layout.inputs, strict=True))
+    inputs = tuple(zip(piece_graph.graph.inputs, piece_graph.layout.inputs, strict=True))
     donated = set(donated)
     return Segment(
         name=name,
         stage=stage.number,
-        function=_function(stage, piece, found.layout),
+        function=_function(stage, piece, piece_graph.layout),
         inputs=inputs,
-        outputs=tuple(wanted),
+        outputs=tuple(needed),
         in_shardings=tuple(stage.sharding(spec) for _, spec in inputs),
-        out_shardings=tuple(stage.sharding(spec) for _, spec in wanted),
+        out_shardings=tuple(stage.sharding(spec) for _, spec in needed),
         in_structs=tuple(struct_of(types[v], spec, stage) for v, spec in inputs),
-        out_structs=tuple(struct_of(types[v], spec, stage) for v, spec in wanted),
+        out_structs=tuple(struct_of(types[v], spec, stage) for v, spec in needed),
         donated=tuple(i for i, (v, _) in enumerate(inputs) if v in donated),
         platform=stage.device.platform,
     )
 
 
-def _used_constants(body: Body, nodes: Sequence[int], wanted: Sequence[Held]) -> tuple[Any, ...]:
-    read = {v for i in nodes for v in body.graph.nodes[i].inputs}.union(v for v, _ in wanted)
-    held = zip(body.graph.constants, body.constants, strict=True)
-    return tuple(array for value, array in held if value in read)
+def _used_constants(body: Body, nodes: Sequence[int], needed: Sequence[Held]) -> tuple[Any, ...]:
+    read = {v for i in nodes for v in body.graph.nodes[i].inputs}.union(v for v, _ in needed)
+    numbered = zip(body.graph.constants, body.constants, strict=True)
+    return tuple(array for value, array in numbered if value in read)
 
 
 def _function(stage: Stage, piece: Body, layout: Layout) -> Any:
-    """A piece on whole arrays, partial sums with an axis in front."""
+    """The function of a segment on whole arrays, partial sums with an axis in front."""
     schedule = moves(piece.graph, layout, Resharder(stage.plan.mesh))
     run = partial(walk, piece, layout, schedule, OnPieces(stage.plan.mesh))
     if stage.mesh is None:
@@ -160,5 +160,5 @@ def crossing_shape(type: TensorType, spec: ShardingSpec, stage: Stage) -> tuple[
 
 
 def struct_of(type: TensorType, spec: ShardingSpec, stage: Stage) -> jax.ShapeDtypeStruct:
-    """An array that crosses segments."""
+    """The type of an array that crosses segments."""
     return jax.ShapeDtypeStruct(crossing_shape(type, spec, stage), jax_compat.dtype_of(type.dtype))

@@ -1,4 +1,5 @@
-"""Arrays between submeshes: any sharding over some devices to any other over others, in order, never through the host.
+"""Transfers of arrays between submeshes: any sharding to any other over other devices, in order, never through the
+host.
 
     plan      who sends which part of which shard to whom, as plain data     `plan_transfer`
     move      single-device pieces from device to device                     `Transport`, `Local`
@@ -29,7 +30,7 @@ from autopar.runtime.transfer_plan import Box, Tile, TransferPlan, blocks_of, de
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A piece of this type that goes from one device to another."""
+    """The path of a piece of this type from one device to another."""
 
     source: Device
     target: Device
@@ -42,7 +43,9 @@ Move = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 class Transport(Protocol):
-    """A way between devices. Preparation happens once; what it returns is called for every array.
+    """The way in which pieces get from device to device.
+
+    Preparation happens once; what it returns is called for every array.
 
     A transport between processes is prepared by all of them, in the same order and with the same routes.
     """
@@ -58,7 +61,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """All devices belong to this process."""
+    """The transport where all devices belong to this process."""
 
     def connect(self, routes: tuple[Route, ...]) -> Move:
         # A device in place of its sharding: JAX spends half the time on one piece, and nothing differs.
@@ -86,11 +89,11 @@ class Transfer:
         if not jax_compat.is_concrete(array):
             raise ArgumentError(_refusal(plan, f"an operand of type {type(array).__name__}", "pass a jax.Array"))
         if array.shape != plan.shape or array.dtype != plan.dtype:
-            what = f"an array {type_text(array.shape, array.dtype)}"
-            raise ArgumentError(_refusal(plan, what, "plan a transfer for arrays of this type"))
+            argument = f"an array {type_text(array.shape, array.dtype)}"
+            raise ArgumentError(_refusal(plan, argument, "plan a transfer for arrays of this type"))
         if array.sharding is not plan.source and array.sharding != plan.source:
-            what = f"an array in {where(array.sharding)}"
-            raise ArgumentError(_refusal(plan, what, "plan a transfer from this sharding, or move the array first"))
+            argument = f"an array in {where(array.sharding)}"
+            raise ArgumentError(_refusal(plan, argument, "plan a transfer from this sharding, or move the array first"))
         return self.run(array)
 
 
@@ -134,7 +137,7 @@ class _Tiles:
 
     @classmethod
     def of(cls, plan: TransferPlan, transport: Transport) -> _Tiles:
-        held, places = blocks_of(plan.source, plan.shape), _positions(plan.target, plan.shape)
+        source_blocks, places = blocks_of(plan.source, plan.shape), _positions(plan.target, plan.shape)
         tiles = plan.tiles
         moved = tuple(i for i, tile in enumerate(tiles) if tile.source_device != tile.target_device)
         joins: dict[Device, list[int]] = {}
@@ -144,7 +147,7 @@ class _Tiles:
         copied = tuple((places[copy.source_device], places[copy.target_device]) for copy in plan.copies)
         return cls(
             plan=plan,
-            cuts=_cuts(plan, held),
+            cuts=_cuts(plan, source_blocks),
             moved=moved,
             move=transport.connect(
                 tuple(
@@ -188,20 +191,22 @@ class _Tiles:
         return jax.make_array_from_single_device_arrays(self.plan.shape, self.plan.target, results)
 
 
-def _cuts(plan: TransferPlan, held: Mapping[Device, Box]) -> tuple[tuple[Device, Program | None, tuple[int, ...]], ...]:
-    """One program for each device's parts; whole shards need none."""
-    found: list[tuple[Device, Program | None, tuple[int, ...]]] = []
-    for device, block in held.items():
+def _cuts(
+    plan: TransferPlan, source_blocks: Mapping[Device, Box]
+) -> tuple[tuple[Device, Program | None, tuple[int, ...]], ...]:
+    """The programs that cut out each device's parts; whole shards need none."""
+    programs: list[tuple[Device, Program | None, tuple[int, ...]]] = []
+    for device, block in source_blocks.items():
         shape = shape_of(block)
         mine = [i for i, tile in enumerate(plan.tiles) if tile.source_device == device]
-        whole = tuple(i for i in mine if plan.tiles[i].shape == shape)
+        uncut = tuple(i for i in mine if plan.tiles[i].shape == shape)
         parts = tuple(i for i in mine if plan.tiles[i].shape != shape)
-        if whole:
-            found.append((device, None, whole))
+        if uncut:
+            programs.append((device, None, uncut))
         if parts:
             boxes = tuple(plan.tiles[i].source_slice for i in parts)
-            found.append((device, _compiled(partial(_cut, boxes=boxes), device, [shape], plan.dtype), parts))
-    return tuple(found)
+            programs.append((device, _compiled(partial(_cut, boxes=boxes), device, [shape], plan.dtype), parts))
+    return tuple(programs)
 
 
 def _join(device: Device, tiles: Sequence[Tile], dtype: Any) -> Program | None:
@@ -221,7 +226,10 @@ def _cut(shard: jax.Array, *, boxes: tuple[Box, ...]) -> tuple[jax.Array, ...]:
 
 
 def _joined(*pieces: jax.Array, boxes: tuple[Box, ...], dimension: int = 0) -> jax.Array:
-    """The pieces side by side. They lie on a grid, as the shards of every sharding do: one dimension after another."""
+    """The array of pieces side by side.
+
+    They lie on a grid, as the shards of every sharding do: one dimension after another.
+    """
     if len(pieces) == 1:
         return pieces[0]
     rows: dict[tuple[int, int], list[int]] = {}
@@ -242,5 +250,7 @@ def _positions(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, int]:
     return {device: i for i, device in enumerate(sharding.devices_indices_map(shape))}
 
 
-def _refusal(plan: TransferPlan, what: str, remedy: str) -> str:
-    return explain(what, f"the transfer takes {type_text(plan.shape, plan.dtype)} in {where(plan.source)}", "", remedy)
+def _refusal(plan: TransferPlan, argument: str, remedy: str) -> str:
+    return explain(
+        argument, f"the transfer takes {type_text(plan.shape, plan.dtype)} in {where(plan.source)}", "", remedy
+    )

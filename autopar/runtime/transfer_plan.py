@@ -1,4 +1,4 @@
-"""Who sends which part of which shard to whom, as plain data."""
+"""Transfers as plain data: which device sends which part of which shard to which device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A whole target shard that another target device has already and hands on."""
+    """A whole target shard that another target device already has and passes on."""
 
     source_device: Device
     target_device: Device
@@ -55,7 +55,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """How an array of one type gets from `source` to `target`.
+    """The way of an array of one type from `source` to `target`.
 
     alias     it is there already
     put       shard by shard: the i-th devices of both hold the same part
@@ -75,7 +75,7 @@ class TransferPlan:
 
     @property
     def shares(self) -> bool:
-        """Whether the result may have buffers in common with the operand."""
+        """Whether the result may share buffers with the operand."""
         if self.kind == "alias":
             return True
         shards = blocks_of(self.source, self.shape)
@@ -97,34 +97,37 @@ class TransferPlan:
     def verify(self) -> None:
         """Raises InternalError unless every element of every target shard comes from its place exactly once."""
         if self.kind in ("alias", "reshard"):
-            there = self.source == self.target if self.kind == "alias" else _same_devices(self.source, self.target)
-            _require(there and not self.tiles and not self.copies, f"{self.kind} between other devices, or with tiles")
+            agrees = self.source == self.target if self.kind == "alias" else _same_devices(self.source, self.target)
+            _require(agrees and not self.tiles and not self.copies, f"{self.kind} between other devices, or with tiles")
             return
-        shards, wanted = blocks_of(self.source, self.shape), blocks_of(self.target, self.shape)
-        covers: dict[Device, list[Box]] = {device: [] for device in wanted}
+        shards, targets = blocks_of(self.source, self.shape), blocks_of(self.target, self.shape)
+        covers: dict[Device, list[Box]] = {device: [] for device in targets}
         for tile in self.tiles:
-            held, block = shards.get(tile.source_device), wanted.get(tile.target_device)
-            if held is None or block is None:
+            source_block, block = shards.get(tile.source_device), targets.get(tile.target_device)
+            if source_block is None or block is None:
                 raise InternalError(f"a transfer's plan is wrong: tile {tile} is between devices of neither side")
-            inside = _within(tile.source_slice, shape_of(held)) and _within(tile.target_slice, shape_of(block))
+            inside = _within(tile.source_slice, shape_of(source_block)) and _within(tile.target_slice, shape_of(block))
             _require(inside, f"tile {tile} leaves a shard")
             _require(
-                _globally(tile.source_slice, held) == _globally(tile.target_slice, block), f"tile {tile} displaces"
+                _globally(tile.source_slice, source_block) == _globally(tile.target_slice, block),
+                f"tile {tile} displaces",
             )
             covers[tile.target_device].append(tile.target_slice)
-        made = {device for device, boxes in covers.items() if boxes}
-        for device in made:
+        covered = {device for device, boxes in covers.items() if boxes}
+        for device in covered:
             boxes = covers[device]
             apart = all(_overlap(a, b) is None for a, b in itertools.combinations(boxes, 2))
-            whole = sum(math.prod(shape_of(box)) for box in boxes) == math.prod(shape_of(wanted[device]))
-            _require(apart and whole, f"device {device.id} gets its shard not exactly once from {len(boxes)} tiles")
+            is_covered = sum(math.prod(shape_of(box)) for box in boxes) == math.prod(shape_of(targets[device]))
+            _require(
+                apart and is_covered, f"device {device.id} gets its shard not exactly once from {len(boxes)} tiles"
+            )
         copied = [copy.target_device for copy in self.copies]
         _require(
-            sorted(d.id for d in (*made, *copied)) == sorted(d.id for d in wanted),
+            sorted(d.id for d in (*covered, *copied)) == sorted(d.id for d in targets),
             "tiles and copies together do not reach every target device once",
         )
         for copy in self.copies:
-            same = copy.source_device in made and wanted[copy.source_device] == wanted[copy.target_device]
+            same = copy.source_device in covered and targets[copy.source_device] == targets[copy.target_device]
             _require(same, f"copy {copy} hands on another shard")
 
     def format(self) -> str:
@@ -149,25 +152,25 @@ def plan_transfer(shape: Sequence[int], dtype: Any, source: Sharding, target: Sh
     make = partial(TransferPlan, shape=shape, dtype=dtype, source=source, target=target)
     if source == target:
         return make(kind="alias")
-    held, wanted = blocks_of(source, shape), blocks_of(target, shape)
-    if tuple(held.values()) == tuple(wanted.values()):
-        pairs = zip(held, wanted.items(), strict=True)
-        whole = (_tile(a, held[a], b, block, block) for a, (b, block) in pairs)
+    sources, targets = blocks_of(source, shape), blocks_of(target, shape)
+    if tuple(sources.values()) == tuple(targets.values()):
+        pairs = zip(sources, targets.items(), strict=True)
+        whole = (_tile(a, sources[a], b, block, block) for a, (b, block) in pairs)
         return make(kind="put", tiles=tuple(whole))
     if _same_devices(source, target):
         return make(kind="reshard")
-    tiles, copies = _spread(held, wanted, dtype.itemsize)
+    tiles, copies = _spread(sources, targets, dtype.itemsize)
     return make(kind="tiles", tiles=tiles, copies=copies)
 
 
 def _spread(
-    held: Mapping[Device, Box], wanted: Mapping[Device, Box], itemsize: int
+    sources: Mapping[Device, Box], targets: Mapping[Device, Box], itemsize: int
 ) -> tuple[tuple[Tile, ...], tuple[Copy, ...]]:
-    holders = _by_block(held)
+    holders = _by_block(sources)
     sent: Counter[Device] = Counter()
     tiles: list[Tile] = []
     copies: list[Copy] = []
-    for block, devices in _by_block(wanted).items():
+    for block, devices in _by_block(targets).items():
         parts = [(part, who) for shard, who in holders.items() if (part := _overlap(shard, block)) is not None]
 
         def here(device: Device, parts: list[tuple[Box, list[Device]]] = parts) -> int:
@@ -179,7 +182,7 @@ def _spread(
         for root in roots:
             for part, who in parts:
                 giver = root if root in who else min(who, key=sent.__getitem__)
-                tiles.append(_tile(giver, held[giver], root, block, part))
+                tiles.append(_tile(giver, sources[giver], root, block, part))
                 sent[giver] += itemsize * math.prod(shape_of(part)) * (giver != root)
         for device in devices:
             if device not in roots:
@@ -190,7 +193,7 @@ def _spread(
 
 
 def blocks_of(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
-    """What each device holds, in the order of the sharding's devices."""
+    """The block of the array on each device, in the order of the sharding's devices."""
     return {
         device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         for device, index in sharding.devices_indices_map(shape).items()
@@ -199,14 +202,14 @@ def blocks_of(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
 
 
 def _by_block(blocks: Mapping[Device, Box]) -> dict[Box, list[Device]]:
-    found: dict[Box, list[Device]] = {}
+    devices_of: dict[Box, list[Device]] = {}
     for device, block in blocks.items():
-        found.setdefault(block, []).append(device)
-    return found
+        devices_of.setdefault(block, []).append(device)
+    return devices_of
 
 
 def _same_devices(a: Sharding, b: Sharding) -> bool:
-    """In the same order: a program has one."""
+    """Whether two shardings have the same devices in the same order, as one program needs."""
     return devices_of(a) == devices_of(b)
 
 
@@ -217,18 +220,21 @@ def devices_of(sharding: Sharding) -> tuple[Device, ...]:
     return tuple(sharding.device_set)
 
 
-def _tile(giver: Device, held: Box, taker: Device, block: Box, part: Box) -> Tile:
+def _tile(giver: Device, source_block: Box, taker: Device, block: Box, part: Box) -> Tile:
     """The tile for a part of the whole array."""
     return Tile(
-        source_device=giver, source_slice=_locally(part, held), target_device=taker, target_slice=_locally(part, block)
+        source_device=giver,
+        source_slice=_locally(part, source_block),
+        target_device=taker,
+        target_slice=_locally(part, block),
     )
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None if nothing. A dimension of size 0 that both have whole is in common."""
-    both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
-    parts = zip(both, a, b, strict=True)
-    return both if all(start < stop or p == q for (start, stop), p, q in parts) else None
+    """The intersection of two boxes; None if it is empty. A dimension of size 0 that both have whole is in common."""
+    common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    parts = zip(common, a, b, strict=True)
+    return common if all(start < stop or p == q for (start, stop), p, q in parts) else None
 
 
 def _within(box: Box, shape: tuple[int, ...]) -> bool:
@@ -253,22 +259,22 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _check(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> None:
-    what = f"a transfer of {type_text(shape, dtype)} with {where(sharding)}"
+    argument = f"a transfer of {type_text(shape, dtype)} with {where(sharding)}"
     if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
         rule = f"{type(sharding).__name__} is neither a NamedSharding nor a SingleDeviceSharding"
-        raise ArgumentError(explain(what, rule, "", "give the sharding over a mesh that says the same"))
+        raise ArgumentError(explain(argument, rule, "", "give the sharding over a mesh that says the same"))
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
         rule = f"the dimensions of {sharding.spec} are more than the array's {len(shape)}"
-        raise ArgumentError(explain(what, rule, "", "name mesh axes only for dimensions that the array has"))
+        raise ArgumentError(explain(argument, rule, "", "name mesh axes only for dimensions that the array has"))
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
         remedy = "shard only dimensions that the mesh axes divide"
-        raise ArgumentError(explain(what, f"every shard must have the same size; {error}", "", remedy)) from error
+        raise ArgumentError(explain(argument, f"every shard must have the same size; {error}", "", remedy)) from error
     default = devices_of(sharding)[0].default_memory().kind
     if sharding.memory_kind not in (None, default):
         rule = f"memory {sharding.memory_kind!r} is not the devices' default, {default!r}"
-        raise ArgumentError(explain(what, rule, "", f"use .with_memory_kind({default!r})"))
+        raise ArgumentError(explain(argument, rule, "", f"use .with_memory_kind({default!r})"))
 
 
 def where(sharding: Any) -> str:

@@ -22,8 +22,8 @@ from autopar.errors import UnsupportedError, explain
 Flat = Callable[..., tuple[Any, ...]]
 
 
-def transformable(planned: Flat, own: Flat) -> Flat:
-    """`planned` where it is only staged, `own` where derivatives or batches are taken; both are one function.
+def transformable(planned: Flat, user_function: Flat) -> Flat:
+    """A function that is `planned` where it is only staged, and `user_function` where derivatives or batches are taken.
 
     What is staged may be differentiated or batched later, so it carries the rules that lead to `own` with it.
     """
@@ -32,7 +32,7 @@ def transformable(planned: Flat, own: Flat) -> Flat:
     @batchable.def_vmap
     def batch(size: int, batched: Sequence[bool], *leaves: Any) -> tuple[Any, Any]:  # pyright: ignore[reportUnusedFunction]
         axes = tuple(0 if is_batched else None for is_batched in batched)
-        results = jax.vmap(own, in_axes=axes, axis_size=size)(*leaves)
+        results = jax.vmap(user_function, in_axes=axes, axis_size=size)(*leaves)
         return results, (True,) * len(results)
 
     program = jax.custom_jvp(lambda *leaves: batchable(*leaves))
@@ -43,7 +43,7 @@ def transformable(planned: Flat, own: Flat) -> Flat:
 
         def along(*moved: Any) -> tuple[Any, ...]:
             given = dict(zip(changing, moved, strict=True))
-            return own(*(given.get(i, primal) for i, primal in enumerate(primals)))
+            return user_function(*(given.get(i, primal) for i, primal in enumerate(primals)))
 
         moved, directions = ([side[i] for i in changing] for side in (primals, tangents))
         return jax.jvp(along, moved, directions)
@@ -52,13 +52,13 @@ def transformable(planned: Flat, own: Flat) -> Flat:
 
     def function(*leaves: Any) -> tuple[Any, ...]:
         traced = filter(jax_compat.is_traced, leaves)
-        return program(*leaves) if all(map(jax_compat.is_staged, traced)) else own(*leaves)
+        return program(*leaves) if all(map(jax_compat.is_staged, traced)) else user_function(*leaves)
 
     return function
 
 
 def own_function(jaxpr: Any, inputs: Sequence[Sharding], outputs: Sequence[Sharding], name: str, source: str) -> Flat:
-    """The user's function as it was traced, of flat arguments, which it takes and returns in these placements.
+    """The user's function as traced, of flat arguments, which it takes and returns in these placements.
 
     It raises UnsupportedError if `jaxpr` is None, for then the planned program is another function.
     """
@@ -81,8 +81,8 @@ def own_function(jaxpr: Any, inputs: Sequence[Sharding], outputs: Sequence[Shard
     jitted = jax.jit(constrained)
 
     def function(*leaves: Any) -> tuple[Any, ...]:
-        held = zip(leaves, inputs, strict=True)
-        return jitted(*(leaf if jax_compat.is_traced(leaf) else jax.device_put(leaf, s) for leaf, s in held))
+        placed = zip(leaves, inputs, strict=True)
+        return jitted(*(leaf if jax_compat.is_traced(leaf) else jax.device_put(leaf, s) for leaf, s in placed))
 
     return function
 

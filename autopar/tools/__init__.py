@@ -1,4 +1,4 @@
-"""The command line and what it shows: what fits, the largest that does, progress, plots, a measured cluster."""
+"""The command line and its tools: what fits, the largest model that does, progress, plots, a measured cluster."""
 
 from autopar.tools.measurement import measure
 

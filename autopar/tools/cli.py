@@ -1,4 +1,4 @@
-"""The command line: make a plan without the devices it is for, look at one, compare two, measure what is here."""
+"""The command line: make a plan without the devices it is for, show one, compare two, measure a cluster."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ exit status: 0 measured, 2 not measured or not saved."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status of a command line: 0 done, 1 the plans differ, 2 trouble, told on stderr, 130 interrupted."""
+    """The exit status of a command line: 0 done, 1 the plans differ, 2 an error, printed on stderr, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plans_folder() -> str:
-    """The folder of the plans that commands keep, in the user's own cache."""
+    """The folder of the plans that commands keep, in the user's cache."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "autopar", "plans")
 
@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """The arguments of `fit`."""
+    """Adds the arguments of `fit`."""
     fits = add("fit", _fit, "show what fits in memory", _FIT_HELP, _FIT_MORE)
     fits.add_argument("target", metavar="MODULE:FUNCTION", help="what should fit; see above")
     fits.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
@@ -209,7 +209,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         jax.config.update("jax_num_cpu_devices", arguments.devices)
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:
-        cluster = measure(said=lambda what: status.update(f"measuring {what}"))
+        cluster = measure(report=lambda what: status.update(f"measuring {what}"))
     try:
         arguments.out.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -219,7 +219,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def cluster_table(cluster: Cluster) -> Table:
-    """What was measured, one row a number."""
+    """The table of what was measured, one row a number."""
     group = cluster.group()
     rates = (
         (f"{dtype} products", f"{rate / 1e9:,.3g} Gflop/s") for dtype, rate in group.device.flops_per_second.items()
@@ -283,7 +283,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     cluster = parse_cluster(arguments.cluster)
     limit = Auto(memory_limit=_limit(arguments.memory_limit)).limit(cluster)
-    room = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or None)
+    setting = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or None)
     rows: list[fit.Row] = []
     largest: list[Largest] = []
     note = ""
@@ -292,15 +292,17 @@ def _fit(arguments: argparse.Namespace) -> int:
             example = fit.Example.of(*targets.example(arguments.target))
             presets = targets.presets(arguments.target, arguments.presets)
             step = fit.traced_step(example)
-            rows.extend(fit.plans(step, room, status.update))
+            rows.extend(fit.plans(step, setting, status.update))
             if arguments.seconds != 0:
-                largest.extend(find_largest(example, step, room, rows, presets, status.update))
+                largest.extend(find_largest(example, step, setting, rows, presets, status.update))
         except KeyboardInterrupt:
             note = "Ended by Ctrl-C: rows are missing."
     if arguments.plot:
         plot_memory({row.name: row.plan for row in rows if row.plan}, arguments.plot, limit)
     _print(
-        fit_text.json_text(room, rows, largest, note) if arguments.json else fit_text.tables(room, rows, largest, note)
+        fit_text.json_text(setting, rows, largest, note)
+        if arguments.json
+        else fit_text.tables(setting, rows, largest, note)
     )
     return INTERRUPTED if note else DONE if any(row.fits for row in rows) else DIFFERENT
 
@@ -325,9 +327,9 @@ def _save_trace(plan: Plan | PipelinePlan, path: Path) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    found = differences(load_plan(arguments.before), load_plan(arguments.after))
-    _print(json.dumps(found.to_json(), indent=2) if arguments.json else found.tables() or str(found))
-    return DONE if found.is_empty else DIFFERENT
+    difference = differences(load_plan(arguments.before), load_plan(arguments.after))
+    _print(json.dumps(difference.to_json(), indent=2) if arguments.json else difference.tables() or str(difference))
+    return DONE if difference.is_empty else DIFFERENT
 
 
 def _planner(written: str) -> Planner:
@@ -356,13 +358,13 @@ def _planner(written: str) -> Planner:
     raise UsageError(f"--planner {written!r} is not a planner\n{_PLANNERS}")
 
 
-def _print(found: str | Sequence[Table]) -> None:
+def _print(output: str | Sequence[Table]) -> None:
     """Prints text as it is and tables as rich tables."""
-    if isinstance(found, str):
-        print(found.rstrip())
+    if isinstance(output, str):
+        print(output.rstrip())
         return
     console = Console(highlight=False)
-    for table in found:
+    for table in output:
         console.print(Text(table.title, style="bold"))
         if table.rows:
             console.print(_rich(table.fitted(console.width)))

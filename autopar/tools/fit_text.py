@@ -1,4 +1,4 @@
-"""The tables of what fits: memory of one device by cause, how each plan comes by it, and what is the largest."""
+"""The tables of `fit`: memory of one device by cause, the choices of each plan, and the largest model that fits."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def tables(room: Room, rows: Sequence[Row], largest: Sequence[Largest], note: str = "") -> tuple[Table, ...]:
-    """Everything that was found, `note` under the last."""
-    found = [fit_table(room, rows)]
+    """All tables of the results, with `note` under the last."""
+    all_tables = [fit_table(room, rows)]
     if any(row.plan for row in rows):
-        found += [how_table(rows), over_time_table(room, rows)]
-    found += [
+        all_tables += [how_table(rows), over_time_table(room, rows)]
+    all_tables += [
         _largest_table(what, kind) for what in ("batch", "preset") if (kind := [x for x in largest if x.what == what])
     ]
-    found += [Table(title="", columns=(), rows=(), note=note)] if note else []
-    return tuple(found)
+    all_tables += [Table(title="", columns=(), rows=(), note=note)] if note else []
+    return tuple(all_tables)
 
 
 def fit_table(room: Room, rows: Sequence[Row]) -> Table:
-    """A plan a row: seconds of a step, the peak of one device by cause, and by how much it is over the limit."""
+    """The table with a row for each plan: seconds of a step, the peak of one device by cause, and the excess over the
+    limit.
+    """
     written, unit = _written([row.plan.peak_nbytes for row in rows if row.plan])
     cluster = f"{room.cluster.name}, {quantities.count(room.cluster.n_devices, 'device')}"
     return Table(
@@ -51,9 +53,9 @@ def _cells(row: Row, written: quantities.Text) -> tuple[str, ...]:
     """The numbers of a row; `fits` where it is not over."""
     if row.plan is None:
         return ("-",) * (1 + len(CAUSES) + 2) + ("no plan",)
-    held = (written(nbytes) if nbytes else "-" for nbytes in by_column(row.plan).values())
+    sizes = (written(nbytes) if nbytes else "-" for nbytes in by_column(row.plan).values())
     over = "fits" if row.fits else written(row.over_nbytes)
-    return (quantities.seconds(row.plan.step_seconds), *held, written(row.plan.peak_nbytes), over)
+    return (quantities.seconds(row.plan.step_seconds), *sizes, written(row.plan.peak_nbytes), over)
 
 
 def by_column(plan: Plan) -> dict[str, int]:
@@ -63,16 +65,16 @@ def by_column(plan: Plan) -> dict[str, int]:
 
 
 def _written(sizes: Sequence[int]) -> tuple[quantities.Text, str]:
-    """(how bytes are written, their unit): the largest of which the least of `sizes` has one."""
-    power, least = 0, min(sizes, default=0)
-    while least >= 1024 ** (power + 1) and power < len(_UNITS) - 1:
+    """The way in which bytes are written, and their unit: the largest of which the least of `sizes` has one."""
+    power, smallest = 0, min(sizes, default=0)
+    while smallest >= 1024 ** (power + 1) and power < len(_UNITS) - 1:
         power += 1
-    places = 0 if power == 0 else 1 if least >= 10 * 1024**power else 2
+    places = 0 if power == 0 else 1 if smallest >= 10 * 1024**power else 2
     return lambda nbytes: f"{nbytes / 1024**power:,.{places}f}", _UNITS[power]
 
 
 def how_table(rows: Sequence[Row]) -> Table:
-    """What each plan chose, and the source line of its peak; why there is none where there is none."""
+    """The table of each plan's choices and the source line of its peak, or of the reason why there is no plan."""
     return Table(
         title="how",
         columns=(
@@ -85,17 +87,17 @@ def how_table(rows: Sequence[Row]) -> Table:
 
 
 def chosen(row: Row) -> str:
-    """The mesh and the form of a step, or why there is no plan: `data=4 x tensor=2, 4 microbatches`."""
+    """The mesh and the variant of a step, or why there is no plan: `data=4 x tensor=2, 4 microbatches`."""
     if (plan := row.plan) is None:
         return row.refusal.splitlines()[0]
-    words = [str(plan.mesh) if plan.mesh.axes else "one device"]
+    details = [str(plan.mesh) if plan.mesh.axes else "one device"]
     if plan.microbatches > 1:
-        words.append(f"{plan.microbatches:,} microbatches")
+        details.append(f"{plan.microbatches:,} microbatches")
     if plan.remat:
-        words.append(plan_text.kept(plan.remat))
+        details.append(plan_text.kept(plan.remat))
     if plan.offloaded:
-        words.append(f"{quantities.count(len(plan.offloaded), 'input')} in the host's memory")
-    return ", ".join(words) + (": the leanest found" if row.refusal else "")
+        details.append(f"{quantities.count(len(plan.offloaded), 'input')} in the host's memory")
+    return ", ".join(details) + (": the leanest found" if row.refusal else "")
 
 
 def _where(plan: Plan | None) -> str:
@@ -103,23 +105,23 @@ def _where(plan: Plan | None) -> str:
 
 
 def over_time_table(room: Room, rows: Sequence[Row]) -> Table:
-    """Bytes of one device over the step, all plans on one scale."""
+    """The table of the bytes of one device over the step, all plans on one scale."""
     reports = {row.name: row.plan.memory.over_time for row in rows if row.plan and row.plan.memory}
-    most = max((max(held) for held in reports.values() if held), default=0)
-    full = min(float(most), room.limit_nbytes) or 1.0
+    largest = max((max(sizes) for sizes in reports.values() if sizes), default=0)
+    full = min(float(largest), room.limit_nbytes) or 1.0
     return Table(
-        title=f"memory over the step: a full bar is {quantities.nbytes(full)}{' or more' if most > full else ''}",
+        title=f"memory over the step: a full bar is {quantities.nbytes(full)}{' or more' if largest > full else ''}",
         columns=(Column(heading=""), Column(heading="")),
-        rows=tuple((name, plan_text.sparkline(_stretched(held), full)) for name, held in reports.items() if held),
+        rows=tuple((name, plan_text.sparkline(_stretched(sizes), full)) for name, sizes in reports.items() if sizes),
     )
 
 
-def _stretched(held: Sequence[int]) -> list[int]:
-    """The same step at `POINTS` points, however few were kept."""
-    return [held[point * len(held) // POINTS] for point in range(POINTS)]
+def _stretched(sizes: Sequence[int]) -> list[int]:
+    """The bytes of a step at `POINTS` points, however few were kept."""
+    return [sizes[point * len(sizes) // POINTS] for point in range(POINTS)]
 
 
-def _largest_table(what: str, found: Sequence[Largest]) -> Table:
+def _largest_table(what: str, largest: Sequence[Largest]) -> Table:
     return Table(
         title=f"largest {what} that fits",
         columns=(
@@ -129,34 +131,34 @@ def _largest_table(what: str, found: Sequence[Largest]) -> Table:
             Column(heading="peak", right=True),
             Column(heading="chosen", flexible=True),
         ),
-        rows=tuple((one.name, *_largest_cells(one)) for one in found),
+        rows=tuple((entry.name, *_largest_cells(entry)) for entry in largest),
     )
 
 
-def _largest_cells(one: Largest) -> tuple[str, ...]:
-    """The numbers of a row; `or more` where time ran out."""
-    refusal = one.refusal.partition("\n")[0]
-    if one.size is None or one.row is None or one.row.plan is None:
-        none = "none" if one.certain else "?"
-        return (none, "", "", refusal or ("" if one.certain else "given up before it was known"))
-    size = f"{one.size:,}" if isinstance(one.size, int) else one.size
-    plan = one.row.plan
+def _largest_cells(entry: Largest) -> tuple[str, ...]:
+    """The cells of a row; `or more` where time ran out."""
+    refusal = entry.refusal.partition("\n")[0]
+    if entry.size is None or entry.row is None or entry.row.plan is None:
+        none = "none" if entry.certain else "?"
+        return (none, "", "", refusal or ("" if entry.certain else "given up before it was known"))
+    size = f"{entry.size:,}" if isinstance(entry.size, int) else entry.size
+    plan = entry.row.plan
     seconds, peak = quantities.seconds(plan.step_seconds), quantities.nbytes(plan.peak_nbytes)
     return (
-        size if one.certain else f"{size} or more",
+        size if entry.certain else f"{size} or more",
         seconds,
         peak,
-        "; ".join(filter(None, (chosen(one.row), refusal))),
+        "; ".join(filter(None, (chosen(entry.row), refusal))),
     )
 
 
 def json_text(room: Room, rows: Sequence[Row], largest: Sequence[Largest], note: str = "") -> str:
-    """The same as JSON."""
+    """The results as JSON."""
     data = {
         "cluster": room.cluster.to_json(),
         "limit_nbytes": int(room.limit_nbytes),
         "rows": [row.to_json() for row in rows],
-        "largest": [one.to_json() for one in largest],
+        "largest": [entry.to_json() for entry in largest],
         **({"note": note} if note else {}),
     }
     return json.dumps(data, indent=1)

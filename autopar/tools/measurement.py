@@ -1,4 +1,4 @@
-"""The cluster that is here, with numbers that were measured rather than read off a data sheet.
+"""The cluster of this machine, with numbers that are measured rather than read off a data sheet.
 
 Virtual CPU devices share cores, caches and a transport that behaves unlike any accelerator's, so what a plan costs
 there is learned from a minute of products, copies and collectives, every device at work at once.
@@ -40,7 +40,7 @@ _Step = Callable[[jax.Array], jax.Array]
 _Said = Callable[[str], None]
 
 
-def measure(devices: Sequence[Device] | None = None, *, said: _Said = lambda what: None) -> Cluster:
+def measure(devices: Sequence[Device] | None = None, *, report: _Said = lambda what: None) -> Cluster:
     """The cluster of these devices (by default all of this process), measured in about a minute.
 
     `said` hears in words what is measured next. Raises ClusterError as `local_cluster` does.
@@ -48,8 +48,12 @@ def measure(devices: Sequence[Device] | None = None, *, said: _Said = lambda wha
     devices = tuple(jax.local_devices() if devices is None else devices)
     cluster = local_cluster(devices)
     group = cluster.group()
-    said("products and copies")
-    measured = [one for ranks in _divisors(len(devices)) for one in _collectives(cluster, devices, ranks, said)]
+    report("products and copies")
+    measured = [
+        measurement
+        for ranks in _divisors(len(devices))
+        for measurement in _collectives(cluster, devices, ranks, report)
+    ]
     device = _device(group, cluster, devices)
     return replace(
         cluster,
@@ -63,7 +67,7 @@ def _divisors(n: int) -> Iterator[int]:
 
 
 def _device(group: HostGroup, cluster: Cluster, devices: Sequence[Device]) -> DeviceSpec:
-    """What one device computes and copies while the others do too."""
+    """The device's rates of computing and copying while the others work too."""
     mesh = Mesh(axes=("d",) if len(devices) > 1 else (), sizes=(len(devices),) * (len(devices) > 1), cluster=cluster)
     floor = _seconds(lambda x: x @ x * 0.1, (_TINY, _TINY), mesh, devices)
     rates: dict[str, float] = {}
@@ -87,7 +91,7 @@ def _device(group: HostGroup, cluster: Cluster, devices: Sequence[Device]) -> De
 
 
 def _strided_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:
-    """What one collective takes longer along the second dimension than along the first.
+    """The seconds that one collective takes longer along the second dimension than along the first.
 
     Between products, that is: alone, a compiler would lay the array out as the collective likes it.
     """
@@ -98,22 +102,22 @@ def _strided_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:
             lax.psum_scatter(x @ weights, "d", scatter_dimension=dim, tiled=True), "d", axis=dim, tiled=True
         )
 
-    leading, other = (_seconds(there_and_back(dim), (_LONG, _WIDE), mesh, devices) for dim in (0, 1))
-    return (other - leading) / 2
+    leading, trailing = (_seconds(there_and_back(dim), (_LONG, _WIDE), mesh, devices) for dim in (0, 1))
+    return (trailing - leading) / 2
 
 
-def _collectives(cluster: Cluster, devices: Sequence[Device], ranks: int, said: _Said) -> Iterator[Measured]:
-    """Every kind of collective among groups of `ranks` neighbours."""
+def _collectives(cluster: Cluster, devices: Sequence[Device], ranks: int, report: _Said) -> Iterator[Measured]:
+    """The measurements of every kind of collective among groups of `ranks` neighbours."""
     rows = len(devices) // ranks
     sizes = {"g": rows, "r": ranks} if rows > 1 else {"r": ranks}
     mesh = Mesh(axes=tuple(sizes), sizes=tuple(sizes.values()), cluster=cluster)
     for kind, (step, alone, shrink) in _steps(ranks).items():
-        said(f"{kind} among {ranks}")
+        report(f"{kind} among {ranks}")
         spent: list[float] = []
         for nbytes in _NBYTES:
             shape = (nbytes // 4 // shrink,)
-            both, local = _seconds(step, shape, mesh, devices), _seconds(alone, shape, mesh, devices)
-            spent.append(max(both - local, both / 2))
+            with_collective, local = _seconds(step, shape, mesh, devices), _seconds(alone, shape, mesh, devices)
+            spent.append(max(with_collective - local, with_collective / 2))
         alpha, beta = _line(np.array(_NBYTES, float), np.array(spent))
         yield Measured(kind=kind, ranks=ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)
 
@@ -154,8 +158,8 @@ def _seconds(
     if mesh.axes:
         real, spec = device_mesh(mesh, devices), PartitionSpec(mesh.axes)
         chain = jax.shard_map(chain, mesh=real, in_specs=spec, out_specs=spec, check_vma=False)
-        whole = (shape[0] * mesh.size, *shape[1:])
-        x = jax.device_put(jnp.full(whole, 0.5, dtype), NamedSharding(real, spec))
+        full_shape = (shape[0] * mesh.size, *shape[1:])
+        x = jax.device_put(jnp.full(full_shape, 0.5, dtype), NamedSharding(real, spec))
     else:
         x = jax.device_put(jnp.full(shape, 0.5, dtype), devices[0])
     run = jax.jit(chain)
@@ -169,7 +173,7 @@ def _seconds(
 
 
 def _clock(devices: Sequence[Device]) -> tuple[Callable[[], float], int]:
-    """What to time by, and what to divide by.
+    """The clock to time by, and the number to divide its seconds by.
 
     Virtual CPU devices are kept busy by this process's threads, so the processor time that these take, over the cores,
     is what a step takes where nothing else runs, and other programs do not spoil it.

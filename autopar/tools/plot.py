@@ -33,8 +33,8 @@ def plot_memory(plans: Mapping[str, Plan], path: str | os.PathLike[str], limit_n
         rule = "a plan of an earlier autopar, or of no program, does not say how its memory goes over time"
         raise PlanningError(explain(f"plot {path}", rule, "", "plan again, or show the plan without a plot"))
     axes = figure.subplots()
-    most = max(max(_over_time(plan)) for plan in drawn.values())
-    scale, unit = _scale(most)
+    largest = max(max(_over_time(plan)) for plan in drawn.values())
+    scale, unit = _scale(largest)
     if len(drawn) == 1:
         _stack(axes, next(iter(drawn.values())), scale)
     else:
@@ -42,7 +42,7 @@ def plot_memory(plans: Mapping[str, Plan], path: str | os.PathLike[str], limit_n
             axes.step(*_curve(plan, scale), where="post", label=name, linewidth=1.5)
     if limit_nbytes:
         label = f"limit, {quantities.nbytes(limit_nbytes)}"
-        if limit_nbytes <= _NEAR * most:
+        if limit_nbytes <= _NEAR * largest:
             axes.axhline(limit_nbytes / scale, color="black", linestyle="--", linewidth=1, label=label)
         else:
             axes.plot([], [], color="black", linestyle="--", linewidth=1, label=f"{label}: far above")
@@ -72,7 +72,7 @@ def blank(path: str | os.PathLike[str]) -> Any:
 
 
 def _scale(nbytes: float) -> tuple[float, str]:
-    """(bytes, name) of the unit in which a number of bytes is written."""
+    """The unit (bytes, name) in which a number of bytes is written."""
     unit = quantities.nbytes(nbytes).split(" ")[1]
     return 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit), unit
 
@@ -82,34 +82,34 @@ def _over_time(plan: Plan) -> tuple[int, ...]:
 
 
 def _curve(plan: Plan, scale: float) -> tuple[list[float], list[float]]:
-    """Where each part of the step begins, in percent, and its bytes; the last is there twice, to its end."""
-    held = [nbytes / scale for nbytes in _over_time(plan)]
-    return [100 * part / len(held) for part in range(len(held) + 1)], [*held, *held[-1:]]
+    """The start of each part of the step, in percent, and its bytes; the last is there twice, to its end."""
+    sizes = [nbytes / scale for nbytes in _over_time(plan)]
+    return [100 * part / len(sizes) for part in range(len(sizes) + 1)], [*sizes, *sizes[-1:]]
 
 
 def _stack(axes: Any, plan: Plan, scale: float) -> None:
-    """What stays for the whole step, cause by cause, and the rest over it."""
-    begins, held = _curve(plan, scale)
+    """Draws the bytes that stay for the whole step, cause by cause, and the rest above them."""
+    begins, sizes = _curve(plan, scale)
     stays = {cause: plan.nbytes.get(cause, 0) for cause in (*PERSISTENT, "outputs")}
     layers = {cause: nbytes / scale for cause, nbytes in stays.items() if nbytes > 0}
-    rest = [max(0.0, total - sum(layers.values())) for total in held]
+    transient = [max(0.0, total - sum(layers.values())) for total in sizes]
     series = [[nbytes] * len(begins) for nbytes in layers.values()]
-    axes.stackplot(begins, *series, rest, labels=[*layers, "the rest"], step="post", alpha=0.8)
+    axes.stackplot(begins, *series, transient, labels=[*layers, "the rest"], step="post", alpha=0.8)
 
 
 def _annotate(axes: Any, plan: Plan, scale: float) -> None:
-    """The peak and the source line that it is at."""
-    begins, held = _curve(plan, scale)
-    at = max(range(len(held)), key=held.__getitem__)
+    """Marks the peak, with its source line."""
+    begins, sizes = _curve(plan, scale)
+    at = max(range(len(sizes)), key=sizes.__getitem__)
     where = plan_text.short(plan.memory.where) if plan.memory else ""
-    words = f"{quantities.nbytes(plan.peak_nbytes)} {where}".strip()
-    centre, left = begins[min(at, len(begins) - 2)] + 50 / (len(begins) - 1), begins[at] < 50
+    label = f"{quantities.nbytes(plan.peak_nbytes)} {where}".strip()
+    centre, in_first_half = begins[min(at, len(begins) - 2)] + 50 / (len(begins) - 1), begins[at] < 50
     axes.annotate(
-        words,
-        (centre, held[at]),
+        label,
+        (centre, sizes[at]),
         xytext=(0, 12),
         textcoords="offset points",
-        ha="left" if left else "right",
+        ha="left" if in_first_half else "right",
         fontsize=8,
         bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
         arrowprops={"arrowstyle": "-", "linewidth": 0.8},

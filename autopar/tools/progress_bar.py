@@ -1,4 +1,4 @@
-"""What a search is doing, as a bar on a terminal."""
+"""The progress of a search as a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.text import quantities
 
 @contextmanager
 def shown(console: Console) -> Iterator[Report]:
-    """What moves a bar on `console`, which is gone afterwards; does nothing where the console is no terminal."""
+    """The report that moves a bar on `console`, removed afterwards; it does nothing without a terminal."""
     if console.quiet or not console.is_terminal:
         yield silent
         return
@@ -29,10 +29,10 @@ def shown(console: Console) -> Iterator[Report]:
 
 
 def words(progress: Progress) -> str:
-    """`solve x=8, best 1.36 ms, 40 s left`."""
-    told = [progress.phase]
+    """The progress as text: `solve x=8, best 1.36 ms, 40 s left`."""
+    parts = [progress.phase]
     if progress.best_seconds is not None:
-        told.append(f"best {quantities.seconds(progress.best_seconds)}")
+        parts.append(f"best {quantities.seconds(progress.best_seconds)}")
     if progress.seconds_left is not None:
-        told.append(f"{progress.seconds_left:.0f} s left")
-    return ", ".join(told)
+        parts.append(f"{progress.seconds_left:.0f} s left")
+    return ", ".join(parts)

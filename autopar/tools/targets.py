@@ -1,4 +1,4 @@
-"""What the command line plans: the step and its arguments that a `MODULE:FUNCTION` of the user's returns."""
+"""The targets of the command line: the step and its arguments that a `MODULE:FUNCTION` of the user's returns."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str,
     return _read(target, called(target))
 
 
-def _read(target: str, found: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """A step and its arguments. Raises UsageError for anything else."""
-    match found:
+def _read(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The step and its arguments in what a target returned. Raises UsageError for anything else."""
+    match returned:
         case (step, tuple() | list() as args) if callable(step):
             return step, tuple(args), {}
         case (step, tuple() | list() as args, dict(kwargs)) if callable(step):
@@ -71,8 +71,8 @@ def presets(target: str, named: str | None) -> dict[str, Callable[[], Example]]:
     if not named and not callable(getattr(sys.modules.get(module), name, None)):
         return {}
     match called(source):
-        case dict() as found:
-            return presets_of(found, lambda value: Example.of(*_read(source, value)))
+        case dict() as examples:
+            return presets_of(examples, lambda value: Example.of(*_read(source, value)))
         case other:
             rule = f"it returned {type(other).__name__}, and presets are a dict of examples by name, smallest first"
             raise UsageError(explain(f"--presets {source}", rule, "", "return {name: (step, args)}"))

@@ -1,4 +1,4 @@
-"""What changed between two plans: words, seconds, bytes, collectives, inputs and operators."""
+"""The differences between two plans: words, seconds, bytes, collectives, inputs and operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that reads differently; `where` is its source line, if it has one."""
+    """A thing that differs in words; `where` is its source line, if it has one."""
 
     name: str
     before: str
@@ -28,7 +28,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """One number in both plans, equal or not; 0 in a plan that lacks it."""
+    """A number in both plans, equal or not; 0 in a plan that lacks it."""
 
     name: str
     before: float
@@ -37,7 +37,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff:
-    """Everything that differs, empty where nothing does.
+    """All differences between two plans; empty where there are none.
 
     `seconds` and `nbytes` list every cause when any differs; `tensors` and `sent_nbytes`, one for one, only the
     collectives (kind and axes) that differ. `operators` is empty where the programs differ, which `aligned` tells.
@@ -54,14 +54,14 @@ class PlanDiff:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the plans place and predict the same."""
+        """Whether the plans have equal placements and predictions."""
         return self.aligned and not any(
             (self.words, self.seconds, self.nbytes, self.tensors, self.sent_nbytes, self.inputs, self.operators)
         )
 
     def tables(self) -> tuple[Table, ...]:
         """One table for each kind of difference that there is."""
-        found = (
+        all_tables = (
             _words_table(self.words),
             _amounts_table("predicted step time", self.seconds, quantities.seconds),
             _amounts_table("predicted peak memory of one device", self.nbytes, quantities.nbytes),
@@ -69,7 +69,7 @@ class PlanDiff:
             _inputs_table(self.inputs),
             _operators_table(self.operators, self.aligned),
         )
-        return tuple(table for table in found if table.rows or table.note)
+        return tuple(table for table in all_tables if table.rows or table.note)
 
     def format(self, *, width: int = 80) -> str:
         """The differences as text."""
@@ -89,7 +89,7 @@ def changes(pairs: Mapping[str, tuple[str, str]]) -> tuple[Change, ...]:
 
 
 def amounts(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Amount, ...]:
-    """Every cause of either plan, or nothing where all agree."""
+    """The numbers of every cause in either plan, or nothing where all agree."""
     if before == after:
         return ()
     names = dict.fromkeys((*before, *after))
@@ -136,14 +136,14 @@ def operator_changes(before: Sequence[Operator], after: Sequence[Operator]) -> t
     )
 
 
-def _words_table(words: Sequence[Change]) -> Table:
+def _words_table(changed: Sequence[Change]) -> Table:
     columns = (Column(heading=""), Column(heading="before", flexible=True), Column(heading="after", flexible=True))
-    return Table(title="plan", columns=columns, rows=tuple((c.name, c.before, c.after) for c in words))
+    return Table(title="plan", columns=columns, rows=tuple((c.name, c.before, c.after) for c in changed))
 
 
-def _amounts_table(title: str, found: Sequence[Amount], text: quantities.Text) -> Table:
-    total = Amount(name="total", before=sum(a.before for a in found), after=sum(a.after for a in found))
-    shown = (*found, total) if found else ()
+def _amounts_table(title: str, amounts: Sequence[Amount], text: quantities.Text) -> Table:
+    total = Amount(name="total", before=sum(a.before for a in amounts), after=sum(a.after for a in amounts))
+    shown = (*amounts, total) if amounts else ()
     return Table(
         title=title,
         columns=(
@@ -178,12 +178,12 @@ def _collectives_table(tensors: Sequence[Amount], sent: Sequence[Amount]) -> Tab
     )
 
 
-def _inputs_table(found: Sequence[Change]) -> Table:
+def _inputs_table(changes: Sequence[Change]) -> Table:
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for c in found:
+    for c in changes:
         groups.setdefault((re.sub(r"\d+", "*", c.name), c.before, c.after), []).append(c.name)
     return Table(
-        title=f"inputs placed otherwise: {len(found):,}",
+        title=f"inputs placed otherwise: {len(changes):,}",
         columns=(
             Column(heading="input", flexible=True),
             Column(heading="count", right=True),
@@ -194,10 +194,10 @@ def _inputs_table(found: Sequence[Change]) -> Table:
     )
 
 
-def _operators_table(found: Sequence[Change], aligned: bool) -> Table:
-    """Two rows a group: the operator with its placement before, and the line it is on with the placement after."""
+def _operators_table(changes: Sequence[Change], aligned: bool) -> Table:
+    """The table with two rows a group: the operator with its placement before, and its line with the one after."""
     groups: dict[tuple[str, str, str], list[Change]] = {}
-    for c in found:
+    for c in changes:
         groups.setdefault((c.name, c.before, c.after), []).append(c)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     rows: list[tuple[str, str, str]] = []
@@ -207,11 +207,11 @@ def _operators_table(found: Sequence[Change], aligned: bool) -> Table:
         rows.append((f"{len(members):,}", name, f"was {before}"))
         rows.append(("", short(lines[0]) + more, f"now {after}"))
     note = "" if aligned else "The plans are of different programs, so their operators are not compared."
-    if rest := ordered[GROUPS:]:
-        operators = quantities.count(sum(len(members) for _, members in rest), "more operator")
-        note = f"{operators} in {quantities.count(len(rest), 'more group')}; the JSON form lists every one."
+    if further := ordered[GROUPS:]:
+        operators = quantities.count(sum(len(members) for _, members in further), "more operator")
+        note = f"{operators} in {quantities.count(len(further), 'more group')}; the JSON form lists every one."
     return Table(
-        title=f"operators placed otherwise: {len(found):,}" if aligned else "operators",
+        title=f"operators placed otherwise: {len(changes):,}" if aligned else "operators",
         columns=(
             Column(heading="count", right=True),
             Column(heading="operator", flexible=True),

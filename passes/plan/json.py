@@ -47,7 +47,7 @@ def text(data: Mapping[str, object]) -> str:
 
 
 def write(path: str | os.PathLike[str], data: Mapping[str, object]) -> None:
-    """Writes a file; a reader sees the old one or the whole new one. Raises PlanningError where it cannot."""
+    """Writes a file at once: a reader sees the old one or all of the new one. Raises PlanningError where it cannot."""
     target = Path(path)
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -78,7 +78,7 @@ def _field(value: object, indent: str) -> str:
 
 
 def _entry(value: object, indent: str) -> str:
-    """One line, except for a stage, and for a run of operators, which is the last field of its object."""
+    """The JSON of a value on one line, except for a stage, and for a run of operators, the last field of its object."""
     head = dict(cast(Mapping[str, object], value)) if isinstance(value, dict) else {}
     if "operators" in head:
         return text(head).rstrip().replace("\n", f"\n{indent}")
@@ -127,12 +127,15 @@ class Fields:
         return as_object(self.of(name), self.place(name))
 
 
-def _wrong(value: object, wanted: str, where: str) -> PlanningError:
-    return PlanningError(f"{where} should be {wanted}, and is {json.dumps(value, default=repr)[:60]}")
+def _wrong(value: object, expected: str, where: str) -> PlanningError:
+    return PlanningError(f"{where} should be {expected}, and is {json.dumps(value, default=repr)[:60]}")
 
 
 def as_object(value: object, where: str) -> Fields:
-    """`value` as an object. Raises PlanningError for anything else, as the readers below do."""
+    """The fields of `value`, which must be an object.
+
+    Raises PlanningError for anything else, as the readers below do.
+    """
     if not isinstance(value, dict):
         raise _wrong(value, "an object", where)
     return Fields(cast(Mapping[str, object], value), where)
@@ -145,7 +148,7 @@ def as_list(value: object, where: str) -> Sequence[object]:
 
 
 def positions(entries: Sequence[object], size: int, where: str) -> tuple[int, ...]:
-    """Positions below `size`. Raises PlanningError for anything else."""
+    """The positions in a list, each below `size`. Raises PlanningError for anything else."""
     for i, entry in enumerate(entries):
         if not isinstance(entry, int) or isinstance(entry, bool) or not 0 <= entry < size:
             raise PlanningError(f"{where}[{i}] should be a whole number from 0 to {size - 1}, it is {entry!r}")
@@ -173,12 +176,12 @@ def as_float(value: object, where: str) -> float:
 
 
 def number(value: float) -> float | str:
-    """A float as JSON can hold it: text where it is not finite."""
+    """A float as JSON can hold it: as text where it is not finite."""
     return value if math.isfinite(value) else repr(float(value))
 
 
 def mesh_from_json(axes: Fields, cluster: Cluster) -> Mesh:
-    """The mesh of `{axis: size}`. Raises PlanningError for axes that cannot be, or too few devices."""
+    """The mesh that `{axis: size}` describes. Raises PlanningError for axes that cannot be, or too few devices."""
     for name in axes.data:
         if not re.fullmatch(_AXIS, name):
             raise PlanningError(f"mesh axis {name!r} is not a name; write letters, digits and underscores")
@@ -243,26 +246,26 @@ def _operator_to_json(operator: Operator) -> list[object]:
 
 
 def operators_from_json(
-    entries: Sequence[object], mesh: Mesh, within: str = "", known: dict[str, Placement] | None = None
+    entries: Sequence[object], mesh: Mesh, within: str = "", parsed: dict[str, Placement] | None = None
 ) -> tuple[Operator, ...]:
     """The operators of all runs, in order; placements of one text are read once, `known` has those read before."""
-    known = {} if known is None else known
-    found: list[Operator] = []
+    parsed = {} if parsed is None else parsed
+    operators: list[Operator] = []
     for r, entry in enumerate(entries):
         run = as_object(entry, f"{within}operators[{r}]")
         source, scope = run.text("source"), run.text("scope")
         for item in run.list("run"):
             match item:
                 case [str(primitive), str(written)] | [str(primitive), str(written), list()]:
-                    where = f"{within}operator {len(found)} ({primitive}{f' at {source}' if source else ''})"
-                    placement = known.get(written) or placement_from_text(written, mesh, where)
-                    known[written] = placement
+                    where = f"{within}operator {len(operators)} ({primitive}{f' at {source}' if source else ''})"
+                    placement = parsed.get(written) or placement_from_text(written, mesh, where)
+                    parsed[written] = placement
                     bodies = cast(Sequence[Sequence[object]], item)[2:]
                     read = [
-                        _body_from_json(body, mesh, f"{where}, body {i}: ", known)
+                        _body_from_json(body, mesh, f"{where}, body {i}: ", parsed)
                         for i, body in enumerate(bodies[0] if bodies else ())
                     ]
-                    found.append(
+                    operators.append(
                         Operator(
                             primitive=primitive,
                             source=source,
@@ -272,17 +275,17 @@ def operators_from_json(
                         )
                     )
                 case _:
-                    where = f"{within}operator {len(found)} (in operators[{r}])"
+                    where = f"{within}operator {len(operators)} (in operators[{r}])"
                     raise _wrong(item, "[primitive, placement]", where)
-    return tuple(found)
+    return tuple(operators)
 
 
 def _body_from_json(
-    entry: object, mesh: Mesh, where: str, known: dict[str, Placement]
+    entry: object, mesh: Mesh, where: str, parsed: dict[str, Placement]
 ) -> tuple[Layout, tuple[Operator, ...]]:
     """The layout and the operators of a loop's or branch's body."""
     body = as_object(entry, where.rstrip(": "))
-    inside = operators_from_json(body.list("operators"), mesh, where, known)
+    inside = operators_from_json(body.list("operators"), mesh, where, parsed)
     inputs, outputs = (
         tuple(
             spec_from_text(as_text(spec, f"{where}{kind}[{i}]"), mesh, f"{where}{kind}[{i}]")
@@ -325,10 +328,10 @@ def values_from_json(entries: Sequence[object], mesh: Mesh, kind: str) -> Values
 
 def _type(written: str, where: str) -> TensorType:
     """The type whose text form is `float32[8,64]`."""
-    found = re.fullmatch(r"([^\[\]]+)\[((?:\d+(?:,\d+)*)?)\]", written)
-    if not found:
+    match = re.fullmatch(r"([^\[\]]+)\[((?:\d+(?:,\d+)*)?)\]", written)
+    if not match:
         raise _wrong(written, "a type like float32[8,64]", where)
-    dtype, sizes = found.groups()
+    dtype, sizes = match.groups()
     return TensorType(shape=tuple(int(size) for size in sizes.split(",") if size), dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Whether placements are possible: they fit the types they place, and each operator's is one that its rule allows.
+"""Checks of placements: they fit the types they place, and each operator's is one that its rule allows.
 
 A saved plan can be edited by hand, so every complaint says which placement, and what would be legal.
 """
@@ -48,10 +48,10 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
             f"{within or 'the plan '}places {quantities.count(len(operators), 'operator')}, the function has "
             f"{len(graph.nodes)}"
         )
-    seen: set[_Use] = set()
+    checked: set[_Use] = set()
     for index, (operator, node) in enumerate(zip(operators, graph.nodes, strict=True)):
         use = _use(node, operator.placement, graph)
-        if node.primitive == operator.primitive and use in seen:
+        if node.primitive == operator.primitive and use in checked:
             continue
         where = f"{within}operator {index} ({operator.primitive}{f' at {operator.source}' if operator.source else ''})"
         if node.primitive != operator.primitive:
@@ -71,7 +71,7 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
             legal = placements(rule, mesh)
             if operator.placement not in legal:
                 raise _illegal(operator.placement, legal, mesh, where)
-        seen.add(use)
+        checked.add(use)
 
 
 def _verify_alias(placement: Placement, where: str) -> None:
@@ -96,10 +96,10 @@ def _verify_control(operator: Operator, control: Control, mesh: Mesh, where: str
         raise PlanMismatchError(f"{where} has {bodies}, the plan places {len(operator.placement.bodies)}")
     held: dict[int, ShardingSpec] = {}
 
-    def hold(slot: int, spec: ShardingSpec, what: str) -> None:
+    def hold(slot: int, spec: ShardingSpec, role: str) -> None:
         if held.setdefault(slot, spec) != spec:
             raise PlanMismatchError(
-                f"{where}: {what} is placed {spec} and elsewhere {held[slot]}; a value that a loop or branch holds has "
+                f"{where}: {role} is placed {spec} and elsewhere {held[slot]}; a value that a loop or branch holds has "
                 "one placement, where it enters, in every body and where it leaves"
             )
 
@@ -138,7 +138,7 @@ def _placement(rule: ShardingRule, assignment: Assignment) -> Placement:
 
 
 def is_legal(placement: Placement, rule: ShardingRule, mesh: Mesh) -> bool:
-    """Whether `placements(rule, mesh)` has this one: an axis cuts the factor of the dimensions that it is found in.
+    """Whether `placements(rule, mesh)` holds this one, found without listing them.
 
     False may be wrong where users pinned the specs.
     """
@@ -162,9 +162,9 @@ def is_legal(placement: Placement, rule: ShardingRule, mesh: Mesh) -> bool:
 
 
 def _illegal(placement: Placement, legal: frozenset[Placement], mesh: Mesh, where: str) -> PlanMismatchError:
-    def distance(other: Placement) -> tuple[int, str]:
-        pairs = zip((*other.operands, *other.results), (*placement.operands, *placement.results), strict=True)
-        return sum(a != b for a, b in pairs), placement_text(other)
+    def distance(candidate: Placement) -> tuple[int, str]:
+        pairs = zip((*candidate.operands, *candidate.results), (*placement.operands, *placement.results), strict=True)
+        return sum(a != b for a, b in pairs), placement_text(candidate)
 
     nearest = placement_text(min(legal, key=distance))
     return PlanMismatchError(

@@ -1,4 +1,4 @@
-"""What a plan is made of: how it was found, its operators, its stages, what it says of memory."""
+"""The parts of a plan: how it was found, its operators, its stages, and its account of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ LATE = "time limit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """How the placements were found: `objective` and `bound` in seconds, `status` in words, phases timed in seconds."""
+    """The account of how placements were found: `objective` and `bound` in seconds, `status` in words, phases in
+    seconds.
+    """
 
     planner: str
     status: str
@@ -41,7 +43,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One node as the plan's reader sees it: what it is, where it stands in the user's code, how it is placed.
+    """One node as the plan's reader sees it: its primitive, its place in the user's code, and its placement.
 
     `bodies` are the operators inside a loop or branch, placed as `placement.bodies` says.
     """
@@ -70,7 +72,7 @@ POINTS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """What a plan says of one device's memory: `where` the peak is, its largest `holders`, and bytes `over_time`.
+    """A plan's account of one device's memory: `where` the peak is, its largest `holders`, and bytes `over_time`.
 
     `over_time` has the busiest kernel of each of at most `POINTS` equal parts of the step, [parts].
     """
@@ -85,16 +87,18 @@ class MemoryReport:
         return cls(where=memory.where, holders=memory.holders, over_time=busiest_of(memory.over_time))
 
     def renamed(self, names: Mapping[str, str]) -> MemoryReport:
-        """The same of a step whose arrays have other names."""
-        return replace(self, holders=tuple(replace(one, name=names.get(one.name, one.name)) for one in self.holders))
+        """The report of the same step under other names of its arrays."""
+        return replace(
+            self, holders=tuple(replace(holder, name=names.get(holder.name, holder.name)) for holder in self.holders)
+        )
 
     def less(self, nbytes: int) -> MemoryReport:
-        """The same with so many bytes elsewhere all the time."""
-        return replace(self, over_time=tuple(held - nbytes for held in self.over_time))
+        """The report with `nbytes` elsewhere all the time."""
+        return replace(self, over_time=tuple(size - nbytes for size in self.over_time))
 
 
 def busiest_of(values: Sequence[int], points: int = POINTS) -> tuple[int, ...]:
-    """The largest of each of at most `points` equal parts of `values`."""
+    """The largest value of each of at most `points` equal parts of `values`."""
     points = min(points, len(values))
     ends = [len(values) * part // points for part in range(points + 1)] if points else []
     return tuple(max(values[first:end]) for first, end in itertools.pairwise(ends))

@@ -30,19 +30,19 @@ class PipelineDiff:
 
     def tables(self) -> tuple[Table, ...]:
         """What differs of the whole, then of every stage that differs."""
-        words = tuple((c.name, c.before, c.after) for c in self.words)
-        numbers = [(one, quantities.seconds) for one in self.seconds] + [
-            (one, quantities.nbytes) for one in self.nbytes
+        rows_of_words = tuple((c.name, c.before, c.after) for c in self.words)
+        numbers = [(amount, quantities.seconds) for amount in self.seconds] + [
+            (amount, quantities.nbytes) for amount in self.nbytes
         ]
-        rows = words + tuple((one.name, text(one.before), text(one.after)) for one, text in numbers)
+        rows = rows_of_words + tuple((amount.name, text(amount.before), text(amount.after)) for amount, text in numbers)
         columns = (Column(heading=""), Column(heading="before", flexible=True), Column(heading="after", flexible=True))
-        found = [Table(title="plan", columns=columns, rows=rows)] if rows else []
+        all_tables = [Table(title="plan", columns=columns, rows=rows)] if rows else []
         for number, stage in enumerate(self.stages):
-            found.extend(
+            all_tables.extend(
                 Table(title=f"stage {number}: {table.title}", columns=table.columns, rows=table.rows, note=table.note)
                 for table in stage.tables()
             )
-        return tuple(found)
+        return tuple(all_tables)
 
     def format(self, *, width: int = 80) -> str:
         """The differences as text."""
@@ -51,15 +51,15 @@ class PipelineDiff:
     def to_json(self) -> dict[str, object]:
         """The differences as plain data; seconds and bytes are numbers."""
         parts = {"words": self.words, "seconds": self.seconds, "nbytes": self.nbytes}
-        found: dict[str, object] = {name: [_fields(one) for one in part] for name, part in parts.items()}
-        return found | {"stages": [stage.to_json() for stage in self.stages]}
+        fields: dict[str, object] = {name: [_fields(change) for change in part] for name, part in parts.items()}
+        return fields | {"stages": [stage.to_json() for stage in self.stages]}
 
     def __str__(self) -> str:
         return self.format()
 
 
 def differences(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> PlanDiff | PipelineDiff:
-    """What changes from one plan to another, of whichever kind."""
+    """The differences between two plans, either of which may be a pipeline."""
     if isinstance(before, Plan) and isinstance(after, Plan):
         return before.diff(after)
     olds, news = _words(before), _words(after)
@@ -94,5 +94,5 @@ def _words(plan: Plan | PipelinePlan) -> dict[str, str]:
     }
 
 
-def _fields(one: Change | Amount) -> dict[str, object]:
-    return {"name": one.name, "before": one.before, "after": one.after}
+def _fields(change: Change | Amount) -> dict[str, object]:
+    return {"name": change.name, "before": change.before, "after": change.after}

@@ -104,8 +104,8 @@ class Plan:
     @property
     def offloaded_nbytes(self) -> tuple[int, ...]:
         """Bytes of one device's share of each input that is in the host's memory between steps."""
-        held = ((self.inputs[i], self.input_types[i]) for i in self.offloaded)
-        return tuple(spec.local_nbytes(type, self.mesh) for spec, type in held)
+        specs_and_types = ((self.inputs[i], self.input_types[i]) for i in self.offloaded)
+        return tuple(spec.local_nbytes(type, self.mesh) for spec, type in specs_and_types)
 
     @property
     def gap(self) -> float:
@@ -135,9 +135,9 @@ class Plan:
     def _first_difference(self, graph: Graph) -> str:
         """The first input whose name or type is not the plan's, in words; empty if all agree."""
         theirs = zip(graph.input_names, (graph.types[v] for v in graph.inputs), strict=False)
-        for (name, type), own, planned in zip(theirs, self.input_names, self.input_types, strict=False):
-            if (name, type) != (own, planned):
-                return f"the first input that differs is {name} {type}; the plan has {own} {planned}"
+        for (name, type), planned_name, planned in zip(theirs, self.input_names, self.input_types, strict=False):
+            if (name, type) != (planned_name, planned):
+                return f"the first input that differs is {name} {type}; the plan has {planned_name} {planned}"
         return ""
 
     def verify(self, graph: Graph) -> None:
@@ -158,16 +158,16 @@ class Plan:
             *(plan_text.memory_tables(self.memory) if self.memory else ()),
             plan_text.collectives_table(self.collectives, every=operators),
         )
-        found = [
+        all_tables = [
             replace(header, note=plan_text.STALE) if self.is_stale else header,
             *(replace(t, title=f"{t.title}, before the edit") if self.is_stale else t for t in numbers),
             plan_text.inputs_table(self.input_names, self.input_types, self.inputs, self.mesh),
         ]
         if self.replicated:
-            found.append(plan_text.replicated_table(self.replicated, self.operators))
+            all_tables.append(plan_text.replicated_table(self.replicated, self.operators))
         if operators:
-            found.append(plan_text.operators_table(self.operators))
-        return tuple(found)
+            all_tables.append(plan_text.operators_table(self.operators))
+        return tuple(all_tables)
 
     def format(self, *, operators: bool = False, width: int = 80) -> str:
         """The plan as text of `width` columns."""
@@ -257,7 +257,7 @@ class Plan:
         collectives, replicated = read.list("collectives"), read.list("replicated")
         remat = read.list("remat") if "remat" in read.data else ()
         offloaded = read.list("offloaded") if "offloaded" in read.data else ()
-        found = cls(
+        plan = cls(
             fingerprint=read.text("fingerprint"),
             cluster=cluster,
             mesh=mesh,
@@ -283,8 +283,8 @@ class Plan:
             memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
             remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
         )
-        counted_for = read.text("placed") if "placed" in read.data else found.placed  # files have it since 2026-11
-        return found if counted_for == found.placed else replace(found, counted_for=counted_for)
+        counted_for = read.text("placed") if "placed" in read.data else plan.placed  # files have it since 2026-11
+        return plan if counted_for == plan.placed else replace(plan, counted_for=counted_for)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan; a reader sees the old file or the whole new one. Raises PlanningError where it cannot."""

@@ -99,13 +99,13 @@ def nbytes_table(nbytes: Mapping[str, int]) -> Table:
 
 def memory_tables(memory: MemoryReport) -> tuple[Table, ...]:
     """Bytes of one device over the step, and what holds most at the peak."""
-    held = memory.over_time
-    if not held:
+    sizes = memory.over_time
+    if not sizes:
         return ()
     over_time = Table(
-        title=f"over the step: {quantities.nbytes(min(held))} to {quantities.nbytes(max(held))}",
+        title=f"over the step: {quantities.nbytes(min(sizes))} to {quantities.nbytes(max(sizes))}",
         columns=(Column(heading=""),),
-        rows=((sparkline(held),),),
+        rows=((sparkline(sizes),),),
         note=f"peak at {short(memory.where)}" if memory.where else "",
     )
     holders = Table(
@@ -181,12 +181,12 @@ def inputs_table(names: Sequence[str], types: Sequence[TensorType], specs: Seque
         sizes = [(str(t), quantities.nbytes(spec.local_nbytes(t, mesh)) if t else "") for _, t, spec in groups]
         rows = [(*row, *size) for row, size in zip(rows, sizes, strict=True)]
     copies = [type for type, spec in zip(shown, specs, strict=True) if spec.is_replicated]
-    held = f", {quantities.nbytes(sum(type.nbytes for type in copies if type))}" if types else ""
+    total = f", {quantities.nbytes(sum(type.nbytes for type in copies if type))}" if types else ""
     return Table(
         title=f"sharded inputs: {len(specs) - len(copies):,} of {len(specs):,}",
         columns=columns,
         rows=tuple(rows),
-        note=f"{quantities.count(len(copies), 'input')} whole on every device{held}" if copies else "",
+        note=f"{quantities.count(len(copies), 'input')} whole on every device{total}" if copies else "",
     )
 
 
@@ -198,8 +198,8 @@ def common(names: Sequence[str]) -> str:
 
 def short(source: str) -> str:
     """A source with the last two parts of its path, without `<locals>`: `models/gpt.py:120 (MLP.__call__)`."""
-    path, line, rest = source.partition(".py:")
-    return "/".join(path.split("/")[-2:]) + line + rest.replace(".<locals>", "")
+    path, line, remainder = source.partition(".py:")
+    return "/".join(path.split("/")[-2:]) + line + remainder.replace(".<locals>", "")
 
 
 def replicated_table(replicated: Sequence[str], operators: Sequence[Operator]) -> Table:

@@ -23,21 +23,25 @@ def shortage(
 ) -> OverBudgetError:
     """The error in four parts; `plan` plans for other clusters, to see how many devices would do."""
     lean = error.leanest
-    what = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
+    argument = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
     if not isinstance(lean, Plan):
-        return OverBudgetError(explain(what, str(error), "", "give each device more memory, or plan for more devices"))
-    words = held(lean)
+        return OverBudgetError(
+            explain(argument, str(error), "", "give each device more memory, or plan for more devices")
+        )
+    requirement = held(lean)
     if lean.offloaded:
-        words += f"; {nbytes(sum(lean.offloaded_nbytes))} of state are with the host between steps"
-    ways = [f"{nbytes(_up(lean.peak_nbytes - limit))} more on each device (memory_limit={lean.peak_nbytes:,} bytes)"]
+        requirement += f"; {nbytes(sum(lean.offloaded_nbytes))} of state are with the host between steps"
+    remedies = [
+        f"{nbytes(_up(lean.peak_nbytes - limit))} more on each device (memory_limit={lean.peak_nbytes:,} bytes)"
+    ]
     if plan is not None:
-        ways.extend(_more_devices(cluster, plan))
+        remedies.extend(_more_devices(cluster, plan))
     return OverBudgetError(
         explain(
-            what,
-            f"the leanest plan found needs {nbytes(lean.peak_nbytes)} ({words})",
+            argument,
+            f"the leanest plan found needs {nbytes(lean.peak_nbytes)} ({requirement})",
             f"it has {_form(lean)} on mesh ({lean.mesh})",
-            f"what would do, as planned: {', or '.join(ways)}; a smaller batch or model needs less as well",
+            f"what would do, as planned: {', or '.join(remedies)}; a smaller batch or model needs less as well",
         ),
         leanest=lean,
     )
@@ -45,8 +49,8 @@ def shortage(
 
 def held(plan: Plan | PipelinePlan) -> str:
     """What holds a device's memory at the peak, largest first, in words; a hundredth of it or less is left out."""
-    least = plan.peak_nbytes / 100
-    causes = sorted(((size, cause) for cause, size in plan.nbytes.items() if size > least), reverse=True)
+    smallest = plan.peak_nbytes / 100
+    causes = sorted(((size, cause) for cause, size in plan.nbytes.items() if size > smallest), reverse=True)
     return ", ".join(f"{nbytes(size)} of {cause}" for size, cause in causes)
 
 
@@ -60,8 +64,13 @@ def allowed(cluster: Cluster, asked: float | None) -> tuple[float, str]:
     """(bytes that a device may need, in words): as asked for, else the device's own."""
     if asked is not None:
         return asked, f"memory_limit={asked:,} bytes"
-    own = own_nbytes(cluster)
-    return own, f"cluster {cluster.name!r}, whose devices have {nbytes(own)} each" if own < math.inf else ""
+    device_nbytes = own_nbytes(cluster)
+    return (
+        device_nbytes,
+        f"cluster {cluster.name!r}, whose devices have {nbytes(device_nbytes)} each"
+        if device_nbytes < math.inf
+        else "",
+    )
 
 
 def check(plan: Plan | PipelinePlan, cluster: Cluster, asked: float | None, where: str) -> None:
@@ -69,14 +78,14 @@ def check(plan: Plan | PipelinePlan, cluster: Cluster, asked: float | None, wher
 
     `where` is the function in the user's source.
     """
-    limit, words = allowed(cluster, asked)
+    limit, description = allowed(cluster, asked)
     if plan.peak_nbytes <= limit:
         return
     name = plan.planner if isinstance(plan, PipelinePlan) else plan.solution.planner
     needed = f"{plan.peak_nbytes:,} bytes ({nbytes(plan.peak_nbytes)})"
     raise OverBudgetError(
         explain(
-            words,
+            description,
             f"the plan {name!r} needs {needed} on a device ({held(plan)})",
             where,
             "use planner=autopar.Auto(), which looks for a plan that fits, give it more devices or a smaller batch, or "
@@ -88,16 +97,16 @@ def check(plan: Plan | PipelinePlan, cluster: Cluster, asked: float | None, wher
 
 def leaner(refused: PlanningError, staged: PipelinePlan | None, limit: float, cluster: Cluster) -> PlanningError:
     """Why nothing fits, by what needs the least of all: the plan that was refused, or the stages that were met."""
-    least: object = getattr(refused, "leanest", None)
-    if staged is None or (isinstance(least, Plan) and least.peak_nbytes <= staged.peak_nbytes):
+    leanest: object = getattr(refused, "leanest", None)
+    if staged is None or (isinstance(leanest, Plan) and leanest.peak_nbytes <= staged.peak_nbytes):
         return refused
-    what = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
-    words = f"{count(len(staged.stages), 'stage')}, {count(staged.microbatches, 'microbatch', 'microbatches')}"
+    argument = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
+    variant = f"{count(len(staged.stages), 'stage')}, {count(staged.microbatches, 'microbatch', 'microbatches')}"
     return OverBudgetError(
         explain(
-            what,
+            argument,
             f"the leanest plan found needs {nbytes(staged.peak_nbytes)}",
-            f"it is a pipeline of {words} under {staged.schedule_name}",
+            f"it is a pipeline of {variant} under {staged.schedule_name}",
             f"what would do, as planned: {nbytes(_up(staged.peak_nbytes - limit))} more on each device "
             f"(memory_limit={staged.peak_nbytes:,} bytes); more devices, a smaller batch or model need less as well",
         ),
@@ -106,9 +115,13 @@ def leaner(refused: PlanningError, staged: PipelinePlan | None, limit: float, cl
 
 
 def _form(plan: Plan) -> str:
-    kept = sum(choice == "inputs" for choice in plan.remat)
-    words = count(plan.microbatches, "microbatch", "microbatches")
-    return f"{words}, {count(kept, 'layer')} of {len(plan.remat)} keeping inputs alone" if plan.remat else words
+    n_recomputed = sum(choice == "inputs" for choice in plan.remat)
+    microbatches = count(plan.microbatches, "microbatch", "microbatches")
+    return (
+        f"{microbatches}, {count(n_recomputed, 'layer')} of {len(plan.remat)} keeping inputs alone"
+        if plan.remat
+        else microbatches
+    )
 
 
 def _up(size: float) -> float:
@@ -121,13 +134,13 @@ def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> I
     while times <= _MOST:
         larger = _times(cluster, times)
         try:
-            found = plan(larger)
+            more = plan(larger)
         except OverBudgetError:
-            found = None
-        if found is None:
+            more = None
+        if more is None:
             times *= 2
             continue
-        yield f"{count(larger.n_devices, 'device')} ({nbytes(found.peak_nbytes)} each)"
+        yield f"{count(larger.n_devices, 'device')} ({nbytes(more.peak_nbytes)} each)"
         return
 
 
