@@ -342,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     results: list[Any] = []
     with progress(progress_console, 1 + len(EXECUTIONS if args.executions else args.models)) as begin:
-        cluster = args.cluster or autopar.measure(report=begin("measuring"))
+        cluster = args.cluster or autopar.measure(said=begin("measuring"))
         if args.executions:
             results += [execute(name, cluster, args.pairs, begin(name)) for name in EXECUTIONS]
         else:

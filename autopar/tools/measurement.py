@@ -40,7 +40,7 @@ _Step = Callable[[jax.Array], jax.Array]
 _Said = Callable[[str], None]
 
 
-def measure(devices: Sequence[Device] | None = None, *, report: _Said = lambda what: None) -> Cluster:
+def measure(devices: Sequence[Device] | None = None, *, said: _Said = lambda what: None) -> Cluster:
     """The cluster of these devices (by default all of this process), measured in about a minute.
 
     `said` hears in words what is measured next. Raises ClusterError as `local_cluster` does.
@@ -48,11 +48,9 @@ def measure(devices: Sequence[Device] | None = None, *, report: _Said = lambda w
     devices = tuple(jax.local_devices() if devices is None else devices)
     cluster = local_cluster(devices)
     group = cluster.group()
-    report("products and copies")
+    said("products and copies")
     measured = [
-        measurement
-        for ranks in _divisors(len(devices))
-        for measurement in _collectives(cluster, devices, ranks, report)
+        measurement for ranks in _divisors(len(devices)) for measurement in _collectives(cluster, devices, ranks, said)
     ]
     device = _device(group, cluster, devices)
     return replace(
@@ -106,13 +104,13 @@ def _strided_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:
     return (trailing - leading) / 2
 
 
-def _collectives(cluster: Cluster, devices: Sequence[Device], ranks: int, report: _Said) -> Iterator[Measured]:
+def _collectives(cluster: Cluster, devices: Sequence[Device], ranks: int, said: _Said) -> Iterator[Measured]:
     """The measurements of every kind of collective among groups of `ranks` neighbours."""
     rows = len(devices) // ranks
     sizes = {"g": rows, "r": ranks} if rows > 1 else {"r": ranks}
     mesh = Mesh(axes=tuple(sizes), sizes=tuple(sizes.values()), cluster=cluster)
     for kind, (step, alone, shrink) in _steps(ranks).items():
-        report(f"{kind} among {ranks}")
+        said(f"{kind} among {ranks}")
         spent: list[float] = []
         for nbytes in _NBYTES:
             shape = (nbytes // 4 // shrink,)
