@@ -44,13 +44,13 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """
     order = cast("tuple[int, ...] | None", node.params.get("dimensions")) or tuple(range(operands[0].rank))
     before, after = tuple(operands[0].shape[d] for d in order), results[0].shape
-    lhs: list[int | None] = [None] * len(before)
-    rhs: list[int | None] = [None] * len(after)
+    operand_labels: list[int | None] = [None] * len(before)
+    result_labels: list[int | None] = [None] * len(after)
     sizes: dict[Hashable, int] = {}
     for group, (i, j) in enumerate(_major_pairs(before, after)):
-        lhs[order[i]] = rhs[j] = group
+        operand_labels[order[i]] = result_labels[j] = group
         sizes[group] = min(before[i], after[j])
-    base = build([(operands[0], lhs)], [(results[0], rhs)], sizes=sizes, linear=((0,),), flops=0.0)
+    base = build([(operands[0], operand_labels)], [(results[0], result_labels)], sizes=sizes, linear=((0,),), flops=0.0)
     return replace(base, localized=True, shape_parameter="new_sizes")
 
 
