@@ -1,4 +1,4 @@
-"""Every test shows what it asserts: by itself, or by a helper that is called `assert_...`."""
+"""Every test shows what it asserts: by itself, or by a helper that is called `assert_...`; and none goes by a clock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 
 import pytest
 
-from tests.test_layering import Sources, read_tree, tree
+from tests.test_layering import Sources, is_within, read_tree, tree
 
 ASSERTING = re.compile(r"\bassert_\w+|^pytest\.(raises|warns|fail)$|\.(check|verify)$")
 """Calls that fail where something does not hold; what is checked or verified raises an error of ours."""
+
+CLOCKS = {f"time.{name}" for name in ("time", "monotonic", "perf_counter", "process_time")}
 
 
 def asserts(test: ast.AST) -> bool:
@@ -37,8 +39,23 @@ def hollow(sources: Sources) -> list[str]:
     ]
 
 
+def by_the_clock(sources: Sources) -> list[str]:
+    return [
+        f"{module}:{node.lineno} reads a clock: count what is done, which a busy machine does not change"
+        for module, source in sources.items()
+        if is_within(module, "tests")
+        for node in ast.walk(tree(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removesuffix("_ns") in CLOCKS
+    ]
+
+
 def test_no_test_is_hollow() -> None:
     assert hollow(read_tree()) == []
+
+
+def test_no_test_reads_a_clock() -> None:
+    assert by_the_clock(read_tree()) == []
+    assert len(by_the_clock({"tests.test_it": "import time\nstart = time.perf_counter()\ntime.sleep(1)"})) == 1
 
 
 @pytest.mark.parametrize(
