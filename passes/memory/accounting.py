@@ -7,7 +7,7 @@ is one, of XLA's CPU compiler (passes/memory/xla_cpu.py); for an accelerator it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -23,8 +23,17 @@ class Model(Protocol):
     """What a compiler makes of a planned program, as far as memory goes."""
 
     def __call__(
-        self, graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule, /
-    ) -> Temporaries: ...
+        self,
+        graph: Graph,
+        grouping: Grouping,
+        mesh: Mesh,
+        layout: Layout,
+        schedule: Schedule,
+        in_place: Mapping[int, int],
+        /,
+    ) -> Temporaries:
+        """What a step needs beside arguments and outputs; output o takes the place of input `in_place[o]`."""
+        ...
 
 
 @uncollected()
@@ -54,12 +63,12 @@ def peak(
             cause = "parameters" if value in forward else "optimizer state"
         name = graph.input_names[position] if graph.input_names else f"argument {position}"
         held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause=cause))
-    in_place = {o for o, i in state_pairs if donated[i]}
+    in_place = {o: i for o, i in state_pairs if donated[i]}
     for position, (value, spec) in enumerate(zip(graph.outputs, layout.outputs, strict=True)):
         if position not in in_place:
             name = graph.output_names[position] if graph.output_names else f"output {position}"
             held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause="outputs"))
-    found = model(graph, grouping, mesh, layout, schedule)
+    found = model(graph, grouping, mesh, layout, schedule, in_place)
     gaps = Holder(name="gaps between buffers", nbytes=found.gaps_nbytes, cause="transients")
     everything = (*held, *found.holders, *((gaps,) if gaps.nbytes else ()))
     resident = sum(holder.nbytes for holder in (*held, gaps))

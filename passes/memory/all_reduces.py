@@ -23,7 +23,8 @@ def combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tu
         reads = tuple(operations[m].operands[0] for m in members)
         joint = len(sent)
         first = operations[members[-1]]
-        sent.append(first._replace(operands=reads, shape=(0,), value=-1, tag=("combined", joint)))
+        addresses = (len(reads),)  # of what it makes, which is in memory as well
+        sent.append(first._replace(operands=reads, shape=addresses, dtype="uint64", value=-1, tag=("combined", joint)))
         for m in members:
             sent[m] = operations[m]._replace(kind="result", operands=(joint,))
     order = _sorted(sent)

@@ -41,7 +41,8 @@ def _exchanged(operations: Operations, made: int, step: Step, shape: Shape, tag:
     sizes = [whole[cut] * (i + 1) // few - whole[cut] * i // few for i in range(few)]
     parts = [(*whole[:cut], size, *whole[cut + 1 :]) for size in sizes]
     pieces = [operations.add("rearrange", (made,), p, dtype, ("slice", tag, i)) for i, p in enumerate(parts)]
-    sent = operations.add("collective", pieces, (0,), dtype, (*tag, pieces[0]))
+    addresses = (few,)  # of what is received, which is in memory as well
+    sent = operations.add("collective", pieces, addresses, "uint64", (*tag, pieces[0]))
     received = [operations.add("result", (sent,), p, dtype, i) for i, p in enumerate(parts)]
     joined = joined_by_copies(operations, received, whole, dtype, cut, count)
     grid = operations.reshape(joined, (*whole[:cut], count, shape[cut], *whole[cut + 1 :]))

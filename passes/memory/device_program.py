@@ -291,11 +291,12 @@ class _Lowering:
         """A loop keeps its carries where they are and has room for what it stacks; a branch makes new results."""
         control = self.context.controls[index]
         entering = {wire.slot: o for wire, o in zip(control.operands, operands, strict=True)}
-        room: list[int] = []
+        room: dict[int, int] = {}
         for position, (wire, type) in enumerate(zip(control.results, results, strict=True)):
-            held = (entering[wire.slot],) if wire.slot in entering else ()
-            kind = "carry" if held else "fresh"
-            room.append(self.operations.add(kind, held, type.shape, type.dtype, (index, position)))
+            if wire.slot in entering or wire.stacked:
+                held = (entering[wire.slot],) if wire.slot in entering else ()
+                kind = "carry" if held else "fresh"
+                room[position] = self.operations.add(kind, held, type.shape, type.dtype, (index, position))
         fixed = {w.slot for w in control.operands} - {w.slot for w in control.results}
         known = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
         self.context.inside(index, placement, known)
@@ -305,10 +306,16 @@ class _Lowering:
             for wire, o in zip(control.operands, operands, strict=True)
             if wire.slot in fixed
         ]
-        loop = self.operations.add("loop", (*read, *room), (0,), "bool", index)
+        loop = self.operations.add("loop", (*read, *room.values()), (0,), "bool", index)
         return [
-            self.operations.add("part", (one, loop), type.shape, type.dtype, (index, position))
-            for position, (one, type) in enumerate(zip(room, results, strict=True))
+            self.operations.add(
+                "part" if position in room else "result",
+                (room[position], loop) if position in room else (loop,),
+                type.shape,
+                type.dtype,
+                (index, position),
+            )
+            for position, type in enumerate(results)
         ]
 
 

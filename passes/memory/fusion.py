@@ -1,9 +1,10 @@
 """Which operations XLA's CPU compiler makes one kernel of: what is never written to memory, and what is, once or twice.
 
-Two passes, as XLA has them. First every large sum or maximum takes in what it alone reads, and what alone reads it
-(`library`). Then, from the last operation to the first, every operation takes in the producers that may be computed
-again where they are read (`loops`): any cheap one, an expensive one only if nobody else reads it and no element is
-needed twice. A producer of several large operands whose readers cannot all take it in is written to memory for all.
+Two passes, as XLA has them. First every large sum or maximum takes in what it alone reads, products of matrices too,
+and what alone reads it (`library`). Then, from the last operation to the first, every operation takes in the producers
+that may be computed again where they are read (`loops`): any cheap one, an expensive one only if nobody else reads it
+and no element is needed twice. A producer of several large operands whose readers cannot all take it in is written to
+memory for all.
 
 Reference: xla/service/instruction_fusion.cc, xla/service/cpu/cpu_instruction_fusion.cc and
 xla/backends/cpu/transforms/library_rewriter.cc, as of jaxlib 0.10.
@@ -49,6 +50,11 @@ class Kernel:
     reads: tuple[int, ...]
     over: tuple[int, ...]
     turn: tuple[int, int]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is more than one operation."""
+        return self.turn[0] == 1
 
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
@@ -96,7 +102,7 @@ class _Fusion:
             changed = False
             for member in sorted(members, reverse=True):
                 for o in self.reads[member]:
-                    if o not in members and self.readers[o] <= members and self._supported(o):
+                    if o not in members and self.readers[o] <= members and (self._supported(o) or self._is_product(o)):
                         members.add(o)
                         changed = True
             if len(self.readers[root]) == 1 and (reader := min(self.readers[root])) >= 0 and self._supported(reader):
@@ -122,6 +128,11 @@ class _Fusion:
             return operation.name == "pad"
         known = operation.name in LIBRARY_OPCODES or operation.name.startswith(("power", "convert"))
         return operation.kind in ELEMENTWISE and known and self._large(index)
+
+    def _is_product(self, index: int) -> bool:
+        """Whether it is a product of matrices that the library computes where it is reduced."""
+        operation = self.operations[index]
+        return self.alive[index] and operation.kind == "dot" and self._large(index)
 
     def _large(self, index: int) -> bool:
         """Whether the library is worth its overhead, and has the types."""
@@ -241,7 +252,7 @@ class _Fusion:
         return tuple(found)
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """What is no loop comes first, in order; then what is fused, the last first; then what is wrapped alone."""
+        """What is no fusion comes first, in order; then what is fused, the last first; then what is wrapped alone."""
         if index in self.fused:
             return 1, -self.place[index]
         if self.kinds[index] in PRODUCERS and not (self.flexible[index] and self.kinds[index] == "bitcast"):

@@ -11,51 +11,41 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
 
-ALIGNMENT = 64
-"""Bytes of which the size of every buffer is a multiple, in XLA's CPU client."""
-
-NEAR = 4
-"""Kernels between two readers of one value within which their order is not relied on."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """Room for the results of `operations`, each written over the one before, from kernel `first` to kernel `last`."""
+    """Room for the results of `operations`, each written over the one before, from kernel `first` to kernel `last`.
+
+    The kernels `starts` write them, but for those that must be written over the one before: what a kernel of a library
+    and a loop change in place. By default, that is the first.
+    """
 
     operations: tuple[int, ...]
     nbytes: int
     first: int
     last: int
+    starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetimes:
     """The operations in the order in which their kernels run, the buffers between them, and who reads each by name.
 
-    `names` gives the operation in whose buffer a result is, `readers` the operations that read a buffer, by name.
+    Each input is read last by kernel `read`, each output first written to its place by kernel `written`, -1 for never;
+    `over` are the buffers that kernel may write it over, by output and by position.
     """
 
     order: tuple[int, ...]
     buffers: tuple[Buffer, ...]
     readers: Mapping[int, Sequence[int]]
-
-    def nbytes(self, inside: Mapping[int, int]) -> list[int]:
-        """Live bytes while each kernel runs, [kernels], with those `inside` loops, by operation."""
-        change = [0] * (len(self.order) + 1)
-        for buffer in self.buffers:
-            change[buffer.first] += buffer.nbytes
-            change[buffer.last + 1] -= buffer.nbytes
-        totals: list[int] = []
-        total = 0
-        for position, operation in enumerate(self.order):
-            total += change[position]
-            totals.append(total + inside.get(operation, 0))
-        return totals
+    read: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    over: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
 
 
 def lifetimes(program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int]) -> Lifetimes:
@@ -66,19 +56,22 @@ def lifetimes(program: DeviceProgram, kernels: Sequence[Kernel], carried: Mappin
 def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
     """The operations that kernels write, in the order in which they run.
 
-    What reads nothing stands behind the constants that it is made of, which come after the inputs.
+    Arguments come first, then loops over nothing but constants of their own; what reads a constant stands behind what
+    they make ready.
     """
     readers: dict[int, list[int]] = {kernel.operation: [] for kernel in kernels}
     waiting = {kernel.operation: len(kernel.reads) for kernel in kernels}
     for kernel in sorted(kernels, key=lambda kernel: kernel.turn):
         for read in kernel.reads:
             readers[read].append(kernel.operation)
-    unread = [kernel.operation for kernel in kernels if not kernel.reads]
-    ready = deque(o for o in unread if program.operations[o].kind == "input")
-    constants = [o for o in unread if program.operations[o].kind != "input"]
-    inputs, order = len(ready), list[int]()
+    unread = [kernel for kernel in kernels if not kernel.reads]
+    inputs = [kernel.operation for kernel in unread if program.operations[kernel.operation].kind == "input"]
+    closed = [kernel.operation for kernel in unread if kernel.is_fused]
+    first = {*inputs, *closed}
+    constants = [kernel.operation for kernel in unread if kernel.operation not in first]
+    ready, order = deque([*inputs, *closed]), list[int]()
     while ready or constants:
-        if len(order) == inputs:
+        if len(order) == len(first):
             ready.extend(constants)
             constants = []
         operation = ready.popleft()
@@ -94,7 +87,7 @@ class _Allocation:
     """Buffers as kernels run: `names` sees through what is only another name, `last` is when a buffer is last read."""
 
     def __init__(self, program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int]) -> None:
-        self.operations = program.operations
+        self.operations, self.inputs, self.outputs = program.operations, program.inputs, program.outputs
         self.order = schedule(program, kernels)
         self.kernels = {kernel.operation: kernel for kernel in kernels}
         self.at = {operation: position for position, operation in enumerate(self.order)}
@@ -154,40 +147,74 @@ class _Allocation:
                 continue
             holder = self._written_over(operation, holders)
             last = self.last.get(operation, self.at[operation])
+            if held.kind == "result" and (made_by := self.names[held.operands[0]]) in self.last:
+                self.last[made_by] = max(self.last[made_by], last)  # its addresses are kept as long as what is there
             holders[operation] = holder
             self.last[holder] = max(self.last.get(holder, last), last)
             written.setdefault(holder, []).append(operation)
-        copies = (Buffer(operations=(o,), nbytes=self._nbytes(o), first=0, last=self.last[o]) for o in self.copied)
+        copies = (
+            Buffer(operations=(o,), nbytes=self.operations[o].nbytes, first=0, last=self.last[o]) for o in self.copied
+        )
         buffers = (
-            Buffer(operations=tuple(results), nbytes=self._nbytes(o), first=self._first(o), last=self.last[o])
+            Buffer(
+                operations=tuple(results),
+                nbytes=self.operations[o].nbytes,
+                first=self._first(o),
+                last=self.last[o],
+                starts=tuple([self._first(r) for r in results if r == o or not self._is_tied(r)]),
+            )
             for o, results in written.items()
         )
-        return Lifetimes(order=tuple(self.order), buffers=(*copies, *buffers), readers=self.readers)
+        held = (*copies, *buffers)
+        filled = [self._written(self.names[output]) for output in self.outputs]
+        return Lifetimes(
+            order=tuple(self.order),
+            buffers=held,
+            readers=self.readers,
+            read=tuple(-1 if i in self.copied else self.last.get(i, -1) for i in self.inputs),
+            written=tuple(filled),
+            over=self._overwritten(held, filled),
+        )
+
+    def _is_tied(self, operation: int) -> bool:
+        """Whether an operation must be written over its first operand, and not only may be."""
+        held = self.operations[operation]
+        return held.kind == "carry" or (held.kind == "update" and held.name != "sort")
+
+    def _written(self, output: int) -> int:
+        """The kernel that first writes to where an output belongs, -1 where an argument is returned or is elsewhere."""
+        first = -1
+        while output in self.placed and self.operations[output].kind != "input":
+            first, held = self._first(output), self.operations[output]
+            output = held.operands[0] if held.kind in ("update", "carry") else -1
+        return first
+
+    def _overwritten(self, buffers: Sequence[Buffer], written: Sequence[int]) -> dict[int, list[int]]:
+        """The buffers that the kernels which first write outputs may write those over, by position of both."""
+        ends: dict[int, list[int]] = {}
+        for index, buffer in enumerate(buffers):
+            ends.setdefault(buffer.last, []).append(index)
+        found: dict[int, list[int]] = {}
+        for position, at in enumerate(written):
+            over = self._over(self.order[at]) if at >= 0 else ()
+            names = {self.names.get(read, -1) for read in over}
+            found[position] = [index for index in ends.get(at, ()) if buffers[index].operations[-1] in names]
+        return found
 
     def _first(self, operation: int) -> int:
         held = self.operations[operation]
         return self.at[held.operands[0] if held.kind == "result" else operation]
 
-    def _nbytes(self, operation: int) -> int:
-        return -(-self.operations[operation].nbytes // ALIGNMENT) * ALIGNMENT
-
     def _written_over(self, operation: int, holders: Mapping[int, int]) -> int:
         """The operation in whose buffer a result is written: that of an operand, or its own."""
-        held = self.operations[operation]
-        over = held.operands[:1] if held.kind in ("carry", "update") else self.kernels[operation].over
-        for read in over:
+        for read in self._over(operation):
             holder = holders.get(self.names.get(read, -1))
-            same = self.operations[read].nbytes == held.nbytes
-            if (
-                holder is not None
-                and same
-                and self.last[holder] == self.at[operation]
-                and self._is_last(read, operation)
-            ):
+            if holder is not None and self.last[holder] == self.at[operation]:
                 return holder
         return operation
 
-    def _is_last(self, read: int, operation: int) -> bool:
-        """Whether no other reader runs so shortly before that the compiler may have it run after."""
-        others = (self.at[reader] for reader in self.readers[self.names[read]] if reader != operation)
-        return max(others, default=-NEAR) + NEAR < self.at[operation]
+    def _over(self, operation: int) -> list[int]:
+        """The operands of its own shape and dtype that an operation may be written over."""
+        held = self.operations[operation]
+        over = held.operands[:1] if held.kind in ("carry", "update") else self.kernels[operation].over
+        return [o for o in over if (self.operations[o].shape, self.operations[o].dtype) == (held.shape, held.dtype)]

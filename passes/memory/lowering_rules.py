@@ -114,22 +114,38 @@ def _divided(operations: Operations, node: Node, operands: Sequence[int], result
 
 
 def _power(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    (type,), exponent = results, cast("int", node.params["y"])
-    raised = operands[0]
-    if abs(exponent) != 1:
-        raised = operations.elementwise(f"power {abs(exponent)}", operands, type)
+    """Squares of squares, times those that the exponent's bits ask for."""
+    (type,), exponent, (operand,) = results, cast("int", node.params["y"]), operands
+
+    def read(made: int) -> int:
+        return made if made == operand else operations.step(made)
+
+    square, raised = operand, -1
+    for bit in range(abs(exponent).bit_length()):
+        if bit:
+            square = operations.elementwise("multiply", (read(square), read(square)), type)
+        if abs(exponent) >> bit & 1:
+            raised = square if raised < 0 else operations.elementwise("multiply", (read(square), read(raised)), type)
     if exponent < 0:
         one = operations.literal(1.0, type.dtype)
-        raised = operations.elementwise("divide", (one, raised), type, expensive=True)
-    return [raised]
+        raised = operations.elementwise("divide", (one, read(raised)), type, expensive=True)
+    return [raised if exponent else operations.broadcast(operations.literal(1.0, type.dtype), type.shape, ())]
 
 
 def _logistic(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     (type,), one = results, operations.literal(1.0, results[0].dtype)
-    negative = operations.elementwise("negate", operands, type)
-    exponential = operations.elementwise("exponential", (negative,), type, expensive=True)
-    below = operations.elementwise("add", (one, exponential), type)
+    negative = operations.step(operations.elementwise("negate", operands, type))
+    exponential = operations.step(operations.elementwise("exponential", (negative,), type, expensive=True))
+    below = operations.step(operations.elementwise("add", (one, exponential), type))
     return [operations.elementwise("divide", (one, below), type, expensive=True)]
+
+
+def _bits(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The same bits under another dtype of the same width."""
+    (type,), held = results, operations[operands[0]]
+    if type.shape != held.shape:
+        return [operations.add("opaque", operands, type.shape, type.dtype, (opcode(node), operations.at))]
+    return [operations.elementwise(f"{opcode(node)} {held.dtype}", operands, type)]
 
 
 def _reshaped(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -183,10 +199,12 @@ def joined_by_copies(
 
 
 def _sorted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Every operand is sorted in place, or in a copy; all of them are there until the last is done."""
+    """Every operand is sorted in place, or in a copy, once all are there; so are all results until the last is done."""
     rooms = [
-        operations.add("update", (operand,), type.shape, type.dtype, ("sort", operations.at, i))
-        for i, (operand, type) in enumerate(zip(operands, results, strict=True))
+        operations.add(
+            "update", (o, *operands[:i], *operands[i + 1 :]), type.shape, type.dtype, ("sort", operations.at, i)
+        )
+        for i, (o, type) in enumerate(zip(operands, results, strict=True))
     ]
     if len(rooms) == 1:
         return rooms
@@ -348,6 +366,7 @@ SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
         **dict.fromkeys(
             ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scattered
         ),
+        "bitcast_convert_type": _bits,
         "broadcast_in_dim": _broadcast,
         "cholesky": _cholesky,
         "concatenate": _concatenated,

@@ -92,7 +92,10 @@ class Operation(NamedTuple):
 
 
 class Operations:
-    """The operations of a program as they are added; `at` and `value` are what the next ones stand for."""
+    """The operations of a program as they are added; `at` and `value` are what the next ones stand for.
+
+    What they make in the middle of a primitive is `rounded_to` a dtype, if that is narrower than the one computed in.
+    """
 
     def __init__(self) -> None:
         self.every: list[Operation] = []
@@ -102,6 +105,7 @@ class Operations:
         self.before_rounding: dict[int, int] = {}
         self.at = -1
         self.value = -1
+        self.rounded_to = ""
 
     def __getitem__(self, operation: int) -> Operation:
         return self.every[operation]
@@ -152,6 +156,11 @@ class Operations:
         type = TensorType(shape=held.shape, dtype=dtype)
         narrow = dtype == "bfloat16" and held.dtype == "float32"
         return self.elementwise(f"convert {held.dtype}", (operation,), type, expensive=narrow)
+
+    def step(self, operation: int) -> int:
+        """An intermediate result of a primitive as the next operation of the same primitive reads it."""
+        narrow, dtype = self.rounded_to, self.every[operation].dtype
+        return self.converted(self.converted(operation, narrow), dtype) if narrow else operation
 
     def reshape(self, operation: int, shape: Shape) -> int:
         """The same bytes under another shape."""

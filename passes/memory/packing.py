@@ -1,9 +1,9 @@
 """How large a heap is in which every buffer has one place for as long as it lives: never less than what lives at once.
 
-XLA places buffers one after another, the largest first, each in the smallest gap that it fits between those that live
-when it does.
+XLA places buffers one after another, each in the smallest gap that it fits between those that live when it does: once
+the largest first, once the longest-lived first, and keeps the smaller heap of the two.
 
-Reference: XLA's GlobalDecreasingSizeBestFitHeap, ordered by size, as of jaxlib 0.10.
+Reference: XLA's ChooseBestHeapAlgorithm over GlobalDecreasingSizeBestFitHeap, spatial and temporal, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
@@ -14,22 +14,43 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+ALIGNMENT = 64
+"""Bytes of which every place in the heap is a multiple, in XLA's CPU client."""
+
 PLACED = 256
 """How many buffers are placed one by one, the largest: what is left fits between them, or is too small to matter."""
 
 
 class Span(NamedTuple):
-    """A buffer from moment `first` to moment `last`, both of which it lives in."""
+    """A buffer from moment `first` to moment `last`, both of which it lives in; `made_by` tells what it is.
+
+    Those of one `chain` stand one after another, each written over the one before.
+    """
 
     nbytes: int
     first: int
     last: int
+    made_by: object = None
+    chain: int = -1
 
 
 def gaps_nbytes(spans: Sequence[Span]) -> int:
     """Bytes of the heap of the largest `spans` above those that ever live at once."""
-    large = sorted((span for span in spans if span.nbytes), key=_largest_first)[:PLACED]
-    return heap_nbytes(large) - live_nbytes(large)
+    large = sorted(_clocked([span for span in spans if span.nbytes]), key=_spatial)[:PLACED]
+    live = live_nbytes(large)
+    gaps = heap_nbytes(large) - live
+    return min(gaps, heap_nbytes(sorted(large, key=_temporal)) - live) if gaps else 0
+
+
+def _clocked(spans: Sequence[Span]) -> list[Span]:
+    """The spans in the heap's own time, which goes on by one wherever a buffer begins or ends."""
+    events = sorted(
+        [(s.first, 0, s.last, i) for i, s in enumerate(spans)] + [(s.last, 1, 0, i) for i, s in enumerate(spans)]
+    )
+    first, last = [0] * len(spans), [0] * len(spans)
+    for now, (_, ends, _, index) in enumerate(events):
+        (last if ends else first)[index] = now
+    return [Span(span.nbytes, first[i], last[i]) for i, span in enumerate(spans)]
 
 
 def live_nbytes(spans: Sequence[Span]) -> int:
@@ -42,8 +63,12 @@ def live_nbytes(spans: Sequence[Span]) -> int:
     return most
 
 
-def _largest_first(span: Span) -> tuple[int, int]:
-    return (-span.nbytes, span.first)
+def _spatial(span: Span) -> tuple[int, int, int]:
+    return (-span.nbytes, span.first - span.last, span.first)
+
+
+def _temporal(span: Span) -> tuple[int, int, int]:
+    return (span.first - span.last, -span.nbytes, span.first)
 
 
 def heap_nbytes(spans: Sequence[Span]) -> int:

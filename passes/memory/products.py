@@ -119,12 +119,6 @@ class _Side:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether a kernel takes it as it lies; in a batch of products, dimensions of size 1 do not count."""
-        free, contracted, batch = (
-            [d for d in dims if not self.batch or self.shape[d] > 1]
-            for dims in (self.free, self.contracted, self.batch)
-        )
-        ordered = not batch or (
-            batch == sorted(batch) and batch[-1] < min((*free, *contracted), default=len(self.shape))
-        )
-        return len(contracted) <= 1 and len(free) <= 1 and ordered
+        """Whether a kernel takes it as it lies: dimensions of size 1 count as any other."""
+        leads = self.batch == tuple(range(len(self.batch)))
+        return len(self.contracted) <= 1 and len(self.free) <= 1 and leads

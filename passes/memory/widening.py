@@ -29,9 +29,10 @@ def spell_widened(
     if node.primitive in NARROW:
         return spell(operations, node, operands, results)
     read = [widen(operations, operand, widened) for operand in operands]
-    made = spell(
-        operations, node, read, [TensorType(shape=t.shape, dtype=widened.get(t.dtype, t.dtype)) for t in results]
-    )
+    wide = [TensorType(shape=t.shape, dtype=widened.get(t.dtype, t.dtype)) for t in results]
+    operations.rounded_to = next((t.dtype for t in results if t.dtype in widened), "")
+    made = spell(operations, node, read, wide)
+    operations.rounded_to = ""
     return [round_to(operations, o, type.dtype) for o, type in zip(made, results, strict=True)]
 
 

@@ -7,13 +7,18 @@ The plan is followed to what the compiler makes of it, and that is where the acc
     fuse       which results are ever written to memory                                passes/memory/fusion.py
     run        kernels breadth first; each result lives until its last reader          passes/memory/liveness.py
     count      the busiest moment, the bodies of loops at theirs                       here
+    reuse      what lies where an argument was, or an output will be                   passes/memory/reuse.py
     pack       the gaps that are left where buffers come and go                        passes/memory/packing.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from passes.cluster import Mesh
 from passes.ir import Graph, Phase
@@ -21,104 +26,143 @@ from passes.memory.device_program import WHOLE, Border, Context, DeviceProgram, 
 from passes.memory.fusion import fuse
 from passes.memory.holders import Holder, Temporaries, phase_of
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
-from passes.memory.packing import Span, gaps_nbytes
+from passes.memory.packing import ALIGNMENT, Span, gaps_nbytes
+from passes.memory.reuse import Place, unplaced
 from passes.placement import Grouping, Layout, Placement, Schedule
 
 
-def temporaries(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> Temporaries:
+def temporaries(
+    graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule, in_place: Mapping[int, int]
+) -> Temporaries:
     """What the compiled step needs beside arguments and outputs."""
-    found = _Region(graph, grouping, mesh, layout, schedule).peak()
+    region = _Region(graph, grouping, mesh, layout, schedule)
+    run = region.run()
+    spans = [_aligned(span) for span in unplaced(run.spans, region.places(run, in_place))]
+    if not spans:
+        return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
+    live = _live(spans, len(run.sources))
+    busiest = int(live.argmax())
     return Temporaries(
-        where=found.where,
-        holders=found.holders,
-        gaps_nbytes=gaps_nbytes(found.spans),
-        over_time=found.over_time,
+        where=run.sources[busiest],
+        holders=tuple(_holder(span) for span in spans if span.first <= busiest <= span.last),
+        gaps_nbytes=gaps_nbytes(spans),
+        over_time=tuple(np.maximum.reduceat(live, run.begins[:-1]).tolist()),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The busiest moment of a region: everything that is live then, and live bytes over time, [kernels].
+def _live(spans: Sequence[Span], moments: int) -> NDArray[np.int64]:
+    """Live bytes, [moments]."""
+    change = np.zeros(moments + 1, dtype=np.int64)
+    for span in spans:
+        change[span.first] += span.nbytes
+        change[span.last + 1] -= span.nbytes
+    return change.cumsum()[:-1]
 
-    `spans` are all its buffers, those of loops inside included, over so many `moments`.
+
+def _holder(span: Span) -> Holder:
+    """A buffer by name and cause."""
+    region, program, readers, buffer = cast("_Made", span.made_by)
+    return region.holder(program, readers, buffer, span.nbytes)
+
+
+def _aligned(span: Span) -> Span:
+    return span._replace(nbytes=-(-span.nbytes // ALIGNMENT) * ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What lives when in a region, the busiest bodies of its loops included.
+
+    `sources` are the lines that run, [moments]; kernel k `begins` in moment `begins[k]`, and all end in the last one.
     """
 
-    where: str
-    holders: tuple[Holder, ...]
-    over_time: tuple[int, ...]
-    spans: tuple[Span, ...] = ()
-    moments: int = 1
+    spans: tuple[Span, ...]
+    sources: tuple[str, ...]
+    begins: tuple[int, ...]
+    lifetimes: Lifetimes
+    program: DeviceProgram
 
     @property
     def nbytes(self) -> int:
-        return sum(holder.nbytes for holder in self.holders)
+        return int(_live(unplaced(self.spans, ()), len(self.sources)).max(initial=0))
 
 
 class _Region:
-    """A graph, or a body of one of its loops and branches, and the peaks inside those as they are found."""
+    """A graph, or a body of one of its loops and branches, and what runs inside those as it is found."""
 
     def __init__(self, graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> None:
         self.graph, self.grouping, self.mesh = graph, grouping, mesh
         self.layout, self.schedule = layout, schedule
         self.input_names = dict(zip(graph.inputs, graph.input_names, strict=False))
-        self.inside: dict[int, Peak] = {}
+        self.inside: dict[int, _Run] = {}
         self.phases: list[Phase] = [phase_of(node) for node in graph.nodes]
 
-    def peak(self, border: Border = WHOLE) -> Peak:
-        """The busiest moment; a body is told how it hangs on what is around it."""
+    def run(self, border: Border = WHOLE) -> _Run:
+        """What lives when; a body is told how it hangs on what is around it."""
         context = Context(
             rules=self.grouping.rules, controls=self.grouping.controls, mesh=self.mesh, inside=self._inside
         )
         program = lower(self.graph, context, self.layout, self.schedule, border)
         found = lifetimes(program, fuse(program.operations, program.outputs), border.carried)
-        inside = {
-            o: self.inside[operation.node].nbytes
-            for o, operation in enumerate(program.operations)
-            if operation.kind == "loop"
-        }
-        over_time = found.nbytes(inside)
-        if not over_time:
-            return Peak(where="", holders=(), over_time=())
-        return self._at(program, found, over_time)
-
-    def _at(self, program: DeviceProgram, found: Lifetimes, over_time: Sequence[int]) -> Peak:
-        """What is live at the busiest moment; what a loop does not repeat is, all the while."""
-        at = max(range(len(over_time)), key=over_time.__getitem__)
-        running = program.operations[found.order[at]]
-        within = self.inside[running.node] if running.kind == "loop" else None
-        once = [
-            Holder(name=self._name(o.value), nbytes=o.nbytes, cause="collective buffers")
-            for o in (program.operations[h] for h in program.hoisted)
+        begins, inner, sources = list[int](), list[Span](), list[str]()
+        for o in found.order:
+            begins.append(moment := len(sources))
+            running = program.operations[o]
+            source = self.graph.nodes[running.node].source if 0 <= running.node < len(self.graph.nodes) else ""
+            within = self.inside[running.node] if running.kind == "loop" else None
+            if within is None or not within.sources:
+                sources.append(source)
+                continue
+            alone = unplaced(within.spans, ())
+            inner.extend(Span(s.nbytes, s.first + moment, s.last + moment, s.made_by) for s in alone)
+            sources.extend(inside or source for inside in within.sources)
+        begins.append(len(sources))
+        own = [
+            Span(b.nbytes, first, last, (self, program, found.readers, b), chain)
+            for chain, b in enumerate(found.buffers)
+            for first, last in _members(program, found, begins, b)
         ]
-        live = [self._holder(program, found, b) for b in found.buffers if b.first <= at <= b.last]
-        where = self.graph.nodes[running.node].source if 0 <= running.node < len(self.graph.nodes) else ""
-        spans, moments = self._spans(program, found)
-        whole = (Span(holder.nbytes, 0, moments - 1) for holder in once)
-        return Peak(
-            where=within.where if within and within.where else where,
-            holders=(*once, *live, *(within.holders if within else ())),
-            over_time=tuple(total + sum(holder.nbytes for holder in once) for total in over_time),
-            spans=(*whole, *spans),
-            moments=moments,
+        return _Run(
+            spans=(*own, *self._once(program, len(sources)), *inner),
+            sources=tuple(sources),
+            begins=tuple(begins),
+            lifetimes=found,
+            program=program,
         )
 
-    def _spans(self, program: DeviceProgram, found: Lifetimes) -> tuple[list[Span], int]:
-        """Every buffer, while a loop runs those of its busiest body too, and how many moments that takes in all."""
-        begins, inner, moment = list[int](), list[Span](), 0
-        for o in found.order:
-            begins.append(moment)
-            running = program.operations[o]
-            within = self.inside[running.node] if running.kind == "loop" else None
-            inner.extend(Span(s.nbytes, s.first + moment, s.last + moment) for s in (within.spans if within else ()))
-            moment += within.moments if within else 1
-        begins.append(moment)
-        own = [Span(b.nbytes, begins[b.first], begins[b.last + 1] - 1) for b in found.buffers]
-        return [*own, *inner], moment
+    def _once(self, program: DeviceProgram, moments: int) -> Iterator[Span]:
+        """What a loop does not repeat is there all the while."""
+        for o in program.hoisted:
+            buffer = Buffer(operations=(o,), nbytes=program.operations[o].nbytes, first=0, last=moments - 1)
+            yield Span(buffer.nbytes, 0, moments - 1, (self, program, None, buffer))
 
-    def _holder(self, program: DeviceProgram, found: Lifetimes, buffer: Buffer) -> Holder:
-        """A buffer by name and cause."""
+    def places(self, run: _Run, in_place: Mapping[int, int]) -> list[Place]:
+        """Where the outputs belong, which take the place of inputs or have their own."""
+        found, begins = run.lifetimes, run.begins
+        places: list[Place] = []
+        for output, written in enumerate(found.written):
+            if written < 0:
+                continue
+            read = found.read[in_place[output]] if output in in_place else -1
+            nbytes = run.program.operations[run.program.outputs[output]].nbytes
+            places.append(
+                Place(
+                    nbytes=nbytes,
+                    after=begins[read + 1] - 1 if read >= 0 else -1,
+                    before=_begin(run.program, found, begins, written),
+                    over=frozenset(found.over.get(output, ())),
+                )
+            )
+        return places
+
+    def holder(
+        self, program: DeviceProgram, read_by: Mapping[int, Sequence[int]] | None, buffer: Buffer, nbytes: int
+    ) -> Holder:
+        """A buffer by name and cause; nothing is said of the readers of what is moved out of a loop."""
         made = [program.operations[o] for o in buffer.operations]
-        readers = {self._when(program.operations[r].node) for o in buffer.operations for r in found.readers.get(o, ())}
+        if read_by is None:
+            return Holder(name=self._name(made[-1].value), nbytes=nbytes, cause="collective buffers")
+        readers = {self._when(program.operations[r].node) for o in buffer.operations for r in read_by.get(o, ())}
         written = {self._when(self.graph.producers.get(o.value, o.node)) for o in made}
         collective = any(o.kind in ("collective", "result") for o in made)
         if "backward" in written and "apply" in readers:
@@ -129,7 +173,7 @@ class _Region:
             cause = "saved for backward"
         else:
             cause = "transients"
-        return Holder(name=self._name(made[-1].value), nbytes=buffer.nbytes, cause=cause)
+        return Holder(name=self._name(made[-1].value), nbytes=nbytes, cause=cause)
 
     def _when(self, node: int) -> Phase:
         return self.phases[node] if 0 <= node < len(self.phases) else "apply"
@@ -141,16 +185,32 @@ class _Region:
         return _maker(self.graph, value)
 
     def _inside(self, index: int, placement: Placement, known: Mapping[int, object]) -> None:
-        """Finds the peak of a control node's busiest body."""
+        """Finds what lives when in a control node's busiest body."""
         control = self.grouping.controls[index]
         bodies = zip(
             control.bodies, self.grouping.bodies[index], placement.bodies, self.schedule.bodies[index], strict=True
         )
-        peaks = [
-            _Region(body.graph, grouping, self.mesh, layout, schedule).peak(border_of(body, control, known))
+        runs = [
+            _Region(body.graph, grouping, self.mesh, layout, schedule).run(border_of(body, control, known))
             for body, grouping, layout, schedule in bodies
         ]
-        self.inside[index] = max(peaks, key=lambda peak: peak.nbytes)
+        self.inside[index] = max(runs, key=lambda run: run.nbytes)
+
+
+def _members(
+    program: DeviceProgram, found: Lifetimes, begins: Sequence[int], buffer: Buffer
+) -> Iterator[tuple[int, int]]:
+    """The moments from which, and to which, each result in a buffer lives."""
+    starts = [_begin(program, found, begins, kernel) for kernel in buffer.starts or (buffer.first,)]
+    yield from zip(starts, (*starts[1:], begins[buffer.last + 1] - 1), strict=True)
+
+
+def _begin(program: DeviceProgram, found: Lifetimes, begins: Sequence[int], kernel: int) -> int:
+    """The moment in which a kernel writes what it makes: what a branch makes, it writes last."""
+    return begins[kernel + 1] - 1 if program.operations[found.order[kernel]].kind == "loop" else begins[kernel]
+
+
+_Made = tuple[_Region, DeviceProgram, Mapping[int, Sequence[int]] | None, Buffer]
 
 
 def _maker(graph: Graph, value: int) -> str:

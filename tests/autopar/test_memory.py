@@ -20,9 +20,12 @@ CASES = (
     Case(model="gpt", planner="zero3", dtype="bfloat16"),
     *(
         Case(model=name, planner="dp")
-        for name in ("sort", "qr", "softmax", "cond", "scatter", "hessian", "top-k", "half")
+        for name in ("sort", "qr", "softmax", "cond", "scatter", "hessian", "top-k", "half", "convolution", "dropout")
     ),
-    *(Case(model=name, planner="auto") for name in ("cholesky", "while", "dropout", "attention")),
+    *(
+        Case(model=name, planner="auto")
+        for name in ("cholesky", "while", "dropout", "attention", "convolution", "top-k", "sort", "cond", "pairwise")
+    ),
 )
 
 
@@ -30,6 +33,11 @@ SLOW_CASES = (
     Case(model="llama-scan", planner="zero3", remat=False, microbatches=1),
     Case(model="dlrm", planner="megatron", microbatches=4),
     Case(model="alexnet", planner="zero3", remat=False, microbatches=1),
+    Case(model="moe", planner="zero3", remat=True),
+    Case(model="moe", planner="zero3", remat=True, dtype="bfloat16"),
+    Case(model="bert", planner="megatron", remat=True, dtype="bfloat16"),
+    Case(model="bert", planner="auto", remat=True, dtype="bfloat16"),
+    Case(model="moe", planner="auto", dtype="bfloat16"),
     Case(model="gpt", planner="dp", remat=False, microbatches=1),
     Case(model="gpt", planner="dp", dtype="bfloat16"),
     Case(model="moe", planner="megatron", remat=False, microbatches=1),

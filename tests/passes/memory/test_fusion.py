@@ -47,13 +47,15 @@ def test_kernels_read_what_they_do_not_compute(seed: int) -> None:
     found = drawn(seed)
     kernels = kernels_of(found.operations, found.outputs)
     wanted = needed(found.operations, found.outputs)
-    written = {i for i in wanted if found.operations[i].kind not in (*PRODUCERS, "literal")}
+    written = {i for i in wanted if found.operations[i].kind not in (*PRODUCERS, "literal", "dot")}
     assert written | set(found.outputs) <= kernels.keys() <= wanted
     for index, kernel in kernels.items():
         computed, met = inside(kernel, found.operations)
         assert kernel.reads == tuple(sorted(met))
         assert met <= kernels.keys()
-        assert all(found.operations[one].kind in PRODUCERS for one in computed - {index})
+        within = {found.operations[one].kind for one in computed - {index}}
+        reduces = any(found.operations[one].kind == "reduce" for one in computed)
+        assert within <= PRODUCERS | ({"dot"} if reduces else set())
     read = {one for kernel in kernels.values() for one in kernel.reads}
     inputs = {i for i in wanted if found.operations[i].kind == "input"}
     assert kernels.keys() == read | inputs | set(found.outputs)
@@ -166,3 +168,12 @@ def test_several_large_operands_are_written_where_a_reader_cannot_take_them_in()
     total = operation("elementwise", 0, 1, name="add")
     product, other = operation("dot", 2, 2), operation("elementwise", 2, name="negate")
     assert fused(A, B, total, product, other, outputs=(3, 4)) == {0: (), 1: (), 2: (0, 1), 3: (2,), 4: (2,)}
+
+
+def test_a_product_of_which_only_a_large_sum_reads_is_computed_with_it() -> None:
+    """As a softmax without a mask takes the maximum of scores: the library has both."""
+    scores, total = operation("dot", 0, 0, shape=TABLE), operation("reduce", 1, name="reduce-sum")
+    assert fused(operation("input", shape=TABLE, tag=0), scores, total, outputs=(2,)) == {0: (), 2: (0,)}
+    read = operation("dot", 1, 1, shape=TABLE)
+    every = (operation("input", shape=TABLE, tag=0), scores, total, read)
+    assert fused(*every, outputs=(2, 3)) == {0: (), 1: (0,), 2: (1,), 3: (1,)}

@@ -69,3 +69,37 @@ def test_what_only_looks_at_an_array_otherwise_stays_narrow() -> None:
         spell_widened(operations, node(primitive), [given], [TensorType(shape=shape, dtype=half.dtype)], widened)
         made = [held.dtype for held in operations.every]
         assert made == (["bfloat16"] * 2 if primitive == "reshape" else dtypes)
+
+
+@pytest.mark.parametrize(("exponent", "multiplied"), [(2, 1), (3, 2), (5, 3), (8, 3), (-2, 1)])
+def test_powers_are_squares_of_squares_each_rounded(exponent: int, multiplied: int) -> None:
+    """In bfloat16 the square that a cube is made of is the one that its derivative reads."""
+    operations = Operations()
+    half = TensorType(shape=WIDE.shape, dtype="bfloat16")
+    given, widened = operations.add("input", (), half.shape, half.dtype, 0), {"bfloat16": "float32"}
+    (made,) = spell_widened(operations, node("integer_pow", y=exponent), [given], [half], widened)
+    assert sum(held.name == "multiply" for held in operations.every) == multiplied
+    assert operations[made].dtype == half.dtype
+    rounded = sum(held.dtype == half.dtype and held.kind == "expensive" for held in operations.every)
+    assert rounded == multiplied + (exponent < 0)
+    known = len(operations.every)
+    spell_widened(operations, node("integer_pow", y=2), [given], [half], widened)
+    assert len(operations.every) == known
+
+
+def test_all_that_is_sorted_together_is_there_first() -> None:
+    operations = Operations()
+    given = [operations.add("input", (), WIDE.shape, dtype, dtype) for dtype in ("float32", "int32")]
+    types = [TensorType(shape=WIDE.shape, dtype=dtype) for dtype in ("float32", "int32")]
+    spell(operations, node("sort"), given, types)
+    rooms = [held for held in operations.every if held.kind == "update"]
+    assert [held.operands for held in rooms] == [tuple(given), tuple(given[::-1])]
+
+
+def test_bits_under_another_dtype_are_read_where_they_are_needed() -> None:
+    operations = Operations()
+    given = operations.add("input", (), WIDE.shape, "uint32", 0)
+    (same,) = spell(operations, node("bitcast_convert_type"), [given], [WIDE])
+    assert operations[same].kind == "elementwise"
+    (split,) = spell(operations, node("bitcast_convert_type"), [given], [TensorType(shape=(8, 4, 2), dtype="uint16")])
+    assert operations[split].kind == "opaque"

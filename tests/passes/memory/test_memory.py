@@ -123,7 +123,8 @@ def test_what_is_fused_is_never_written():
 
 
 def test_cheap_operations_are_computed_for_every_reader_and_dear_ones_once():
-    for primitive, count in (("neg", 1), ("exp", 2)):
+    """One array lies where the second result will be: what the product reads, or what both results read."""
+    for primitive, count in (("neg", 0), ("exp", 1)):
         program = Program(2)
         shared = program.add(primitive, 0)
         left = program.dot(program.add("add", shared, 0), 1)
@@ -144,9 +145,9 @@ def test_a_value_lives_until_its_last_reader():
     last = first
     for _ in range(4):
         last = program.dot(last, 1)
-    assert needed(program.graph(last)).nbytes["transients"] == 2 * NBYTES
+    assert needed(program.graph(last)).nbytes["transients"] == NBYTES  # every other one lies where the result will be
     graph = program.graph(program.dot(last, first))
-    assert needed(graph).nbytes["transients"] == 3 * NBYTES
+    assert needed(graph).nbytes["transients"] == 2 * NBYTES
 
 
 def test_equal_operations_are_one_unless_a_barrier_is_between_them():
@@ -167,8 +168,7 @@ def test_causes_follow_the_phases():
     back = program.dot(program.add("broadcast_in_dim", loss, broadcast_dimensions=()), 0)
     gradient = program.add("dot_general", kept, back, dimension_numbers=(((0,), (0,)), ((), ())))
     program.scope = ""
-    size = program.total(program.add("square", gradient))
-    moment = program.add("add", 2, program.add("mul", gradient, size))
+    moment = program.add("add", 2, gradient)
     graph = program.graph(program.add("sub", 0, moment), moment, loss)
     found = needed(graph, ((0, 0), (1, 2)))
     assert (found.nbytes["parameters"], found.nbytes["optimizer state"]) == (NBYTES, NBYTES)
@@ -230,7 +230,7 @@ def test_all_reduces_that_wait_for_each_other_run_one_after_the_other():
         last = program.dot(0, program.add("tanh", last))
     graph = program.graph(program.add("neg", last))
     found = needed(graph, layout=summed(graph))
-    assert found.nbytes["transients"] + found.nbytes["collective buffers"] == 2 * NBYTES
+    assert found.nbytes["transients"] + found.nbytes["collective buffers"] == NBYTES  # beside the result's place
 
 
 def test_all_reduces_that_do_not_wait_for_each_other_hold_everything_they_send():
@@ -238,7 +238,8 @@ def test_all_reduces_that_do_not_wait_for_each_other_hold_everything_they_send()
     sums = [program.dot(i, 0) for i in range(4)]
     graph = program.graph(*(program.add("add", s, 0) for s in sums))
     found = needed(graph, layout=summed(graph))
-    assert (found.nbytes["transients"], found.nbytes["collective buffers"]) == (4 * NBYTES, 4 * NBYTES)
+    addresses = 64  # of the results, rounded up; what is sent lies where the outputs will be
+    assert (found.nbytes["transients"], found.nbytes["collective buffers"]) == (0, 4 * NBYTES + addresses)
 
 
 def test_what_is_cut_counts_a_piece():
@@ -286,7 +287,7 @@ def test_a_model_of_another_compiler_says_what_comes_and_goes():
     schedule = moves(graph, layout, Resharder(MESH))
 
     def frugal(*given: object) -> Temporaries:
-        assert given == (graph, grouping, MESH, layout, schedule)
+        assert given == (graph, grouping, MESH, layout, schedule, {})
         working = Holder(name="scratch", nbytes=40, cause="transients")
         return Temporaries(where="here", holders=(working,), gaps_nbytes=2, over_time=(0, 40))
 

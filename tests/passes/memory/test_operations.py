@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from passes.ir import TensorType
+from passes.ir import Node, TensorType
 from passes.memory.operations import Operations
+from passes.memory.products import contraction
 
 SHAPES = [(), (1,), (4,), (3, 4), (3, 1), (2, 3, 4), (4, 3), (12,), (2, 1, 4)]
 APPLY: dict[str, Any] = {
@@ -172,3 +173,18 @@ def test_what_is_the_same_along_a_dimension_is_computed_once() -> None:
     made = operations.elementwise("exponential", [wide], TensorType(shape=(3, 4), dtype="float32"), expensive=True)
     assert operations[made].kind == "broadcast"
     assert operations[operations[made].operands[0]].shape == (4,)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_batch_of_products_that_sums_over_two_dimensions_is_transposed_even_if_one_has_size_1(group: int) -> None:
+    """As the gradient of experts over groups of tokens is: XLA looks at how many there are, not at how long."""
+    operations = Operations()
+    numbers = (((1, 2), (1, 2)), ((0,), (0,)))
+    left = operations.add("input", (), (8, group, 32, 64), "float32", 0)
+    right = operations.add("input", (), (8, group, 32, 16), "float32", 1)
+    node = Node(primitive="dot_general", inputs=(), outputs=(), params={"dimension_numbers": numbers})
+    (made,) = contraction(operations, node, (left, right), [TensorType(shape=(8, 64, 16), dtype="float32")])
+    product = next(held for held in operations.every if held.kind == "dot")
+    assert operations[made].shape == (8, 64, 16)
+    assert [operations[o].shape for o in product.operands] == [(8, 64, 32 * group), (8, 32 * group, 16)]
+    assert any(held.kind == "transpose" for held in operations.every)

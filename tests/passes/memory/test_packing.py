@@ -38,10 +38,14 @@ def test_what_lives_at_once_is_counted_moment_by_moment():
 
 
 def test_a_small_buffer_between_two_large_ones_leaves_a_gap():
-    """Two of four bytes take turns in one place each; what bridges them finds neither free."""
-    spans = [Span(4, 0, 1), Span(4, 1, 2), Span(2, 2, 4), Span(4, 4, 5)]
-    assert live_nbytes(spans) == 8
-    assert (
-        gaps_nbytes([*spans, Span(4, 5, 6)])
-        == heap_nbytes(sorted([*spans, Span(4, 5, 6)], key=lambda s: -s.nbytes)) - 8
-    )
+    """As the Hessian of a sum: two of four bytes are never there at once, and each meets one of two small ones."""
+    spans = [Span(4, 0, 2), Span(1, 2, 6), Span(1, 6, 7), Span(4, 7, 8)]
+    assert live_nbytes(spans) == 5
+    assert gaps_nbytes(spans) == 1
+
+
+def test_the_longest_lived_come_first_if_that_leaves_less():
+    """Placed by size, the largest first, these take 8; placed by how long they live, 7, which is what is live."""
+    spans = [(4, 5, 6), (3, 0, 4), (2, 4, 8), (2, 1, 4)]
+    assert gaps_nbytes([Span(*span) for span in spans]) == 0
+    assert heap_nbytes(sorted((Span(*s) for s in spans), key=lambda s: (-s.nbytes, s.first - s.last))) == 8

@@ -1,0 +1,65 @@
+"""Which buffers of a step lie where an argument was that is read no more, or where an output is not yet.
+
+XLA goes through the buffers from the largest to the smallest, and puts each into the smallest such place that is free
+for as long as it lives. A buffer may end as the output is written if it is written over.
+
+Reference: XLA's BufferAssigner::AssignSingleHloBuffer, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from passes.memory.packing import Span
+
+
+class Place(NamedTuple):
+    """Where an output belongs: free behind moment `after`, in which its argument is last read, until `before`.
+
+    The output is written in the moment `before`, over the last of one of the chains `over` if that is here.
+    """
+
+    nbytes: int
+    after: int
+    before: int
+    over: frozenset[int] = frozenset()
+
+
+def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
+    """What finds no place, in its order; what is left of a chain is one span wherever it hangs together."""
+    free = sorted((place for place in places if place.before - place.after > 1), key=lambda place: place.nbytes)
+    placed = _placed(spans, free) if free else bytearray(len(spans))
+    left: list[Span] = []
+    for span, is_placed in zip(spans, placed, strict=True):
+        if is_placed:
+            continue
+        if left and span.chain >= 0 and left[-1].chain == span.chain and left[-1].last == span.first:
+            span = left.pop()._replace(last=span.last)
+        left.append(span)
+    return left
+
+
+def _placed(spans: Sequence[Span], free: Sequence[Place]) -> bytearray:
+    """Which spans find a place, the smallest first."""
+    held: list[list[Span]] = [[] for _ in free]
+    placed = bytearray(len(spans))
+    for index in sorted(range(len(spans)), key=lambda index: (-spans[index].nbytes, spans[index].first)):
+        span = spans[index]
+        for place, others in zip(free, held, strict=True):
+            last = place.before if span.chain in place.over else place.before - 1
+            if span.nbytes > place.nbytes or span.first <= place.after or span.last > last:
+                continue
+            if not any(_interfere(span, other) for other in others):
+                others.append(span)
+                placed[index] = True
+                break
+    return placed
+
+
+def _interfere(one: Span, other: Span) -> bool:
+    """Whether two spans may not lie in one place: they live at once, and neither is written over the other."""
+    earlier, later = sorted((one, other), key=lambda span: span.first)
+    if earlier.chain >= 0 and earlier.chain == later.chain and earlier.last == later.first:
+        return False
+    return earlier.last >= later.first
