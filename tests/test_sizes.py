@@ -16,7 +16,6 @@ TOO_LONG = frozenset(
     (
         "autopar.api",
         "autopar.api.ParallelFunction",
-        "passes.inter_op.partitions.partition",
         "passes.pipeline.search.StagedSearch",
         "passes.pipeline.stage_table.StageCosts",
         "passes.plan.pipeline.PipelinePlan",

@@ -28,10 +28,10 @@ Reference: Zheng et al., Alpa (2201.12023), section 5, equations 2 to 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate, pairwise, product
+from functools import cache, partial
+from itertools import accumulate, pairwise, product, starmap
 
 import numpy as np
 
@@ -109,8 +109,7 @@ def partition(
     numbers = tuple(p for p in numbers if p <= places.n_slots)
     splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
     incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, seconds=cutoff)
-    counts, problems = tuple(dict.fromkeys(microbatches)), list[Problem]()
-    hops = {m: boundaries(n_layers, places, table, m) for m in counts}
+    hops = {m: boundaries(n_layers, places, table, m) for m in dict.fromkeys(microbatches)}
     requests = _Requests(
         places=places,
         table=table,
@@ -119,27 +118,16 @@ def partition(
         chained=not any(splits.values()),
         lower_bound=lower_bound,
         prefetch=prefetch,
-        known={m: {} for m in counts},
+        known={m: {} for m in hops},
         n_layers=n_layers,
     )
-    interrupted = False
-    try:
-        while requests.ask(incumbent.seconds):
-            problems.clear()
-            for m, split in product(counts, dict.fromkeys(splits.values())):
-                candidates = requests.known[m]
-                costs = tabulate(n_layers, places, candidates, hops[m], m, split, dispatch_seconds, memory_limit)
-                names = tuple(name for name in splits if splits[name] == split)
-                problems.append(with_bounds(places, costs, m, names, numbers))
-            problems.sort(key=lambda problem: problem.least_seconds)
-            for problem in problems:
-                search_single_stages(problem, incumbent)
-            for problem in problems:
-                search_by_period(problem, incumbent, epsilon)
-    except KeyboardInterrupt:
-        if not interruptible or incumbent.best is None:
-            raise
-        interrupted = True
+
+    def pose(m: int, split: bool) -> Problem:
+        costs = tabulate(n_layers, places, requests.known[m], hops[m], m, split, dispatch_seconds, memory_limit)
+        return with_bounds(places, costs, m, tuple(name for name in splits if splits[name] == split), numbers)
+
+    kinds = tuple(product(hops, dict.fromkeys(splits.values())))
+    problems, interrupted = _searched(requests, partial(starmap, pose, kinds), incumbent, epsilon, interruptible)
     incumbent.asked = sum(map(len, requests.known.values()))
     bound = 0.0 if interrupted else branch_and_bound(problems, incumbent, proof)
     if incumbent.best is None and math.isfinite(cutoff):
@@ -147,6 +135,29 @@ def partition(
     if incumbent.best is None:
         raise _unfit(problems, places, memory_limit)
     return replace(incumbent.answer(bound), interrupted=interrupted)
+
+
+def _searched(
+    requests: _Requests,
+    posed: Callable[[], Iterable[Problem]],
+    incumbent: Incumbent,
+    epsilon: float,
+    interruptible: bool,
+) -> tuple[list[Problem], bool]:
+    """The problems once no further entries are needed, and whether Ctrl-C ended the search before."""
+    problems: list[Problem] = []
+    try:
+        while requests.ask(incumbent.seconds):
+            problems = sorted(posed(), key=lambda problem: problem.least_seconds)
+            for problem in problems:
+                search_single_stages(problem, incumbent)
+            for problem in problems:
+                search_by_period(problem, incumbent, epsilon)
+    except KeyboardInterrupt:
+        if not interruptible or incumbent.best is None:
+            raise
+        return problems, True
+    return problems, False
 
 
 @dataclass(slots=True, kw_only=True)
