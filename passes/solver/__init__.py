@@ -1,5 +1,5 @@
-"""A sharding problem as numbers and the search for its answer: one strategy a node, at the least total seconds, within
-budgets of bytes, with a bound. It knows neither graphs nor meshes.
+"""The solver of sharding problems: one strategy for each node at the least total seconds, within budgets of bytes, with
+a bound. It knows neither graphs nor meshes.
 """
 
 from passes.solver.problem import Budget, Edge, Floats, Indices, Memory, ShardingProblem

@@ -1,4 +1,5 @@
-"""The budgets of a sharding problem as rows of a program: what strategies and copies hold, as shares of the limits."""
+"""The budgets of a sharding problem as rows of a program: the bytes of strategies and copies, as shares of the limits.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class BudgetRows:
             if most is not None:
                 program.enter(row, most, -1.0)
             for node, nbytes in budget.nbytes.items():
-                own = columns[node]
-                program.enter(np.repeat(row, own.size), own, nbytes[allowed[node]] / budget.limit)
+                node_columns = columns[node]
+                program.enter(np.repeat(row, node_columns.size), node_columns, nbytes[allowed[node]] / budget.limit)
             for group, sizes in budget.copies.items():
                 for label, size in sizes.items():
                     if (group, label) not in copies:
@@ -46,30 +47,32 @@ class BudgetRows:
                         program.enter(row, np.array([column]), size / budget.limit)
 
     def of_copies(self, duals: Floats) -> Mapping[int, Sequence[tuple[object, float]]]:
-        """What copies to placements are worth at the `duals` of all rows, by the `id` of the edge that wants them."""
-        found: dict[int, list[tuple[object, float]]] = {}
+        """The value of copies to placements at the `duals` of all rows, by the `id` of the edge that needs them."""
+        worth: dict[int, list[tuple[object, float]]] = {}
         for row, edge, label in self.copy_rows:
-            found.setdefault(id(edge), []).append((label, float(duals[row])))
-        return found
+            worth.setdefault(id(edge), []).append((label, float(duals[row])))
+        return worth
 
     def _copied(self, group: int, label: object) -> int | None:
-        """Whether some reader of a group has the value copied to a placement; None where no reader may want it."""
-        wanted: list[tuple[Edge, Indices, Indices]] = []
+        """The column that says whether some reader of a group has the value copied to a placement; None if no reader
+        may need it.
+        """
+        readers: list[tuple[Edge, Indices, Indices]] = []
         for edge in self.problem.groups.get(group, ()):
             asking = self._placed(edge.target, edge.after, edge.labels, label)
             if asking.size:
-                wanted.append((edge, asking, self._placed(edge.source, edge.before, edge.origins, label)))
-        if not wanted:
+                readers.append((edge, asking, self._placed(edge.source, edge.before, edge.origins, label)))
+        if not readers:
             return None
         program = self.program
         copied = program.add_columns(1)
-        for row, (edge, asking, held) in zip(program.add_rows(len(wanted), 0.0, np.inf), wanted, strict=True):
-            for columns, value in ((copied, 1.0), (asking, -1.0), (held, 1.0)):
+        for row, (edge, asking, places) in zip(program.add_rows(len(readers), 0.0, np.inf), readers, strict=True):
+            for columns, value in ((copied, 1.0), (asking, -1.0), (places, 1.0)):
                 program.enter(np.full(columns.size, row), columns, value)
             self.copy_rows.append((int(row), edge, label))
         return int(copied[0])
 
     def _placed(self, node: int, places: Indices, names: Sequence[object], name: object) -> Indices:
-        """The columns of a node's strategies under which a value is at a named placement."""
-        named = [i for i, other in enumerate(names) if other == name]
+        """The columns of a node's strategies under which a value has a named placement."""
+        named = [i for i, candidate in enumerate(names) if candidate == name]
         return self.columns[node][np.isin(places[self.allowed[node]], named)]

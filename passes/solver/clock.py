@@ -1,4 +1,4 @@
-"""How long a search has taken, and whether that is more than its user allows."""
+"""The time that a search has taken, and whether it exceeds its user's limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clock:
-    """The seconds that went into building programs and into solving them, of `limit` at most if there is one.
+    """The seconds spent on building programs and on solving them, at most `limit` if there is one.
 
     A search that is gone on with goes on with its clock: what lies between does not count.
     """
@@ -19,15 +19,15 @@ class Clock:
     _start: float = field(default_factory=time.perf_counter, init=False)
 
     def go_on(self) -> None:
-        """Counts from now on what comes, beside what has been."""
+        """Starts to count again, in addition to the time so far."""
         self._start = time.perf_counter() - self.build_seconds - self.solve_seconds
 
     def built(self) -> None:
-        """What was done so far counts as building programs, and what comes as solving them."""
+        """Counts the time since the last call as building programs."""
         self.build_seconds = self.taken - self.solve_seconds
 
     def stop(self) -> None:
-        """What was done since programs were built counts as solving them."""
+        """Counts the time since programs were built as solving them."""
         self.solve_seconds = self.taken - self.build_seconds
 
     @property

@@ -1,4 +1,4 @@
-"""An answer to a sharding problem made better by small steps: one node at a time, the others staying."""
+"""Coordinate descent: an answer to a sharding problem improved one node at a time, the others fixed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PENALTY = 1e3
 
 
 def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
-    """An answer at most as costly: each node in turn takes its best strategy, until none moves.
+    """An answer that costs at most as much: each node in turn takes its best strategy, until none changes.
 
     Where budgets are exceeded, bytes come first. A node is looked at again once one that it shares a value with has
     moved, or any at all where budgets tie them together.
@@ -45,7 +45,7 @@ def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Paid:
-    """What groups of edges pay under every strategy of a node, the others staying; placements are known by number."""
+    """The cost of groups of edges under every strategy of a node, the others fixed; placements are known by number."""
 
     def __init__(self) -> None:
         self.known: dict[object, int] = {}
@@ -56,19 +56,19 @@ class _Paid:
         if len(edges) == 1:
             edge = edges[0]
             return edge.weight * edge.seconds[_ends(edge, node, choice)]
-        asked: dict[tuple[object, object], tuple[Indices | int, Floats]] = {}
+        reshardings: dict[tuple[object, object], tuple[Indices | int, Floats]] = {}
         for edge in edges:
             before, after = _ends(edge, node, choice)
             label = self._labels(edge)[after]
             same = (before if edge.source != node else id(before), label if edge.target != node else id(edge.after))
-            if same not in asked:
-                asked[same] = before + len(edge.seconds) * label, edge.weight * edge.seconds[before, after]
-        total, seen = 0.0, list[Indices | int]()
-        for resharding, seconds in asked.values():
-            for other in seen:
-                seconds = np.where(resharding == other, 0.0, seconds)
+            if same not in reshardings:
+                reshardings[same] = before + len(edge.seconds) * label, edge.weight * edge.seconds[before, after]
+        total, paid_for = 0.0, list[Indices | int]()
+        for resharding, seconds in reshardings.values():
+            for paid in paid_for:
+                seconds = np.where(resharding == paid, 0.0, seconds)
             total = total + seconds
-            seen.append(resharding)
+            paid_for.append(resharding)
         return total
 
     def _labels(self, edge: Edge) -> Indices:
@@ -86,7 +86,7 @@ def _ends(edge: Edge, node: int, choice: Sequence[int]) -> tuple[Indices | int, 
 
 
 class _Usage:
-    """What an answer takes of every budget, kept up to date while its nodes change."""
+    """The bytes that an answer takes of every budget, kept up to date while its nodes change."""
 
     def __init__(self, problem: ShardingProblem, choice: Sequence[int]) -> None:
         self.problem = problem
@@ -95,27 +95,29 @@ class _Usage:
         self.price = _PENALTY * (seconds if np.isfinite(seconds) and seconds > 0 else 1.0)
 
     def penalties(self, node: int, choice: list[int], groups: Sequence[Sequence[Edge]]) -> Floats:
-        """Seconds for the bytes beyond the budgets under each strategy of a node."""
+        """Seconds for the bytes beyond the budgets, under each strategy of a node."""
         size = self.problem.seconds[node].size
-        total, own = np.zeros(size), choice[node]
-        for budget, held in zip(self.problem.budgets, self.held, strict=True):
+        total, current = np.zeros(size), choice[node]
+        for budget, used in zip(self.problem.budgets, self.held, strict=True):
             nbytes = budget.nbytes.get(node)
             copied = [edges for edges in groups if edges[0].group in budget.copies]
             if nbytes is None and not copied:
                 continue
-            after = np.full(size, held) if nbytes is None else held - nbytes[own] + nbytes
+            nbytes_after = np.full(size, used) if nbytes is None else used - nbytes[current] + nbytes
             if copied:
-                made = np.zeros(size)
+                copied_nbytes = np.zeros(size)
                 for s in range(size):
                     choice[node] = s
-                    made[s] = sum(_copied_nbytes(budget.copies[edges[0].group], edges, choice) for edges in copied)
-                choice[node] = own
-                after += made - made[own]
-            total += self.price * np.maximum(after / budget.limit - 1.0, 0.0)
+                    copied_nbytes[s] = sum(
+                        _copied_nbytes(budget.copies[edges[0].group], edges, choice) for edges in copied
+                    )
+                choice[node] = current
+                nbytes_after += copied_nbytes - copied_nbytes[current]
+            total += self.price * np.maximum(nbytes_after / budget.limit - 1.0, 0.0)
         return total
 
     def change(self, node: int, old: int, choice: list[int], groups: Sequence[Sequence[Edge]]) -> None:
-        """Takes over that a node has left its `old` strategy."""
+        """Records that a node has left its `old` strategy."""
         new = choice[node]
         for index, budget in enumerate(self.problem.budgets):
             if (nbytes := budget.nbytes.get(node)) is not None:
@@ -130,5 +132,5 @@ class _Usage:
 
 
 def _copied_nbytes(copies: Mapping[object, float], edges: Sequence[Edge], choice: Sequence[int]) -> float:
-    made = dict.fromkeys(edge.copies(choice) for edge in edges)
-    return sum(copies.get(label, 0.0) for label in made if label is not None)
+    labels = dict.fromkeys(edge.copies(choice) for edge in edges)
+    return sum(copies.get(label, 0.0) for label in labels if label is not None)

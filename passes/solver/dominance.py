@@ -1,4 +1,4 @@
-"""A sharding problem without strategies that another one of the node replaces at no extra cost.
+"""Dominance: a sharding problem without strategies that another strategy of the node replaces at no extra cost.
 
 Reference: Goldstein, Efficient rotamer elimination applied to protein side-chains (Biophysical Journal 66, 1994):
 dead-end elimination, here with groups of edges that pay equal reshardings once.
@@ -39,15 +39,15 @@ class Replacements:
         return self._known[key][1]
 
     def undominated(self, seconds: Floats, extras: Sequence[Floats]) -> NDArray[np.bool_]:
-        """Which strategies of a node stay, given what its edges pay beyond; equal layers have equal `extras`."""
+        """Whether each strategy of a node stays, given its extra costs on edges; equal layers have equal `extras`."""
         key = (seconds.tobytes(), *sorted(map(id, extras)))
         if key not in self._kept:
             self._kept[key] = _undominated(seconds, extras)
         return self._kept[key]
 
     def _extra(self, edge: Edge, allowed: NDArray[np.bool_], alone: bool, reads: bool) -> Floats:
-        own, other = (edge.after, edge.before) if reads else (edge.before, edge.after)
-        matrix = edge.weight * (edge.seconds.T if reads else edge.seconds)[:, np.unique(other[allowed])]
+        near_side, far = (edge.after, edge.before) if reads else (edge.before, edge.after)
+        matrix = edge.weight * (edge.seconds.T if reads else edge.seconds)[:, np.unique(far[allowed])]
         if alone or not reads:
             with np.errstate(invalid="ignore"):
                 extra = matrix[None, :, :] - matrix[:, None, :]
@@ -58,7 +58,7 @@ class Replacements:
             worst = np.tile(matrix.max(axis=1, initial=0.0), (len(matrix), 1))
             labels = np.array([edge.labels.index(label) for label in edge.labels])
             worst[labels[:, None] == labels[None, :]] = 0.0
-        return worst[own[:, None], own[None, :]]
+        return worst[near_side[:, None], near_side[None, :]]
 
 
 def without_dominated(problem: ShardingProblem) -> ShardingProblem:
@@ -69,33 +69,33 @@ def without_dominated(problem: ShardingProblem) -> ShardingProblem:
     """
     if problem.budgets:
         return problem
-    known = problem.memory.kept(Replacements)
+    replacements = problem.memory.kept(Replacements)
     around: list[list[tuple[Edge, bool, bool]]] = [[] for _ in problem.seconds]
     for edges in problem.groups.values():
         for edge in edges:
             around[edge.source].append((edge, len(edges) == 1, False))
             around[edge.target].append((edge, len(edges) == 1, True))
-    allowed = [np.isfinite(own) for own in problem.seconds]
+    allowed = [np.isfinite(strategy_seconds) for strategy_seconds in problem.seconds]
     seconds = list(problem.seconds)
-    for node, own in enumerate(problem.seconds):
+    for node, seconds_of_node in enumerate(problem.seconds):
         extras = [
-            known.extra(edge, allowed[edge.source if reads else edge.target], alone, reads=reads)
+            replacements.extra(edge, allowed[edge.source if reads else edge.target], alone, reads=reads)
             for edge, alone, reads in around[node]
         ]
-        allowed[node] = known.undominated(own, extras)
-        seconds[node] = np.where(allowed[node], own, np.inf)
+        allowed[node] = replacements.undominated(seconds_of_node, extras)
+        seconds[node] = np.where(allowed[node], seconds_of_node, np.inf)
     return replace(problem, seconds=tuple(seconds))
 
 
 def _undominated(seconds: Floats, extras: Sequence[Floats]) -> NDArray[np.bool_]:
-    """Which strategies stay; the dearest are looked at first, and what replaces them is still there."""
+    """Whether each strategy stays; the most expensive are tried first, and what replaces them is still there."""
     with np.errstate(invalid="ignore"):
         extra = seconds[None, :] - seconds[:, None] + sum(extras)
     extra[np.isnan(extra)] = np.inf  # both are impossible somewhere: neither replaces the other
-    kept: NDArray[np.bool_] = np.isfinite(seconds)
-    order: Indices = np.argsort(-np.where(kept, seconds, np.inf), kind="stable")
+    stays: NDArray[np.bool_] = np.isfinite(seconds)
+    order: Indices = np.argsort(-np.where(stays, seconds, np.inf), kind="stable")
     for s in order[np.isfinite(seconds[order])].tolist():
-        better = kept & (extra[s] <= _ROUNDING * np.abs(seconds))
+        better = stays & (extra[s] <= _ROUNDING * np.abs(seconds))
         better[s] = False
-        kept[s] = not better.any()
-    return kept
+        stays[s] = not better.any()
+    return stays

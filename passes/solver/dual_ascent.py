@@ -1,4 +1,4 @@
-"""What every placement of every edge is worth: prices near the optimum of a relaxation's dual, by message passing.
+"""Dual ascent by message passing: prices of every edge's placements near the optimum of the relaxation's dual.
 
 A relaxation stated at costs less their prices starts where the prices are, and needs a few steps in place of many.
 Nodes are visited in order and back; each gives every edge onward an equal share of what its strategies cost by now, and
@@ -25,7 +25,7 @@ _FORBIDDEN = 1e3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """An edge from `source` to `target`: strategies make placement `made` [strategies] and read placement `read`.
+    """An edge from `source` to `target` by strategies: the placement that each writes (`made`) and reads (`read`).
 
     Those are the rows and columns of `seconds`; each has a strategy.
     """
@@ -39,7 +39,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Onward:
-    """A way as one of its ends sees it: `own` and `other` are placements by strategy, `there` and `back` messages.
+    """An edge as seen from one of its ends: `own` and `other` are placements by strategy, `there` and `back` messages.
 
     `order` sorts the strategies of this end by placement, each of which has one; those of a placement begin at `first`.
     """
@@ -54,7 +54,7 @@ class _Onward:
 
 
 class Messages:
-    """Messages about the ways' placements, to the later end (even) and the earlier (odd)."""
+    """The messages about the edges' placements, to the later end (even) and the earlier (odd)."""
 
     def __init__(self, costs: Sequence[Floats], ways: Sequence[Way]) -> None:
         self.costs, self.ways = costs, ways
@@ -63,20 +63,20 @@ class Messages:
         self.sent: list[Floats] = []
         self._sorted: dict[int, tuple[Indices, Indices, Indices]] = {}
         for number, way in enumerate(ways):
-            low, high, own, other = way.source, way.target, way.made, way.read
+            low, high, made, read = way.source, way.target, way.made, way.read
             seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
             if low > high:
-                low, high, own, other, seconds = high, low, other, own, seconds.T
+                low, high, made, read, seconds = high, low, read, made, seconds.T
             up, down = 2 * number, 2 * number + 1
             self.sent += [np.zeros(seconds.shape[1]), np.zeros(seconds.shape[0])]
             if low == high:
                 continue
-            self.ahead[low].append(self._onward(own, other, seconds.T, node=high, there=up, back=down))
-            self.behind[high].append(self._onward(other, own, seconds, node=low, there=down, back=up))
+            self.ahead[low].append(self._onward(made, read, seconds.T, node=high, there=up, back=down))
+            self.behind[high].append(self._onward(read, made, seconds, node=low, there=down, back=up))
         self.shares = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
 
     def _onward(self, own: Indices, other: Indices, seconds: Floats, *, node: int, there: int, back: int) -> _Onward:
-        """A way seen from the end where strategies have placements `own`; equal ends of ways share that array."""
+        """An edge as seen from the end whose strategies have placements `own`; equal ends share that array."""
         if id(own) not in self._sorted:
             sizes = np.bincount(own)
             self._sorted[id(own)] = own, np.argsort(own, kind="stable"), np.cumsum(sizes) - sizes
@@ -85,7 +85,7 @@ class Messages:
         return _Onward(node=node, order=order, first=first, other=other, seconds=seconds, there=there, back=back)
 
     def run(self, passes: int) -> None:
-        """So many passes over the nodes, forward and back."""
+        """Makes `passes` passes over the nodes, forward and back."""
         for turn in reversed(range(passes)):
             self._pass(backward=bool(turn % 2))
 
@@ -94,17 +94,17 @@ class Messages:
         beliefs = self.beliefs()
         order = range(len(beliefs) - 1, -1, -1) if backward else range(len(beliefs))
         for node in order:
-            share = beliefs[node] * self.shares[node]
+            node_share = beliefs[node] * self.shares[node]
             for onward in around[node]:
-                least = np.minimum.reduceat(share[onward.order], onward.first)
-                message = np.minimum.reduce(onward.seconds + (least - sent[onward.back]), axis=1)
+                class_minima = np.minimum.reduceat(node_share[onward.order], onward.first)
+                message = np.minimum.reduce(onward.seconds + (class_minima - sent[onward.back]), axis=1)
                 message -= np.minimum.reduce(message)
                 beliefs[onward.node] += (message - sent[onward.there])[onward.other]
                 sent[onward.there] = message
 
     def beliefs(self) -> list[Floats]:
-        """What the strategies of every node cost, with all messages."""
-        beliefs = [own.copy() for own in self.costs]
+        """The costs of every node's strategies, with all messages."""
+        beliefs = [costs.copy() for costs in self.costs]
         for direction in (self.ahead, self.behind):
             for edges in direction:
                 for onward in edges:
@@ -112,13 +112,13 @@ class Messages:
         return beliefs
 
     def prices(self) -> list[tuple[Floats, Floats]]:
-        """Prices of the rows and of the columns of every way."""
-        found: list[tuple[Floats, Floats]] = []
+        """The prices of the rows and of the columns of every edge."""
+        prices: list[tuple[Floats, Floats]] = []
         for number, way in enumerate(self.ways):
             seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
             message = self.sent[2 * number]
             if way.source <= way.target:
-                found.append(((seconds - message).min(axis=1), -message))
+                prices.append(((seconds - message).min(axis=1), -message))
             else:
-                found.append((message, (message[:, None] - seconds).max(axis=0)))
-        return found
+                prices.append((message, (message[:, None] - seconds).max(axis=0)))
+        return prices

@@ -1,4 +1,4 @@
-"""The edge variables of a strategy program and the rows that they stand in, found once for all edges that are alike.
+"""The edge variables of a strategy program and their rows, built once for all edges that are equal.
 
 Edges of one problem, and of the problems on one mesh, share their matrices and mostly the strategies that are allowed
 at their ends. What the program says of such an edge is a `Shape`; a `Flow` is a shape at its place in a program.
@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """An edge in a program: its shape, with its first column and row."""
+    """An edge in a program: its shape, its first column and its first row."""
 
     edge: Edge
     shape: Shape
@@ -61,7 +61,7 @@ class Flow:
 
     @property
     def seconds(self) -> Floats:
-        """What each variable costs."""
+        """The cost of each variable."""
         return self.edge.weight * self.shape.seconds
 
     @property
@@ -71,26 +71,26 @@ class Flow:
 
     @property
     def rows(self) -> tuple[Indices, Indices]:
-        """The rows of the placements that are made and read, -1 for the one that is left out."""
+        """The rows of the placements written and read, -1 for the one that is left out."""
         making, reading = self.shape.making, self.shape.reading
         return np.where(making < 0, -1, making + self.row), np.where(reading < 0, -1, reading + self.row)
 
 
 class _Ends(NamedTuple):
-    """The placements that the allowed strategies at one end of an edge have: sorted, and which each strategy has."""
+    """The placements of the allowed strategies at one end of an edge, sorted, and the one of each strategy."""
 
     places: Indices
     at: Indices
 
     @classmethod
     def of(cls, placed: Indices) -> _Ends:
-        asked = np.zeros(int(placed.max(initial=-1)) + 1, dtype=np.bool_)
-        asked[placed] = True
-        return cls(np.flatnonzero(asked), (np.cumsum(asked) - 1)[placed])
+        used = np.zeros(int(placed.max(initial=-1)) + 1, dtype=np.bool_)
+        used[placed] = True
+        return cls(np.flatnonzero(used), (np.cumsum(used) - 1)[placed])
 
 
 class Shapes:
-    """All shapes that problems with one memory have met; what is known by its id stays referenced."""
+    """All shapes in problems that share one memory; arrays known by their id stay referenced."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
@@ -100,8 +100,8 @@ class Shapes:
     def numbers(self, names: Sequence[object]) -> Indices:
         """The numbers of named placements; edges mostly share their names."""
         if id(names) not in self._named:
-            found = [self._numbers.setdefault(name, len(self._numbers)) for name in names]
-            self._named[id(names)] = (names, np.array(found, dtype=np.intp))
+            numbers = [self._numbers.setdefault(name, len(self._numbers)) for name in names]
+            self._named[id(names)] = (names, np.array(numbers, dtype=np.intp))
         return self._named[id(names)][1]
 
     def shape(self, edge: Edge, source: NDArray[np.bool_], target: NDArray[np.bool_], through: Indices | None) -> Shape:
@@ -123,19 +123,19 @@ class Shapes:
         arriving = names[columns]
         named = edge.origins and (through is None or through.size)
         leaving = self.numbers(edge.origins)[rows] if named else -1 - np.arange(rows.size)
-        known: dict[int, int] = {}
-        both = [known.setdefault(name, len(known)) for name in (*leaving.tolist(), *arriving.tolist())]
-        first, last = np.split(np.array(both, dtype=np.intp), [rows.size])
+        numbers: dict[int, int] = {}
+        joint_numbers = [numbers.setdefault(name, len(numbers)) for name in (*leaving.tolist(), *arriving.tolist())]
+        first, last = np.split(np.array(joint_numbers, dtype=np.intp), [rows.size])
         inner = np.ones(columns.size, dtype=np.bool_) if through is None else np.isin(arriving, through)
         matrix = edge.seconds[rows[:, None], columns]
         before, after = direct(matrix, first, last, inner)
         at = np.concatenate([first[at_source], last[at_target], first[before], last[after]])
-        fullest = int(np.bincount(at, minlength=len(known)).argmax())
-        row = np.arange(len(known)) - (np.arange(len(known)) > fullest)
+        fullest = int(np.bincount(at, minlength=len(numbers)).argmax())
+        row = np.arange(len(numbers)) - (np.arange(len(numbers)) > fullest)
         row[fullest] = -1  # one row follows from the others
         parts, variables = (made.size, read.size, before.size, before.size), np.arange(before.size)
-        entries, kept = (np.arange(made.size), np.arange(read.size), variables, variables), at != fullest
-        part = np.repeat(np.arange(4), parts)[kept]
+        entries, entry_kept = (np.arange(made.size), np.arange(read.size), variables, variables), at != fullest
+        part = np.repeat(np.arange(4), parts)[entry_kept]
         return Shape(
             before=rows[before],
             after=columns[after],
@@ -145,9 +145,9 @@ class Shapes:
             matrix=matrix,
             making=row[first],
             reading=row[last],
-            count=len(known) - 1,
-            rows=row[at[kept]],
-            columns=np.concatenate(entries)[kept],
+            count=len(numbers) - 1,
+            rows=row[at[entry_kept]],
+            columns=np.concatenate(entries)[entry_kept],
             signs=_SIGNS[part],
             sizes=np.bincount(part, minlength=4),
             names=names,
@@ -162,7 +162,7 @@ def flows(
     *,
     whole: bool,
 ) -> dict[int, list[Flow]]:
-    """Adds the variables and rows of all edges of a problem, and returns them by group.
+    """The flows of all edges of a problem by group, whose variables and rows are added to the program.
 
     `columns` are those of the nodes' `allowed` strategies. The readers of a group go through the same placements.
     """
@@ -172,24 +172,24 @@ def flows(
         for group, edges in problem.groups.items()
         for through in [_common(shapes, edges, allowed, whole)]
     }
-    found: dict[int, list[Flow]] = {}
+    by_group: dict[int, list[Flow]] = {}
     column, row = program.columns, program.rows
     for group, edges in placed.items():
-        own = found.setdefault(group, [])
+        flows_of_group = by_group.setdefault(group, [])
         for edge, shape in edges:
-            own.append(Flow(edge=edge, shape=shape, column=column, row=row))
+            flows_of_group.append(Flow(edge=edge, shape=shape, column=column, row=row))
             column, row = column + shape.before.size, row + shape.count
     program.add_columns(column - program.columns)
     program.add_rows(row - program.rows, 0.0, 0.0)
-    _enter([flow for own in found.values() for flow in own], columns, program)
-    return found
+    _enter([flow for flows_of_group in by_group.values() for flow in flows_of_group], columns, program)
+    return by_group
 
 
 def _enter(flows: Sequence[Flow], columns: Sequence[Indices], program: LinearProgram) -> None:
-    """The entries of all flows, at once."""
+    """Adds the entries of all flows at once."""
     if not flows:
         return
-    first = [int(own[0]) if own.size else 0 for own in columns]
+    first = [int(node_columns[0]) if node_columns.size else 0 for node_columns in columns]
     bases = [[first[flow.edge.source], first[flow.edge.target], flow.column, flow.column] for flow in flows]
     shapes = [flow.shape for flow in flows]
     sizes = np.array([shape.sizes for shape in shapes])
@@ -201,13 +201,13 @@ def _enter(flows: Sequence[Flow], columns: Sequence[Indices], program: LinearPro
 
 
 def _common(shapes: Shapes, edges: Sequence[Edge], allowed: Sequence[NDArray[np.bool_]], whole: bool) -> Indices | None:
-    """The placements that every reader of a group may want, by number; None for all of a single reader's."""
+    """The placements that every reader of a group may need, by number; None for all of a single reader's."""
     if len(edges) == 1:
         return None
     if whole:
         return np.zeros(0, dtype=np.intp)
-    wanted = [set(shapes.numbers(edge.labels)[edge.after[allowed[edge.target]]].tolist()) for edge in edges]
-    return np.array(sorted(wanted[0].intersection(*wanted)), dtype=np.intp)
+    placements = [set(shapes.numbers(edge.labels)[edge.after[allowed[edge.target]]].tolist()) for edge in edges]
+    return np.array(sorted(placements[0].intersection(*placements)), dtype=np.intp)
 
 
 def direct(cost: Floats, rows: Indices, columns: Indices, inner: NDArray[np.bool_]) -> tuple[Indices, Indices]:
@@ -216,16 +216,16 @@ def direct(cost: Floats, rows: Indices, columns: Indices, inner: NDArray[np.bool
     `inner` columns may lie between others. Both legs of a way around must cost something, and so less than the pair
     itself: what is left out is always made up of pairs that are kept.
     """
-    kept = np.isfinite(cost)
+    is_direct = np.isfinite(cost)
     at, via = np.nonzero(rows[:, None] == columns[None, :])
-    kept[at, via] = False
+    is_direct[at, via] = False
     at, via = at[inner[via]], via[inner[via]]
     if at.size:
         with np.errstate(invalid="ignore"):
-            first, second, whole = cost[:, via, None], cost[None, at, :], cost[:, None, :]
-            longer = first + second <= whole * (1 + 1e-9)
-            longer &= first > _LEG * whole
-            longer &= second > _LEG * whole
-        kept &= ~longer.any(axis=1)
-    before, after = np.nonzero(kept)
+            first, second, direct_cost = cost[:, via, None], cost[None, at, :], cost[:, None, :]
+            longer = first + second <= direct_cost * (1 + 1e-9)
+            longer &= first > _LEG * direct_cost
+            longer &= second > _LEG * direct_cost
+        is_direct &= ~longer.any(axis=1)
+    before, after = np.nonzero(is_direct)
     return before, after

@@ -1,4 +1,5 @@
-"""The least of a sum of factors, or an answer and a bound that enclose it, by eliminating one node after another.
+"""Elimination: the minimum of a sum of factors, or an answer and a bound that enclose it, eliminating one node after
+another.
 
     order       nodes whose elimination makes small tables go first                      (`order`)
     eliminate   a node's factors are added up, and the least over the node is a factor
@@ -53,7 +54,7 @@ _BEYOND = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best `choice`, None if none was found that is better than known, and a `bound` in seconds of all choices."""
+    """The best `choice`, None if none beats the known one, and a lower `bound` in seconds of all choices."""
 
     choice: tuple[int, ...] | None
     bound: float
@@ -67,18 +68,20 @@ class Factors:
 
     def __init__(self, problem: ShardingProblem, bound: Bound | None = None) -> None:
         self.problem = problem
-        self.allowed: list[Indices] = [np.flatnonzero(np.isfinite(own)) for own in problem.seconds]
+        self.allowed: list[Indices] = [
+            np.flatnonzero(np.isfinite(strategy_seconds)) for strategy_seconds in problem.seconds
+        ]
         reduced = problem.seconds if bound is None else bound.reduced
-        own = [seconds[allowed] for seconds, allowed in zip(reduced, self.allowed, strict=True)]
+        reduced_seconds = [seconds[allowed] for seconds, allowed in zip(reduced, self.allowed, strict=True)]
         finite = (edge.weight * edge.seconds[np.isfinite(edge.seconds)].max(initial=0.0) for edge in problem.edges)
-        self.beyond = _BEYOND * (sum(float(np.abs(seconds).max()) for seconds in own) + sum(finite))
+        self.beyond = _BEYOND * (sum(float(np.abs(seconds).max()) for seconds in reduced_seconds) + sum(finite))
         self.groups: list[Group] = groups(problem, self.allowed, self.beyond, {} if bound is None else bound.prices)
-        self.factors: list[Factor] = [Factor.of_node(node, seconds) for node, seconds in enumerate(own)]
+        self.factors: list[Factor] = [Factor.of_node(node, seconds) for node, seconds in enumerate(reduced_seconds)]
         self.factors += [factor for group in self.groups for factor in group.factors]
 
     @cached_property
     def order(self) -> Order:
-        """In which order to eliminate the nodes."""
+        """The order in which to eliminate the nodes."""
         return order(self.factors, len(self.allowed))
 
     @property
@@ -89,23 +92,23 @@ class Factors:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the factors of every group add up to what it pays, where many readers make that too large a table."""
+        """Whether the factors of every group add up to its cost, which many readers may make too large a table."""
         return all(group.is_exact for group in self.groups)
 
     def strategies(self, chosen: Sequence[int]) -> tuple[int, ...]:
-        """The strategies of a problem that these places among the allowed ones stand for."""
+        """The strategies of a problem, given by their indices among the allowed ones."""
         return tuple(int(allowed[place]) for allowed, place in zip(self.allowed, chosen, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Nodes as they are eliminated, and the entries of the table that each of them makes."""
+    """An order of elimination, with the entries of the table that each node makes."""
 
     nodes: tuple[int, ...]
     tables: tuple[float, ...]
 
     def entries(self, limit: float = math.inf) -> float:
-        """The entries of all tables if none has more than `limit`."""
+        """The number of entries of all tables, none of which has more than `limit`."""
         return sum(min(size, limit) for size in self.tables)
 
 
@@ -115,40 +118,40 @@ def order(factors: Sequence[Factor], n_nodes: int) -> Order:
         number: dict(zip(factor.nodes, factor.classes, strict=True)) for number, factor in enumerate(factors)
     }
     around: list[set[int]] = [set() for _ in range(n_nodes)]
-    for number, own in scopes.items():
-        for node in own:
+    for number, class_arrays in scopes.items():
+        for node in class_arrays:
             around[node].add(number)
 
     def joined(node: int) -> dict[int, Indices]:
-        wanted: dict[int, list[Indices]] = {}
+        arrays_of: dict[int, list[Indices]] = {}
         for number in sorted(around[node]):
-            for other, own in scopes[number].items():
-                wanted.setdefault(other, []).append(own)
-        return {other: classes(own) for other, own in wanted.items()}
+            for neighbour, class_array in scopes[number].items():
+                arrays_of.setdefault(neighbour, []).append(class_array)
+        return {neighbour: classes(arrays) for neighbour, arrays in arrays_of.items()}
 
-    def entries(own: dict[int, Indices]) -> float:
-        return math.prod(float(each.max()) + 1 for each in own.values())
+    def entries(scope: dict[int, Indices]) -> float:
+        return math.prod(float(class_array.max()) + 1 for class_array in scope.values())
 
     tables = {node: joined(node) for node in range(n_nodes)}
-    sizes = {node: entries(own) for node, own in tables.items()}
-    nodes, made, last = list[int](), list[float](), len(scopes)
+    sizes = {node: entries(table_scope) for node, table_scope in tables.items()}
+    nodes, entries_made, last = list[int](), list[float](), len(scopes)
     while sizes:
         node = min(sizes, key=lambda node: (sizes[node], node))
-        made.append(sizes.pop(node))
+        entries_made.append(sizes.pop(node))
         nodes.append(node)
         table = tables.pop(node)
         del table[node]
         for number in around[node]:
-            for other in scopes.pop(number):
-                around[other] -= {number} if other != node else set()
+            for affected in scopes.pop(number):
+                around[affected] -= {number} if affected != node else set()
         scopes[last] = table
-        for other in table:
-            around[other].add(last)
-        for other in table:
-            tables[other] = joined(other)
-            sizes[other] = entries(tables[other])
+        for affected in table:
+            around[affected].add(last)
+        for affected in table:
+            tables[affected] = joined(affected)
+            sizes[affected] = entries(tables[affected])
         last += 1
-    return Order(nodes=tuple(nodes), tables=tuple(made))
+    return Order(nodes=tuple(nodes), tables=tuple(entries_made))
 
 
 @dataclass(slots=True)
@@ -177,16 +180,16 @@ class MiniBuckets:
                 message = part.without(node)
                 self.messages[at].append(message)
                 if message.nodes:
-                    self.buckets[min(place[other] for other in message.nodes)].append(message)
+                    self.buckets[min(place[neighbour] for neighbour in message.nodes)].append(message)
                 else:
                     self.bound += float(message.table)
 
     def _parts(self, at: int) -> list[Factor]:
-        """The sums of a node's factors, as few as the limit allows; their least seconds by strategy made equal."""
+        """The sums of a node's factors, as few as the limit allows, with equal least seconds by strategy."""
         node, parts = self.nodes[at], list[list[Factor]]()
         for factor in sorted(self.buckets[at], key=lambda factor: -factor.table.size):
             for part in parts:
-                sizes = [float(own.max()) + 1 for own in scope([*part, factor]).values()]
+                sizes = [float(class_array.max()) + 1 for class_array in scope([*part, factor]).values()]
                 if math.prod(sizes) <= self.limit:
                     part.append(factor)
                     break
@@ -196,13 +199,16 @@ class MiniBuckets:
             return [total(parts[0])]
         self.is_exact = False
         sums = [total(part) for part in parts]
-        least = [part.least(node) for part in sums]
-        mean = np.mean(least, axis=0)
-        return [total([part, Factor.of_node(node, mean - own)]) for part, own in zip(sums, least, strict=True)]
+        least_seconds = [part.least(node) for part in sums]
+        mean = np.mean(least_seconds, axis=0)
+        return [
+            total([part, Factor.of_node(node, mean - part_least)])
+            for part, part_least in zip(sums, least_seconds, strict=True)
+        ]
 
 
 class Beam:
-    """Choices made node by node in the reverse of an order of elimination, at most `width` of them kept at a time.
+    """A beam search: choices made node by node in the reverse order of elimination, at most `width` kept at a time.
 
     What is kept of a partial answer is `least`, a bound of the answers that it may become, and the places of nodes that
     matter for what is to come. Answers of `upper` seconds or more are dropped.
@@ -230,7 +236,7 @@ class Beam:
         self.dropped = np.inf
 
     def run(self) -> Found:
-        """The best answer below `upper` that is left, and a bound of all answers."""
+        """The best answer below `upper` that is left, with a lower bound of all answers."""
         steps: list[tuple[Indices, Indices]] = []
         for at in reversed(range(len(self.tables.nodes))):
             rows, places = self._extend(at)
@@ -244,93 +250,93 @@ class Beam:
         return Found(choice=self.factors.strategies(chosen), bound=bound)
 
     def _extend(self, at: int) -> tuple[Indices, Indices]:
-        """Chooses the node at a place of the order: the partial answer that each continues, and the place chosen."""
+        """The partial answer that each new one extends, and the place chosen for the node at a place of the order."""
         node = self.tables.nodes[at]
         places = np.arange(self.factors.allowed[node].size)
         chosen = {other: own[:, None] for other, own in self.kept.items()} | {node: places[None, :]}
-        least = np.repeat(self.least[:, None], places.size, axis=1)
+        seconds = np.repeat(self.least[:, None], places.size, axis=1)
         for factor in self.tables.buckets[at]:
-            least += factor.at(chosen)
+            seconds += factor.at(chosen)
         for message in self.tables.messages[at]:
-            least -= message.at(chosen)
+            seconds -= message.at(chosen)
         for group in self.inexact.get(at, ()):
-            least += group.at(chosen) - sum(factor.at(chosen) for factor in group.factors)
-        rows, columns = np.nonzero(least < self.upper)
-        found = least[rows, columns]
-        after = {other: own[rows] for other, own in self.kept.items()} | {node: columns}
-        context = {other: own[after[other]] for other in after if (own := self._told(other, at)) is not None}
-        best = self._best(found, list(context.values()))
-        self.least, self.kept = found[best], {other: after[other][best] for other in context}
+            seconds += group.at(chosen) - sum(factor.at(chosen) for factor in group.factors)
+        rows, columns = np.nonzero(seconds < self.upper)
+        new_seconds = seconds[rows, columns]
+        extended = {other: own[rows] for other, own in self.kept.items()} | {node: columns}
+        context = {other: own[extended[other]] for other in extended if (own := self._told(other, at)) is not None}
+        best = self._best(new_seconds, list(context.values()))
+        self.least, self.kept = new_seconds[best], {other: extended[other][best] for other in context}
         return rows[best], columns[best]
 
     def _told(self, node: int, at: int) -> Indices | None:
-        """The classes of a node that what comes before a place of the order tells apart; None if nothing reads it."""
-        wanted = self.wanted[node]
-        count = bisect_left(wanted, at, key=lambda one: one[0])
+        """The classes of a node that matter to nodes before a place of the order; None if nothing reads it."""
+        reads = self.wanted[node]
+        count = bisect_left(reads, at, key=lambda read: read[0])
         if count == 0:
             return None
-        known = count
-        while known > 1 and (node, known) not in self.told:
-            known -= 1
-        told = self.told.setdefault((node, known), wanted[0][1])
-        for number in range(known, count):
-            told = classes([told, wanted[number][1]])
-            self.told[node, number + 1] = told
-        return told
+        size = count
+        while size > 1 and (node, size) not in self.told:
+            size -= 1
+        distinguished = self.told.setdefault((node, size), reads[0][1])
+        for number in range(size, count):
+            distinguished = classes([distinguished, reads[number][1]])
+            self.told[node, number + 1] = distinguished
+        return distinguished
 
-    def _best(self, least: Floats, context: Sequence[Indices]) -> Indices:
+    def _best(self, seconds: Floats, context: Sequence[Indices]) -> Indices:
         """The partial answers to keep: of those with one context the cheapest, and of these as many as are allowed."""
-        if not least.size:
+        if not seconds.size:
             return np.zeros(0, dtype=np.intp)
-        key = np.zeros(least.size, dtype=np.intp)
-        for own in context:
+        key = np.zeros(seconds.size, dtype=np.intp)
+        for classes_of_node in context:
             if int(key.max()) > 2**40:
                 key = np.unique(key, return_inverse=True)[1].astype(np.intp)
-            key = key * (int(own.max()) + 1) + own
-        in_order = np.lexsort((least, key))
-        first = np.ones(least.size, dtype=np.bool_)
+            key = key * (int(classes_of_node.max()) + 1) + classes_of_node
+        in_order = np.lexsort((seconds, key))
+        first = np.ones(seconds.size, dtype=np.bool_)
         first[1:] = key[in_order[1:]] != key[in_order[:-1]]
         best = in_order[first]
         if best.size > self.width:
-            best = best[np.argsort(least[best], kind="stable")]
-            self.dropped = min(self.dropped, float(least[best[self.width]]))
+            best = best[np.argsort(seconds[best], kind="stable")]
+            self.dropped = min(self.dropped, float(seconds[best[self.width]]))
             best = best[: self.width]
         return best
 
 
 def eliminate(factors: Factors, upper: float = math.inf) -> Found:
-    """The optimum, proven, of a problem whose order makes at most `EXACT_ENTRIES`; None if it is not below `upper`."""
+    """The proven optimum of a problem whose order makes at most `EXACT_ENTRIES`; None if it is not below `upper`."""
     tables = MiniBuckets(factors.factors, factors.order.nodes, math.inf)
-    found = Beam(factors, tables, min(upper, factors.beyond), width=1).run()
-    return Found(choice=found.choice, bound=min(tables.bound, upper))
+    result = Beam(factors, tables, min(upper, factors.beyond), width=1).run()
+    return Found(choice=result.choice, bound=min(tables.bound, upper))
 
 
 def enclose(factors: Factors, upper: float, gap: float) -> Found:
-    """An answer below `upper` seconds, if one is found, and a bound; ends once they are `_CLOSE`, or nothing is gained.
+    """An answer below `upper` seconds, if one is found, and a bound; it ends once they are `_CLOSE`, or gains nothing.
 
     Where the bound of small tables leaves a gap that exact ones can afford to close, the answer is the optimum.
     """
     best: tuple[int, ...] | None = None
-    bound = known = -math.inf
-    for limit, kept in zip(_LIMITS, _KEPT, strict=True):
+    bound = bound_before = -math.inf
+    for limit, beam_entries in zip(_LIMITS, _KEPT, strict=True):
         if math.isfinite(bound) and factors.order.entries(limit) > _ENTRIES:
             break
         tables = MiniBuckets(factors.factors, factors.order.nodes, limit)
-        width = math.ceil(kept / max(1, sum(own.size > 1 for own in factors.allowed)))
+        width = math.ceil(beam_entries / max(1, sum(allowed.size > 1 for allowed in factors.allowed)))
         bound = max(bound, min(tables.bound, upper))
         if _meet(upper, bound, gap):
             break
         if factors.is_affordable:
             del tables
             return eliminate(factors, upper)
-        before = upper
-        found = Beam(factors, tables, min(upper * (1 - gap), factors.beyond), width).run()
-        if found.choice is not None and (seconds := factors.problem.evaluate(found.choice)) < upper:
-            best, upper = found.choice, seconds
-        bound = max(known, bound, min(found.bound, upper))
-        if _meet(upper, bound, max(gap, _CLOSE)) or (upper, bound) == (before, known):
+        upper_before = upper
+        result = Beam(factors, tables, min(upper * (1 - gap), factors.beyond), width).run()
+        if result.choice is not None and (seconds := factors.problem.evaluate(result.choice)) < upper:
+            best, upper = result.choice, seconds
+        bound = max(bound_before, bound, min(result.bound, upper))
+        if _meet(upper, bound, max(gap, _CLOSE)) or (upper, bound) == (upper_before, bound_before):
             break
-        known = bound
+        bound_before = bound
     return Found(choice=best, bound=bound)
 
 

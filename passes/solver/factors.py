@@ -1,4 +1,4 @@
-"""Costs of a few nodes together as tables: the terms that a sharding problem is a sum of.
+"""Factors: costs of a few nodes together as tables, of which a sharding problem is the sum.
 
 A table has a dimension for each of its nodes, indexed not by strategies but by *classes* of strategies that the table
 cannot tell apart: a resharding sees the placement of a value, which many strategies have in common. Tables of several
@@ -53,18 +53,20 @@ class Factor:
     def least(self, node: int) -> Floats:
         """The least seconds under each strategy of a node."""
         at = self.nodes.index(node)
-        others = tuple(axis for axis in range(self.table.ndim) if axis != at)
-        return self.table.min(axis=others)[self.classes[at]]
+        other_axes = tuple(axis for axis in range(self.table.ndim) if axis != at)
+        return self.table.min(axis=other_axes)[self.classes[at]]
 
     def at(self, strategies: Mapping[int, Indices]) -> Floats:
         """The seconds of many choices at once: the nodes' `strategies`, arrays that broadcast together."""
-        index = tuple(own[strategies[node]] for node, own in zip(self.nodes, self.classes, strict=True))
+        index = tuple(
+            node_classes[strategies[node]] for node, node_classes in zip(self.nodes, self.classes, strict=True)
+        )
         return self.table[index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """What the readers of one value pay for its reshardings, equal ones once: exactly, and as a sum of factors.
+    """The cost of the reshardings of one value for its readers, equal ones paid once: exactly, and as a sum of factors.
 
     The factors add up to the exact seconds where all readers fit into one table, and to less where they do not. A
     `share` of the seconds is paid.
@@ -77,18 +79,18 @@ class Group:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the factors say all."""
+        """Whether the factors add up to the exact cost."""
         return len(self.factors) == 1
 
     def at(self, strategies: Mapping[int, Indices]) -> Floats:
         """The exact seconds of many choices at once."""
-        total, seen = np.zeros(()), list[Indices]()
+        total, paid_for = np.zeros(()), list[Indices]()
         for edge in self.edges:
             seconds, label, priced = edge.at(strategies)
-            for other in seen:
-                seconds = np.where(label == other, 0.0, seconds)
+            for paid in paid_for:
+                seconds = np.where(label == paid, 0.0, seconds)
             total = total + self.share * seconds - priced
-            seen.append(label)
+            paid_for.append(label)
         return total
 
 
@@ -116,12 +118,12 @@ class GroupEdge:
 
 
 def classes(wanted: Sequence[Indices]) -> Indices:
-    """The classes of strategies that no class of `wanted` tells apart, numbered from 0."""
-    if all(own is wanted[0] for own in wanted[1:]):
+    """The coarsest classes of strategies that refine all those given, numbered from 0."""
+    if all(class_array is wanted[0] for class_array in wanted[1:]):
         return wanted[0]
     key = wanted[0]
-    for own in wanted[1:]:
-        key = _numbered(key * (int(own.max()) + 1) + own)
+    for class_array in wanted[1:]:
+        key = _numbered(key * (int(class_array.max()) + 1) + class_array)
     return key
 
 
@@ -130,12 +132,12 @@ def _numbered(values: Indices) -> Indices:
 
 
 def scope(factors: Iterable[Factor]) -> dict[int, Indices]:
-    """The nodes of several factors, with the classes that their sum tells apart."""
-    wanted: dict[int, list[Indices]] = {}
+    """The nodes of several factors, with the classes that their sum depends on."""
+    arrays_of: dict[int, list[Indices]] = {}
     for factor in factors:
-        for node, own in zip(factor.nodes, factor.classes, strict=True):
-            wanted.setdefault(node, []).append(own)
-    return {node: classes(own) for node, own in wanted.items()}
+        for node, class_array in zip(factor.nodes, factor.classes, strict=True):
+            arrays_of.setdefault(node, []).append(class_array)
+    return {node: classes(arrays) for node, arrays in arrays_of.items()}
 
 
 def total(factors: Sequence[Factor]) -> Factor:
@@ -148,9 +150,9 @@ def total(factors: Sequence[Factor]) -> Factor:
     table = np.zeros([int(among[node].max()) + 1 for node in nodes])
     for factor in factors:
         index: list[Indices] = []
-        for node, own in zip(factor.nodes, factor.classes, strict=True):
+        for node, class_array in zip(factor.nodes, factor.classes, strict=True):
             narrower = np.zeros(table.shape[place[node]], dtype=np.intp)
-            narrower[among[node]] = own
+            narrower[among[node]] = class_array
             index.append(narrower)
         order = np.argsort([place[node] for node in factor.nodes])
         part = factor.table[np.ix_(*index)].transpose(order)
@@ -176,13 +178,13 @@ def groups(
 
     def labels(edge: Edge) -> Indices:
         if id(edge.labels) not in named:
-            found = [numbers.setdefault(label, len(numbers)) for label in edge.labels]
-            named[id(edge.labels)] = (edge.labels, np.array(found, dtype=np.intp))
+            label_numbers = [numbers.setdefault(label, len(numbers)) for label in edge.labels]
+            named[id(edge.labels)] = (edge.labels, np.array(label_numbers, dtype=np.intp))
         return named[id(edge.labels)][1]
 
-    found: list[Group] = []
+    all_groups: list[Group] = []
     for edges in problem.groups.values():
-        own = tuple(
+        edges_of_group = tuple(
             GroupEdge(
                 source=edge.source,
                 target=edge.target,
@@ -194,8 +196,8 @@ def groups(
             )
             for edge in edges
         )
-        found.append(_group(own))
-    return found
+        all_groups.append(_group(edges_of_group))
+    return all_groups
 
 
 def _group(edges: tuple[GroupEdge, ...]) -> Group:
@@ -203,15 +205,18 @@ def _group(edges: tuple[GroupEdge, ...]) -> Group:
     for edge in edges:
         by_target.setdefault(edge.target, []).append(edge)
     rows = _numbered(edges[0].before)
-    reads = {node: classes([_numbered(edge.after) for edge in own]) for node, own in by_target.items()}
+    reads = {
+        node: classes([_numbered(edge.after) for edge in edges_of_target])
+        for node, edges_of_target in by_target.items()
+    }
     parts: list[list[int]] = [[]]
     entries = float(rows.max() + 1)
-    for node, own in reads.items():
-        if parts[-1] and entries * (own.max() + 1) > GROUP_ENTRIES:
+    for node, class_array in reads.items():
+        if parts[-1] and entries * (class_array.max() + 1) > GROUP_ENTRIES:
             parts.append([])
             entries = float(rows.max() + 1)
         parts[-1].append(node)
-        entries *= own.max() + 1
+        entries *= class_array.max() + 1
     source = edges[0].source
     factors = tuple(
         _table(source, rows, [(reads[node], by_target[node]) for node in part], len(part) / len(reads))
@@ -221,15 +226,15 @@ def _group(edges: tuple[GroupEdge, ...]) -> Group:
 
 
 def _table(source: int, rows: Indices, readers: Sequence[tuple[Indices, Sequence[GroupEdge]]], share: float) -> Factor:
-    """A share of what some readers of a group pay."""
-    own = (rows, *(read for read, _ in readers))
+    """The factor of a share of the cost of some readers of a group."""
+    class_arrays = (rows, *(read for read, _ in readers))
     nodes = (source, *(edges[0].target for _, edges in readers))
-    counts = [int(each.max()) + 1 for each in own]
-    first = [np.unique(each, return_index=True)[1] for each in own]  # a strategy of every class
+    counts = [int(class_array.max()) + 1 for class_array in class_arrays]
+    first = [np.unique(class_array, return_index=True)[1] for class_array in class_arrays]  # a strategy of every class
     strategies = {
-        node: one.reshape([-1 if axis == at else 1 for axis in range(len(nodes))])
-        for at, (node, one) in enumerate(zip(nodes, first, strict=True))
+        node: representatives.reshape([-1 if axis == at else 1 for axis in range(len(nodes))])
+        for at, (node, representatives) in enumerate(zip(nodes, first, strict=True))
     }
     part = Group(nodes=nodes, edges=tuple(edge for _, edges in readers for edge in edges), factors=(), share=share)
     table = np.broadcast_to(part.at(strategies), counts)
-    return Factor(nodes=nodes, classes=own, table=np.ascontiguousarray(table))
+    return Factor(nodes=nodes, classes=class_arrays, table=np.ascontiguousarray(table))

@@ -64,7 +64,7 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cells:
-    """The reshardings of a group's readers that cost anything: equal ones are one cell.
+    """The reshardings of a group's readers that have a cost, each once.
 
     `columns` are the edge variables, `seconds` their full price, `cell` their cells, `readers` [cells] how many want
     each.
@@ -81,23 +81,23 @@ class _Cells:
         numbers = [flow.shape.before + count * flow.shape.names[flow.shape.after] for flow in flows]
         seconds = np.concatenate([flow.seconds for flow in flows])
         costly = seconds > 0
-        wanted = np.concatenate(numbers)[costly]
-        _, cell, readers = np.unique(wanted, return_inverse=True, return_counts=True)
+        cell_numbers = np.concatenate(numbers)[costly]
+        _, cell, readers = np.unique(cell_numbers, return_inverse=True, return_counts=True)
         columns = np.concatenate([flow.columns for flow in flows])
         return cls(columns=columns[costly], seconds=seconds[costly], cell=cell, readers=readers)
 
     def wanted_by(self, readers: int) -> tuple[Indices, Floats]:
-        """The edge variables [cells, readers] of the cells that so many want, and their prices [cells]."""
+        """The edge variables [cells, readers] of the cells that so many readers need, and their prices [cells]."""
         order = np.argsort(self.cell, kind="stable")
         order = order[self.readers[self.cell[order]] == readers].reshape(-1, readers)
         return self.columns[order], self.seconds[order[:, 0]]
 
     def disagree(self, values: Floats) -> bool:
-        """Whether some cell's readers want it to different degrees."""
-        asked, most = values[self.columns], np.zeros(self.readers.size)
-        np.maximum.at(most, self.cell, asked)
-        mean = np.bincount(self.cell, weights=asked, minlength=most.size) / self.readers
-        return bool(np.any(most - mean > _TOLERANCE))
+        """Whether the readers of some cell need it to different degrees."""
+        amounts, largest = values[self.columns], np.zeros(self.readers.size)
+        np.maximum.at(largest, self.cell, amounts)
+        mean = np.bincount(self.cell, weights=amounts, minlength=largest.size) / self.readers
+        return bool(np.any(largest - mean > _TOLERANCE))
 
 
 class StrategyProgram:
@@ -118,7 +118,7 @@ class StrategyProgram:
         self.whole = whole
         self.arrays = LinearProgram()
         finite = [np.isfinite(seconds) for seconds in problem.seconds]
-        self.allowed = [np.flatnonzero(own) for own in finite]
+        self.allowed = [np.flatnonzero(is_finite) for is_finite in finite]
         self.strategies = self._one_strategy()
         self.groups = flows(problem, finite, self.strategies, self.arrays, whole=whole)
         self.cells = {group: _Cells.of(flows) for group, flows in self.groups.items() if len(flows) > 1}
@@ -127,7 +127,9 @@ class StrategyProgram:
             self._share(group)
         self.most = self.arrays.add_columns(1, np.inf) if lean else None
         self.prices, self.floor = np.zeros(0), 0.0
-        self.costs = [own[allowed] for own, allowed in zip(problem.seconds, self.allowed, strict=True)]
+        self.costs = [
+            node_seconds[allowed] for node_seconds, allowed in zip(problem.seconds, self.allowed, strict=True)
+        ]
         if self.arrays.columns > _LARGE and not whole and not lean:
             self._price()
         self.budgets = BudgetRows(problem, self.arrays, self.allowed, self.strategies, self.most)
@@ -137,7 +139,7 @@ class StrategyProgram:
 
     def _one_strategy(self) -> list[Indices]:
         """The columns of every node's allowed strategies, of which one is chosen."""
-        nodes = [self.arrays.add_columns(own.size) for own in self.allowed]
+        nodes = [self.arrays.add_columns(node_allowed.size) for node_allowed in self.allowed]
         self.one = self.arrays.add_rows(len(nodes), 1.0, 1.0)
         for row, columns in zip(self.one, nodes, strict=True):
             self.arrays.enter(np.full(columns.size, row), columns, 1.0)
@@ -154,21 +156,21 @@ class StrategyProgram:
             rows = self.arrays.add_rows(price.size, 0.0, 0.0)
             self.arrays.enter(rows, mean, -1.0)
             self.arrays.enter(np.repeat(rows, readers), asking.ravel(), 1.0 / readers)
-            for own in asking.T:
+            for variables in asking.T:
                 rows = self.arrays.add_rows(price.size, 0.0, np.inf)
-                for columns, sign in ((beyond, 1.0), (mean, 1.0), (own, -1.0)):
+                for columns, sign in ((beyond, 1.0), (mean, 1.0), (variables, -1.0)):
                     self.arrays.enter(rows, columns, sign)
         self.shared[group] = terms
 
     def share_where_readers_disagree(self) -> bool:
-        """Gives w to the groups that pay less than the maximum of their readers; says whether there were any."""
+        """Whether some groups paid less than the maximum of their readers; these are then given w."""
         groups = [g for g, cells in self.cells.items() if g not in self.shared and cells.disagree(self.values)]
         for group in groups:
             self._share(group)
         return bool(groups)
 
     def _price(self) -> None:
-        """Finds what each row is worth near the relaxation's optimum; the row that an edge lacks is worth nothing.
+        """Computes the value of each row near the relaxation's optimum; the row that an edge lacks has none.
 
         What is left of the costs of strategies at these prices, the least of every node, adds up to a bound.
         """
@@ -177,7 +179,7 @@ class StrategyProgram:
         messages = Messages(given, [_way(flow, readers) for flow, readers in flows])
         while True:
             messages.run(_PASSES)
-            worth, costs, before = np.zeros(self.arrays.rows), list(given), self.floor
+            worth, costs, floor_before = np.zeros(self.arrays.rows), list(given), self.floor
             for (flow, _), (making, reading) in zip(flows, messages.prices(), strict=True):
                 rows, at = np.concatenate(flow.rows), np.concatenate([making, reading])
                 at -= at[np.argmin(rows)]
@@ -185,9 +187,9 @@ class StrategyProgram:
                 making, reading = np.split(at, [making.size])
                 costs[flow.edge.source] = costs[flow.edge.source] + making[flow.shape.made]
                 costs[flow.edge.target] = costs[flow.edge.target] - reading[flow.shape.read]
-            worth[self.one] = [own.min() for own in costs]
+            worth[self.one] = [node_costs.min() for node_costs in costs]
             self.prices, self.floor, self.costs = worth * _MICROSECONDS, float(worth[self.one].sum()), costs
-            if np.isinf(self.enough) or self.floor >= self.enough or self.floor < (1 + _RISES) * before:
+            if np.isinf(self.enough) or self.floor >= self.enough or self.floor < (1 + _RISES) * floor_before:
                 return
 
     def _cost(self) -> Floats:
@@ -195,8 +197,8 @@ class StrategyProgram:
         if self.most is not None:
             cost[self.most] = 1.0
             return cost
-        for own, allowed, columns in zip(self.problem.seconds, self.allowed, self.strategies, strict=True):
-            cost[columns] = own[allowed]
+        for node_seconds, allowed, columns in zip(self.problem.seconds, self.allowed, self.strategies, strict=True):
+            cost[columns] = node_seconds[allowed]
         for flow in (readers[0] for readers in self.groups.values() if len(readers) == 1):
             cost[flow.columns] = flow.seconds
         for cells in self.cells.values():
@@ -206,7 +208,7 @@ class StrategyProgram:
         return cost * _MICROSECONDS
 
     def run(self, *, gap: float, seconds: float | None = None) -> str:
-        """Solves and says how it ended, `optimal` or the solver's own word; `objective` is in seconds, or budgets."""
+        """The status of a solve, `optimal` or the solver's own word; `objective` is in seconds, or budgets."""
         enough = _BEYOND * self.enough * _MICROSECONDS if self.most is None else np.inf
         prices = self.prices
         outcome = self.arrays.minimise(
@@ -231,8 +233,8 @@ class StrategyProgram:
         """Seconds that each edge's rows and columns are worth by the last relaxation, in the order of the problem."""
         duals = (self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)) / _MICROSECONDS
         taken = self.budgets.of_copies(duals)
-        found: dict[int, Prices] = {}
-        for flow in (flow for own in self.groups.values() for flow in own):
+        prices_of: dict[int, Prices] = {}
+        for flow in (flow for group_flows in self.groups.values() for flow in group_flows):
             edge, shape = flow.edge, flow.shape
             prices = np.full(edge.seconds.shape[0], -UNUSED), np.full(edge.seconds.shape[1], UNUSED)
             at = (edge.before[self.allowed[edge.source]], edge.after[self.allowed[edge.target]])
@@ -241,8 +243,8 @@ class StrategyProgram:
             for price, names in zip(prices, (edge.origins, edge.labels), strict=True):
                 for label, dual in taken.get(id(edge), ()):
                     price -= [dual if name == label else 0.0 for name in names] if names else 0.0
-            found[id(edge)] = prices
-        return [found[id(edge)] for edge in self.problem.edges]
+            prices_of[id(edge)] = prices
+        return [prices_of[id(edge)] for edge in self.problem.edges]
 
     def budget_prices(self) -> list[float]:
         """Seconds that the whole of each budget is worth by the last relaxation."""
@@ -259,7 +261,9 @@ class StrategyProgram:
 
     def guess(self) -> tuple[int, ...]:
         """The strategy with the least cost at every node, at prices if there are any."""
-        return tuple(int(allowed[np.argmin(own)]) for allowed, own in zip(self.allowed, self.costs, strict=True))
+        return tuple(
+            int(allowed[np.argmin(node_costs)]) for allowed, node_costs in zip(self.allowed, self.costs, strict=True)
+        )
 
     @property
     def is_priced(self) -> bool:

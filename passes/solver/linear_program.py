@@ -37,7 +37,8 @@ ENOUGH = "enough"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a solve ended, `optimal` or the solver's own word; `values` [columns] are empty if it found none.
+    """The result of a solve: its status, `optimal` or the solver's own word, and `values` [columns], empty if none was
+    found.
 
     No solution of an integer program costs less than `bound`, if the solver says so, however it ended. `duals` [rows]
     are the prices of the rows of a relaxation, empty if there are none.
@@ -52,7 +53,7 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class LinearProgram:
-    """Columns from 0 to `upper`, rows between `low` and `high`, and what minimises a cost over them.
+    """Columns from 0 to `upper`, rows between `low` and `high`, and the minimisation of a cost over them.
 
     Entries are (row, column, coefficient) triplets; those of one place add up. Solvers get every place once: HiGHS
     crashes while branching if it meets one twice.
@@ -128,7 +129,7 @@ def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 class _Highs:
-    """HiGHS with a program in it. Reference: Huangfu and Hall, Math. Prog. Comp. 10 (2018).
+    """A HiGHS model of a program. Reference: Huangfu and Hall, Math. Prog. Comp. 10 (2018).
 
     It is stated at costs less the `worth` of its first rows, at which the relaxation starts; what the program has grown
     by is added, and the next relaxation starts where the last one ended.
@@ -172,17 +173,17 @@ class _Highs:
             return Outcome(status=status, objective=enough, values=np.zeros(0), duals=duals)
         kind = highs.getInfo().primal_solution_status
         feasible = kind == int(highspy.SolutionStatus.kSolutionStatusFeasible.value)
-        found = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
-        objective = float(found @ cost) if feasible else float("inf")
+        values = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
+        objective = float(values @ cost) if feasible else float("inf")
         bound = float(highs.getInfo().mip_dual_bound) if integral.size and status != "failed" else -np.inf
-        return Outcome(status=status, objective=objective, values=found, bound=bound, duals=duals)
+        return Outcome(status=status, objective=objective, values=values, bound=bound, duals=duals)
 
     def _duals(self, program: LinearProgram) -> Floats:
-        """The prices of the rows: what they were thought to be worth, and what the relaxation adds."""
+        """The prices of the rows: those assumed, and those that the relaxation adds."""
         solution = self.highs.getSolution()
-        found = np.array(solution.row_dual) if solution.dual_valid else np.zeros(0)
-        found = found if found.size == program.rows else np.zeros(program.rows)
-        return found + np.concatenate([self.worth, np.zeros(program.rows - self.worth.size)])
+        duals = np.array(solution.row_dual) if solution.dual_valid else np.zeros(0)
+        duals = duals if duals.size == program.rows else np.zeros(program.rows)
+        return duals + np.concatenate([self.worth, np.zeros(program.rows - self.worth.size)])
 
     def _state(self, program: LinearProgram, cost: Floats, integral: Indices) -> None:
         """The whole program."""

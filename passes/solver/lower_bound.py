@@ -1,4 +1,4 @@
-r"""A bound of all answers to a sharding problem, from prices of placements that may come from anywhere.
+r"""A lower bound of all answers to a sharding problem, from prices of placements, wherever these come from.
 
 A resharding from placement i to j is charged to the nodes at its ends: the node that makes the value pays the price
 $\pi_i$ of i more, the reader the price of j less. With the prices of every edge k of a group g that pays R,
@@ -46,12 +46,14 @@ class Bound:
     budget_prices: tuple[float, ...]
 
     def within(self, problem: ShardingProblem, upper: float) -> ShardingProblem:
-        """The problem without the strategies that are in no answer below `upper` seconds."""
-        kept: list[Floats] = []
-        for own, reduced in zip(problem.seconds, self.reduced, strict=True):
+        """The problem without the strategies that no answer below `upper` seconds has."""
+        strategy_seconds: list[Floats] = []
+        for node_seconds, reduced in zip(problem.seconds, self.reduced, strict=True):
             spare = upper - self.seconds + reduced.min()
-            kept.append(np.where(reduced <= spare + abs(upper) * 1e-9, own, np.inf))
-        return ShardingProblem(seconds=tuple(kept), edges=problem.edges, budgets=problem.budgets, memory=problem.memory)
+            strategy_seconds.append(np.where(reduced <= spare + abs(upper) * 1e-9, node_seconds, np.inf))
+        return ShardingProblem(
+            seconds=tuple(strategy_seconds), edges=problem.edges, budgets=problem.budgets, memory=problem.memory
+        )
 
 
 def lifted(problem: ShardingProblem, tied: Tied, prices: Sequence[Prices], budget_prices: Sequence[float]) -> Bound:
@@ -63,9 +65,9 @@ def lifted(problem: ShardingProblem, tied: Tied, prices: Sequence[Prices], budge
     times = np.bincount([tied.alike[number] for number in tied.edges], minlength=count)
     mean: list[Prices | None] = [None] * count
     for at, (rows, columns) in zip(tied.alike, prices, strict=True):
-        known = mean[at]
+        known_places = mean[at]
         rows, columns = rows / times[at], columns / times[at]
-        mean[at] = (rows, columns) if known is None else (known[0] + rows, known[1] + columns)
+        mean[at] = (rows, columns) if known_places is None else (known_places[0] + rows, known_places[1] + columns)
     own = {id(e): one for e, n in zip(problem.edges, tied.edges, strict=True) if (one := mean[tied.alike[n]])}
     return priced(problem, own, budget_prices)
 
@@ -95,13 +97,17 @@ def _summed(
 
 
 def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passes: int) -> Bound:
-    """A bound at least as high: the prices of edges among some nodes, made better by passes of messages over them.
+    """A bound at least as high, with the prices of edges among some nodes improved by message passing.
 
     The readers of a group share what it pays in proportion to what each is charged already.
     """
     places = {node: at for at, node in enumerate(sorted(nodes))}
     ends, allowed = _Ends(), [np.flatnonzero(np.isfinite(problem.seconds[node])) for node in places]
-    groups, ways, edges = _Groups(problem, bound.budget_prices), list[Way](), list[tuple[Edge, Indices, Indices]]()
+    groups, edges_by_strategy, edges = (
+        _Groups(problem, bound.budget_prices),
+        list[Way](),
+        list[tuple[Edge, Indices, Indices]](),
+    )
     changed: dict[int, Sequence[Edge]] = {}
     for group, readers in problem.groups.items():
         if not any(edge.source in places and edge.target in places for edge in readers):
@@ -111,13 +117,16 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
             if edge.source not in places or edge.target not in places or edge.source == edge.target:
                 continue
             source, target = places[edge.source], places[edge.target]
-            rows, made = ends.of(edge.before, allowed[source])
+            rows, written = ends.of(edge.before, allowed[source])
             columns, read = ends.of(edge.after, allowed[target])
-            own = bound.prices[id(edge)]
-            left = (seconds - own[0][:, None] + own[1][None, :])[rows[:, None], columns]
-            ways.append(Way(source=source, target=target, made=made, read=read, seconds=left))
+            edge_prices = bound.prices[id(edge)]
+            remaining = (seconds - edge_prices[0][:, None] + edge_prices[1][None, :])[rows[:, None], columns]
+            edges_by_strategy.append(Way(source=source, target=target, made=written, read=read, seconds=remaining))
             edges.append((edge, rows, columns))
-    messages = Messages([bound.reduced[node][own] for node, own in zip(places, allowed, strict=True)], ways)
+    messages = Messages(
+        [bound.reduced[node][node_allowed] for node, node_allowed in zip(places, allowed, strict=True)],
+        edges_by_strategy,
+    )
     messages.run(passes)
     prices, reduced = dict(bound.prices), list(bound.reduced)
     for node in places:
@@ -127,21 +136,21 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
         more[0][rows], more[1][columns] = making, reading
         reduced[edge.source] += more[0][edge.before]
         reduced[edge.target] -= more[1][edge.after]
-        own = prices[id(edge)]
-        prices[id(edge)] = own[0] + more[0], own[1] + more[1]
+        edge_prices = prices[id(edge)]
+        prices[id(edge)] = edge_prices[0] + more[0], edge_prices[1] + more[1]
     groups = _Groups(problem, bound.budget_prices)
     spared = {**bound.spared, **{group: groups.least(group, readers, prices) for group, readers in changed.items()}}
-    found = _summed(reduced, spared, prices, bound.budget_prices)
-    return found if found.seconds > bound.seconds else bound
+    candidate = _summed(reduced, spared, prices, bound.budget_prices)
+    return candidate if candidate.seconds > bound.seconds else bound
 
 
 def loose(problem: ShardingProblem, bound: Bound, choice: Sequence[int], hops: int) -> set[int]:
-    """The nodes at which an answer costs more than the bound counts there, and what is few edges away from them.
+    """The nodes at which an answer costs more than the bound counts there, and those a few edges away from them.
 
     An answer and a bound meet if each strategy chosen is its node's least at the prices, and each group pays what its
     readers are charged (complementary slackness): what is missing at each adds up to the gap.
     """
-    missing = [float(own[s] - own.min()) for own, s in zip(bound.reduced, choice, strict=True)]
+    missing = [float(reduced[s] - reduced.min()) for reduced, s in zip(bound.reduced, choice, strict=True)]
     lacking = {group: -spared for group, spared in bound.spared.items()}
     for group, edges in problem.groups.items():
         paid: dict[tuple[int, object], float] = {}
@@ -151,18 +160,18 @@ def loose(problem: ShardingProblem, bound: Bound, choice: Sequence[int], hops: i
             rows, columns = bound.prices[id(edge)]
             lacking[group] -= float(rows[i] - columns[j])
         lacking[group] += sum(paid.values())
-    most = _NEGLIGIBLE * (sum(missing) + sum(lacking.values()))
-    found = {node for node, seconds in enumerate(missing) if seconds > most}
+    negligible = _NEGLIGIBLE * (sum(missing) + sum(lacking.values()))
+    nodes = {node for node, seconds in enumerate(missing) if seconds > negligible}
     for group, seconds in lacking.items():
-        if seconds > most:
-            found |= {node for edge in problem.groups[group] for node in (edge.source, edge.target)}
+        if seconds > negligible:
+            nodes |= {node for edge in problem.groups[group] for node in (edge.source, edge.target)}
     around: list[set[int]] = [set() for _ in problem.seconds]
     for edge in problem.edges:
         around[edge.source].add(edge.target)
         around[edge.target].add(edge.source)
     for _ in range(hops):
-        found |= {near for node in found for near in around[node]}
-    return found
+        nodes |= {neighbour for node in nodes for neighbour in around[node]}
+    return nodes
 
 
 class _Ends:
@@ -180,45 +189,47 @@ class _Ends:
 
 
 class _Groups:
-    """What groups pay, beside what the prices charge their readers."""
+    """The costs of groups beyond what the prices charge their readers."""
 
     def __init__(self, problem: ShardingProblem, budget_prices: Sequence[float]) -> None:
-        self.budgets = [(price, one) for price, one in zip(budget_prices, problem.budgets, strict=True) if price > 0]
+        self.budgets = [
+            (price, budget) for price, budget in zip(budget_prices, problem.budgets, strict=True) if price > 0
+        ]
         self.known: dict[tuple[object, ...], tuple[object, float]] = {}
         self.placed: dict[tuple[int, ...], tuple[object, tuple[list[object], list[Indices]]]] = {}
 
     def least(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> float:
-        """What a group pays at least, less its readers' differences of prices: 0, or less where prices are too high."""
-        own, copies = [prices[id(edge)] for edge in edges], self._copies(group)
+        """The least cost of a group, less its readers' differences of prices: 0, or less where prices are too high."""
+        reader_prices, copies = [prices[id(edge)] for edge in edges], self._copies(group)
         if len(edges) == 1 and not copies:
-            return float(np.minimum(0.0, _left(edges[0], own[0])).sum(axis=1).min())
-        key = (*(id(edge.seconds) for edge in edges), *map(id, own), *sorted(copies.items(), key=str))
+            return float(np.minimum(0.0, _left(edges[0], reader_prices[0])).sum(axis=1).min())
+        key = (*(id(edge.seconds) for edge in edges), *map(id, reader_prices), *sorted(copies.items(), key=str))
         if key not in self.known:
-            cost, charged = self._table(edges, own, copies)[:2]
+            cost, charged = self._table(edges, reader_prices, copies)[:2]
             spare = np.minimum(0.0, cost - charged)
-            self.known[key] = ((edges, own), float(spare.sum(axis=1).min()))
+            self.known[key] = ((edges, reader_prices), float(spare.sum(axis=1).min()))
         return self.known[key][1]
 
     def shares(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> list[Floats]:
-        """What each reader pays [rows, columns] so that all together pay no more than the group does."""
-        own = [prices[id(edge)] for edge in edges]
+        """The cost of each reader [rows, columns], so that all together pay no more than the group does."""
+        reader_prices = [prices[id(edge)] for edge in edges]
         if len(edges) == 1 and not self.budgets:
             return [edges[0].weight * edges[0].seconds]
-        cost, charged, readers, places = self._table(edges, own, self._copies(group))
+        cost, charged, readers, places = self._table(edges, reader_prices, self._copies(group))
         spare = np.where(np.isfinite(cost), np.maximum(0.0, cost - charged), np.inf) / np.maximum(readers, 1)
         scale = np.divide(cost, charged, out=np.ones_like(cost), where=(charged > cost) & (charged > 0))
         return [
             spare[:, at] + scale[:, at] * np.maximum(0.0, rows[:, None] - columns[None, :])
-            for at, (rows, columns) in zip(places, own, strict=True)
+            for at, (rows, columns) in zip(places, reader_prices, strict=True)
         ]
 
     def _copies(self, group: int) -> dict[object, float]:
         """Seconds that a copy to each placement costs at the budgets' prices."""
-        found: dict[object, float] = {}
+        seconds: dict[object, float] = {}
         for price, budget in self.budgets:
             for label, size in budget.copies.get(group, {}).items():
-                found[label] = found.get(label, 0.0) + price * size / budget.limit
-        return found
+                seconds[label] = seconds.get(label, 0.0) + price * size / budget.limit
+        return seconds
 
     def _table(
         self, edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]
@@ -244,11 +255,11 @@ class _Groups:
         if key not in self.placed:
             labels = list(dict.fromkeys(label for edge in edges for label in edge.labels))
             place = {label: at for at, label in enumerate(labels)}
-            found = [np.array([place[label] for label in edge.labels], dtype=np.intp) for edge in edges]
-            self.placed[key] = (edges, (labels, found))
+            places = [np.array([place[label] for label in edge.labels], dtype=np.intp) for edge in edges]
+            self.placed[key] = (edges, (labels, places))
         return self.placed[key][1]
 
 
 def _left(edge: Edge, prices: Prices) -> Floats:
-    """What a reader that is alone pays beyond the difference of prices that it is charged, [rows, columns]."""
+    """The cost of a single reader beyond the difference of prices that it is charged, [rows, columns]."""
     return edge.weight * edge.seconds - np.maximum(0.0, prices[0][:, None] - prices[1][None, :])

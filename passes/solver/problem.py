@@ -1,4 +1,4 @@
-"""What the integer program solves: one strategy for every node, edges between them, and bytes that must fit.
+"""Sharding problems as numbers: a strategy for every node, edges between nodes, and bytes that must fit.
 
 A problem is plain numbers; `evaluate` and `usage` say what an answer costs, whoever found it.
 """
@@ -41,7 +41,7 @@ class Edge:
     origins: tuple[object, ...] = ()
 
     def copies(self, choice: Sequence[int]) -> object | None:
-        """The placement in which an answer makes a second array of the value, None where it stays as it is."""
+        """The placement in which an answer makes a second array of the value; None where it stays as it is."""
         i, j = self.before[choice[self.source]], self.after[choice[self.target]]
         origin = self.origins[i] if self.origins else None
         return None if self.labels[j] == origin else self.labels[j]
@@ -60,13 +60,13 @@ class Budget:
 
 
 class Memory:
-    """What programs of problems that share their arrays remember of these; one mesh's problems have one."""
+    """A cache for programs of problems that share their arrays, such as those of one mesh."""
 
     def __init__(self) -> None:
         self._kept: dict[object, object] = {}
 
     def kept(self, make: Callable[[], T]) -> T:
-        """What `make` makes, once."""
+        """The result of `make`, computed once."""
         if make not in self._kept:
             self._kept[make] = make()
         return cast("T", self._kept[make])
@@ -88,10 +88,10 @@ class ShardingProblem:
     @cached_property
     def groups(self) -> Mapping[int, Sequence[Edge]]:
         """The edges of each group."""
-        found: dict[int, list[Edge]] = defaultdict(list)
+        edges_of: dict[int, list[Edge]] = defaultdict(list)
         for edge in self.edges:
-            found[edge.group].append(edge)
-        return found
+            edges_of[edge.group].append(edge)
+        return edges_of
 
     def evaluate(self, choice: Sequence[int]) -> float:
         """Total seconds when node n takes strategy `choice[n]`; independent of the program that found it."""
@@ -104,14 +104,14 @@ class ShardingProblem:
 
     def usage(self, budget: Budget, choice: Sequence[int]) -> float:
         """Bytes that an answer takes of a budget."""
-        held = sum(float(nbytes[choice[node]]) for node, nbytes in budget.nbytes.items())
+        nbytes_used = sum(float(nbytes[choice[node]]) for node, nbytes in budget.nbytes.items())
         for group, copies in budget.copies.items():
-            made = dict.fromkeys(edge.copies(choice) for edge in self.groups.get(group, ()))
-            held += sum(copies.get(label, 0.0) for label in made if label is not None)
-        return held
+            labels = dict.fromkeys(edge.copies(choice) for edge in self.groups.get(group, ()))
+            nbytes_used += sum(copies.get(label, 0.0) for label in labels if label is not None)
+        return nbytes_used
 
     def least(self, budget: Budget) -> float:
-        """Bytes of a budget that no answer goes below."""
+        """The bytes of a budget that every answer needs."""
         allowed = ((nbytes, np.isfinite(self.seconds[node])) for node, nbytes in budget.nbytes.items())
         return sum(float(nbytes[legal].min()) if legal.any() else 0.0 for nbytes, legal in allowed)
 

@@ -1,4 +1,4 @@
-"""The integer program through PuLP, by whatever solver its user has: CBC, HiGHS, SCIP, Gurobi, CPLEX, COPT and others.
+"""The integer program through PuLP, by any solver that its user has: CBC, HiGHS, SCIP, Gurobi, CPLEX, COPT and others.
 
 PuLP builds a model term by term, which is slower than the planner's own search, and the whole program is put into it:
 no equal layers are made one, and nothing is left out. It is the door for other solvers and their licences, and a second
@@ -22,17 +22,19 @@ def solver_named(name: str, *, seconds: float | None, gap: float) -> Any:
 
     Raises PlanningError, with the names of those that are here, if PuLP does not find it.
     """
-    known = pulp.listSolvers()
-    here = pulp.listSolvers(onlyAvailable=True)
-    wanted = name.lower()
-    asked = [one for one in known if wanted in (one.lower(), _plain(one))]
-    found = [one for one in asked if one in here]
-    if not found:
-        rule = "PuLP does not find this solver" if asked else "PuLP knows no solver of this name"
-        remedy = f"install it, or name one that is here: {', '.join(sorted(here))}; None for the planner's own search"
+    names = pulp.listSolvers()
+    available = pulp.listSolvers(onlyAvailable=True)
+    lower_name = name.lower()
+    matching = [candidate for candidate in names if lower_name in (candidate.lower(), _plain(candidate))]
+    usable = [candidate for candidate in matching if candidate in available]
+    if not usable:
+        rule = "PuLP does not find this solver" if matching else "PuLP knows no solver of this name"
+        remedy = (
+            f"install it, or name one that is here: {', '.join(sorted(available))}; None for the planner's own search"
+        )
         raise PlanningError(explain(f"SolverOptions(solver={name!r})", rule, "", remedy))
     limits = {} if seconds is None else {"timeLimit": seconds}
-    return pulp.getSolver(found[0], msg=False, gapRel=gap, **limits)
+    return pulp.getSolver(usable[0], msg=False, gapRel=gap, **limits)
 
 
 def _plain(name: str) -> str:
@@ -43,8 +45,8 @@ def minimise(program: LinearProgram, cost: Floats, integral: Indices, solver: An
     """The least of `cost` [columns] with integers in the `integral` columns, by a solver of PuLP."""
     model: Any = pulp.LpProblem("intra_op", pulp.LpMinimize)
     upper, low, high = program.bounds()
-    bounds = (None if np.isinf(most) else float(most) for most in upper)
-    variables: list[Any] = [model.add_variable(f"x{i}", 0.0, most) for i, most in enumerate(bounds)]
+    bounds = (None if np.isinf(bound) else float(bound) for bound in upper)
+    variables: list[Any] = [model.add_variable(f"x{i}", 0.0, bound) for i, bound in enumerate(bounds)]
     for column in integral.tolist():
         variables[column].cat = pulp.LpInteger
     terms: list[list[Any]] = [[] for _ in range(program.rows)]
@@ -52,9 +54,11 @@ def minimise(program: LinearProgram, cost: Floats, integral: Indices, solver: An
     for row, column, value in zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True):
         terms[row].append((variables[column], value))
     model.setObjective(pulp.LpAffineExpression(list(zip(variables, cost.tolist(), strict=True))))
-    for row, least, most in zip(terms, low.tolist(), high.tolist(), strict=True):
+    for row, row_low, row_high in zip(terms, low.tolist(), high.tolist(), strict=True):
         total = pulp.LpAffineExpression(row)
-        model.addConstraint(total == least if least == most else total >= least if np.isinf(most) else total <= most)
+        model.addConstraint(
+            total == row_low if row_low == row_high else total >= row_low if np.isinf(row_high) else total <= row_high
+        )
     try:
         model.solve(solver)
     except pulp.PulpSolverError as error:
@@ -65,6 +69,6 @@ def minimise(program: LinearProgram, cost: Floats, integral: Indices, solver: An
     if model.status == pulp.LpStatusOptimal and model.sol_status != pulp.LpSolutionOptimal:
         status = "time limit"
     solved: list[float | None] = [variable.value() for variable in variables]
-    known = status in ("optimal", "time limit") and any(value is not None for value in solved)
-    found = np.array([value or 0.0 for value in solved]) if known else np.zeros(0)
-    return Outcome(status=status, objective=float(found @ cost) if known else float("inf"), values=found)
+    has_values = status in ("optimal", "time limit") and any(value is not None for value in solved)
+    found = np.array([value or 0.0 for value in solved]) if has_values else np.zeros(0)
+    return Outcome(status=status, objective=float(found @ cost) if has_values else float("inf"), values=found)

@@ -1,4 +1,4 @@
-"""One strategy per node of a sharding problem, at the least total seconds, and how far from the least that may be.
+"""The search for one strategy per node of a sharding problem at the least total seconds, with a bound on that minimum.
 
     reduce     strategies that another replaces at no cost go                              (passes/solver/dominance.py)
     tie        equal nodes are made one: a smaller problem, whose answers are good ones    (passes/solver/symmetry.py)
@@ -99,7 +99,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
-    """How to search: until answer and bound are within a relative `gap`, or limits of work are reached.
+    """The limits of a search: a relative `gap` between answer and bound, or amounts of work.
 
     `time_limit` in seconds of one solve is another limit, under which plans depend on the machine; None for none.
     `tie_radius` is the rounds of colour refinement that make equal nodes one; None takes every node apart, and so does
@@ -129,7 +129,7 @@ def solve(
     close: bool = True,
     known: Sequence[Sequence[int]] = (),
 ) -> Answer:
-    """The best strategy of every node, or any once it is clear that none takes less than `at_most` seconds.
+    """The best strategy of every node, or any answer once it is clear that none takes less than `at_most` seconds.
 
     Without `close`, the relaxation is solved, rounded and bounded, and a gap is left as it is. No answer is worse than
     those that are `known`. Raises PlanningError if no combination of strategies is legal.
@@ -141,11 +141,11 @@ def solve(
 
 
 class Search:
-    """The best answer to a problem so far, and the best bound; it can be gone on with."""
+    """The best answer to a problem so far and the best bound, in a state from which the search can continue."""
 
     def __init__(self, problem: ShardingProblem, options: SolverOptions) -> None:
-        for node, own in enumerate(problem.seconds):
-            if not np.isfinite(own).any():
+        for node, node_seconds in enumerate(problem.seconds):
+            if not np.isfinite(node_seconds).any():
                 raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
         self.clock = Clock(options.time_limit)
         self.whole, self.at_most = problem, math.inf
@@ -160,7 +160,7 @@ class Search:
         self.is_relaxed, self.closed_beneath = False, -math.inf
 
     def run(self, at_most: float, *, close: bool) -> Answer:
-        """As `solve`, from where the search was left."""
+        """The answer, as of `solve`, from where the search was left."""
         self.clock.go_on()
         self.at_most = at_most
         if self.options.solver is not None:
@@ -173,11 +173,11 @@ class Search:
         return self.answer()
 
     def offer(self, choice: Sequence[int], *, polished: bool = False) -> None:
-        """Takes an answer of the whole problem if it is better."""
-        found = tuple(choice) if polished else polish(self.whole, choice)
-        seconds = self.whole.evaluate(found)
-        if seconds < self.objective and self.whole.fits(found):
-            self.best, self.objective = found, seconds
+        """Keeps an answer of the whole problem if it is better."""
+        candidate = tuple(choice) if polished else polish(self.whole, choice)
+        seconds = self.whole.evaluate(candidate)
+        if seconds < self.objective and self.whole.fits(candidate):
+            self.best, self.objective = candidate, seconds
 
     def is_closed(self) -> bool:
         """Whether answer and bound meet, or the answer need not be better."""
@@ -218,17 +218,17 @@ class Search:
             self._lift(program)
         return program
 
-    def _raise(self, reach: Sequence[int]) -> None:
-        """Makes the bound better where it is loose, and ever further around while that gains."""
-        for hops in reach:
+    def _raise(self, radii: Sequence[int]) -> None:
+        """Raises the bound where it is loose, and ever further around while that gains."""
+        for hops in radii:
             for _ in range(_RAISES):
                 if self.lower is None or self.best is None or self.is_closed() or self.clock.is_late:
                     return
-                before = self.bound
+                bound_before = self.bound
                 nodes = loose(self.problem, self.lower, self.best, hops)
                 self.lower = raised(self.problem, self.lower, nodes, _PASSES)
                 self.bound = max(self.bound, self.lower.seconds)
-                if self.bound - before < _GAIN * (self.objective - before):
+                if self.bound - bound_before < _GAIN * (self.objective - bound_before):
                     break
 
     def _offer_tied(self, choice: Sequence[int]) -> float:
@@ -237,19 +237,19 @@ class Search:
         What the whole problem gains beyond that comes later.
         """
         assert self.tied is not None
-        found = polish(self.tied.problem, choice)
-        self.offer([found[cls] for cls in self.tied.classes], polished=True)
-        return self.tied.problem.evaluate(found) if self.tied.problem.fits(found) else math.inf
+        candidate = polish(self.tied.problem, choice)
+        self.offer([candidate[cls] for cls in self.tied.classes], polished=True)
+        return self.tied.problem.evaluate(candidate) if self.tied.problem.fits(candidate) else math.inf
 
     def _lift(self, program: StrategyProgram) -> None:
         """Takes the bound at the prices of a program of the tied problem if it is better."""
         assert self.tied is not None
-        found = lifted(self.problem, self.tied, program.edge_prices(), program.budget_prices())
-        if self.lower is None or found.seconds > self.lower.seconds:
-            self.lower, self.bound = found, max(self.bound, found.seconds)
+        candidate = lifted(self.problem, self.tied, program.edge_prices(), program.budget_prices())
+        if self.lower is None or candidate.seconds > self.lower.seconds:
+            self.lower, self.bound = candidate, max(self.bound, candidate.seconds)
 
     def close(self) -> None:
-        """Makes the gap between answer and bound smaller, whichever of them it is due to."""
+        """Reduces the gap between answer and bound, whichever of them causes it."""
         if len(self.problem.edges) <= self.options.untied or self.objective - self.bound > _LUMPY * self.objective:
             self._raise(_FAR)
         if self.is_closed():
@@ -257,9 +257,9 @@ class Search:
         if self.problem.budgets:
             self.branch()
             return
-        before, entries = math.inf, math.inf
-        while not self.is_closed() and self.objective < (1 - _BETTER) * before:
-            before, entries = self.objective, self.eliminate(_FEWER * entries)
+        gap_before, entries = math.inf, math.inf
+        while not self.is_closed() and self.objective < (1 - _BETTER) * gap_before:
+            gap_before, entries = self.objective, self.eliminate(_FEWER * entries)
 
     def eliminate(self, most: float = math.inf) -> float:
         """Fixes what prices decide, and eliminates the rest node by node if that takes `most` entries; returns them."""
@@ -267,24 +267,24 @@ class Search:
             self.offer(self.best)
         upper = min(self.objective, self.at_most)
         problem = self.problem if self.lower is None else self.lower.within(self.problem, upper)
-        if any(not np.isfinite(own).any() for own in problem.seconds):  # no answer is below `upper`
+        if any(not np.isfinite(node_seconds).any() for node_seconds in problem.seconds):  # no answer is below `upper`
             self.bound = max(self.bound, upper)
             return 0.0
-        if sum(np.isfinite(own).sum() > 1 for own in problem.seconds) > _OPEN or self.clock.is_late:
+        if sum(np.isfinite(node_seconds).sum() > 1 for node_seconds in problem.seconds) > _OPEN or self.clock.is_late:
             return math.inf
         factors = Factors(problem, self.lower)
         entries = factors.order.entries()
         if entries > most:
             return entries
         exact = entries <= EXACT_ENTRIES and factors.is_exact
-        found = eliminate(factors, upper) if exact else enclose(factors, upper, self.options.gap)
-        if found.choice is not None:
-            self.offer(found.choice, polished=exact)
-        self.bound = max(self.bound, min(found.bound, upper))
+        result = eliminate(factors, upper) if exact else enclose(factors, upper, self.options.gap)
+        if result.choice is not None:
+            self.offer(result.choice, polished=exact)
+        self.bound = max(self.bound, min(result.bound, upper))
         return entries
 
     def branch(self) -> None:
-        """Branches on the tied program; where that is the whole, what it proves is proven of the whole."""
+        """Branches and bounds on the program of merged nodes; where none is merged, that proves the whole."""
         if self.tied is None or self.clock.is_late:
             return
         program = StrategyProgram(self.tied.problem, whole=True)
@@ -302,12 +302,12 @@ class Search:
             self.bound = max(self.bound, min(program.bound, self.objective))
 
     def ask(self, solver: str) -> None:
-        """Has a solver of PuLP solve the whole integer program."""
+        """Solves the whole integer program by a solver of PuLP."""
         self.problem = without_dominated(self.whole)
-        found = solver_named(solver, seconds=self.options.time_limit, gap=self.options.gap)
+        pulp_solver = solver_named(solver, seconds=self.options.time_limit, gap=self.options.gap)
         program = StrategyProgram(self.problem, whole=True)
         self.clock.built()
-        status = program.run_with(found)
+        status = program.run_with(pulp_solver)
         if status == "infeasible":
             raise _impossible(self.problem)
         if program.has_values():
@@ -318,7 +318,7 @@ class Search:
     def answer(self) -> Answer:
         """The best answer. Raises PlanningError if there is none."""
         if self.best is None:
-            self.offer([int(np.argmin(own)) for own in self.whole.seconds])
+            self.offer([int(np.argmin(node_seconds)) for node_seconds in self.whole.seconds])
         if self.best is None and not self.problem.budgets:
             self.eliminate()
         if self.best is None:
@@ -328,12 +328,12 @@ class Search:
                 f"no legal plan was found within {self.options.time_limit:.0f} s; give the solver a longer time_limit"
             )
         self.clock.stop()
-        near = self.objective - self.bound <= (1 + 1e-9) * self.options.gap * abs(self.objective)
+        is_within_gap = self.objective - self.bound <= (1 + 1e-9) * self.options.gap * abs(self.objective)
         return Answer(
             choice=self.best,
             objective=self.objective,
             bound=min(max(self.bound, 0.0), self.objective),
-            status="optimal" if near else "time limit" if self.clock.is_late else "near optimal",
+            status="optimal" if is_within_gap else "time limit" if self.clock.is_late else "near optimal",
             build_seconds=self.clock.build_seconds,
             solve_seconds=self.clock.solve_seconds,
             relaxations=self.relaxations,
@@ -341,7 +341,7 @@ class Search:
 
 
 def leanest(problem: ShardingProblem, options: SolverOptions | None = None) -> tuple[int, ...]:
-    """The strategies that come closest to the budgets, or stay furthest below them, whatever they cost.
+    """The strategies that exceed the budgets least, or stay furthest below them, whatever they cost.
 
     The relaxation is rounded and polished; where that leaves more than a percent, the program is branched on.
     """
@@ -357,8 +357,8 @@ def leanest(problem: ShardingProblem, options: SolverOptions | None = None) -> t
     if _excess(strict, best) > 1 + _LEAN:
         whole = StrategyProgram(tied.problem, whole=True, lean=True)
         whole.run(gap=_LEAN, seconds=options.time_limit)
-        found = [best, whole.choice()] if whole.has_values() else [best]
-        best = min(found, key=lambda choice: _excess(strict, choice))
+        choices = [best, whole.choice()] if whole.has_values() else [best]
+        best = min(choices, key=lambda choice: _excess(strict, choice))
     return tuple(best[cls] for cls in tied.classes)
 
 

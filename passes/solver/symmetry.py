@@ -1,4 +1,4 @@
-"""Structurally equal nodes of a sharding problem made one: a model's layers are solved once, however many there are.
+"""Symmetry: structurally equal nodes of a sharding problem merged, so that a model's equal layers are solved once.
 
 Reference: Weisfeiler and Lehman's colour refinement.
 """
@@ -16,7 +16,7 @@ from passes.solver.problem import Budget, Edge, Floats, ShardingProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tied:
-    """A smaller problem whose answers are answers of a whole one that give equal nodes equal strategies.
+    """A smaller problem, whose answers give equal nodes of the whole problem equal strategies.
 
     `classes` [nodes of the whole] and `edges` [edges of the whole] are its nodes and edges: one stands for many.
     `alike` [edges of the smaller] numbers edges by what they are and what they are between, wherever that stands.
@@ -29,12 +29,12 @@ class Tied:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no node was tied: what is proven of the smaller problem is proven of the whole."""
+        """Whether no nodes were merged: a proof for the smaller problem then holds for the whole."""
         return len(self.problem.seconds) == len(self.classes)
 
 
 def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
-    """The problem with structurally equal nodes made one; without a `radius` none are.
+    """The problem with structurally equal nodes merged; without a `radius` none are.
 
     Large classes are cut into `parts` of consecutive nodes, for budgets that one choice for all would meet badly.
 
@@ -49,28 +49,28 @@ def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
     first: dict[int, int] = {}
     classes = tuple(first.setdefault(colour, len(first)) for colour in colours)
     seconds: list[Floats] = [np.zeros(0)] * len(first)
-    for cls, own in zip(classes, problem.seconds, strict=True):
-        seconds[cls] = own.copy() if not seconds[cls].size else seconds[cls] + own
+    for cls, node_seconds in zip(classes, problem.seconds, strict=True):
+        seconds[cls] = node_seconds.copy() if not seconds[cls].size else seconds[cls] + node_seconds
     groups: dict[int, dict[tuple[int, int, int], Edge]] = defaultdict(dict)
     for edge, key in zip(problem.edges, keys, strict=True):
         groups[edge.group].setdefault((classes[edge.source], classes[edge.target], key), edge)
     numbers: dict[tuple[tuple[int, int, int], ...], int] = {}
     places = {group: numbers.setdefault(tuple(sorted(edges)), len(numbers)) for group, edges in groups.items()}
-    weights, kept = [0.0] * len(numbers), dict[int, dict[tuple[int, int, int], Edge]]()
+    weights, merged_edges = [0.0] * len(numbers), dict[int, dict[tuple[int, int, int], Edge]]()
     for group, edges in groups.items():
         weights[places[group]] += next(iter(edges.values())).weight
-        kept.setdefault(places[group], edges)
-    keys_of = {(place, *content): number for number, (place, content) in enumerate(_contents(kept))}
+        merged_edges.setdefault(places[group], edges)
+    keys_of = {(place, *content): number for number, (place, content) in enumerate(_contents(merged_edges))}
     ends = [(classes[e.source], classes[e.target], key) for e, key in zip(problem.edges, keys, strict=True)]
     mapped = tuple(keys_of[places[e.group], *content] for e, content in zip(problem.edges, ends, strict=True))
-    own = colours if apart else _colours(problem, keys, 1)
+    node_seconds = colours if apart else _colours(problem, keys, 1)
     member = {cls: node for node, cls in enumerate(classes)}
     known: dict[tuple[int, int, int], int] = {}
-    contents = ((own[member[s]], own[member[t]], key) for _, (s, t, key) in _contents(kept))
+    contents = ((node_seconds[member[s]], node_seconds[member[t]], key) for _, (s, t, key) in _contents(merged_edges))
     alike = tuple(known.setdefault(content, len(known)) for content in contents)
     tied = tuple(
         replace(edge, source=source, target=target, group=place, weight=weights[place])
-        for place, edges in kept.items()
+        for place, edges in merged_edges.items()
         for (source, target, _), edge in edges.items()
     )
     budgets = tuple(_tied_budget(budget, classes, places) for budget in problem.budgets)
@@ -79,22 +79,22 @@ def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
 
 
 def _contents(kept: Mapping[int, Mapping[tuple[int, int, int], Edge]]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """The edges of a tied problem in order: their groups, and what they are between."""
+    """The edges of a merged problem in order: their groups, and the nodes they join."""
     return ((place, content) for place, edges in kept.items() for content in edges)
 
 
 def _tied_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, int]) -> Budget:
-    """A budget of a tied problem: a class holds what all of its nodes do."""
+    """A budget of a merged problem, in which a class holds what all of its nodes hold."""
     nbytes: dict[int, Floats] = {}
-    for node, own in budget.nbytes.items():
-        held = nbytes.get(classes[node])
-        nbytes[classes[node]] = own if held is None else held + own
+    for node, node_nbytes in budget.nbytes.items():
+        nbytes_so_far = nbytes.get(classes[node])
+        nbytes[classes[node]] = node_nbytes if nbytes_so_far is None else nbytes_so_far + node_nbytes
     copies: dict[int, dict[object, float]] = defaultdict(dict)
-    for group, own in budget.copies.items():
+    for group, node_nbytes in budget.copies.items():
         if group in places:
-            held = copies[places[group]]
-            for label, size in own.items():
-                held[label] = held.get(label, 0.0) + size
+            nbytes_so_far = copies[places[group]]
+            for label, size in node_nbytes.items():
+                nbytes_so_far[label] = nbytes_so_far.get(label, 0.0) + size
     return Budget(nbytes=nbytes, copies=copies, limit=budget.limit)
 
 
@@ -102,40 +102,43 @@ def _parted(colours: Sequence[int], parts: int) -> list[int]:
     """Colours of which each has been made `parts` colours, by the order of its nodes."""
     if parts == 1:
         return list(colours)
-    sizes, seen = Counter(colours), Counter[int]()
+    sizes, occurrences = Counter(colours), Counter[int]()
     parted: list[int] = []
     for colour in colours:
-        parted.append(colour * parts + seen[colour] * parts // sizes[colour])
-        seen[colour] += 1
+        parted.append(colour * parts + occurrences[colour] * parts // sizes[colour])
+        occurrences[colour] += 1
     return parted
 
 
 def _colours(problem: ShardingProblem, keys: Sequence[int], radius: int) -> list[int]:
     """A number for every node, equal for nodes that are equal up to `radius` edges."""
     kinds = problem.kinds or ("",) * len(problem.seconds)
-    known: dict[object, int] = {}
+    numbers: dict[object, int] = {}
     own = ((seconds.tobytes(), kind) for seconds, kind in zip(problem.seconds, kinds, strict=True))
-    colours = [known.setdefault(content, len(known)) for content in own]
+    colours = [numbers.setdefault(content, len(numbers)) for content in own]
     around: list[list[tuple[int, int]]] = [[] for _ in colours]
     for edge, key in zip(problem.edges, keys, strict=True):
         around[edge.source].append((2 * key, edge.target))
         around[edge.target].append((2 * key + 1, edge.source))
     for _ in range(radius):
-        known = {}
-        seen = ((c, *sorted((key, colours[n]) for key, n in near)) for c, near in zip(colours, around, strict=True))
-        colours = [known.setdefault(content, len(known)) for content in seen]
+        numbers = {}
+        signatures = (
+            (c, *sorted((key, colours[n]) for key, n in neighbours))
+            for c, neighbours in zip(colours, around, strict=True)
+        )
+        colours = [numbers.setdefault(content, len(numbers)) for content in signatures]
     return colours
 
 
 def _edge_keys(edges: Sequence[Edge]) -> list[int]:
     """A number for the content of every edge; edges mostly share their arrays, which are then read once."""
-    known: dict[tuple[float, ...], int] = {}
+    content_numbers: dict[tuple[float, ...], int] = {}
     numbers: dict[tuple[object, ...], int] = {}
     keys: list[int] = []
     for edge in edges:
         same = (id(edge.before), id(edge.after), id(edge.seconds), id(edge.origins), id(edge.labels), edge.weight)
-        if same not in known:
+        if same not in content_numbers:
             arrays = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes())
-            known[same] = numbers.setdefault((*arrays, edge.origins, edge.labels, edge.weight), len(numbers))
-        keys.append(known[same])
+            content_numbers[same] = numbers.setdefault((*arrays, edge.origins, edge.labels, edge.weight), len(numbers))
+        keys.append(content_numbers[same])
     return keys
