@@ -1,4 +1,4 @@
-"""An answer of the integer program as a plan: placements, the moves between them, what both cost and what is held."""
+"""An answer of the integer program as a plan: placements, the moves between them, their seconds, and memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def read_off(
     phases: dict[str, float],
     refetch: bool,
 ) -> Plan:
-    """The plan that an answer stands for: placements, the moves between them, and what both cost."""
+    """The plan of an answer: placements, the moves between them, and the seconds of both."""
     graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
     layout = assembly.layout(answer.choice)
     schedule = moves(graph, layout, resharder, refetch=refetch)
     donated = donated or (False,) * len(graph.inputs)
     compute = assembly.root.compute_seconds(answer.choice)
     moving, moved = move_seconds(graph, schedule, resharder)
-    held = peak(graph, grouping, mesh, layout, schedule, state_pairs, donated)
+    memory = peak(graph, grouping, mesh, layout, schedule, state_pairs, donated)
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,
@@ -54,8 +54,8 @@ def read_off(
         collectives=collectives_of(graph, schedule, mesh),
         seconds={"compute": sum(compute.values()), **moving},
         phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
-        nbytes={cause: size for cause, size in held.nbytes.items() if size},
-        memory=MemoryReport.of(held),
+        nbytes={cause: size for cause, size in memory.nbytes.items() if size},
+        memory=MemoryReport.of(memory),
         solution=Solution(
             planner=name,
             status=answer.status,
@@ -77,18 +77,18 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
     schedule = moves(graph, layout, resharder, refetch=plan.refetch)
     sent = collectives_of(graph, schedule, mesh)
-    held = peak(graph, grouping, mesh, layout, schedule, state_pairs, donated or (False,) * len(graph.inputs))
-    nbytes = {cause: size for cause, size in held.nbytes.items() if size}
+    memory = peak(graph, grouping, mesh, layout, schedule, state_pairs, donated or (False,) * len(graph.inputs))
+    nbytes = {cause: size for cause, size in memory.nbytes.items() if size}
     away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
     compute = compute_seconds(graph, grouping, mesh, layout)
     same = math.isclose(sum(compute.values()), plan.seconds.get("compute", 0.0), rel_tol=EQUAL)
     if same and sent == plan.collectives and nbytes | away == plan.nbytes:
         return replace(plan, counted_for="") if plan.is_stale else plan
     moving, moved = move_seconds(graph, schedule, resharder)
-    kept = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
-    seconds = {"compute": sum(compute.values()), **kept, **moving}
-    found = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
-    report = MemoryReport.of(held)
+    offload_seconds = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
+    seconds = {"compute": sum(compute.values()), **offload_seconds, **moving}
+    solution = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
+    report = MemoryReport.of(memory)
     return replace(
         plan,
         collectives=sent,
@@ -96,13 +96,13 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
         phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
         nbytes=nbytes | away,
         memory=report.less(-sum(away.values())) if away else report,
-        solution=found,
+        solution=solution,
         counted_for="",
     )
 
 
 def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
-    """The operators that no rule cuts, those of loops and branches included."""
+    """The operators whose rule allows no cut, those of loops and branches included."""
     for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
         if rule.reason and not rule.once:
             yield f"{node.primitive} at {node.source}"
@@ -115,12 +115,12 @@ def move_seconds(graph: Graph, schedule: Schedule, resharder: Resharder) -> tupl
     """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
     by_kind: dict[str, float] = {}
     by_phase: dict[Phase, float] = {}
-    for one in due(graph, schedule):
-        spec = one.move.before
-        for step in one.move.steps:
-            before, spec = spec, step.apply(spec)
-            spent = one.trips * one.share * resharder.cost(one.type, before, spec)
+    for occurrence in due(graph, schedule):
+        spec = occurrence.move.before
+        for step in occurrence.move.steps:
+            spec_before, spec = spec, step.apply(spec)
+            spent = occurrence.trips * occurrence.share * resharder.cost(occurrence.type, spec_before, spec)
             cause = "copies" if step.is_local else step.kind
             by_kind[cause] = by_kind.get(cause, 0.0) + spent
-            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + spent
+            by_phase[occurrence.phase] = by_phase.get(occurrence.phase, 0.0) + spent
     return by_kind, by_phase

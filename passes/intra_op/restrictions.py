@@ -1,4 +1,5 @@
-"""What the textbook plans forbid: strategies of a sharding problem ruled out, the rest still solved for.
+"""Restrictions to textbook plans: strategies of a sharding problem that they do not have are ruled out, the rest is
+solved.
 
 A plan's name says little about its optimizer, its embedding or its loss; ruling out what the textbook does not do and
 solving the rest fills those gaps the best way, and puts the plan on the path that every other plan takes.
@@ -30,13 +31,13 @@ from passes.sharding import ShardingSpec
 
 def check_sizes(sizes: Mapping[str, int], cluster: Cluster) -> None:
     """Raises PlanningError unless the sizes are positive and multiply to the cluster's devices."""
-    asked = f"Megatron({', '.join(f'{name}={size!r}' for name, size in sizes.items())})"
+    call = f"Megatron({', '.join(f'{name}={size!r}' for name, size in sizes.items())})"
     if not all(isinstance(cast(object, size), int) and size > 0 for size in sizes.values()):
-        raise PlanningError(explain(asked, "sizes are whole numbers from 1", "", "write, say, data=2, tensor=4"))
+        raise PlanningError(explain(call, "sizes are whole numbers from 1", "", "write, say, data=2, tensor=4"))
     total = math.prod(sizes.values())
     if total != cluster.n_devices:
         rule = f"this makes {total} devices, and cluster {cluster.name!r} has {cluster.n_devices}"
-        raise PlanningError(explain(asked, rule, "", "choose sizes whose product is the number of devices"))
+        raise PlanningError(explain(call, rule, "", "choose sizes whose product is the number of devices"))
 
 
 def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[str]) -> None:
@@ -47,10 +48,10 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
         if size % parts:
             name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
             larger = -(-size // parts) * parts
-            what = "leading dimension" if batch[value] == 0 else "microbatches, which have a dimension"
+            dimension = "leading dimension" if batch[value] == 0 else "microbatches, which have a dimension"
             along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
             raise PlanningError(
-                f"{name} has type {graph.types[value]}: {parts} devices on {along} do not divide its {what} "
+                f"{name} has type {graph.types[value]}: {parts} devices on {along} do not divide its {dimension} "
                 f"of {size}. Use a batch of {larger}, fewer devices, or planner=Auto()"
             )
 
@@ -61,7 +62,7 @@ def _restrict(
     allows_input: Callable[[int, ShardingSpec], bool],
     allows_slot: Callable[[Value, ShardingSpec], bool] = lambda value, spec: True,
     allows_stacked: Callable[[ShardingSpec], bool] = lambda spec: True,
-    held: Callable[[Value, ShardingSpec], float] = lambda value, spec: 0.0,
+    nbytes_of: Callable[[Value, ShardingSpec], float] = lambda value, spec: 0.0,
 ) -> Assembly:
     """The assembly without the strategies that the predicates refuse; a node that would lose all keeps all.
 
@@ -69,41 +70,45 @@ def _restrict(
     """
     root, seconds = assembly.root, list(assembly.problem.seconds)
 
-    def keep(node: int, kept: Sequence[bool], nbytes: Sequence[float]) -> None:
-        if any(kept):
-            least = min(n for one, n in zip(kept, nbytes, strict=True) if one)
-            few = np.array(kept) & (np.array(nbytes) <= least * (1 + 1e-9))
+    def keep(node: int, is_kept: Sequence[bool], nbytes: Sequence[float]) -> None:
+        if any(is_kept):
+            smallest = min(n for stays, n in zip(is_kept, nbytes, strict=True) if stays)
+            few = np.array(is_kept) & (np.array(nbytes) <= smallest * (1 + 1e-9))
             seconds[node] = np.where(few, seconds[node], np.inf)
 
     for region in root.all():
-        made: dict[int, list[tuple[Value, Sequence[ShardingSpec]]]] = defaultdict(list)
+        values_at: dict[int, list[tuple[Value, Sequence[ShardingSpec]]]] = defaultdict(list)
         for value, border in region.borders.items():
-            made[border.node].append(((region.number, value), border.specs))
+            values_at[border.node].append(((region.number, value), border.specs))
         for b, table in enumerate(region.tables):
             absorbed = {v: region.borders[v].specs for v in region.grouping.bundles[b].inputs}
             legal = [allows(region, b, strategy) for strategy in table.strategies]
             fits = [all(allows_input(v, specs[s]) for v, specs in absorbed.items()) for s in range(len(legal))]
             # Where an input cannot lie as it should beside what reads it, as running statistics of a batch that is cut,
             # it gives way.
-            both = [one and other for one, other in zip(legal, fits, strict=True)]
-            kept = both if any(both) else legal
-            ours = made[region.first + b]
-            nbytes = [sum(held(value, specs[s]) for value, specs in ours) for s in range(len(kept))]
-            keep(region.first + b, kept, nbytes)
+            legal_and_allowed = [is_legal and is_allowed for is_legal, is_allowed in zip(legal, fits, strict=True)]
+            kept_strategies = legal_and_allowed if any(legal_and_allowed) else legal
+            ours = values_at[region.first + b]
+            nbytes = [sum(nbytes_of(value, specs[s]) for value, specs in ours) for s in range(len(kept_strategies))]
+            keep(region.first + b, kept_strategies, nbytes)
         for joint in region.joints.values():
             for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
                 for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
                     border, where = joint.slots[slot], (inner.number, value)
-                    kept = [allows_slot(where, spec) for spec in border.specs]
-                    keep(border.node, kept, [held(where, spec) for spec in border.specs])
+                    kept_strategies = [allows_slot(where, spec) for spec in border.specs]
+                    keep(border.node, kept_strategies, [nbytes_of(where, spec) for spec in border.specs])
                 for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
                     border, where = joint.slots[slot], (inner.number, inner.grouping.roots.get(value, value))
                     if joint.control.slots[slot].stacked:
-                        kept = [allows_stacked(spec) for spec in border.specs]
-                        keep(border.node, kept, [held(where, spec) for spec in border.specs])
+                        kept_strategies = [allows_stacked(spec) for spec in border.specs]
+                        keep(border.node, kept_strategies, [nbytes_of(where, spec) for spec in border.specs])
     for value in root.grouping.loose:
         border, where = root.borders[value], (root.number, value)
-        keep(border.node, [allows_input(value, spec) for spec in border.specs], [held(where, s) for s in border.specs])
+        keep(
+            border.node,
+            [allows_input(value, spec) for spec in border.specs],
+            [nbytes_of(where, s) for s in border.specs],
+        )
     return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
 
 
@@ -115,9 +120,9 @@ def _picked(strategy: Strategy, axis: str) -> int | None:
     return dict(strategy.picks).get(axis)
 
 
-def _on_batch(found: Roles, node: int, strategy: Strategy, axis: str) -> bool:
+def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
     """Whether the axis cuts the batch where there is one, and nothing elsewhere."""
-    classes = found.batch_classes.get(node)
+    classes = values.batch_classes.get(node)
     pick = _picked(strategy, axis)
     return pick in classes if classes else pick in (None, PARTIAL)
 
@@ -126,12 +131,12 @@ def data_parallel(assembly: Assembly) -> Assembly:
     """Only strategies of data parallelism along the mesh's one axis."""
     if not assembly.mesh.axes:
         return assembly
-    found, axis = roles(assembly), assembly.mesh.axes[0]
-    _check_batch(assembly, found.batch, (axis,))
+    values, axis = roles(assembly), assembly.mesh.axes[0]
+    _check_batch(assembly, values.batch, (axis,))
     return _restrict(
         assembly,
-        lambda region, bundle, strategy: _on_batch(found, region.first + bundle, strategy, axis),
-        lambda value, spec: (axis in spec.dims[found.batch[value]]) if value in found.batch else not _cut(spec, axis),
+        lambda region, bundle, strategy: _on_batch(values, region.first + bundle, strategy, axis),
+        lambda value, spec: (axis in spec.dims[values.batch[value]]) if value in values.batch else not _cut(spec, axis),
     )
 
 
@@ -149,52 +154,53 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
         mesh, axes = assembly.mesh, assembly.mesh.axes
         if not axes:
             return assembly
-        found, root = roles(assembly), assembly.root
+        values, root = roles(assembly), assembly.root
         graphs = {region.number: region.graph for region in root.all()}
-        _check_batch(assembly, found.batch, axes)
-        sharded = {(root.number, v) for v in found.state | (found.parameters if stage == 3 else frozenset[int]())}
+        _check_batch(assembly, values.batch, axes)
+        sharded = {(root.number, v) for v in values.state | (values.parameters if stage == 3 else frozenset[int]())}
         if stage == 3:
-            sharded |= found.weights.keys()
-            sharded |= {(region.number, v) for region in root.all() for v in _made_of_weights(region, found)}
+            sharded |= values.weights.keys()
+            sharded |= {(region.number, v) for region in root.all() for v in _made_of_weights(region, values)}
 
         def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
             node = region.first + bundle
-            return node not in found.batch_classes or all(_on_batch(found, node, strategy, axis) for axis in axes)
+            return node not in values.batch_classes or all(_on_batch(values, node, strategy, axis) for axis in axes)
 
         def allows_input(value: int, spec: ShardingSpec) -> bool:
-            if value in found.batch:
-                return spec.dims[found.batch[value]] == axes
+            if value in values.batch:
+                return spec.dims[values.batch[value]] == axes
             return (root.number, value) in sharded or spec.is_replicated
 
         def held(value: Value, spec: ShardingSpec) -> float:
             return spec.local_nbytes(graphs[value[0]].types[value[1]], mesh) if value in sharded else 0.0
 
         # Gradients of a loop's layers are scattered one by one: all of them whole would be what ZeRO is there to avoid.
-        return _restrict(assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, held=held)
+        return _restrict(assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, nbytes_of=held)
 
     return restrict
 
 
-def _made_of_weights(region: Region, found: Roles) -> Iterator[int]:
-    """What a region makes of one weight, a cast for one: it is a weight as well, cut as that is and fetched for use.
+def _made_of_weights(region: Region, values: Roles) -> Iterator[int]:
+    """The values that a region derives from one weight alone, such as a cast: they are weights too, cut alike and
+    gathered for use.
 
     What is no cast, a transpose for one, of a weight that the forward pass reads as it is too, is none: it is made of
     the copy that is fetched for the other reader, where it would be fetched a second time itself.
     """
-    graph, own = region.graph, {value for where, value in found.weights if where == region.number}
+    graph, weights_here = region.graph, {value for where, value in values.weights if where == region.number}
     light, copied = weights(graph), set[int]()
-    whole = {
+    uncut = {
         value
         for node in graph.nodes
         if phase(node) == "forward" and not node.subgraphs and light.isdisjoint(node.outputs)
         for value in node.inputs
     }
     for node in graph.nodes:  # in order: what is made of a copy is one
-        fetched = copied if rule_of(node, graph).casts else copied | whole
+        fetched = copied if rule_of(node, graph).casts else copied | uncut
         if not fetched.isdisjoint(node.inputs):
             copied |= light.intersection(node.outputs)
     for value in sorted((light - copied) & region.borders.keys()):
-        if origin(region, value, own) is not None:
+        if origin(region, value, weights_here) is not None:
             yield value
 
 
@@ -203,25 +209,27 @@ def megatron(assembly: Assembly, data: str = "data", tensor: str = "tensor") -> 
     axes = assembly.mesh.axes
     if tensor not in axes:
         return data_parallel(assembly)
-    found = roles(assembly)
+    values = roles(assembly)
     if data in axes:
-        _check_batch(assembly, found.batch, (data,))
-    weighty = {region.first + b: own for region in assembly.root.all() for b, own in _weight_classes(region, found)}
-    multiplied = _multiplied(assembly.root, found)
-    matrices = {value for value in multiplied if found.weights[value] > 1}
+        _check_batch(assembly, values.batch, (data,))
+    weighty = {
+        region.first + b: classes for region in assembly.root.all() for b, classes in _weight_classes(region, values)
+    }
+    multiplied = _multiplied(assembly.root, values)
+    matrices = {value for value in multiplied if values.weights[value] > 1}
 
     def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
         node = region.first + bundle
-        if data in axes and not _on_batch(found, node, strategy, data):
+        if data in axes and not _on_batch(values, node, strategy, data):
             return False
         pick = _picked(strategy, tensor)
         if weighty[node]:
             return pick in weighty[node]
-        return pick not in found.batch_classes.get(node, ())
+        return pick not in values.batch_classes.get(node, ())
 
     def allows_input(value: int, spec: ShardingSpec) -> bool:
-        if value in found.batch:
-            return (data not in axes or data in spec.dims[found.batch[value]]) and not _cut(spec, tensor)
+        if value in values.batch:
+            return (data not in axes or data in spec.dims[values.batch[value]]) and not _cut(spec, tensor)
         if data in axes and _cut(spec, data):
             return False
         return (assembly.root.number, value) not in matrices or _cut(spec, tensor)
@@ -233,7 +241,8 @@ def megatron(assembly: Assembly, data: str = "data", tensor: str = "tensor") -> 
 
 
 def textbook(mesh: Mesh) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
-    """What planners by hand forbid on a mesh, whatever its axes are called, and whether each fetches weights anew."""
+    """The restrictions of planners by hand on a mesh, however its axes are named, and whether each regathers weights.
+    """
     if len(mesh.axes) == 1:
         yield data_parallel, False
         yield partial(megatron, data="", tensor=mesh.axes[0]), False
@@ -244,27 +253,27 @@ def textbook(mesh: Mesh) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]
         yield zero(stage), stage == 3
 
 
-def _multiplied(region: Region, found: Roles) -> set[Value]:
+def _multiplied(region: Region, values: Roles) -> set[Value]:
     """The weights that heavy operators read; a table of positions, which is merely added, is none of them."""
-    graph, grouping, here = region.graph, region.grouping, region.number
-    weights = {value for where, value in found.weights if where == here}
+    graph, grouping, number = region.graph, region.grouping, region.number
+    weights = {value for where, value in values.weights if where == number}
     read = [v for b in grouping.bundles if not b.light for member in b.members for v in graph.nodes[member].inputs]
     for index, joint in region.joints.items():
-        inside = set[Value]().union(*(_multiplied(inner, found) for inner in joint.bodies))
+        inside = set[Value]().union(*(_multiplied(inner, values) for inner in joint.bodies))
         bodies = zip(joint.control.bodies, joint.bodies, strict=True)
         entering = [(n.number, v, slot) for b, n in bodies for v, slot in zip(b.graph.inputs, b.inputs, strict=True)]
         slots = {slot for number, value, slot in entering if (number, value) in inside}
         operands = zip(graph.nodes[index].inputs, joint.control.operands, strict=True)
         read += [value for value, wire in operands if wire.slot in slots]
-    return {(here, source) for v in read if (source := origin(region, v, weights)) is not None}.union(
-        *(_multiplied(inner, found) for joint in region.joints.values() for inner in joint.bodies)
+    return {(number, source) for v in read if (source := origin(region, v, weights)) is not None}.union(
+        *(_multiplied(inner, values) for joint in region.joints.values() for inner in joint.bodies)
     )
 
 
-def _weight_classes(region: Region, found: Roles) -> Iterator[tuple[int, frozenset[int]]]:
-    """Every bundle of a region with the classes of its heavy members that stand on a weight matrix."""
+def _weight_classes(region: Region, values: Roles) -> Iterator[tuple[int, frozenset[int]]]:
+    """Every bundle of a region, with the classes of its heavy members that stand for dimensions of a weight matrix."""
     graph, grouping = region.graph, region.grouping
-    weights = {value: rank for (where, value), rank in found.weights.items() if where == region.number}
+    weights = {value: rank for (where, value), rank in values.weights.items() if where == region.number}
     for index, bundle in enumerate(grouping.bundles):
         classes: set[int] = set()
         for member in bundle.members if not bundle.light else ():

@@ -1,4 +1,4 @@
-"""What the values of a training step are: weights, what the batch is a dimension of, what is shared."""
+"""The roles of a training step's values: weights, the dimension of the batch, what stages share."""
 
 from __future__ import annotations
 
@@ -87,24 +87,24 @@ def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
 
     What a loop stacks of its weights, casts that it keeps for the backward pass, is a weight again.
     """
-    found, known = {(region.number, value): rank for value, rank in entering.items()}, dict(entering)
+    ranks, weights_here = {(region.number, value): rank for value, rank in entering.items()}, dict(entering)
     for index, joint in region.joints.items():
         node, control = region.graph.nodes[index], joint.control
         slots: dict[int, int] = {}
         for value, wire in zip(node.inputs, control.operands, strict=True):
-            if (source := origin(region, value, known)) is not None and not control.slots[wire.slot].carry:
-                slots[wire.slot] = known[source] - wire.stacked
-                found[region.number, source] = slots[wire.slot]
+            if (source := origin(region, value, weights_here)) is not None and not control.slots[wire.slot].carry:
+                slots[wire.slot] = weights_here[source] - wire.stacked
+                ranks[region.number, source] = slots[wire.slot]
         for body, inner in zip(control.bodies, joint.bodies, strict=True):
             inside = {v: slots[slot] for v, slot in zip(body.graph.inputs, body.inputs, strict=True) if slot in slots}
-            found |= _weights(inner, inside)
+            ranks |= _weights(inner, inside)
             for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
                 if control.slots[slot].stacked and (source := origin(inner, value, inside)) is not None:
                     slots[slot] = inside[source]
         for value, wire in zip(node.outputs, control.results, strict=True):
             if wire.stacked and wire.slot in slots:
-                known[value], found[region.number, value] = slots[wire.slot] + 1, slots[wire.slot]
-    return found
+                weights_here[value], ranks[region.number, value] = slots[wire.slot] + 1, slots[wire.slot]
+    return ranks
 
 
 def _batch_classes(root: Region, batch: Mapping[int, int]) -> dict[int, frozenset[int]]:
@@ -113,17 +113,17 @@ def _batch_classes(root: Region, batch: Mapping[int, int]) -> dict[int, frozense
     for region in root.all():
         for before, after in _onward(region):
             onward[before].append(after)
-    left: list[_Place] = [_Dim(root.number, value, dim) for value, dim in batch.items()]
-    reached = set(left)
-    while left:
-        more = [place for place in onward.get(left.pop(), ()) if place not in reached]
+    pending: list[_Place] = [_Dim(root.number, value, dim) for value, dim in batch.items()]
+    reached = set(pending)
+    while pending:
+        more = [place for place in onward.get(pending.pop(), ()) if place not in reached]
         reached.update(more)
-        left += more
-    found: dict[int, set[int]] = defaultdict(set)
+        pending += more
+    classes_of: dict[int, set[int]] = defaultdict(set)
     for place in reached:
         if isinstance(place, _Class):
-            found[place.node].add(place.cls)
-    return {node: frozenset(own) for node, own in found.items()}
+            classes_of[place.node].add(place.cls)
+    return {node: frozenset(classes) for node, classes in classes_of.items()}
 
 
 class _Dim(NamedTuple):
@@ -155,21 +155,21 @@ _Place = _Dim | _Class | _Slot
 
 def _onward(region: Region) -> Iterator[tuple[_Place, _Place]]:
     """From where to where a dimension is carried by the nodes of a region: from operands to results."""
-    graph, grouping, here = region.graph, region.grouping, region.number
+    graph, grouping, number = region.graph, region.grouping, region.number
     for index, node in enumerate(graph.nodes):
-        rule, home = grouping.rules[index], grouping.bundle_of(node)
+        rule, bundle_number = grouping.rules[index], grouping.bundle_of(node)
         if index in region.joints:
             yield from _through_slots(region, index)
         elif rule.alias:
             for a, b in zip(node.inputs, node.outputs, strict=True):
-                yield from ((_Dim(here, a, d), _Dim(here, b, d)) for d in range(graph.types[a].rank))
-        elif home is not None:
-            bundle, at = grouping.bundles[home], region.first + home
-            own = [_Class(at, bundle.find(cls)) for cls in bundle.factor_classes[index]]
+                yield from ((_Dim(number, a, d), _Dim(number, b, d)) for d in range(graph.types[a].rank))
+        elif bundle_number is not None:
+            bundle, at = grouping.bundles[bundle_number], region.first + bundle_number
+            classes = [_Class(at, bundle.find(cls)) for cls in bundle.factor_classes[index]]
             for value, factors in zip(node.inputs, rule.operands, strict=True):
-                yield from ((_Dim(here, value, d), own[f]) for d, f in enumerate(factors) if f >= 0)
+                yield from ((_Dim(number, value, d), classes[f]) for d, f in enumerate(factors) if f >= 0)
             for value, factors in zip(node.outputs, rule.results, strict=True):
-                yield from ((own[f], _Dim(here, value, d)) for d, f in enumerate(factors) if f >= 0)
+                yield from ((classes[f], _Dim(number, value, d)) for d, f in enumerate(factors) if f >= 0)
 
 
 def _through_slots(region: Region, index: int) -> Iterator[tuple[_Place, _Place]]:

@@ -30,20 +30,20 @@ def body_of(graph: Graph) -> Graph:
 
 def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
     """The devices of each stage. Raises PlanningError unless they fit the cluster."""
-    asked = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
+    call = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
     if stages < 1:
-        raise PlanningError(explain(asked, "a pipeline has one stage or more", "", "write, say, stages=2"))
+        raise PlanningError(explain(call, "a pipeline has one stage or more", "", "write, say, stages=2"))
     if submeshes and (len(submeshes) != stages or min(submeshes) < 1):
         rule = "there is one submesh for each stage, of one device or more"
-        raise PlanningError(explain(asked, rule, "", "leave submeshes out for equal ones"))
+        raise PlanningError(explain(call, rule, "", "leave submeshes out for equal ones"))
     devices = cluster.n_devices
     if not submeshes and devices % stages:
         rule = f"{count(devices, 'device')} of cluster {cluster.name!r} do not spread evenly over {stages} stages"
-        raise PlanningError(explain(asked, rule, "", "say how many each stage has: submeshes=(4, 2, 2)"))
+        raise PlanningError(explain(call, rule, "", "say how many each stage has: submeshes=(4, 2, 2)"))
     sizes = tuple(submeshes) or (devices // stages,) * stages
     if sum(sizes) > devices:
         rule = f"these are {sum(sizes)} devices, and cluster {cluster.name!r} has {devices}"
-        raise PlanningError(explain(asked, rule, "", "give the stages fewer devices"))
+        raise PlanningError(explain(call, rule, "", "give the stages fewer devices"))
     return sizes
 
 
@@ -79,8 +79,8 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
     schedule = moves(graph, layout, Resharder(mesh), refetch=plan.refetch)
-    held = peak(graph, group(graph), mesh, layout, schedule, state_pairs, donated)
-    return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(held))
+    memory = peak(graph, group(graph), mesh, layout, schedule, state_pairs, donated)
+    return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(memory))
 
 
 def sources(graph: Graph) -> list[object]:
@@ -102,14 +102,14 @@ def joined(
     known: dict[object, Needs] | None = None,
 ) -> PipelinePlan:
     """The pipeline of these stages; what each needs is added to what is `known`."""
-    found = {} if known is None else known
+    needs_by_key = {} if known is None else known
 
     def cost(part: Part, plan: Plan) -> StageCost:
-        own, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
-        key = part.graph.fingerprint, plan.layout, plan.mesh, own, given
-        if key not in found:  # most stages of a deep model are alike
-            found[key] = needs(part, plan.layout, plan.mesh, own, given)
-        return stage_cost(part, plan, found[key])
+        pairs, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
+        key = part.graph.fingerprint, plan.layout, plan.mesh, pairs, given
+        if key not in needs_by_key:  # most stages of a deep model are alike
+            needs_by_key[key] = needs(part, plan.layout, plan.mesh, pairs, given)
+        return stage_cost(part, plan, needs_by_key[key])
 
     sent = [_sent_nbytes(cut, k) for k in range(len(plans))]
     plan = PipelinePlan(
@@ -146,10 +146,10 @@ def recounted(plan: PipelinePlan, graph: Graph, state_pairs: StatePairs, donated
 
 def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
     """What a stage costs by its plan, with what it needs besides what lies there."""
-    found = priced(part, plan.layout, plan.mesh, plan.phases)
+    cost = priced(part, plan.layout, plan.mesh, plan.phases)
     return replace(
-        found,
-        persistent_nbytes=found.persistent_nbytes + needed.entering,
+        cost,
+        persistent_nbytes=cost.persistent_nbytes + needed.entering,
         working_nbytes=needed.working,
         finish_nbytes=needed.finish,
     )
@@ -175,31 +175,31 @@ def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float])
 def kept(part: Part) -> frozenset[int]:
     """The values of the body that a microbatch's forward keeps for its backward, what it received included."""
     body = part.body
-    home = set(part.streams.values()) & set(body.inputs)
+    streams = set(part.streams.values()) & set(body.inputs)
     for index in part.forward:
         if not is_free(body, index):
-            home |= set(body.nodes[index].outputs)
+            streams |= set(body.nodes[index].outputs)
     read = {v for i, node in enumerate(body.nodes) if i not in part.forward for v in node.inputs}
-    return frozenset(read & home)
+    return frozenset(read & streams)
 
 
 def _kept_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
     """Bytes of one device that a microbatch's forward keeps for its backward, what it received included."""
     body, inside = part.body, layout.placements[part.loop].bodies[0]
-    home = dict(zip(body.inputs, inside.inputs, strict=True))
+    specs = dict(zip(body.inputs, inside.inputs, strict=True))
     for index in part.forward:
-        home |= zip(body.nodes[index].outputs, inside.placements[index].results, strict=True)
-    return sum(home[v].local_nbytes(body.types[v], mesh) for v in kept(part))
+        specs |= zip(body.nodes[index].outputs, inside.placements[index].results, strict=True)
+    return sum(specs[v].local_nbytes(body.types[v], mesh) for v in kept(part))
 
 
 def _persistent_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
     """Bytes of one device of parameters, state and summed gradients."""
     graph = part.graph
     inputs = zip(graph.inputs, layout.inputs, strict=True)
-    held = sum(s.local_nbytes(graph.types[v], mesh) for v, s in inputs if v not in part.streams)
+    nbytes = sum(s.local_nbytes(graph.types[v], mesh) for v, s in inputs if v not in part.streams)
     loop = graph.nodes[part.loop]
     results = zip(loop.outputs, layout.placements[part.loop].results, strict=True)
-    return held + sum(s.local_nbytes(graph.types[v], mesh) for v, s in results if v not in part.streams)
+    return nbytes + sum(s.local_nbytes(graph.types[v], mesh) for v, s in results if v not in part.streams)
 
 
 def _sent_nbytes(cut: Stages, stage: int) -> tuple[int, int]:
@@ -213,13 +213,13 @@ def _sent_nbytes(cut: Stages, stage: int) -> tuple[int, int]:
 
 
 def _transfer(
-    cluster: Cluster, plans: Sequence[Plan], chunks: int, sent: Sequence[tuple[int, int]], left: int
+    cluster: Cluster, plans: Sequence[Plan], chunks: int, sent: Sequence[tuple[int, int]], stage: int
 ) -> Transfer:
     """Seconds between a stage and the next."""
     hosts, groups = cluster.group(), len(plans) // chunks
     ends = [0, *accumulate(plan.mesh.size for plan in plans[:groups])]
-    here, there = (range(ends[k % groups], ends[k % groups + 1]) for k in (left, left + 1))
+    senders, receivers = (range(ends[k % groups], ends[k % groups + 1]) for k in (stage, stage + 1))
     return Transfer(
-        forward_seconds=boundary_seconds(hosts, here, there, sent[left][0]),
-        backward_seconds=boundary_seconds(hosts, there, here, sent[left + 1][1]),
+        forward_seconds=boundary_seconds(hosts, senders, receivers, sent[stage][0]),
+        backward_seconds=boundary_seconds(hosts, receivers, senders, sent[stage + 1][1]),
     )

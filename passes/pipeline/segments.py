@@ -31,10 +31,10 @@ class Piece:
 
 
 def piece_of(
-    graph: Graph, nodes: Iterable[int], layout: Layout, home: Mapping[int, ShardingSpec], wanted: Sequence[Held]
+    graph: Graph, nodes: Iterable[int], layout: Layout, specs: Mapping[int, ShardingSpec], needed: Sequence[Held]
 ) -> Piece:
     """The part of a graph that makes `wanted`, of those of its `nodes` that matter; `home` is where values are."""
-    live, allowed = {v for v, _ in wanted}, set(nodes)
+    live, allowed = {v for v, _ in needed}, set(nodes)
     chosen: list[int] = []
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
@@ -42,25 +42,25 @@ def piece_of(
             chosen.append(index)
             live.update(node.inputs)
     picked = tuple(reversed(chosen))
-    made = {v for i in picked for v in graph.nodes[i].outputs}
-    entering = sorted(v for v in live - made if v not in graph.literals and v not in graph.constants)
+    computed = {v for i in picked for v in graph.nodes[i].outputs}
+    entering = sorted(v for v in live - computed if v not in graph.literals and v not in graph.constants)
     return Piece(
-        graph=graph.part(picked, entering, [v for v, _ in wanted]),
+        graph=graph.part(picked, entering, [v for v, _ in needed]),
         nodes=picked,
         layout=Layout(
-            inputs=tuple(home[v] for v in entering),
+            inputs=tuple(specs[v] for v in entering),
             placements=tuple(layout.placements[i] for i in picked),
-            outputs=tuple(spec for _, spec in wanted),
+            outputs=tuple(spec for _, spec in needed),
         ),
     )
 
 
 def homes(graph: Graph, layout: Layout) -> dict[int, ShardingSpec]:
     """Where every value of a graph is at home."""
-    found = dict(zip(graph.inputs, layout.inputs, strict=True))
+    specs = dict(zip(graph.inputs, layout.inputs, strict=True))
     for node, placement in zip(graph.nodes, layout.placements, strict=True):
-        found |= zip(node.outputs, placement.results, strict=True)
-    return found
+        specs |= zip(node.outputs, placement.results, strict=True)
+    return specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,48 +90,48 @@ def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
     """Bytes of one device of what a stage's loop reads in place of arguments that lie elsewhere."""
     graph = part.graph
     node, placement = graph.nodes[part.loop], layout.placements[part.loop]
-    there = set(zip(graph.inputs, layout.inputs, strict=True))
+    present = set(zip(graph.inputs, layout.inputs, strict=True))
     n_constants = part.scan.constants
     read = dict.fromkeys(zip(node.inputs[:n_constants], placement.operands[:n_constants], strict=True))
     fixed = {*graph.literals, *graph.constants}
-    return sum(s.local_nbytes(graph.types[v], mesh) for v, s in read if (v, s) not in there and v not in fixed)
+    return sum(s.local_nbytes(graph.types[v], mesh) for v, s in read if (v, s) not in present and v not in fixed)
 
 
 def _working(part: Part, inside: Layout, mesh: Mesh, resharder: Resharder) -> int:
     """What a task needs besides what it reads and what is kept of it: the forward, or the backward."""
     body, n_constants, n_carries = part.body, part.scan.constants, part.scan.carries
-    home, ends = homes(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
+    specs, ends = homes(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
     sums = dict(zip(body.outputs[:n_carries], body.inputs[n_constants:], strict=False))
     late = [i for i in range(len(body.nodes)) if i not in part.forward]
     read = {v for i in late for v in body.nodes[i].inputs}
-    found: list[int] = []
+    sizes: list[int] = []
     for nodes in (sorted(part.forward), late):
-        made = dict.fromkeys(v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs)
-        kept: list[Held] = [(v, home[v]) for v in made if v in read and nodes is not late]
-        sent: list[Held] = [(v, ends[v]) for v in made if v in ends and (v, ends[v]) not in kept]
-        piece = piece_of(body, nodes, inside, home, [*kept, *sent])
+        computed = dict.fromkeys(v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs)
+        saved: list[Held] = [(v, specs[v]) for v in computed if v in read and nodes is not late]
+        sent: list[Held] = [(v, ends[v]) for v in computed if v in ends and (v, ends[v]) not in saved]
+        piece = piece_of(body, nodes, inside, specs, [*saved, *sent])
         places = {v: i for i, v in enumerate(piece.graph.inputs)}
-        state_pairs = tuple((o, places[sums[v]]) for o, (v, _) in enumerate((*kept, *sent)) if sums.get(v) in places)
+        state_pairs = tuple((o, places[sums[v]]) for o, (v, _) in enumerate((*saved, *sent)) if sums.get(v) in places)
         onward = [(v, spec) for v, spec in sent if v not in sums]
-        found.append(
+        sizes.append(
             _temporary(piece, mesh, resharder, state_pairs)
             + sum(spec.local_nbytes(body.types[v], mesh) for v, spec in onward)
         )
-    return max(found)
+    return max(sizes)
 
 
 def _finish(part: Part, layout: Layout, mesh: Mesh, resharder: Resharder, in_place: set[int]) -> int:
-    graph, home = part.graph, homes(part.graph, layout)
+    graph, specs = part.graph, homes(part.graph, layout)
     outputs = list(zip(graph.outputs, layout.outputs, strict=True))
-    wanted = [(v, spec) for v, spec in outputs if v not in part.streams]
-    piece = piece_of(graph, range(part.loop + 1, len(graph.nodes)), layout, home, wanted)
+    needed = [(v, spec) for v, spec in outputs if v not in part.streams]
+    piece = piece_of(graph, range(part.loop + 1, len(graph.nodes)), layout, specs, needed)
     loop = set(graph.nodes[part.loop].outputs)  # a sum that is a result as it is has its room already
-    made = [
+    new_nbytes = [
         spec.local_nbytes(graph.types[v], mesh)
         for o, (v, spec) in enumerate(outputs)
         if v not in part.streams and o not in in_place and v not in loop
     ]
-    return _temporary(piece, mesh, resharder, ()) + sum(made)
+    return _temporary(piece, mesh, resharder, ()) + sum(new_nbytes)
 
 
 def _temporary(piece: Piece, mesh: Mesh, resharder: Resharder, state_pairs: StatePairs) -> int:
@@ -141,5 +141,5 @@ def _temporary(piece: Piece, mesh: Mesh, resharder: Resharder, state_pairs: Stat
         return 0
     schedule = moves(graph, piece.layout, resharder)
     donated = (True,) * len(graph.inputs)
-    found = peak(graph, group(graph), mesh, piece.layout, schedule, state_pairs, donated)
-    return sum(nbytes for cause, nbytes in found.nbytes.items() if cause not in (*PERSISTENT, "outputs"))
+    memory = peak(graph, group(graph), mesh, piece.layout, schedule, state_pairs, donated)
+    return sum(nbytes for cause, nbytes in memory.nbytes.items() if cause not in (*PERSISTENT, "outputs"))

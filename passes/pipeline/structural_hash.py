@@ -72,9 +72,9 @@ def _reached(graph: Graph, loop: int, named: Iterable[int]) -> Iterator[int]:
     done, pending = {loop}, list(named)
     for value in pending:
         for index in (graph.producers.get(value), *graph.consumers.get(value, ())):
-            for found in _with_makers(graph, index, done):
-                pending.extend(graph.nodes[found].outputs)
-                yield found
+            for producer in _with_makers(graph, index, done):
+                pending.extend(graph.nodes[producer].outputs)
+                yield producer
     for index in range(len(graph.nodes)):
         yield from _with_makers(graph, index, done)
 

@@ -145,17 +145,17 @@ class _Member:
 
     def _talk(self) -> None:
         """One task after the other; what it has taken goes back if the process is gone."""
-        there, back = self.process.stdin, self.process.stdout
-        assert there is not None
-        assert back is not None
+        calls, answers = self.process.stdin, self.process.stdout
+        assert calls is not None
+        assert answers is not None
         turn, number = None, None
         try:
-            _send(there, self.one)
-            pickle.load(back)  # it is there
+            _send(calls, self.one)
+            pickle.load(answers)  # it is there
             while (turn := self._turn()) is not None:
                 while (number := turn.take()) is not None:
-                    _send(there, (turn.method, turn.tasks[number]))
-                    turn.done(number, pickle.load(back))
+                    _send(calls, (turn.method, turn.tasks[number]))
+                    turn.done(number, pickle.load(answers))
         except Exception:  # whatever it is, the caller does the task itself and sees what comes of it
             self.ended = True
             if turn is not None and number is not None:
@@ -173,9 +173,9 @@ class _Member:
             return turn
 
 
-def _send(there: IO[bytes], what: object) -> None:
-    there.write(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL))
-    there.flush()
+def _send(stream: IO[bytes], message: object) -> None:
+    stream.write(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    stream.flush()
 
 
 def _tried(one: object, method: str, task: Task) -> tuple[bool, Any]:

@@ -1,5 +1,4 @@
-"""The budgets of a sharding problem as rows of a program: the bytes of strategies and copies, as shares of the limits.
-"""
+"""The budgets of a sharding problem as rows of a program: bytes of strategies and copies, as shares of the limits."""
 
 from __future__ import annotations
 

@@ -43,13 +43,13 @@ class Time:
 def whole_layout(graph: Graph) -> Layout:
     """Everything whole, bodies of loops and branches included."""
 
-    def whole(values: Iterable[int]) -> tuple[ShardingSpec, ...]:
+    def whole_specs(values: Iterable[int]) -> tuple[ShardingSpec, ...]:
         return tuple(replicated(graph.types[v].rank) for v in values)
 
     return Layout(
-        inputs=whole(graph.inputs),
+        inputs=whole_specs(graph.inputs),
         placements=tuple(_whole(node, graph) for node in graph.nodes),
-        outputs=whole(graph.outputs),
+        outputs=whole_specs(graph.outputs),
     )
 
 
@@ -142,15 +142,15 @@ class Walk:
             if beside:
                 self.beside.update(node.outputs)
             return
-        found = self._place(index)
-        if isinstance(found, Placement):
-            self.placements[index] = found
-            self.home.update(zip(node.outputs, found.results, strict=True))
+        placed = self._place(index)
+        if isinstance(placed, Placement):
+            self.placements[index] = placed
+            self.home.update(zip(node.outputs, placed.results, strict=True))
             self.varying.update(self._varying_results(index))
             self.beside.update(v for v in node.outputs if v not in self.varying)
             return
         repaired = not self.inside and (only_reports(node) or self._ask_up_front(node))
-        self._postpone(index, None if repaired else found)
+        self._postpone(index, None if repaired else placed)
 
     def _varying_results(self, index: int) -> Iterable[int]:
         """What a node makes of the batch; some results of a loop or barrier have nothing to do with it."""
@@ -160,15 +160,17 @@ class Walk:
             wires = zip(node.outputs, loop.control.results, strict=True)
             return [value for value, wire in wires if wire.slot in loop.varying]
         if self.rules[index].alias:
-            return [made for made, held in zip(node.outputs, node.inputs, strict=True) if held in self.varying]
+            return [
+                result for result, operand in zip(node.outputs, node.inputs, strict=True) if operand in self.varying
+            ]
         return node.outputs
 
     def _ask_up_front(self, node: Node) -> bool:
         """Whether the operands that stand in the way come from the batch alone, and can be computed before the loop."""
         sums = [v for v in node.inputs if v in self.varying and self.home[v].partial]
-        wanted = sums or [v for v in node.inputs if v in self.varying]
-        makers = {self.graph.producers[v] for v in wanted if v in self.graph.producers and v not in self.tainted}
-        if self.waits or len(makers) < len(set(wanted)) or makers <= self.up_front:
+        needed = sums or [v for v in node.inputs if v in self.varying]
+        makers = {self.graph.producers[v] for v in needed if v in self.graph.producers and v not in self.tainted}
+        if self.waits or len(makers) < len(set(needed)) or makers <= self.up_front:
             return False
         self.wanted_up_front |= makers
         return True
@@ -191,17 +193,17 @@ class Walk:
             return Refusal(node=node, words="a sum over microbatches is used after the gradient")
         control = control_of(node, self.graph)
         if control:
-            found = _settle(self, node, control)
-            if isinstance(found, Refusal):
-                return found
-            self.loops[index] = found
-            placement = found.placement()
+            settled = _settle(self, node, control)
+            if isinstance(settled, Refusal):
+                return settled
+            self.loops[index] = settled
+            placement = settled.placement()
             if not all(map(self._fits, node.inputs, placement.operands)):
                 return Refusal(node=node, words="a loop wants the batch in two ways")
             return placement
         if rule.alias:
-            whole = (replicated(self.graph.types[v].rank) for v in node.inputs)  # as free values are
-            specs = tuple(self.home.get(v, spec) for v, spec in zip(node.inputs, whole, strict=True))
+            operand_specs = (replicated(self.graph.types[v].rank) for v in node.inputs)  # as free values are
+            specs = tuple(self.home.get(v, spec) for v, spec in zip(node.inputs, operand_specs, strict=True))
             return Placement(operands=specs, results=specs)
         for factor in range(len(rule.factors)):
             assignment = ((AXIS, factor),)
@@ -212,9 +214,9 @@ class Walk:
                 results = tuple(rule.result_spec(r, assignment) for r in range(len(node.outputs)))
                 return Placement(operands=operands, results=results)
         if self.coupling == "independent" and not rule.reason:
-            whole = _whole(node, self.graph)
-            if all(map(self._fits, node.inputs, whole.operands)):
-                return whole
+            operand_specs = _whole(node, self.graph)
+            if all(map(self._fits, node.inputs, operand_specs.operands)):
+                return operand_specs
         return Refusal(node=node, words=self._why_not(node, rule))
 
     def _why_not(self, node: Node, rule: ShardingRule) -> str:
@@ -227,21 +229,21 @@ class Walk:
     def _is_sum(self, value: int) -> bool:
         return value in self.varying and bool(self.home[value].partial)
 
-    def _fits(self, value: int, wanted: ShardingSpec) -> bool:
+    def _fits(self, value: int, target: ShardingSpec) -> bool:
         """Whether a value can be had in a placement while a microbatch runs."""
         if value not in self.varying:
             return True
-        held = self.home[value]
-        if held == wanted:
+        spec = self.home[value]
+        if spec == target:
             return True
         if self.coupling == "exact":
             return False
-        return (held.is_replicated and bool(wanted.partial)) or (bool(held.partial) and wanted.is_replicated)
+        return (spec.is_replicated and bool(target.partial)) or (bool(spec.partial) and target.is_replicated)
 
     def leaving(self, value: int) -> ShardingSpec:
         """The placement in which a value leaves the loop: each microbatch's own is averaged, which is a sum."""
-        held = self.home[value]
-        return ShardingSpec(dims=held.dims, partial=(AXIS,)) if held.is_replicated else held
+        spec = self.home[value]
+        return ShardingSpec(dims=spec.dims, partial=(AXIS,)) if spec.is_replicated else spec
 
     def layout(self, inputs: Sequence[ShardingSpec]) -> Layout:
         placements = [self.placements.get(i) or _whole(node, self.graph) for i, node in enumerate(self.graph.nodes)]
@@ -251,8 +253,8 @@ class Walk:
 def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
     """A loop or branch with its carries at a fixed point."""
 
-    def refuse(words: str) -> Refusal:
-        return Refusal(node=node, words=words)
+    def refuse(reason: str) -> Refusal:
+        return Refusal(node=node, words=reason)
 
     slots: dict[int, ShardingSpec] = {}
     varying: set[int] = set()
@@ -264,7 +266,7 @@ def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
         if value in walk.varying:
             varying.add(wire.slot)
     for _ in range(len(control.slots) + 1):
-        before = dict(slots), set(varying)
+        state_before = dict(slots), set(varying)
         inner = [_inside(walk, body, slots, varying) for body in control.bodies]
         for body, inside in zip(control.bodies, inner, strict=True):
             if inside.refusals:
@@ -278,7 +280,7 @@ def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
                 else:
                     slots[slot] = spec
                     varying.add(slot)
-        if (slots, varying) == before:
+        if (slots, varying) == state_before:
             break
     else:
         return refuse("a loop's carries do not settle")

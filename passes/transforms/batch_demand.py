@@ -16,12 +16,12 @@ from passes.transforms.batch_axis import AXIS, LoopInTime, Walk
 
 def sink(walk: Walk) -> None:
     """Computes in pieces what is wanted in pieces only: random bits are drawn a microbatch at a time."""
-    wanted = walk.wanted
+    demanded = walk.wanted
 
     def want(values: Sequence[int], specs: Sequence[ShardingSpec]) -> None:
         for value, spec in zip(values, specs, strict=True):
             if value not in walk.varying and value not in walk.free and value not in walk.graph.literals:
-                wanted.setdefault(value, set()).add(spec)
+                demanded.setdefault(value, set()).add(spec)
 
     want(walk.graph.outputs if walk.inside else (), walk.outputs)
     for index in reversed(range(len(walk.graph.nodes))):
@@ -29,22 +29,22 @@ def sink(walk: Walk) -> None:
         if index in walk.later or is_free(walk.graph, index):
             continue
         if index in walk.loops:
-            walk.placements[index] = _finished(walk, index, wanted)
+            walk.placements[index] = _finished(walk, index, demanded)
         if index in walk.loops or any(v in walk.varying for v in node.outputs):
             want(node.inputs, walk.placements[index].operands)
-        elif index not in walk.up_front and (found := _in_pieces(walk, index, wanted)):
-            walk.placements[index] = found
-            want(node.inputs, found.operands)
+        elif index not in walk.up_front and (placement := _in_pieces(walk, index, demanded)):
+            walk.placements[index] = placement
+            want(node.inputs, placement.operands)
         elif walk.inside:
             want(node.inputs, walk.placements[index].operands)
 
 
-def _finished(walk: Walk, index: int, wanted: Mapping[int, set[ShardingSpec]]) -> Placement:
+def _finished(walk: Walk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement:
     """A loop or branch with its bodies; results that microbatches do not change are cut as all want them."""
     node, loop = walk.graph.nodes[index], walk.loops[index]
     entering = {slot for body in loop.control.bodies for slot in body.inputs}
     for value, wire in zip(node.outputs, loop.control.results, strict=True):
-        specs = wanted.get(value, set[ShardingSpec]())
+        specs = demanded.get(value, set[ShardingSpec]())
         if len(specs) != 1 or wire.slot in loop.varying or wire.slot in entering:
             continue
         (spec,) = specs
@@ -59,10 +59,10 @@ def _finished(walk: Walk, index: int, wanted: Mapping[int, set[ShardingSpec]]) -
     return loop.placement(tuple(inside.layout([loop.slots[s] for s in body.inputs]) for body, inside in bodies))
 
 
-def _in_pieces(walk: Walk, index: int, wanted: Mapping[int, set[ShardingSpec]]) -> Placement | None:
+def _in_pieces(walk: Walk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement | None:
     """A node that no microbatch changes, cut as everyone wants its result."""
     node, rule = walk.graph.nodes[index], walk.rules[index]
-    specs = set(itertools.chain.from_iterable(wanted.get(v, ()) for v in node.outputs))
+    specs = set(itertools.chain.from_iterable(demanded.get(v, ()) for v in node.outputs))
     if len(node.outputs) != 1 or len(specs) != 1 or node.subgraphs or rule.alias:
         return None
     (spec,) = specs
@@ -83,12 +83,12 @@ def _narrow(loop: LoopInTime) -> None:
 
     Whole, it would be as large as that of all microbatches, and each iteration would take its piece of it.
     """
-    made = {slot for body in loop.control.bodies for slot in body.outputs}
-    wanted: dict[int, set[ShardingSpec]] = {}
+    written = {slot for body in loop.control.bodies for slot in body.outputs}
+    demanded: dict[int, set[ShardingSpec]] = {}
     for body, inside in zip(loop.control.bodies, loop.walks, strict=True):
         for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-            wanted.setdefault(slot, set()).update(inside.wanted.get(value, ()))
-    for slot, specs in wanted.items():
-        fixed = slot not in loop.varying and slot not in made and not loop.control.slots[slot].whole
+            demanded.setdefault(slot, set()).update(inside.wanted.get(value, ()))
+    for slot, specs in demanded.items():
+        fixed = slot not in loop.varying and slot not in written and not loop.control.slots[slot].whole
         if fixed and len(specs) == 1 and not any(spec.partial for spec in specs):
             (loop.slots[slot],) = specs

@@ -82,17 +82,17 @@ def split(graph: Graph, count: int, *, state_pairs: StatePairs = (), coupling: C
                 f"write a divisor of it, or pad the batch to a multiple of {count}",
             )
         )
-    found: list[Split] = []
+    splits: list[Split] = []
     refused: list[PlanningError] = []
     for positions in sorted(fitting.values(), key=max, reverse=True):  # a batch comes after the state, as a rule
         walk = _walked(graph, count, tuple(positions), coupling)
         try:
-            found.append(_regions(walk, tuple(positions)))
+            splits.append(_regions(walk, tuple(positions)))
         except PlanningError as error:
             refused.append(error)
-    if not found:
+    if not splits:
         raise refused[0]
-    return max(found, key=lambda one: one.flops)
+    return max(splits, key=lambda candidate: candidate.flops)
 
 
 def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | None:
@@ -104,10 +104,10 @@ def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | N
     if any(has_effect(node) or node.subgraphs for node in graph.nodes):
         return None
     try:
-        found = _regions(_walked(graph, count, batch, "exact", waits=True), batch)
+        regions = _regions(_walked(graph, count, batch, "exact", waits=True), batch)
     except PlanningError:  # nothing of it is a microbatch's own
         return None
-    return found if all(spec.partial for _, spec in found.carried) else None
+    return regions if all(spec.partial for _, spec in regions.carried) else None
 
 
 def loop_of(graph: Graph) -> int | None:
@@ -166,14 +166,14 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
             )
         )
     # What was computed for the loop is not computed again for what comes after it.
-    after = around.after - {i for i in around.after if i in around.up_front and i not in walk.later}
-    _check_order(graph, [i for i in effects if i in around.up_front], [i for i in effects if i in after], count)
+    after_loop = around.after - {i for i in around.after if i in around.up_front and i not in walk.later}
+    _check_order(graph, [i for i in effects if i in around.up_front], [i for i in effects if i in after_loop], count)
     return Split(
         count=count,
         batch=batch,
         before=tuple(sorted(around.up_front)),
         loop=tuple(sorted(loop)),
-        after=tuple(sorted(after)),
+        after=tuple(sorted(after_loop)),
         placements={i: walk.placements[i] for i in loop if i in walk.placements},
         carried=tuple(sorted(around.carried.items())),
         flops=inside / total,
@@ -233,8 +233,8 @@ def _inside(walk: Walk, around: _AroundTheLoop) -> set[int]:
             loop.add(index)
             live.update(node.inputs)
     for value in live:
-        made = graph.producers.get(value)
-        if made is not None and made not in loop and not is_free(graph, made):
+        producer = graph.producers.get(value)
+        if producer is not None and producer not in loop and not is_free(graph, producer):
             around.need_up_front(value)
     return loop
 
