@@ -23,13 +23,13 @@ def named(sources: Sources) -> set[str]:
         for name, target in brought(module, source)
         if name in face(source)
     }
-    found: set[str] = set()
+    members: set[str] = set()
     for module, source in sources.items():
         if is_within(module, "tests"):
             for _, name in imports(module, source):
                 target = owner(handed.get(name, name), sources)
-                found |= {target} if target else set()
-    return found
+                members |= {target} if target else set()
+    return members
 
 
 def brought(module: str, source: str) -> Iterator[tuple[str, str]]:

@@ -241,8 +241,7 @@ def megatron(assembly: Assembly, data: str = "data", tensor: str = "tensor") -> 
 
 
 def textbook(mesh: Mesh) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
-    """The restrictions of planners by hand on a mesh, however its axes are named, and whether each regathers weights.
-    """
+    """The restrictions of planners by hand on a mesh, by any names of its axes, and whether each regathers weights."""
     if len(mesh.axes) == 1:
         yield data_parallel, False
         yield partial(megatron, data="", tensor=mesh.axes[0]), False

@@ -61,9 +61,9 @@ def plans(seed: int) -> list[Plan | None]:
 
 @pytest.mark.parametrize("seed", some(range(12), quick=1))
 def test_with_a_larger_limit_a_plan_is_never_slower(seed: int):
-    found = plans(seed)
-    fit = [plan for plan in found if plan]
-    assert found[-len(fit) :] == fit, "what fits a smaller limit is refused within a larger one"
+    plans_found = plans(seed)
+    fit = [plan for plan in plans_found if plan]
+    assert plans_found[-len(fit) :] == fit, "what fits a smaller limit is refused within a larger one"
     assert len(fit) >= 2
     for leaner, larger in itertools.pairwise(fit):
         assert larger.step_seconds <= leaner.step_seconds * (1 + larger.gap + 1e-6)

@@ -129,7 +129,7 @@ def test_weights_gathered_for_every_microbatch_alike_are_held_for_all_of_them():
     inner, outer, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((256, 250), (250, 256), (64, 256)))
     planned = autopar.parallelize(step, planner=autopar.Zero(3), donate_argnums=0, microbatches=4)
     compiled = planned.lower([(inner, outer)] * 2, x).compile()
-    found = compiled.memory_analysis()
-    measured = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    measured += found.temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    measured = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    measured += analysis.temp_size_in_bytes
     assert -UNDER_TARGET <= compiled.plan.peak_nbytes / measured - 1 <= WORST_TARGET

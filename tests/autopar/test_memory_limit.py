@@ -45,9 +45,12 @@ def wide(dtype: str = "float32") -> Any:
 
 
 def nbytes(compiled: Any) -> int:
-    found = compiled.memory_analysis()
+    analysis = compiled.memory_analysis()
     return (
-        found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
     )
 
 

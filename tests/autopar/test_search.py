@@ -48,18 +48,18 @@ def parameters(config):
 
 
 def test_small_parameters_and_a_large_batch_give_data_parallelism():
-    found = plan(SMALL, 64, autopar.Auto(max_axes=1))
-    assert all(spec.dims[0] == ("x",) for spec in specs(found, "batch").values())
-    kernels = specs(found, "state[0]")
+    planned = plan(SMALL, 64, autopar.Auto(max_axes=1))
+    assert all(spec.dims[0] == ("x",) for spec in specs(planned, "batch").values())
+    kernels = specs(planned, "state[0]")
     assert kernels
     assert all(s.is_replicated for s in kernels.values()), kernels
-    assert {c.kind for c in found.collectives} == {"all_reduce"}
+    assert {c.kind for c in planned.collectives} == {"all_reduce"}
 
 
 def test_wide_layers_and_a_small_batch_give_tensor_parallelism():
     """Column then row split: the input side of a block's second matrix is cut where the output side of its first is."""
-    found = plan(WIDE, 4, autopar.Auto(max_axes=1))
-    kernels = {n: s for n, s in specs(found, "state[0]").items() if "kernel" in n}
+    planned = plan(WIDE, 4, autopar.Auto(max_axes=1))
+    kernels = {n: s for n, s in specs(planned, "state[0]").items() if "kernel" in n}
     by_name = {n.split("Block_0")[1]: s for n, s in kernels.items()}
     first, second = (next(s for n, s in by_name.items() if key in n) for key in ("mlp']['up", "mlp']['down"))
     assert first.dims == ((), ("x",))
@@ -87,9 +87,9 @@ def test_two_axes_are_never_dearer_than_one():
 
 @pytest.mark.parametrize("dropout", [False, True])
 def test_data_parallelism_reduces_every_gradient_once_and_the_loss(dropout):
-    found = plan(SMALL, 64, autopar.DataParallel(), dropout=dropout)
-    assert {c.kind for c in found.collectives} == {"all_reduce"}
-    assert total(found, "all_reduce") == parameters(SMALL) + 1
+    planned = plan(SMALL, 64, autopar.DataParallel(), dropout=dropout)
+    assert {c.kind for c in planned.collectives} == {"all_reduce"}
+    assert total(planned, "all_reduce") == parameters(SMALL) + 1
 
 
 def test_zero_cuts_state_and_leaves_the_batch_cut():
@@ -106,8 +106,8 @@ def test_zero_cuts_state_and_leaves_the_batch_cut():
 
 def test_the_predicted_step_is_what_the_program_minimised():
     for planner in (autopar.DataParallel(), autopar.Zero(3), autopar.Auto(max_axes=1)):
-        found = plan(SMALL, 64, planner)
-        assert found.step_seconds == pytest.approx(found.solution.objective, rel=0.02)
+        planned = plan(SMALL, 64, planner)
+        assert planned.step_seconds == pytest.approx(planned.solution.objective, rel=0.02)
 
 
 @pytest.mark.parametrize("tensor", [4, 8])
@@ -145,9 +145,9 @@ def test_tying_equal_layers_costs_nothing_here(config, batch_size):
 
 def test_state_comes_back_where_it_was():
     for planner in (autopar.Auto(max_axes=1), autopar.Zero(3)):
-        found = plan(SMALL, 64, planner)
-        inputs = [s for n, s in zip(found.input_names, found.inputs, strict=True) if n.startswith("state")]
-        assert found.outputs[: len(inputs)] == tuple(inputs)
+        planned = plan(SMALL, 64, planner)
+        inputs = [s for n, s in zip(planned.input_names, planned.inputs, strict=True) if n.startswith("state")]
+        assert planned.outputs[: len(inputs)] == tuple(inputs)
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ def plan(model, config, batch_size, cluster="8:a100-80g", planner=ONE_AXIS):
 
 
 def counts(plan):
-    found = collections.Counter()
+    counts = collections.Counter()
     for c in plan.collectives:
-        found[c.kind] += c.count
-    return dict(found)
+        counts[c.kind] += c.count
+    return dict(counts)
 
 
 def inputs(plan):
@@ -51,11 +51,11 @@ def test_small_activations_give_megatron(planner, layers):
     logit, sum of exponentials, target's logit). In all 4 L + 5.
     """
     config = gpt.Config(vocab_size=4096, sequence_length=128, hidden=1024, layers=layers, heads=16, dtype="bfloat16")
-    found = plan(gpt, config, 8, planner=planner)
-    assert counts(found).get("all_reduce") == 4 * layers + 5
+    planned = plan(gpt, config, 8, planner=planner)
+    assert counts(planned).get("all_reduce") == 4 * layers + 5
     if planner is ONE_AXIS:
-        assert set(counts(found)) == {"all_reduce"}
-        specs = inputs(found)
+        assert set(counts(planned)) == {"all_reduce"}
+        specs = inputs(planned)
         assert specs["params['Block_0']['attention']['qkv']['kernel']"] == "[-, -, x, -]"
         assert specs["params['Block_0']['attention']['out']['kernel']"] == "[x, -, -]"
         assert specs["params['Block_0']['mlp']['up']['kernel']"] == "[-, x]"
@@ -69,45 +69,45 @@ def test_large_activations_give_sequence_parallelism():
     and one for the logits. What is still reduced whole are three numbers a token, and gradients of norms and biases.
     """
     config = gpt.Config(vocab_size=51200, sequence_length=1024, hidden=4096, layers=1, heads=32, dtype="bfloat16")
-    found = plan(gpt, config, 4)
-    assert counts(found)["reduce_scatter"] == counts(found)["all_gather"] == 6
-    assert max(c.nbytes for c in found.collectives if c.kind == "all_reduce") <= 4 * 4096
+    planned = plan(gpt, config, 4)
+    assert counts(planned)["reduce_scatter"] == counts(planned)["all_gather"] == 6
+    assert max(c.nbytes for c in planned.collectives if c.kind == "all_reduce") <= 4 * 4096
 
 
 def test_one_weird_trick_on_alexnet():
     """Convolutions cut the batch and keep their few weights whole; dense layers cut their many weights
     (Krizhevsky 2014). In between, activations change sides by one all-to-all each way.
     """
-    found = plan(alexnet, alexnet.Config.preset("full"), 128, cluster="8:v100-16g")
-    specs = inputs(found)
+    planned = plan(alexnet, alexnet.Config.preset("full"), 128, cluster="8:v100-16g")
+    specs = inputs(planned)
     assert specs["batch['images']"] == "[x, -, -, -]"
     convolutions = [spec for name, spec in specs.items() if "Conv" in name]
     assert convolutions
     assert all("x" not in spec for spec in convolutions)
     assert all("x" in specs[f"params['Dense_{i}']['kernel']"] for i in range(3))
-    assert counts(found)["all_to_all"] == 2
+    assert counts(planned)["all_to_all"] == 2
 
 
 def test_expert_parallelism_on_a_mixture_of_experts():
     """Every device has its own experts; tokens go to them and come back by all-to-all (Lepikhin et al. 2020)."""
-    found = plan(moe, replace(moe.Config.preset("380M"), layers=2), 16)
-    specs = inputs(found)
+    planned = plan(moe, replace(moe.Config.preset("380M"), layers=2), 16)
+    specs = inputs(planned)
     assert specs["params['Block_0']['experts']['up']"] == specs["params['Block_0']['experts']['down']"] == "[x, -, -]"
     assert specs["params['Block_1']['mlp']['up']['kernel']"] == "[-, -]"
-    assert counts(found)["all_to_all"] >= 4
+    assert counts(planned)["all_to_all"] >= 4
 
 
 def test_dlrm_cuts_tables_and_copies_its_mlps():
     """Tables are too large to reduce their gradients, MLPs too small to cut (Naumov et al. 2019, section 3.2); vectors
     go from the tables' cuts to the batch's by all-to-all.
     """
-    found = plan(dlrm, dlrm.Config.preset("1B"), 8192)
-    specs = inputs(found)
+    planned = plan(dlrm, dlrm.Config.preset("1B"), 8192)
+    specs = inputs(planned)
     tables = [spec for name, spec in specs.items() if "Table" in name]
     assert tables
     assert all("x" in spec for spec in tables)
     assert {spec for name, spec in specs.items() if "kernel" in name} == {"[-, -]"}
-    assert counts(found)["all_to_all"] >= 1
+    assert counts(planned)["all_to_all"] >= 1
 
 
 def gradients(loss, *args):
@@ -123,8 +123,8 @@ def test_collectives_of_an_mlp_block():
     def loss(x, up, down):
         return ((jax.nn.gelu(x @ up) @ down).astype(jnp.float32) ** 2).sum()
 
-    found = gradients(loss, array(64, 4096), array(4096, 16384), array(16384, 4096))
-    assert counts(found) == {"all_reduce": 2}
+    planned = gradients(loss, array(64, 4096), array(4096, 16384), array(16384, 4096))
+    assert counts(planned) == {"all_reduce": 2}
 
 
 def test_collectives_of_an_attention_block():
@@ -135,8 +135,8 @@ def test_collectives_of_an_attention_block():
         weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k) / 8)
         return (jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, out).astype(jnp.float32) ** 2).sum()
 
-    found = gradients(loss, array(1, 128, 4096), array(4096, 3, 32, 128), array(32, 128, 4096))
-    assert counts(found) == {"all_reduce": 2}
+    planned = gradients(loss, array(1, 128, 4096), array(4096, 3, 32, 128), array(32, 128, 4096))
+    assert counts(planned) == {"all_reduce": 2}
 
 
 def test_collectives_of_a_mixture_block():
@@ -155,8 +155,8 @@ def test_collectives_of_a_mixture_block():
 
     step = jax.value_and_grad(loss, argnums=(1, 2, 3, 4))
     args = (array(64, 128, 1024), array(1024, 1024), array(1024, 8), array(8, 1024, 4096), array(8, 4096, 1024))
-    found = autopar.parallelize(step, cluster="8:a100-80g", planner=ONE_AXIS).plan(*args)
-    totals = counts(found)
+    planned = autopar.parallelize(step, cluster="8:a100-80g", planner=ONE_AXIS).plan(*args)
+    totals = counts(planned)
     assert totals.pop("all_to_all") == 4
     assert totals.keys() <= {"all_reduce", "reduce_scatter"}
     assert sum(totals.values()) == 3

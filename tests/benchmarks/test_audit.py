@@ -70,16 +70,16 @@ def operator(program, primitive, phase):
 @pytest.mark.parametrize(("model", "remat"), [("gpt", False), ("gpt", True), ("gpt-scan", True)])
 def test_megatron_reduces_twice_a_block_each_way(model, remat):
     program = planned(model, remat=remat, layers=2).program(CLUSTER, "megatron")
-    found = Counter()
+    counts = Counter()
     for one in megatron(program, Style(data=("data",), tensor=("tensor",))):
         assert one.axes == ("tensor",)
         if one.layer.startswith("Block"):
             assert one.nbytes == one.count * 16 * 8 * 16 * 4 // 2  # [batch/data, sequence, hidden]
-            found[one.phase] += one.count
+            counts[one.phase] += one.count
     # The table of positions is merely added: it stays whole, and is not gathered.
     assert not [s for s in program.sent() if s.role == "parameter" and "positions" in s.tensor]
     # Nothing reads a block's last product again, so JAX recomputes only the first.
-    assert found == {"forward": 4, "backward": 4} | ({"recomputed": 2} if remat else {})
+    assert counts == {"forward": 4, "backward": 4} | ({"recomputed": 2} if remat else {})
 
 
 def test_every_gradient_is_reduced_once():

@@ -152,10 +152,10 @@ class Instead:
         pass
 
     def call(self, *_, **__):
-        found = next(self.calls)
-        if isinstance(found, CrashError):
-            raise found
-        return found
+        match = next(self.calls)
+        if isinstance(match, CrashError):
+            raise match
+        return match
 
 
 @pytest.mark.parametrize(("count", "status"), [(1, 0), (2, 1), (3, 1)])
@@ -174,8 +174,8 @@ def test_tying_prints_a_problem_a_row_and_no_tied_bound_is_above_an_answer(capsy
     arguments = ["--seed", "500", "--first", "1", "--count", "1", "--cluster", "4:h100"]  # four plain layers
     assert tying.main(arguments) == 0
     printed = capsys.readouterr().out
-    found = tying.pairs(500, [1], "4:h100")
-    assert printed.count("plain 4, width 256") == len(found) > 1
-    for pair in found:
+    pairs_found = tying.pairs(500, [1], "4:h100")
+    assert printed.count("plain 4, width 256") == len(pairs_found) > 1
+    for pair in pairs_found:
         assert pair.tied.bound <= pair.apart.objective * (1 + 1e-9)
         assert pair.apart.bound <= pair.tied.objective * (1 + 1e-9)

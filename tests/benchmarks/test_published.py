@@ -346,9 +346,9 @@ def test_printed_figures_are_met_within_their_rounding():
 
 def test_the_command_line_prints_json(capsys: pytest.CaptureFixture[str]):
     assert main(["--source", "zero-bubble-rates,matmul", "--limit", "3", "--json"]) == 0
-    found: Mapping[str, object] = json.loads(capsys.readouterr().out)
-    assert found["left_out_by_limit"] == 48 - 3 + 7 - 3
-    assert set(found["scores"]) == {"judged", "fitted"}  # pyright: ignore[reportArgumentType]
+    data: Mapping[str, object] = json.loads(capsys.readouterr().out)
+    assert data["left_out_by_limit"] == 48 - 3 + 7 - 3
+    assert set(data["scores"]) == {"judged", "fitted"}  # pyright: ignore[reportArgumentType]
 
 
 def test_the_command_line_prints_tables_and_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -314,9 +314,9 @@ def test_source_target_pairs(pairs: str, axes: tuple[str, ...]) -> None:
 )
 def test_asynchronous_and_other_forms(instruction: str, expected: list[tuple[str, tuple[int, ...]]]) -> None:
     who = "source_target_pairs={{0,1}}" if "permute" in instruction else "replica_groups=[2,4]<=[8]"
-    found = collectives(f"  %i = {instruction}, channel_id=1, {who}", ("x", "y"), (2, 4))
-    assert sorted((c.kind, c.shape) for c in found) == expected
-    assert {c.axes for c in found} <= {("y",)}
+    sent = collectives(f"  %i = {instruction}, channel_id=1, {who}", ("x", "y"), (2, 4))
+    assert sorted((c.kind, c.shape) for c in sent) == expected
+    assert {c.axes for c in sent} <= {("y",)}
 
 
 @pytest.mark.parametrize(

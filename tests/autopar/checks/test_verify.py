@@ -49,11 +49,11 @@ def megatron() -> tuple[Any, str]:
 @pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(3)], ids=["dp", "zero"])
 def test_planned_program_passes(planner: Any, dtype: str):
     """Whatever the types it is sent in: XLA's CPU backend sends bfloat16 as float32."""
-    found = lowered(planner, dtype).verify()
-    assert found.ok
-    assert found.rows
-    found.check()
-    assert all(0 < row.compiled == row.planned for row in found.rows)
+    verification = lowered(planner, dtype).verify()
+    assert verification.ok
+    assert verification.rows
+    verification.check()
+    assert all(0 < row.compiled == row.planned for row in verification.rows)
 
 
 def test_compiled_programs_verify_themselves():
@@ -65,13 +65,13 @@ def test_every_missing_collective_is_missed(megatron: tuple[Any, str]):
     plan, text = megatron
     assert len(plan.collectives) > 1
     for i, gone in enumerate(plan.collectives):
-        found = verify(replace(plan, collectives=plan.collectives[:i] + plan.collectives[i + 1 :]), text)
-        assert not found.ok
-        assert Counter({(c.kind, c.axes, c.nbytes): c.count for c in found.unplanned}) == {
+        verification = verify(replace(plan, collectives=plan.collectives[:i] + plan.collectives[i + 1 :]), text)
+        assert not verification.ok
+        assert Counter({(c.kind, c.axes, c.nbytes): c.count for c in verification.unplanned}) == {
             (gone.kind, gone.axes, gone.nbytes): gone.count
         }
         with pytest.raises(autopar.InternalError, match=f"{gone.kind}@.*move_") as raised:
-            found.check()
+            verification.check()
         assert ".py:" in str(raised.value)
 
 
@@ -86,13 +86,13 @@ def test_what_is_planned_and_never_sent_is_missed(megatron: tuple[Any, str]):
     assert plan.collectives
     for one in plan.collectives:
         other = replace(one, nbytes=4 * one.nbytes + 4, count=2)
-        found = verify(replace(plan, collectives=(*plan.collectives, other)), text)
-        assert not found.ok
-        assert [(row.kind, row.axes, row.planned, row.compiled) for row in found.missing] == [
+        verification = verify(replace(plan, collectives=(*plan.collectives, other)), text)
+        assert not verification.ok
+        assert [(row.kind, row.axes, row.planned, row.compiled) for row in verification.missing] == [
             (one.kind, one.axes, 2, 0)
         ]
         with pytest.raises(autopar.InternalError, match=rf"lacks 2 tensors .*\n.*{one.kind}@"):
-            found.check()
+            verification.check()
 
 
 def test_values_computed_twice_are_sent_once():
@@ -107,9 +107,9 @@ def test_values_computed_twice_are_sent_once():
 
     params, batch = arguments("float32")
     params |= {name: jax.ShapeDtypeStruct((64,), "float32") for name in ("a", "b")}
-    found = autopar.parallelize(step, planner=autopar.DataParallel()).lower(params, batch).verify()
-    found.check()
-    assert [row.planned for row in found.rows if row.nbytes == 256] == [1]
+    verification = autopar.parallelize(step, planner=autopar.DataParallel()).lower(params, batch).verify()
+    verification.check()
+    assert [row.planned for row in verification.rows if row.nbytes == 256] == [1]
 
 
 def test_an_edited_plan_has_the_numbers_of_its_placements():
@@ -175,9 +175,9 @@ def test_an_edited_plan_sends_what_it_says():
     position = plan.input_names.index("params['up']")
     edited = replace(plan, inputs=tuple(cut if i == position else spec for i, spec in enumerate(plan.inputs)))
     step = fresh.replan(planner=autopar.Manual(edited))
-    found = step.plan(*args)
-    assert {c.kind for c in found.collectives} - {c.kind for c in plan.collectives} == {"all_gather"}
-    assert found.step_seconds > plan.step_seconds
+    planned = step.plan(*args)
+    assert {c.kind for c in planned.collectives} - {c.kind for c in plan.collectives} == {"all_gather"}
+    assert planned.step_seconds > plan.step_seconds
     step.lower(*args).verify().check()
 
 
@@ -195,10 +195,10 @@ EXTRA = {
 def test_whatever_is_not_planned_is_found(megatron: tuple[Any, str], extra: str):
     plan, text = megatron
     opcode, who, named = EXTRA[extra]
-    found = verify(plan, f"{text}\n{LINE.format(name='extra', opcode=opcode, who=who)}\n")
-    assert [c.op_name for c in found.unplanned] == ["jit(f)/extra"]
+    verification = verify(plan, f"{text}\n{LINE.format(name='extra', opcode=opcode, who=who)}\n")
+    assert [c.op_name for c in verification.unplanned] == ["jit(f)/extra"]
     with pytest.raises(autopar.InternalError, match=named):
-        found.check()
+        verification.check()
 
 
 def all_reduces(*axes: tuple[str, ...], dtype: str = "float32", nbytes: int = 512) -> tuple[Collective, ...]:

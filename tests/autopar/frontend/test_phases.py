@@ -124,10 +124,10 @@ def products(step: Callable[..., Any], *args: Any) -> Counter[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_products_forward_three_backward(name: str):
     step, params = CASES[name]()
-    found = products(step, params, X)
-    assert found["forward"] == (4 if name == "has_aux" else 2)
-    assert found["backward"] == 3
-    assert found["apply"] == 0
+    products_found = products(step, params, X)
+    assert products_found["forward"] == (4 if name == "has_aux" else 2)
+    assert products_found["backward"] == 3
+    assert products_found["apply"] == 0
 
 
 def test_recomputation_is_backward():

@@ -169,12 +169,12 @@ def test_scalars_are_numbers_and_arrays_are_constants():
     def f(x):
         return x * 2 + table, x * 2.0 - jnp.asarray(table)
 
-    found = traced(f, struct(8))
-    assert sorted(found.graph.literals.values()) == [2.0]
-    assert [found.graph.types[v] for v in found.graph.constants] == [TensorType(shape=(8,), dtype="float32")] * len(
-        found.constants
+    program = traced(f, struct(8))
+    assert sorted(program.graph.literals.values()) == [2.0]
+    assert [program.graph.types[v] for v in program.graph.constants] == [TensorType(shape=(8,), dtype="float32")] * len(
+        program.constants
     )
-    assert all(np.array_equal(constant, table) for constant in found.constants)
+    assert all(np.array_equal(constant, table) for constant in program.constants)
 
 
 def test_literals_of_different_types_stay_apart():
@@ -194,11 +194,11 @@ def test_what_nothing_reads_is_gone():
         largest, _ = jax.lax.top_k(x, 2)
         return largest
 
-    found = traced(f, struct(8))
-    assert primitives(found.graph) == ["top_k"]
-    assert not found.constants
-    assert not found.graph.literals
-    assert len(only(found.graph, "top_k").outputs) == 2
+    program = traced(f, struct(8))
+    assert primitives(program.graph) == ["top_k"]
+    assert not program.constants
+    assert not program.graph.literals
+    assert len(only(program.graph, "top_k").outputs) == 2
 
 
 def test_prints_are_kept():
@@ -210,17 +210,17 @@ def test_prints_are_kept():
 
 
 def test_inputs_and_constants_may_be_outputs():
-    found = traced(lambda x, y: (y, 3.0, x, jnp.arange(3), y), struct(2), struct(3))
-    graph = found.graph
+    program = traced(lambda x, y: (y, 3.0, x, jnp.arange(3), y), struct(2), struct(3))
+    graph = program.graph
     assert graph.outputs[0] == graph.outputs[4] == graph.inputs[1]
     assert graph.outputs[2] == graph.inputs[0]
     assert graph.literals[graph.outputs[1]] == 3.0
 
 
 def test_function_of_nothing():
-    found = traced(lambda: jnp.ones(3) + 1)
-    assert not found.graph.inputs
-    np.testing.assert_array_equal(run(found)[0], np.full(3, 2.0))
+    program = traced(lambda: jnp.ones(3) + 1)
+    assert not program.graph.inputs
+    np.testing.assert_array_equal(run(program)[0], np.full(3, 2.0))
 
 
 def test_recomputation_stands_behind_a_barrier():
@@ -265,17 +265,17 @@ def loop(x, w):
 
 
 def test_scan_is_a_node_with_its_body():
-    found = traced(loop, struct(4, 4), struct(4, 4))
-    node = only(found.graph, "scan")
+    program = traced(loop, struct(4, 4), struct(4, 4))
+    node = only(program.graph, "scan")
     (body,) = node.subgraphs
     assert {"dot_general", "max", "reduce_sum"} <= set(primitives(body))
     assert node.params["length"] == 5
     assert "jaxpr" not in node.params
-    equation = found.equations[found.graph.nodes.index(node)]
+    equation = program.equations[program.graph.nodes.index(node)]
     assert equation.bodies[0].graph is body
     assert len(equation.bodies[0].equations) == len(body.nodes)
     x, w = np.eye(4, dtype=np.float32), np.full((4, 4), 0.5, np.float32)
-    for ours, jax_own in zip(run(found, x, w), loop(x, w), strict=True):
+    for ours, jax_own in zip(run(program, x, w), loop(x, w), strict=True):
         np.testing.assert_allclose(ours, jax_own)
 
 

@@ -24,11 +24,11 @@ def test_while_and_cond_have_two_bodies():
         x = jax.lax.while_loop(lambda c: c[1] < n, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0]
         return jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
 
-    found = traced(f, struct(4), struct(dtype=jnp.int32))
-    condition, body = only(found.graph, "while").subgraphs
+    program = traced(f, struct(4), struct(dtype=jnp.int32))
+    condition, body = only(program.graph, "while").subgraphs
     assert primitives(condition)[-1] == "lt"
     assert set(primitives(body)) == {"mul", "add"}
-    assert [primitives(branch) for branch in only(found.graph, "cond").subgraphs] == [["cos"], ["sin"]]
+    assert [primitives(branch) for branch in only(program.graph, "cond").subgraphs] == [["cos"], ["sin"]]
 
 
 def test_recomputation_in_a_loop_is_backward():
@@ -108,8 +108,8 @@ def test_nodes_compute_what_the_function_does():
     x = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
     x = x @ x.T + 8 * np.eye(8, dtype=np.float32)
     arguments = (x, np.array([1, 2, 3], np.int32), jax.random.key(3))
-    found = traced(everything, *arguments)
-    for ours, jax_own in zip(run(found, *arguments), jax.tree.leaves(jax.jit(everything)(*arguments)), strict=True):
+    program = traced(everything, *arguments)
+    for ours, jax_own in zip(run(program, *arguments), jax.tree.leaves(jax.jit(everything)(*arguments)), strict=True):
         if jnp.issubdtype(jax_own.dtype, jax.dtypes.prng_key):
             ours, jax_own = jax.random.key_data(ours), jax.random.key_data(jax_own)
         np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(jax_own, np.float64), rtol=1e-5, atol=1e-5)
@@ -121,8 +121,8 @@ def test_same_fingerprint_in_another_process():
     code = f"import {__name__} as t; print(t.traced(t.everything, *t.EVERYTHING).graph.fingerprint)"
     for seed in ("1", "2"):
         env = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
-        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        assert found.stdout.strip() == graph.fingerprint
+        result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert result.stdout.strip() == graph.fingerprint
 
 
 def test_types_follow_jit():
@@ -141,10 +141,10 @@ def test_types_follow_jit():
 def test_python_scalars_are_weak_as_in_jit():
     half = struct(4, dtype=jnp.bfloat16)
     for scalar in (2.0, jax.ShapeDtypeStruct((), F32, weak_type=True), jnp.asarray(2.0), np.float32(2)):
-        found = traced(lambda x, y: (x * y, y + 1), half, scalar)
+        program = traced(lambda x, y: (x * y, y + 1), half, scalar)
         expected = jax.jit(lambda x, y: (x * y, y + 1)).trace(half, scalar).out_info
-        assert [found.graph.types[v].dtype for v in found.graph.outputs] == [e.dtype.name for e in expected]
-        assert found.weak == (False, not isinstance(scalar, np.float32))
+        assert [program.graph.types[v].dtype for v in program.graph.outputs] == [e.dtype.name for e in expected]
+        assert program.weak == (False, not isinstance(scalar, np.float32))
 
 
 @pytest.mark.parametrize("ambient", [False, True])
@@ -168,13 +168,13 @@ def test_keyword_and_static_arguments():
     def f(x, mode, *, scale, power=2):
         return (x * scale["s"] if mode == "scale" else x) ** power
 
-    found = trace(f, (struct(4), "scale"), {"scale": {"s": 1.5}, "power": 3}, static_argnames=("mode", "power"))
-    assert found.graph.input_names == ("x", "scale['s']")
-    assert only(found.graph, "integer_pow").params["y"] == 3
+    program = trace(f, (struct(4), "scale"), {"scale": {"s": 1.5}, "power": 3}, static_argnames=("mode", "power"))
+    assert program.graph.input_names == ("x", "scale['s']")
+    assert only(program.graph, "integer_pow").params["y"] == 3
     by_position = trace(
         f, (struct(4), "scale"), {"scale": {"s": 1.5}, "power": 3}, static_argnums=1, static_argnames="power"
     )
-    assert by_position.graph == found.graph
+    assert by_position.graph == program.graph
     last = trace(lambda *xs: xs[0] * xs[-1], (struct(4), 3), {}, static_argnums=-1)
     assert last.graph.input_names == ("xs[0]",)
 
@@ -229,8 +229,8 @@ class Carry(NamedTuple):
 
 
 def tied(fun: Any, *args: Any, **options: Any) -> list[tuple[str, str]]:
-    found = traced(fun, *args, **options)
-    return [(found.graph.output_names[o], found.graph.input_names[i]) for o, i in found.state_pairs]
+    program = traced(fun, *args, **options)
+    return [(program.graph.output_names[o], program.graph.input_names[i]) for o, i in program.state_pairs]
 
 
 def test_tied_whole_output():

@@ -136,9 +136,9 @@ def test_gradients_lie_where_the_plan_has_the_arguments():
     w, x = jnp.ones((16, 16)) / 9, jnp.arange(1024.0).reshape(64, 16) / 999
     for planner in (autopar.DataParallel(), autopar.Megatron(data=2, tensor=4)):
         step = autopar.parallelize(loss, planner=planner)
-        found = jax.grad(step, (0, 1))(w, x)
-        assert_close(found, jax.grad(jax.jit(loss), (0, 1))(w, x))
-        assert tuple(g.sharding.spec for g in found) == step.plan(w, x).shardings[0][0]
+        results = jax.grad(step, (0, 1))(w, x)
+        assert_close(results, jax.grad(jax.jit(loss), (0, 1))(w, x))
+        assert tuple(g.sharding.spec for g in results) == step.plan(w, x).shardings[0][0]
 
 
 def test_microbatches_are_differentiated_as_one_batch():

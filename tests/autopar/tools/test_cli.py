@@ -115,8 +115,8 @@ def test_diff_exits_with_0_for_plans_that_are_alike(capsys):
 
 def test_diff_json_has_numbers(capsys):
     assert main(["diff", PLAN, OTHER, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert {"name": "all_reduce", "before": 0.000456, "after": 0} in found["seconds"]
+    data = json.loads(capsys.readouterr().out)
+    assert {"name": "all_reduce", "before": 0.000456, "after": 0} in data["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -156,12 +156,12 @@ def test_without_seconds_so_many_are_tried_whatever_time_they_take():
 def test_the_largest_batch_fits_and_the_next_does_not():
     step = fit.traced_step(example())
     limit = fit.row("data parallel", step, room(AMPLE)).plan.peak_nbytes + 30_000
-    found = next(largest.largest(example(), step, room(limit), [fit.row("data parallel", step, room(limit))], {}))
-    assert found.what == "batch"
-    assert found.certain
-    assert found.size % CLUSTER.n_devices == 0
+    match = next(largest.largest(example(), step, room(limit), [fit.row("data parallel", step, room(limit))], {}))
+    assert match.what == "batch"
+    assert match.certain
+    assert match.size % CLUSTER.n_devices == 0
     peaks = [
-        fit.row("data parallel", fit.traced_step(example(rows=found.size + more)), room(limit)).over_nbytes
+        fit.row("data parallel", fit.traced_step(example(rows=match.size + more)), room(limit)).over_nbytes
         for more in (0, CLUSTER.n_devices)
     ]
     assert peaks[0] <= 0 < peaks[1]

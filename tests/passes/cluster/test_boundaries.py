@@ -73,5 +73,5 @@ def test_nothing_takes_no_time() -> None:
 def test_eight_lanes_do_not_make_a_hosts_link_eight_times_as_fast() -> None:
     """41.9 MB over 25 Gb/s take 13 ms or more."""
     group = parse_cluster("2x8:v100-16g").group()
-    found = boundary_seconds(group, range(8), range(8, 16), 41_943_040)
-    assert found >= 41_943_040 / group.inter.bytes_per_second
+    seconds = boundary_seconds(group, range(8), range(8, 16), 41_943_040)
+    assert seconds >= 41_943_040 / group.inter.bytes_per_second

@@ -39,12 +39,12 @@ def test_groups_are_counted_device_by_device(axes: tuple[str, ...], sizes: tuple
             for place in places:
                 groups.setdefault(tuple(place[i] for i in fixed), set()).add(host_of[place])
             crossing = Counter(host for spanned in groups.values() if len(spanned) > 1 for host in spanned)
-            found = mesh.group(along)
-            assert found.ranks == math.prod(mesh.axis_size(axis) for axis in along)
-            assert found.hosts == max(map(len, groups.values()))
+            group = mesh.group(along)
+            assert group.ranks == math.prod(mesh.axis_size(axis) for axis in along)
+            assert group.hosts == max(map(len, groups.values()))
             share = max(crossing.values(), default=1)
-            assert found.inter.bytes_per_second == pytest.approx(hosts.inter.bytes_per_second / share)
-            assert found.intra == hosts.intra
+            assert group.inter.bytes_per_second == pytest.approx(hosts.inter.bytes_per_second / share)
+            assert group.intra == hosts.intra
 
 
 def test_shapes_are_all_ordered_factorisations() -> None:

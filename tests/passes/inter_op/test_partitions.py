@@ -65,8 +65,8 @@ def test_devices_that_are_too_few_are_not_asked_for() -> None:
         seconds = 3.0 * (last - first) / microbatches / submesh.n_devices
         return LowerBound(seconds=seconds, period=seconds, nbytes=0.0)
 
-    found = partition(8, host(8), SIZES, Told(), microbatches=(8,), lower_bound=least)
-    assert shapes(found) == [(8, 8)]
+    best = partition(8, host(8), SIZES, Told(), microbatches=(8,), lower_bound=least)
+    assert shapes(best) == [(8, 8)]
     assert {(first, last) for first, last, submesh, _ in asked if submesh.n_devices == 1} == set()
 
 
@@ -77,9 +77,9 @@ def test_the_dynamic_program_alone_is_close(seed: int) -> None:
     table, choices = Random(seed=seed, holes=0, hop=0), shaped(whole, sizes)
     options: dict[str, Any] = {"schedules": ("gpipe", "1f1b"), "microbatches": (4, 6)}
     best = brute_force(n_layers, whole, choices, table, **options)
-    found = partition(n_layers, whole, choices, table, **options, proof=0)
-    assert found.bound <= best * (1 + 1e-9)
-    assert best * (1 - 1e-9) <= found.seconds <= 1.06 * best
+    partition_found = partition(n_layers, whole, choices, table, **options, proof=0)
+    assert partition_found.bound <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= partition_found.seconds <= 1.06 * best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,24 +121,24 @@ def shapes(found: Partition) -> list[tuple[int, int]]:
 
 
 def test_no_pipeline_wins_where_devices_work_well_together() -> None:
-    found = partition(8, host(8), SIZES, Alike(), microbatches=(1, 8, 32))
-    assert shapes(found) == [(8, 8)]
-    assert found.seconds == pytest.approx(3)
+    best = partition(8, host(8), SIZES, Alike(), microbatches=(1, 8, 32))
+    assert shapes(best) == [(8, 8)]
+    assert best.seconds == pytest.approx(3)
 
 
 def test_a_pipeline_wins_where_they_do_not() -> None:
-    found = partition(8, host(8), SIZES, Alike(efficiency=0.1), microbatches=(1, 8, 32), n_stages=(1, 2, 4, 8))
-    assert shapes(found) == [(1, 1)] * 8
-    assert found.microbatches == 32
-    assert found.seconds == pytest.approx(3 * (32 + 7) / 32)
+    best = partition(8, host(8), SIZES, Alike(efficiency=0.1), microbatches=(1, 8, 32), n_stages=(1, 2, 4, 8))
+    assert shapes(best) == [(1, 1)] * 8
+    assert best.microbatches == 32
+    assert best.seconds == pytest.approx(3 * (32 + 7) / 32)
 
 
 def test_stages_may_have_unequal_submeshes() -> None:
-    found = partition(4, host(8), shaped(host(8), (2, 4)), Alike(), microbatches=(64,), n_stages=(3,), idle=False)
-    assert sorted(shapes(found)) == [(1, 2), (1, 2), (2, 4)]
-    assert found.stages[0].first_device == 0
-    found = partition(4, host(8), shaped(host(8), (2, 6)), Alike(), microbatches=(64,), n_stages=(2,))
-    assert sorted(shapes(found)) == [(1, 2), (3, 6)]
+    best = partition(4, host(8), shaped(host(8), (2, 4)), Alike(), microbatches=(64,), n_stages=(3,), idle=False)
+    assert sorted(shapes(best)) == [(1, 2), (1, 2), (2, 4)]
+    assert best.stages[0].first_device == 0
+    best = partition(4, host(8), shaped(host(8), (2, 6)), Alike(), microbatches=(64,), n_stages=(2,))
+    assert sorted(shapes(best)) == [(1, 2), (3, 6)]
 
 
 def test_devices_stay_idle_if_that_is_faster() -> None:
@@ -149,8 +149,8 @@ def test_devices_stay_idle_if_that_is_faster() -> None:
 
 def test_a_stage_does_not_straddle_hosts() -> None:
     whole = Submesh(hosts=2, devices_per_host=4)
-    found = partition(6, whole, shaped(whole, (3,)), Alike(), microbatches=(6,), n_stages=(2,))
-    assert [stage.first_device for stage in found.stages] == [0, 4]
+    best = partition(6, whole, shaped(whole, (3,)), Alike(), microbatches=(6,), n_stages=(2,))
+    assert [stage.first_device for stage in best.stages] == [0, 4]
     with pytest.raises(PlanningError, match="no stages that cover the layers and the devices can be had"):
         partition(6, whole, shaped(whole, (3,)), Alike(), microbatches=(6,), idle=False)
 
@@ -188,8 +188,8 @@ def test_zero_bubble_is_chosen_where_the_backward_can_be_split() -> None:
 
     class Whole(Alike):
         def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate:
-            found = super().candidate(first, last, submesh, microbatches)
-            return replace(found, input_gradient_seconds=None, weight_gradient_seconds=None)
+            candidate = super().candidate(first, last, submesh, microbatches)
+            return replace(candidate, input_gradient_seconds=None, weight_gradient_seconds=None)
 
     assert partition(4, host(4), (host(1),), Whole(), **options).schedule == "1f1b"
     with pytest.raises(PlanningError, match="no stages that cover"):
@@ -272,10 +272,10 @@ def test_even_cuts_are_even() -> None:
 def test_many_layers_and_hosts_are_partitioned_in_few_programs() -> None:
     whole = Submesh(hosts=8, devices_per_host=8)
     choices = shaped(whole, (*range(1, 8), *range(8, 65, 8)))
-    found = partition(48, whole, choices, Alike(efficiency=0.95, hop_seconds=1e-4), microbatches=(8, 32))
-    done = found.statistics
+    best = partition(48, whole, choices, Alike(efficiency=0.95, hop_seconds=1e-4), microbatches=(8, 32))
+    done = best.statistics
     assert done.asked <= 2 * len(choices) * 48 * 49 / 2
     assert done.programs <= 8
     assert done.simulated <= 24
     assert done.expanded <= 2000
-    assert found.gap < 0.2
+    assert best.gap < 0.2

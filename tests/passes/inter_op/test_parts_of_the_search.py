@@ -41,14 +41,14 @@ def test_levels_are_the_least_of_all_partitions(seed: int, combine: np.ufunc) ->
     choices, values = places.choices, values_of(seed, places.choices)
     hops = np.zeros((LAYERS + 1, len(choices), len(choices), len(places.final)))
     program = (lambda _: Stages.of(values), hops, places, combine)
-    found = levels(*program, LAYERS, np.full((LAYERS + 1, len(places.final)), math.inf))
+    tables = levels(*program, LAYERS, np.full((LAYERS + 1, len(places.final)), math.inf))
     for n_stages in range(1, LAYERS + 1):
         every = partitions_of(values, choices, n_stages)
         best = min((float(combine.reduce([values[stage] for stage in stages])) for stages in every), default=math.inf)
-        level = found[n_stages - 1][:, 0, 0].min() if n_stages <= len(found) else math.inf
+        level = tables[n_stages - 1][:, 0, 0].min() if n_stages <= len(tables) else math.inf
         assert level == pytest.approx(best)
         if math.isfinite(best):
-            stages = trace(*program, found[:n_stages])
+            stages = trace(*program, tables[:n_stages])
             assert list(stages) in every
             assert combine.reduce([values[stage] for stage in stages]) == pytest.approx(best)
 
@@ -82,9 +82,9 @@ def test_branch_and_bound_alone_comes_to_the_optimum(seed: int, monkeypatch: pyt
         return proofs[-1]
 
     monkeypatch.setattr(partitions, "branch_and_bound", proved)
-    found = partition(n_layers, whole, choices, Random(seed=seed), **options, proof=10**6)
+    partition_found = partition(n_layers, whole, choices, Random(seed=seed), **options, proof=10**6)
     best = brute_force(n_layers, whole, choices, Random(seed=seed), **options)
-    assert found.statistics.programs == 0
-    assert found.seconds == pytest.approx(best)
-    assert found.bound == pytest.approx(best)
-    assert proofs == [found.bound]
+    assert partition_found.statistics.programs == 0
+    assert partition_found.seconds == pytest.approx(best)
+    assert partition_found.bound == pytest.approx(best)
+    assert proofs == [partition_found.bound]

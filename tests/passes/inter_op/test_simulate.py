@@ -287,7 +287,7 @@ def test_tasks_start_as_soon_as_they_can(seed: int, name: str, blocking: bool) -
         for _ in range(n_stages)
     ]
     hops = [Transfer(forward_seconds=r.random(), backward_seconds=r.random()) for _ in range(n_stages - 1)]
-    found = simulate(schedule, stages, hops, dispatch_seconds=0.1, blocking=blocking)
+    timeline = simulate(schedule, stages, hops, dispatch_seconds=0.1, blocking=blocking)
     seconds = {task: 0.1 + stages[task.stage].seconds(task.kind) for tasks in schedule.groups for task in tasks}
 
     def sent(task: Task) -> float:
@@ -318,14 +318,14 @@ def test_tasks_start_as_soon_as_they_can(seed: int, name: str, blocking: bool) -
     while changed:
         after = {t: max((starts[o] + seconds[o] + wait for o, wait in before[t]), default=0.0) for t in seconds}
         changed, starts = after != starts, after
-    assert {span.task: span.start_seconds for span in found.spans} == pytest.approx(starts)
+    assert {span.task: span.start_seconds for span in timeline.spans} == pytest.approx(starts)
     for group, tasks in enumerate(schedule.groups):
         own = range(group, n_stages, len(schedule.groups))
         ends = max(starts[t] + seconds[t] for t in tasks)
-        assert found.end_seconds[group] == pytest.approx(ends + sum(stages[s].finish_seconds for s in own))
+        assert timeline.end_seconds[group] == pytest.approx(ends + sum(stages[s].finish_seconds for s in own))
         live = peak = sum(stages[s].persistent_nbytes for s in own)
         for task in tasks:
             kept = stages[task.stage].in_flight_nbytes
             live += kept if task.kind == "forward" else 0 if task.kind == "input_gradient" else -kept
             peak = max(peak, live)
-        assert found.peak_nbytes[group] == peak
+        assert timeline.peak_nbytes[group] == peak

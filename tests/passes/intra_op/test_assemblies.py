@@ -146,10 +146,10 @@ def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> 
 
 
 def test_roles_of_a_step() -> None:
-    found = roles(assembled())
-    assert dict(found.batch) == {X: 0}
-    assert found.parameters == {W}
-    assert found.state == {M}
+    step_roles = roles(assembled())
+    assert dict(step_roles.batch) == {X: 0}
+    assert step_roles.parameters == {W}
+    assert step_roles.state == {M}
     alone = Graph(
         types=GRAPH.types[:2], nodes=(Node(primitive="neg", inputs=(0,), outputs=(1,)),), inputs=(0,), outputs=(1,)
     )
@@ -176,15 +176,17 @@ def test_what_cannot_be_restricted_so_says_why() -> None:
 
 def test_placements_without_partial_axes_begin_with_none_cut() -> None:
     matrix, odd = (TensorType(shape=shape, dtype="float32") for shape in ((8, 2), (3, 5)))
-    found = full_placements(matrix, RESHARDER)
-    assert found[0] == replicated(2)
-    assert len(set(found)) == len(found)
-    assert not any(spec.partial for spec in found)
+    placements_found = full_placements(matrix, RESHARDER)
+    assert placements_found[0] == replicated(2)
+    assert len(set(placements_found)) == len(placements_found)
+    assert not any(spec.partial for spec in placements_found)
     assert {str(spec) for spec in full_placements(odd, RESHARDER)} == {"[-, -]"}
     partial = parse_spec("[-, -] add@x")
     best = full_target(matrix, partial, RESHARDER)
-    assert RESHARDER.cost(matrix, partial, best) == min(RESHARDER.cost(matrix, partial, spec) for spec in found)
-    assert full_target(matrix, found[-1], RESHARDER) == found[-1]
+    assert RESHARDER.cost(matrix, partial, best) == min(
+        RESHARDER.cost(matrix, partial, spec) for spec in placements_found
+    )
+    assert full_target(matrix, placements_found[-1], RESHARDER) == placements_found[-1]
 
 
 def test_a_stack_is_not_cut_where_its_slices_are_stacked() -> None:

@@ -19,13 +19,13 @@ def kernels_of(operations: tuple[Operation, ...], outputs: tuple[int, ...]) -> d
 
 def needed(operations: tuple[Operation, ...], outputs: tuple[int, ...]) -> set[int]:
     """What outputs depend on, and the inputs."""
-    found: set[int] = set()
+    members: set[int] = set()
     pending = [*outputs, *(i for i, held in enumerate(operations) if held.kind == "input")]
     while pending:
-        if (one := pending.pop()) not in found:
-            found.add(one)
+        if (one := pending.pop()) not in members:
+            members.add(one)
             pending.extend(operations[one].operands)
-    return found
+    return members
 
 
 def inside(kernel: Kernel, operations: tuple[Operation, ...]) -> tuple[set[int], set[int]]:
@@ -44,66 +44,70 @@ def inside(kernel: Kernel, operations: tuple[Operation, ...]) -> tuple[set[int],
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kernels_read_what_they_do_not_compute(seed: int) -> None:
-    found = drawn(seed)
-    kernels = kernels_of(found.operations, found.outputs)
-    wanted = needed(found.operations, found.outputs)
-    written = {i for i in wanted if found.operations[i].kind not in (*PRODUCERS, "literal", "dot")}
-    assert written | set(found.outputs) <= kernels.keys() <= wanted
+    drawn_program = drawn(seed)
+    kernels = kernels_of(drawn_program.operations, drawn_program.outputs)
+    wanted = needed(drawn_program.operations, drawn_program.outputs)
+    written = {i for i in wanted if drawn_program.operations[i].kind not in (*PRODUCERS, "literal", "dot")}
+    assert written | set(drawn_program.outputs) <= kernels.keys() <= wanted
     for index, kernel in kernels.items():
-        computed, met = inside(kernel, found.operations)
+        computed, met = inside(kernel, drawn_program.operations)
         assert kernel.reads == tuple(sorted(met))
         assert met <= kernels.keys()
-        within = {found.operations[one].kind for one in computed - {index}}
-        reduces = any(found.operations[one].kind == "reduce" for one in computed)
+        within = {drawn_program.operations[one].kind for one in computed - {index}}
+        reduces = any(drawn_program.operations[one].kind == "reduce" for one in computed)
         assert within <= PRODUCERS | ({"dot"} if reduces else set())
     read = {one for kernel in kernels.values() for one in kernel.reads}
-    inputs = {i for i in wanted if found.operations[i].kind == "input"}
-    assert kernels.keys() == read | inputs | set(found.outputs)
+    inputs = {i for i in wanted if drawn_program.operations[i].kind == "input"}
+    assert kernels.keys() == read | inputs | set(drawn_program.outputs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_dear_is_computed_once(seed: int) -> None:
-    found = drawn(seed)
-    kernels = kernels_of(found.operations, found.outputs)
-    times = Counter(one for kernel in kernels.values() for one in inside(kernel, found.operations)[0])
-    dear = {i for i, held in enumerate(found.operations) if held.kind in ONCE}
+    drawn_program = drawn(seed)
+    kernels = kernels_of(drawn_program.operations, drawn_program.outputs)
+    times = Counter(one for kernel in kernels.values() for one in inside(kernel, drawn_program.operations)[0])
+    dear = {i for i, held in enumerate(drawn_program.operations) if held.kind in ONCE}
     assert {i: n for i, n in times.items() if i in dear and n > 1} == {}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_dear_is_not_computed_for_every_row_that_a_broadcast_makes(seed: int) -> None:
-    found = drawn(seed)
+    drawn_program = drawn(seed)
 
     def below(kernel: Kernel, index: int, spread: bool) -> set[tuple[int, bool]]:
         """What a kernel computes below an operation, with whether a broadcast is on the way."""
-        held = found.operations[index]
+        held = drawn_program.operations[index]
         spread |= held.kind == "broadcast"
-        inner = [o for o in held.operands if o not in kernel.reads and found.operations[o].kind != "literal"]
+        inner = [o for o in held.operands if o not in kernel.reads and drawn_program.operations[o].kind != "literal"]
         return {(o, spread) for o in inner}.union(*(below(kernel, o, spread) for o in inner))
 
-    for kernel in fuse(found.operations, found.outputs):
+    for kernel in fuse(drawn_program.operations, drawn_program.outputs):
         computed = {(kernel.operation, False), *below(kernel, kernel.operation, False)}
-        if all(found.operations[index].kind != "reduce" for index, _ in computed):  # the library has rooms of its own
-            assert not any(spread and found.operations[index].kind in ONCE for index, spread in computed)
+        if all(
+            drawn_program.operations[index].kind != "reduce" for index, _ in computed
+        ):  # the library has rooms of its own
+            assert not any(spread and drawn_program.operations[index].kind in ONCE for index, spread in computed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_kernel_writes_over_what_it_reads_element_by_element(seed: int) -> None:
     """Every way from the operation to what it may write over is of elementwise operations."""
-    found = drawn(seed)
+    drawn_program = drawn(seed)
 
     def ways(kernel: Kernel, index: int, over: int, straight: bool) -> set[bool]:
         """Whether each way from an operation to `over` is straight."""
-        straight &= found.operations[index].kind in ELEMENTWISE
-        ends = {straight for o in found.operations[index].operands if o == over}
-        below = (o for o in found.operations[index].operands if o not in kernel.reads)
+        straight &= drawn_program.operations[index].kind in ELEMENTWISE
+        ends = {straight for o in drawn_program.operations[index].operands if o == over}
+        below = (o for o in drawn_program.operations[index].operands if o not in kernel.reads)
         return ends.union(*(ways(kernel, o, over, straight) for o in below))
 
-    for kernel in fuse(found.operations, found.outputs):
+    for kernel in fuse(drawn_program.operations, drawn_program.outputs):
         straight = {o for o in kernel.reads if ways(kernel, kernel.operation, o, True) == {True}}
         assert set(kernel.over) <= straight
-        computed, _ = inside(kernel, found.operations)
-        if all(found.operations[o].kind != "reduce" for o in computed):  # what the library computes is written anew
+        computed, _ = inside(kernel, drawn_program.operations)
+        if all(
+            drawn_program.operations[o].kind != "reduce" for o in computed
+        ):  # what the library computes is written anew
             assert set(kernel.over) == straight
 
 
@@ -156,8 +160,8 @@ def test_a_large_sum_takes_in_what_surrounds_it() -> None:
     squared = operation("elementwise", 0, 0, shape=TABLE, name="multiply")
     total = operation("reduce", 1, name="reduce-sum")
     root = operation("elementwise", 2, name="sqrt")
-    found = fuse((table, squared, total, root), (3,))
-    assert [(k.operation, k.reads, k.over) for k in found] == [(0, (), ()), (2, (0,), ()), (3, (2,), (2,))]
+    kernels = fuse((table, squared, total, root), (3,))
+    assert [(k.operation, k.reads, k.over) for k in kernels] == [(0, (), ()), (2, (0,), ()), (3, (2,), (2,))]
     wide = root._replace(shape=TABLE, operands=(0,))
     around = fuse((table, wide, total), (2,))
     assert [(k.operation, k.reads) for k in around] == [(0, ()), (2, (0,))]

@@ -32,15 +32,15 @@ def named(found: DeviceProgram, kernels: Mapping[int, Kernel], index: int) -> in
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kernels_run_breadth_first(seed: int) -> None:
     """Inputs, then what reads nothing, then each as the last of what it reads has run, in its turn."""
-    found = drawn(seed)
-    kernels = fuse(found.operations, found.outputs)
-    order = schedule(found, kernels)
+    drawn_program = drawn(seed)
+    kernels = fuse(drawn_program.operations, drawn_program.outputs)
+    order = schedule(drawn_program, kernels)
     at = {index: position for position, index in enumerate(order)}
     reads = {kernel.operation: kernel.reads for kernel in kernels}
     turn = {kernel.operation: kernel.turn for kernel in kernels}
     assert sorted(order) == sorted(reads)
     assert all(at[read] < at[index] for index in order for read in reads[index])
-    inputs = [i for i in order if found.operations[i].kind == "input"]
+    inputs = [i for i in order if drawn_program.operations[i].kind == "input"]
     assert order[: len(inputs)] == sorted(inputs)
     waiting = [i for i in order if reads[i]]
     assert waiting == sorted(waiting, key=lambda i: (max(at[read] for read in reads[i]), turn[i]))
@@ -58,15 +58,15 @@ def test_of_the_readers_of_an_array_products_run_first_then_what_is_fused_the_la
         operation("elementwise", 5, name="round"),
         operation("dot", 1, 0),
     ]
-    found = program(every, (2, 4, 6, 7))
-    order = schedule(found, fuse(found.operations, found.outputs))
+    device_program = program(every, (2, 4, 6, 7))
+    order = schedule(device_program, fuse(device_program.operations, device_program.outputs))
     assert order == [0, 1, 7, 6, 4, 2]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_is_read_after_it_was_written_over(seed: int) -> None:
-    found = drawn(seed)
-    kernels, lifetimes = lived(found)
+    drawn_program = drawn(seed)
+    kernels, lifetimes = lived(drawn_program)
     at = {index: position for position, index in enumerate(lifetimes.order)}
     home = {index: buffer for buffer in lifetimes.buffers for index in buffer.operations}
     assert len(home) == sum(len(buffer.operations) for buffer in lifetimes.buffers)
@@ -74,7 +74,7 @@ def test_nothing_is_read_after_it_was_written_over(seed: int) -> None:
         if index in home:
             assert home[index].first <= at[index] <= home[index].last
         for read in kernels[index].reads:
-            name = named(found, kernels, read)
+            name = named(drawn_program, kernels, read)
             if name in home:
                 held = [at[i] for i in home[name].operations if at[i] < at[index]]
                 assert max(held) == at[name], f"kernel {index} reads {name}, which {home[name]} has lost"
@@ -84,34 +84,38 @@ def test_nothing_is_read_after_it_was_written_over(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_no_argument_no_result_and_no_name_has_a_buffer(seed: int) -> None:
     """Results are written where they belong; so is what they are updates of, if nothing else reads that."""
-    found = drawn(seed)
-    kernels, lifetimes = lived(found)
+    drawn_program = drawn(seed)
+    kernels, lifetimes = lived(drawn_program)
     readers: dict[int, list[int]] = {}
     for index in lifetimes.order:
         for read in kernels[index].reads:
-            readers.setdefault(named(found, kernels, read), []).append(index)
-    placed = {named(found, kernels, output) for output in found.outputs}
+            readers.setdefault(named(drawn_program, kernels, read), []).append(index)
+    placed = {named(drawn_program, kernels, output) for output in drawn_program.outputs}
     pending = sorted(placed)
     while pending:
-        held = found.operations[index := pending.pop()]
-        if held.kind == "update" and named(found, kernels, held.operands[0]) == held.operands[0]:
+        held = drawn_program.operations[index := pending.pop()]
+        if held.kind == "update" and named(drawn_program, kernels, held.operands[0]) == held.operands[0]:
             target = held.operands[0]
             if readers[target] == [index] and target not in placed:
                 placed.add(target)
                 pending.append(target)
-    wanted = {i for i in kernels if named(found, kernels, i) == i and found.operations[i].kind != "input"} - placed
+    wanted = {
+        i for i in kernels if named(drawn_program, kernels, i) == i and drawn_program.operations[i].kind != "input"
+    } - placed
     assert {index for buffer in lifetimes.buffers for index in buffer.operations} == wanted
     for buffer in lifetimes.buffers:
-        sizes = {found.operations[index].nbytes for index in buffer.operations}
+        sizes = {drawn_program.operations[index].nbytes for index in buffer.operations}
         assert sizes == {buffer.nbytes}  # multiples of the alignment, all of one size
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_carry_is_copied_if_it_is_read_once_its_place_is_taken(seed: int) -> None:
-    found = drawn(seed)
-    results = [found.operations[output] for output in found.outputs]
-    carried = {o: i for o, i in zip(range(3), range(3), strict=True) if results[o].shape == found.operations[i].shape}
-    kernels, lifetimes = lived(found, carried)
+    drawn_program = drawn(seed)
+    results = [drawn_program.operations[output] for output in drawn_program.outputs]
+    carried = {
+        o: i for o, i in zip(range(3), range(3), strict=True) if results[o].shape == drawn_program.operations[i].shape
+    }
+    kernels, lifetimes = lived(drawn_program, carried)
 
     def before(index: int) -> set[int]:
         """What has run by the time that a kernel has, whatever the order."""
@@ -119,13 +123,17 @@ def test_a_carry_is_copied_if_it_is_read_once_its_place_is_taken(seed: int) -> N
 
     wanted = dict[int, int]()
     for output, position in carried.items():
-        after, entered = named(found, kernels, found.outputs[output]), found.inputs[position]
-        readers = {i for i in kernels if entered in {named(found, kernels, r) for r in kernels[i].reads}}
+        after, entered = named(drawn_program, kernels, drawn_program.outputs[output]), drawn_program.inputs[position]
+        readers = {i for i in kernels if entered in {named(drawn_program, kernels, r) for r in kernels[i].reads}}
         late = readers - {after} - before(after)
-        over = found.operations[after].operands[:1] if found.operations[after].kind == "update" else kernels[after].over
+        over = (
+            drawn_program.operations[after].operands[:1]
+            if drawn_program.operations[after].kind == "update"
+            else kernels[after].over
+        )
         if late or (entered in kernels[after].reads and entered not in over):
             wanted[entered] = max(lifetimes.order.index(reader) for reader in readers)
-    copies = [buffer for buffer in lifetimes.buffers if found.operations[buffer.operations[0]].kind == "input"]
+    copies = [buffer for buffer in lifetimes.buffers if drawn_program.operations[buffer.operations[0]].kind == "input"]
     assert {buffer.operations[0]: buffer.last for buffer in copies} == wanted
     assert all(buffer.first == 0 for buffer in copies)
 
@@ -137,17 +145,17 @@ def dots(*reads: tuple[int, int]) -> DeviceProgram:
 
 
 def test_of_a_chain_two_are_live() -> None:
-    _, found = lived(dots((0, 0), (1, 0), (2, 0), (3, 0)))
-    assert [(buffer.first, buffer.last) for buffer in found.buffers] == [(1, 2), (2, 3), (3, 4)]
-    assert {buffer.nbytes for buffer in found.buffers} == {NBYTES}
-    assert (found.read, found.written) == ((4,), (4,))
+    _, lifetimes = lived(dots((0, 0), (1, 0), (2, 0), (3, 0)))
+    assert [(buffer.first, buffer.last) for buffer in lifetimes.buffers] == [(1, 2), (2, 3), (3, 4)]
+    assert {buffer.nbytes for buffer in lifetimes.buffers} == {NBYTES}
+    assert (lifetimes.read, lifetimes.written) == ((4,), (4,))
 
 
 def test_an_elementwise_kernel_writes_over_what_nothing_reads_later() -> None:
     every = [operation("input", shape=TABLE, tag=0), operation("dot", 0, 0, shape=TABLE)]
     every += [operation("expensive", 1, shape=TABLE, name="exponential"), operation("dot", 2, 0, shape=TABLE)]
-    _, found = lived(program(every, [3]))
-    assert found.buffers == (Buffer(operations=(1, 2), nbytes=NBYTES, first=1, last=3, starts=(1, 2)),)
+    _, lifetimes = lived(program(every, [3]))
+    assert lifetimes.buffers == (Buffer(operations=(1, 2), nbytes=NBYTES, first=1, last=3, starts=(1, 2)),)
 
 
 @pytest.mark.parametrize("between", range(4))
@@ -159,16 +167,16 @@ def test_what_the_last_of_several_readers_is_done_with_it_writes_over(between: i
     last = len(every) - 1
     every.append(operation("elementwise", 1, last, name="add"))
     every.append(operation("dot", last + 1, 0))
-    _, found = lived(program(every, [last + 2]))
-    assert any(buffer.operations[:2] == (1, last + 1) for buffer in found.buffers)
+    _, lifetimes = lived(program(every, [last + 2]))
+    assert any(buffer.operations[:2] == (1, last + 1) for buffer in lifetimes.buffers)
 
 
 def test_nothing_is_written_over_what_has_another_dtype() -> None:
     """As the integers that a sort has ordered are read, and floats of the same size are made of them."""
     ordered = operation("dot", 0, 0, shape=TABLE)._replace(dtype="int32")
     every = [operation("input", shape=TABLE, tag=0), ordered, operation("elementwise", 1, shape=TABLE, name="convert")]
-    _, found = lived(program([*every, operation("dot", 2, 0, shape=TABLE)], [3]))
-    assert [buffer.operations for buffer in found.buffers] == [(1,), (2,)]
+    _, lifetimes = lived(program([*every, operation("dot", 2, 0, shape=TABLE)], [3]))
+    assert [buffer.operations for buffer in lifetimes.buffers] == [(1,), (2,)]
 
 
 def test_loops_over_constants_alone_run_before_what_reads_arguments() -> None:
@@ -181,16 +189,16 @@ def test_loops_over_constants_alone_run_before_what_reads_arguments() -> None:
         operation("dot", 1, 3, shape=TABLE),
         operation("dot", 5, 4, shape=TABLE),
     ]
-    found = program(every, (6,))
-    assert schedule(found, fuse(found.operations, found.outputs)) == [0, 3, 1, 4, 5, 6]
+    device_program = program(every, (6,))
+    assert schedule(device_program, fuse(device_program.operations, device_program.outputs)) == [0, 3, 1, 4, 5, 6]
 
 
 def test_what_is_received_is_found_by_addresses_that_stay_as_long() -> None:
     sent = operation("collective", 0, shape=(2,))._replace(dtype="uint64")
     parts = [operation("result", 1, tag=i) for i in range(2)]
     every = [operation("input", shape=TABLE, tag=0), sent, *parts, operation("dot", 2, 3), operation("dot", 4, 4)]
-    _, found = lived(program(every, [5]))
-    assert [(b.operations, b.nbytes, b.first, b.last) for b in found.buffers] == [
+    _, lifetimes = lived(program(every, [5]))
+    assert [(b.operations, b.nbytes, b.first, b.last) for b in lifetimes.buffers] == [
         ((1,), 16, 1, 4),
         ((2,), ROWS[0] * 4, 1, 4),
         ((3,), ROWS[0] * 4, 1, 4),
@@ -201,5 +209,5 @@ def test_what_is_received_is_found_by_addresses_that_stay_as_long() -> None:
 def test_an_output_says_what_it_may_be_written_over() -> None:
     every = [operation("input", shape=TABLE, tag=0), operation("dot", 0, 0, shape=TABLE)]
     every += [operation("expensive", 1, shape=TABLE, name="exponential")]
-    _, found = lived(program(every, [2]))
-    assert (found.written, found.over) == ((2,), {0: [0]})
+    _, lifetimes = lived(program(every, [2]))
+    assert (lifetimes.written, lifetimes.over) == ((2,), {0: [0]})

@@ -97,16 +97,16 @@ def needed(
     layout = layout or whole(graph)
     schedule = moves(graph, layout, Resharder(MESH))
     given = (graph, group(graph), MESH, layout, schedule, state_pairs, (donated,) * len(graph.inputs))
-    found = peak(*given)
-    assert found.peak_nbytes == max(found.over_time) == sum(found.nbytes.values())
-    assert tuple(found.nbytes) == CAUSES
-    return found
+    memory = peak(*given)
+    assert memory.peak_nbytes == max(memory.over_time) == sum(memory.nbytes.values())
+    assert tuple(memory.nbytes) == CAUSES
+    return memory
 
 
 def test_arguments_stay_and_so_does_what_is_returned():
     program = Program(2)
-    found = needed(program.graph(program.dot(0, 1)))
-    assert causes(found) == {"other arguments": 2 * NBYTES, "outputs": NBYTES}
+    memory = needed(program.graph(program.dot(0, 1)))
+    assert causes(memory) == {"other arguments": 2 * NBYTES, "outputs": NBYTES}
 
 
 def test_a_state_that_is_donated_is_returned_in_its_own_place():
@@ -128,8 +128,8 @@ def test_cheap_operations_are_computed_for_every_reader_and_dear_ones_once():
         program = Program(2)
         shared = program.add(primitive, 0)
         left = program.dot(program.add("add", shared, 0), 1)
-        found = needed(program.graph(left, program.add("sub", shared, left)))
-        assert found.nbytes["transients"] == count * NBYTES
+        memory = needed(program.graph(left, program.add("sub", shared, left)))
+        assert memory.nbytes["transients"] == count * NBYTES
 
 
 def test_a_result_is_written_over_an_operand_that_nothing_reads_later():
@@ -155,8 +155,8 @@ def test_equal_operations_are_one_unless_a_barrier_is_between_them():
         program = Program(2)
         first = program.dot(0, 1)
         again = program.dot(program.add("optimization_barrier", 0) if barrier else 0, 1)
-        found = needed(program.graph(program.dot(first, again)))
-        assert found.nbytes["transients"] == count * NBYTES
+        memory = needed(program.graph(program.dot(first, again)))
+        assert memory.nbytes["transients"] == count * NBYTES
 
 
 def test_causes_follow_the_phases():
@@ -170,14 +170,14 @@ def test_causes_follow_the_phases():
     program.scope = ""
     moment = program.add("add", 2, gradient)
     graph = program.graph(program.add("sub", 0, moment), moment, loss)
-    found = needed(graph, ((0, 0), (1, 2)))
-    assert (found.nbytes["parameters"], found.nbytes["optimizer state"]) == (NBYTES, NBYTES)
-    assert found.nbytes["saved for backward"] == NBYTES
+    memory = needed(graph, ((0, 0), (1, 2)))
+    assert (memory.nbytes["parameters"], memory.nbytes["optimizer state"]) == (NBYTES, NBYTES)
+    assert memory.nbytes["saved for backward"] == NBYTES
     assert gradient_nbytes(graph, MESH, whole(graph)) == NBYTES
-    names = {holder.name: holder.cause for holder in found.holders}
+    names = {holder.name: holder.cause for holder in memory.holders}
     assert names["x[0]"] == "parameters"
     assert names["dot_general at step.py:1 (f)"] == "saved for backward"
-    assert found.where.startswith("step.py:")
+    assert memory.where.startswith("step.py:")
 
 
 @pytest.mark.parametrize("length", [2, 16])
@@ -196,9 +196,9 @@ def test_the_body_of_a_loop_counts_once_and_what_it_stacks_as_often_as_it_runs(l
     graph.nodes.append(loop)
     carried = graph.dot(2, 1)
     total = graph.add("reduce_sum", 3, axes=(0,))
-    found = needed(graph.graph(graph.dot(carried, total)))
+    memory = needed(graph.graph(graph.dot(carried, total)))
     stack = length * NBYTES
-    assert stack + NBYTES <= found.nbytes["transients"] <= stack + 4 * NBYTES
+    assert stack + NBYTES <= memory.nbytes["transients"] <= stack + 4 * NBYTES
 
 
 def swapped(graph: Graph) -> Graph:
@@ -229,25 +229,25 @@ def test_all_reduces_that_wait_for_each_other_run_one_after_the_other():
     for _ in range(3):
         last = program.dot(0, program.add("tanh", last))
     graph = program.graph(program.add("neg", last))
-    found = needed(graph, layout=summed(graph))
-    assert found.nbytes["transients"] + found.nbytes["collective buffers"] == NBYTES  # beside the result's place
+    memory = needed(graph, layout=summed(graph))
+    assert memory.nbytes["transients"] + memory.nbytes["collective buffers"] == NBYTES  # beside the result's place
 
 
 def test_all_reduces_that_do_not_wait_for_each_other_hold_everything_they_send():
     program = Program(4)
     sums = [program.dot(i, 0) for i in range(4)]
     graph = program.graph(*(program.add("add", s, 0) for s in sums))
-    found = needed(graph, layout=summed(graph))
+    memory = needed(graph, layout=summed(graph))
     addresses = 64  # of the results, rounded up; what is sent lies where the outputs will be
-    assert (found.nbytes["transients"], found.nbytes["collective buffers"]) == (0, 4 * NBYTES + addresses)
+    assert (memory.nbytes["transients"], memory.nbytes["collective buffers"]) == (0, 4 * NBYTES + addresses)
 
 
 def test_what_is_cut_counts_a_piece():
     program = Program(1)
     graph = program.graph(program.add("neg", 0))
     piece = Placement(operands=(CUT,), results=(CUT,))
-    found = needed(graph, layout=Layout(inputs=(CUT,), placements=(piece,), outputs=(CUT,)))
-    assert causes(found) == {"other arguments": NBYTES // 8, "outputs": NBYTES // 8}
+    memory = needed(graph, layout=Layout(inputs=(CUT,), placements=(piece,), outputs=(CUT,)))
+    assert causes(memory) == {"other arguments": NBYTES // 8, "outputs": NBYTES // 8}
 
 
 def causes(found: Memory) -> dict[str, int]:
@@ -260,11 +260,11 @@ def test_equal_placements_are_shared() -> None:
         return Placement(operands=(replicated(2),), results=(replicated(1),))
 
     layout = Layout(inputs=(replicated(2),), placements=(placement(), placement()), outputs=(replicated(1),))
-    found = shared(layout)
-    assert found == layout
-    assert found.placements[0] is found.placements[1]
-    assert found.inputs[0] is found.placements[0].operands[0]
-    assert found.outputs[0] is found.placements[0].results[0]
+    shared_layout = shared(layout)
+    assert shared_layout == layout
+    assert shared_layout.placements[0] is shared_layout.placements[1]
+    assert shared_layout.inputs[0] is shared_layout.placements[0].operands[0]
+    assert shared_layout.outputs[0] is shared_layout.placements[0].results[0]
 
 
 def test_what_waits_for_a_combined_collective_comes_after_it() -> None:
@@ -292,6 +292,6 @@ def test_a_model_of_another_compiler_says_what_comes_and_goes():
         return Temporaries(where="here", holders=(working,), gaps_nbytes=2, over_time=(0, 40))
 
     grouping = group(graph)
-    found = peak(graph, grouping, MESH, layout, schedule, (), (False, False), model=frugal)
-    assert causes(found) == {"other arguments": 2 * NBYTES, "outputs": NBYTES, "transients": 42}
-    assert (found.where, found.over_time) == ("here", (3 * NBYTES + 2, 3 * NBYTES + 42))
+    memory = peak(graph, grouping, MESH, layout, schedule, (), (False, False), model=frugal)
+    assert causes(memory) == {"other arguments": 2 * NBYTES, "outputs": NBYTES, "transients": 42}
+    assert (memory.where, memory.over_time) == ("here", (3 * NBYTES + 2, 3 * NBYTES + 42))

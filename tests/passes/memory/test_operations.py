@@ -107,9 +107,9 @@ def test_what_is_kept_computes_what_was_asked_for(seed: int) -> None:
             np.testing.assert_allclose(wanted[made], value, rtol=1e-9)
         elif operations[made].shape == value.shape:
             wanted[made] = value
-    found = kept(operations, given)
+    values = kept(operations, given)
     for made, value in wanted.items():
-        np.testing.assert_allclose(found[made], value, rtol=1e-9, err_msg=str(operations[made]))
+        np.testing.assert_allclose(values[made], value, rtol=1e-9, err_msg=str(operations[made]))
 
 
 def test_two_transposes_are_one() -> None:

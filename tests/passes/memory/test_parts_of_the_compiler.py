@@ -64,10 +64,10 @@ def test_a_product_is_one_kernel_of_as_many_elements(
 
 def test_a_step_holds_the_product_that_its_gradient_reads() -> None:
     layout = whole()
-    found = temporaries(GRAPH, GROUPING, MESH, layout, moves(GRAPH, layout, RESHARDER), {0: 0})
+    memory = temporaries(GRAPH, GROUPING, MESH, layout, moves(GRAPH, layout, RESHARDER), {0: 0})
     product = GRAPH.types[3].nbytes
-    assert sum(holder.nbytes for holder in found.holders) == max(found.over_time)
-    assert max(found.over_time) >= product
-    saved = [holder for holder in found.holders if holder.cause == "saved for backward"]
+    assert sum(holder.nbytes for holder in memory.holders) == max(memory.over_time)
+    assert max(memory.over_time) >= product
+    saved = [holder for holder in memory.holders if holder.cause == "saved for backward"]
     assert [holder.nbytes for holder in saved] == [product]
-    assert found.gaps_nbytes >= 0
+    assert memory.gaps_nbytes >= 0

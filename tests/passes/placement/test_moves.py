@@ -60,12 +60,12 @@ def drawn(seed: int) -> tuple[Graph, Layout]:
 
 def brought_again(graph: Graph) -> set[int]:
     """Arguments, and what the forward pass and the update make of one of them and numbers alone."""
-    found = set(graph.inputs)
+    members = set(graph.inputs)
     for node in graph.nodes:
         arrays = [v for v in node.inputs if v not in graph.literals]
-        if len(arrays) == 1 and arrays[0] in found and phase(node) != "backward":
-            found.update(node.outputs)
-    return found
+        if len(arrays) == 1 and arrays[0] in members and phase(node) != "backward":
+            members.update(node.outputs)
+    return members
 
 
 @pytest.mark.parametrize("refetch", [False, True])
@@ -141,11 +141,11 @@ def test_collectives_are_those_of_the_steps(seed: int) -> None:
             spec = step.apply(spec)
             if not step.is_local:
                 wanted[step.kind, step.axes, math.prod(spec.local_shape(SQUARE.shape, MESH)) * 4] += 1
-    found: Counter[tuple[str, tuple[str, ...], int]] = Counter()
+    counts: Counter[tuple[str, tuple[str, ...], int]] = Counter()
     for one in collectives(graph, schedule, MESH):
         assert one.dtype == "float32"
-        found[one.kind, one.axes, one.nbytes] += one.count
-    assert found == wanted
+        counts[one.kind, one.axes, one.nbytes] += one.count
+    assert counts == wanted
 
 
 def looped(primitive: str, trips: int) -> tuple[Graph, Layout]:

@@ -37,8 +37,8 @@ def test_collectives_are_summed_by_kind_and_axes() -> None:
 
 def test_an_input_that_one_plan_lacks_is_absent_there() -> None:
     whole, cut = parse_spec("[-]"), parse_spec("[data]")
-    found = value_changes((("a", "b"), ("a", "c")), ((whole, whole), (cut, whole)))
-    assert {(c.name, c.before, c.after) for c in found} == {
+    changes_found = value_changes((("a", "b"), ("a", "c")), ((whole, whole), (cut, whole)))
+    assert {(c.name, c.before, c.after) for c in changes_found} == {
         ("a", str(whole), str(cut)),
         ("b", str(whole), "absent"),
         ("c", "absent", str(whole)),
@@ -47,7 +47,7 @@ def test_an_input_that_one_plan_lacks_is_absent_there() -> None:
 
 def test_operators_are_compared_one_by_one(plan: Plan) -> None:
     other = make_other()
-    found = operator_changes(plan.operators, other.operators)
+    changes_found = operator_changes(plan.operators, other.operators)
     moved = [a for a, b in zip(plan.operators, other.operators, strict=True) if a.placement != b.placement]
-    assert [change.where for change in found] == [operator.source for operator in moved]
+    assert [change.where for change in changes_found] == [operator.source for operator in moved]
     assert operator_changes(plan.operators, plan.operators) == ()

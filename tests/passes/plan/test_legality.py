@@ -40,14 +40,14 @@ def rule(text: str, **options: object) -> ShardingRule:
     "text", ["b i, i j -> b j", "b i -> i b", "b k, k -> b", "b _ -> b _", "i, i -> i", "b i -> b, i"]
 )
 def test_the_quick_test_agrees_with_the_list(text: str, mesh: Mesh):
-    found = rule(text)
-    legal = sorted(placements(found, mesh), key=repr)
-    assert all(is_legal(placement, found, mesh) for placement in legal)
-    operands = [sorted({p.operands[i] for p in legal}, key=repr) for i in range(len(found.operands))]
-    results = [sorted({p.results[i] for p in legal}, key=repr) for i in range(len(found.results))]
+    parsed_rule = rule(text)
+    legal = sorted(placements(parsed_rule, mesh), key=repr)
+    assert all(is_legal(placement, parsed_rule, mesh) for placement in legal)
+    operands = [sorted({p.operands[i] for p in legal}, key=repr) for i in range(len(parsed_rule.operands))]
+    results = [sorted({p.results[i] for p in legal}, key=repr) for i in range(len(parsed_rule.results))]
     mixed = [
         Placement(operands=tuple(specs[: len(operands)]), results=tuple(specs[len(operands) :]))
         for specs in itertools.islice(itertools.product(*operands, *results), 20_000)
     ]
     mixed = random.Random(0).sample(mixed, min(300, len(mixed)))
-    assert [is_legal(p, found, mesh) for p in mixed] == [p in set(legal) for p in mixed]
+    assert [is_legal(p, parsed_rule, mesh) for p in mixed] == [p in set(legal) for p in mixed]

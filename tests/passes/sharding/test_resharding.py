@@ -128,11 +128,11 @@ def test_partial_results_that_are_no_sums_are_neither_made_nor_scattered(reducti
 def test_every_placement_is_there_once(axes: int, rank: int) -> None:
     """k axes: j of them stand in a row that `rank` - 1 borders cut into dimensions, each other is idle or partial."""
     mesh = Mesh(axes=("x", "y", "z")[:axes], sizes=(2,) * axes, cluster=parse_cluster("8:h100"))
-    found = Resharder(mesh).placements(rank)
+    placements_found = Resharder(mesh).placements(rank)
     rows = [math.prod(range(rank, rank + j)) for j in range(axes + 1)]
-    assert len(set(found)) == len(found)
-    assert len(found) == sum(math.comb(axes, j) * rows[j] * 2 ** (axes - j) for j in range(axes + 1))
-    for spec in found:
+    assert len(set(placements_found)) == len(placements_found)
+    assert len(placements_found) == sum(math.comb(axes, j) * rows[j] * 2 ** (axes - j) for j in range(axes + 1))
+    for spec in placements_found:
         named = [axis for dims in (*spec.dims, spec.partial) for axis in dims]
         assert len(set(named)) == len(named)
         assert list(spec.partial) == sorted(spec.partial)

@@ -73,9 +73,9 @@ FEASIBLE = [seed for seed in range(24) if np.isfinite(optimum(random_problem(see
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_what_is_eliminated_is_the_optimum(seed):
     problem = random_problem(seed)
-    found = eliminate(Factors(problem))
-    assert problem.evaluate(found.choice) == pytest.approx(optimum(problem), abs=1e-12)
-    assert found.bound == pytest.approx(optimum(problem), abs=1e-12)
+    result = eliminate(Factors(problem))
+    assert problem.evaluate(result.choice) == pytest.approx(optimum(problem), abs=1e-12)
+    assert result.bound == pytest.approx(optimum(problem), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
@@ -85,19 +85,19 @@ def test_mini_buckets_bound_the_optimum_and_the_beam_finds_it(seed, limit):
     made = Factors(problem)
     tables = MiniBuckets(made.factors, made.order.nodes, limit)
     assert tables.bound <= optimum(problem) + 1e-12
-    found = Beam(made, tables, made.beyond, width=10_000).run()
-    assert problem.evaluate(found.choice) == pytest.approx(optimum(problem), abs=1e-12)
-    assert found.bound == pytest.approx(optimum(problem), abs=1e-12)
+    result = Beam(made, tables, made.beyond, width=10_000).run()
+    assert problem.evaluate(result.choice) == pytest.approx(optimum(problem), abs=1e-12)
+    assert result.bound == pytest.approx(optimum(problem), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_a_narrow_beam_says_what_it_may_have_missed(seed):
     problem, best = random_problem(seed), optimum(random_problem(seed))
     made = Factors(problem)
-    found = Beam(made, MiniBuckets(made.factors, made.order.nodes, 4), made.beyond, width=2).run()
-    assert found.bound <= best + 1e-12
-    if found.choice is not None:
-        assert problem.evaluate(found.choice) >= best - 1e-12
+    result = Beam(made, MiniBuckets(made.factors, made.order.nodes, 4), made.beyond, width=2).run()
+    assert result.bound <= best + 1e-12
+    if result.choice is not None:
+        assert problem.evaluate(result.choice) >= best - 1e-12
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
@@ -110,8 +110,8 @@ def test_groups_in_parts_pay_no_more_than_they_do_and_are_paid_in_full_at_the_en
     assert any(not group.is_exact for group in made.groups) or max(len(g.nodes) for g in made.groups) <= 3
     tables = MiniBuckets(made.factors, made.order.nodes, np.inf)
     assert tables.bound <= best + 1e-12
-    found = Beam(made, tables, made.beyond, width=10_000).run()
-    assert problem.evaluate(found.choice) == pytest.approx(best, abs=1e-12)
+    result = Beam(made, tables, made.beyond, width=10_000).run()
+    assert problem.evaluate(result.choice) == pytest.approx(best, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", FEASIBLE[::3])
@@ -133,10 +133,10 @@ def test_rounds_of_a_search_enclose_the_optimum(seed, monkeypatch):
     problem, best = random_problem(seed, nodes=6), optimum(random_problem(seed, nodes=6))
     if not np.isfinite(best):
         pytest.skip("infeasible instance")
-    found = enclose(Factors(problem), np.inf, 1e-9)
-    assert found.bound <= best + 1e-12
-    if found.choice is not None:
-        assert problem.evaluate(found.choice) >= best - 1e-12
+    result = enclose(Factors(problem), np.inf, 1e-9)
+    assert result.bound <= best + 1e-12
+    if result.choice is not None:
+        assert problem.evaluate(result.choice) >= best - 1e-12
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
@@ -144,9 +144,9 @@ def test_a_gap_of_small_tables_is_closed_where_exact_ones_can_be_afforded(seed, 
     monkeypatch.setattr(elimination, "_LIMITS", (4,))
     monkeypatch.setattr(elimination, "_KEPT", (1,))
     problem, best = random_problem(seed), optimum(random_problem(seed))
-    found = enclose(Factors(problem), np.inf, 1e-9)
-    assert problem.evaluate(found.choice) == pytest.approx(best, abs=1e-12)
-    assert found.bound == pytest.approx(best, abs=1e-12)
+    result = enclose(Factors(problem), np.inf, 1e-9)
+    assert problem.evaluate(result.choice) == pytest.approx(best, abs=1e-12)
+    assert result.bound == pytest.approx(best, abs=1e-12)
     assert enclose(Factors(problem), best * (1 - 1e-6), 1e-9).choice is None
 
 
@@ -206,9 +206,9 @@ def test_a_gap_is_due_to_the_nodes_and_groups_that_are_loose(seed, monkeypatch):
     bound = priced(problem, {id(e): p for e, p in zip(problem.edges, program.edge_prices(), strict=True)}, [])
     choice = solve(problem).choice
     monkeypatch.setattr(lower_bound, "_NEGLIGIBLE", 1e-9)
-    found = loose(problem, bound, choice, 0)
-    assert found or problem.evaluate(choice) - bound.seconds < 1e-12
-    assert loose(problem, bound, choice, 1) >= found
+    loose_nodes = loose(problem, bound, choice, 0)
+    assert loose_nodes or problem.evaluate(choice) - bound.seconds < 1e-12
+    assert loose(problem, bound, choice, 1) >= loose_nodes
 
 
 @pytest.mark.parametrize("seed", FEASIBLE[:20])
@@ -226,8 +226,8 @@ def test_entries_of_one_place_add_up_before_a_solver_sees_them():
     columns = program.add_columns(2)
     row = program.add_rows(1, 2.0, 2.0)
     program.enter(np.repeat(row, 4), columns[[0, 1, 0, 1]], np.array([1.0, 3.0, 1.0, -2.0]))
-    rows, found, values = program.triplets()
-    assert sorted(zip(rows.tolist(), found.tolist(), values.tolist(), strict=True)) == [(0, 0, 2.0), (0, 1, 1.0)]
+    rows, entries, values = program.triplets()
+    assert sorted(zip(rows.tolist(), entries.tolist(), values.tolist(), strict=True)) == [(0, 0, 2.0), (0, 1, 1.0)]
     outcome = program.minimise(np.array([1.0, 3.0]), np.zeros(0, dtype=np.intp), gap=1e-9)
     assert outcome.objective == pytest.approx(1.0)
 

@@ -259,8 +259,8 @@ def test_leanest_answer_equals_brute_force(seed):
     def worst(choice):
         return max(problem.usage(budget, choice) / budget.limit for budget in problem.budgets)
 
-    found = leanest(problem, SolverOptions(tie_radius=0))
-    assert worst(found) <= min(map(worst, legal)) * 1.011
+    lean = leanest(problem, SolverOptions(tie_radius=0))
+    assert worst(lean) <= min(map(worst, legal)) * 1.011
 
 
 def test_no_answer_within_the_budget_is_said():

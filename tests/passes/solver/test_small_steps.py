@@ -21,12 +21,12 @@ def test_no_single_step_betters_a_polished_answer(seed: int) -> None:
     rng = np.random.default_rng(seed)
     problem = random_problem(rng)
     start = tuple(int(rng.integers(s.size)) for s in problem.seconds)
-    found = polish(problem, start)
-    assert problem.evaluate(found) <= problem.evaluate(start)
+    polished = polish(problem, start)
+    assert problem.evaluate(polished) <= problem.evaluate(start)
     for node, seconds in enumerate(problem.seconds):
         for other in range(seconds.size):
-            step = (*found[:node], other, *found[node + 1 :])
-            assert problem.evaluate(found) <= problem.evaluate(step) + 1e-15
+            step = (*polished[:node], other, *polished[node + 1 :])
+            assert problem.evaluate(polished) <= problem.evaluate(step) + 1e-15
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -53,12 +53,12 @@ def test_a_program_through_pulp_has_the_optimum_of_a_knapsack() -> None:
     columns = program.add_columns(4, upper=1.0)
     rows = program.add_rows(1, -np.inf, room)
     program.enter(np.repeat(rows, 4), columns, weight)
-    found = minimise(program, -worth, np.asarray(columns), solver_named("cbc", seconds=None, gap=0.0))
+    solved = minimise(program, -worth, np.asarray(columns), solver_named("cbc", seconds=None, gap=0.0))
     subsets = itertools.product((0, 1), repeat=4)
     best = max(float(np.dot(s, worth)) for s in subsets if np.dot(s, weight) <= room)
-    assert found.status == "optimal"
-    assert found.objective == pytest.approx(-best)
-    assert np.dot(found.values, weight) <= room + 1e-9
+    assert solved.status == "optimal"
+    assert solved.objective == pytest.approx(-best)
+    assert np.dot(solved.values, weight) <= room + 1e-9
 
 
 def test_a_solver_that_is_not_there_is_told_with_those_that_are() -> None:
@@ -74,9 +74,9 @@ def test_a_budget_as_a_row_is_its_share_of_the_limit(seed: int) -> None:
     problem = replace(problem, budgets=(Budget(nbytes=sizes, copies={}, limit=7.0),))
     program = LinearProgram()
     columns = [program.add_columns(s.size) for s in problem.seconds]
-    found = BudgetRows(problem, program, [np.arange(s.size) for s in problem.seconds], columns, None)
+    budgetrows_found = BudgetRows(problem, program, [np.arange(s.size) for s in problem.seconds], columns, None)
     rows, places, values = program.triplets()
-    (row,) = found.rows
+    (row,) = budgetrows_found.rows
     shares = np.zeros(program.columns)
     np.add.at(shares, places[rows == row], values[rows == row])
     for choice in itertools.product(*(range(s.size) for s in problem.seconds)):

@@ -52,7 +52,7 @@ class Writer:
 
     def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
         names = tuple(f"in {v}" for v in inputs)
-        found = Graph(
+        graph = Graph(
             types=tuple(self.types),
             nodes=tuple(self.nodes),
             inputs=tuple(inputs),
@@ -60,8 +60,8 @@ class Writer:
             input_names=names,
             output_names=tuple(f"out {v}" for v in outputs),
         )
-        found.verify()
-        return found
+        graph.verify()
+        return graph
 
 
 def microbatch(r: random.Random, n_layers: int) -> Graph:
