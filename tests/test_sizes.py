@@ -16,8 +16,6 @@ TOO_LONG = frozenset(
     (
         "autopar.api",
         "autopar.api.ParallelFunction",
-        "passes.pipeline.search.StagedSearch",
-        "passes.pipeline.stage_table.StageCosts",
         "passes.plan.pipeline.PipelinePlan",
         "passes.plan.plan.Plan",
     )

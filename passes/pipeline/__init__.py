@@ -4,7 +4,7 @@ from passes.pipeline.assemble import body_of, check_submeshes, pipelined, recoun
 from passes.pipeline.samples import Step, layers_of, samples_of
 from passes.pipeline.search import StagedSearch, interrupted
 from passes.pipeline.segments import homes, piece_of
-from passes.pipeline.stage_table import Sample
+from passes.pipeline.step_blocks import Sample
 
 __all__ = [
     "Sample",

@@ -76,7 +76,7 @@ def evenly(n_devices: int, chunks: Sequence[int] = CHUNKS) -> list[tuple[int, in
 
 def by_hand(table: StageCosts, n_devices: int, microbatches: int) -> Iterator[Shape]:
     """The shapes of even stages on equal submeshes, cut as the step is in so many microbatches."""
-    even = table.cuts(microbatches).even
+    even = table.step.cuts(microbatches).even
     for groups, chunks in evenly(n_devices):
         if begins := even.get(groups * chunks):
             yield Shape(begins=begins, devices=(n_devices // groups,) * groups)
@@ -84,7 +84,7 @@ def by_hand(table: StageCosts, n_devices: int, microbatches: int) -> Iterator[Sh
 
 def found(table: StageCosts, partition: Partition, microbatches: int) -> Shape:
     """The shape of a partition."""
-    layers = table.cuts(microbatches).layers
+    layers = table.step.cuts(microbatches).layers
     return Shape(
         begins=tuple(layers[stage.first] for stage in partition.stages),
         devices=tuple(stage.submesh.n_devices for stage in partition.stages),
@@ -176,7 +176,7 @@ class DraftSearch:
 
     def is_tight(self, n_devices: int) -> bool:
         """Whether some even stages are seen not to fit in as many microbatches as there are samples of."""
-        names, count = [name for name in self.schedules if not is_chunked(name)], max(self.table.samples)
+        names, count = [name for name in self.schedules if not is_chunked(name)], max(self.table.step.samples)
         shapes = (shape for shape in by_hand(self.table, n_devices, count) if shape.chunks == 1)
         needed = (min((self.least_nbytes(one, count, name) for name in names), default=0.0) for one in shapes)
         return any(nbytes > self.most_nbytes for nbytes in needed)
@@ -184,14 +184,15 @@ class DraftSearch:
     def least_nbytes(self, shape: Shape, count: int, schedule: str) -> float:
         """What some group of a shape needs at least of a device: what it holds, and what is in flight."""
         runs, groups = _runs(shape, self.table, count), len(shape.devices)
-        held = [self.table.floor(*run, count).nbytes for run in runs]
+        held = [self.table.bounds.of_blocks(*run, count).nbytes for run in runs]
         each = [self.table.kept_nbytes(*run, count) for run in runs]
         flying = in_flight(build(schedule, len(runs), count, shape.chunks), each)
         return max(nbytes + sum(held[group::groups]) for group, nbytes in enumerate(flying))
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
-        known = count if count in self.table.samples else min(self.table.samples, key=lambda one: abs(one - count))
-        floors = [self.table.floor(*run, count) for run in _runs(shape, self.table, known)]
+        samples = self.table.step.samples
+        known = count if count in samples else min(samples, key=lambda one: abs(one - count))
+        floors = [self.table.bounds.of_blocks(*run, count) for run in _runs(shape, self.table, known)]
         return least_seconds(floors, _transfers(shape, self.table, known, count), shape, count, _splits(names[0]))
 
 
@@ -236,7 +237,7 @@ def _most_held(shape: Shape, table: StageCosts, microbatches: int) -> int:
 
 def _runs(shape: Shape, table: StageCosts, microbatches: int) -> list[tuple[int, int, int]]:
     """The first block of each stage, the one after its last, and its devices."""
-    ends = (*shape.begins[1:], len(table.cuts(microbatches).blocks))
+    ends = (*shape.begins[1:], len(table.step.cuts(microbatches).blocks))
     sizes = (shape.devices[stage % len(shape.devices)] for stage in range(len(ends)))
     return list(zip(shape.begins, ends, sizes, strict=True))
 
@@ -281,7 +282,7 @@ def _costs(shape: Shape, table: StageCosts, microbatches: int, beneath: float) -
 def _transfers(shape: Shape, table: StageCosts, known: int, microbatches: int) -> list[Transfer]:
     """What crosses between stages; in so many microbatches as there are of a sample, or the like of that in others."""
     hosts, places = table.cluster.group(), shape.places()
-    edges = [table.edge_nbytes(block, known) * known // microbatches for block in shape.begins[1:]]
+    edges = [table.step.edge_nbytes(block, known) * known // microbatches for block in shape.begins[1:]]
     return [
         _transfer(hosts, here, there, nbytes) for (here, there), nbytes in zip(pairwise(places), edges, strict=True)
     ]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from passes.cluster import Cluster, Mesh
+from passes.inter_op import LowerBound, Submesh
+from passes.pipeline.block_costs import Block, Pricer
+from passes.pipeline.step_blocks import Counted, StepBlocks
 
 SLACK = 1 + 1e-9
 """Sums in different orders differ by less: what is slower by more is slower."""
@@ -39,3 +46,113 @@ class Floors:
         best = np.where(some @ ~known > 0, np.inf, periods).min(axis=2, keepdims=True)
         chosen = np.where(periods <= best * SLACK, seconds, np.inf)
         return cls(found=found, seconds=chosen.min(axis=2), periods=periods.min(axis=2), nbytes=counts @ nbytes)
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockBounds:
+    """What stages of a step take at least, by the prices of its blocks that are `found` so far.
+
+    What is not priced is bounded from three sides: operators cut over the devices, without any communication; the same
+    block in fewer microbatches, since smaller ones save nothing; and the same block on fewer devices, since twice as
+    many take at least half as long. `meshes(n)` lays out n devices.
+    """
+
+    step: StepBlocks
+    cluster: Cluster
+    meshes: Callable[[int], Sequence[Mesh]]
+    pricer: Pricer
+    found: int = 0
+    _floors: dict[tuple[int, int], Floors] = field(default_factory=dict[tuple[int, int], Floors])
+    _spent: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
+    _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
+    _runs: dict[tuple[tuple[tuple[str, int], ...], int], tuple[int, LowerBound]] = field(
+        default_factory=dict[tuple[tuple[tuple[str, int], ...], int], "tuple[int, LowerBound]"]
+    )
+
+    def of_layers(self, first: int, last: int, submesh: Submesh, microbatches: int) -> LowerBound:
+        """What no candidate for these layers goes below, on the best mesh for that.
+
+        Of what is known so far: it rises as blocks are priced.
+        """
+        key = (submesh.n_devices, microbatches)
+        if key not in self._floors or self._floors[key].found != self.found:
+            self._floors[key] = self._floors_of(*key)
+        found = self._floors[key]
+        seconds, period, nbytes = (float(of[first, last]) for of in (found.seconds, found.periods, found.nbytes))
+        return LowerBound(seconds=seconds, period=period, nbytes=nbytes)
+
+    def of_blocks(self, begin: int, end: int, n_devices: int, microbatches: int) -> LowerBound:
+        """What no stage of some blocks goes below, of what is known so far; in any number of microbatches.
+
+        Where the step was not cut in so many, it takes no less than what lies between its steps in fewer and in more:
+        each way to do it takes a time of its own, and one for each microbatch.
+        """
+        if microbatches in self.step.samples:
+            return self.of_run(self.step.counted(begin, end, microbatches), n_devices)
+        fewer = max((count for count in self.step.samples if count < microbatches), default=None)
+        more = min((count for count in self.step.samples if count > microbatches), default=None)
+        low, high = (self.of_blocks(begin, end, n_devices, n) if n else None for n in (fewer, more))
+        if not low or not fewer:
+            return high or LowerBound(0.0, 0.0, 0.0)
+        if not high or not more:
+            share = fewer / microbatches
+            return LowerBound(low.seconds * share, low.period * share, low.nbytes)
+        part = (microbatches - fewer) / (more - fewer)
+        seconds, period = (
+            ((1 - part) * fewer * a + part * more * b) / microbatches for a, b in zip(low[:2], high[:2], strict=True)
+        )
+        return LowerBound(seconds, period, low.nbytes)
+
+    def of_run(self, chosen: Sequence[Counted], n_devices: int) -> LowerBound:
+        key = tuple((block.kind, n) for block, n in chosen), n_devices
+        if key not in self._runs or self._runs[key][0] != self.found:
+            meshes = self.meshes_of(n_devices)
+            each = [
+                [(n * one[0], n * one[1]) for one, n in ((self.of_block(b, mesh), n) for b, n in chosen)]
+                for mesh in meshes
+            ]
+            found = LowerBound(
+                seconds=min((math.fsum(seconds for seconds, _ in one) for one in each), default=math.inf),
+                period=min((math.fsum(period for _, period in one) for one in each), default=math.inf),
+                nbytes=math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[1] for block, n in chosen),
+            )
+            self._runs[key] = self.found, found
+        return self._runs[key][1]
+
+    def of_block(self, block: Block, mesh: Mesh) -> tuple[float, float]:
+        """As `Pricer.floor`, and no less than half of what half of the devices take at best."""
+        seconds, period = self.pricer.floor(block, mesh)
+        if self.pricer.is_known(block, mesh):
+            return seconds, period
+        key = (block.kind, mesh.size)
+        if key not in self._spent or self._spent[key][0] != self.found:
+            fewer = (n for n in self._laid_out if n < mesh.size and mesh.size % n == 0)
+            self._spent[key] = self.found, max((self._least_spent(block, n) for n in fewer), default=0.0)
+        return seconds, max(period, self._spent[key][1] / mesh.size)
+
+    def _least_spent(self, block: Block, n_devices: int) -> float:
+        """Seconds of so many devices that a microbatch of a block takes at least; 0 if it cannot be on them."""
+        least = min((self.pricer.floor(block, mesh)[1] for mesh in self.meshes_of(n_devices)), default=math.inf)
+        return n_devices * least if math.isfinite(least) else 0.0
+
+    def _floors_of(self, n_devices: int, microbatches: int) -> Floors:
+        kinds = [block for block, _ in self.step.in_layers(0, self.step.n_layers, microbatches)]
+        numbers = {block.kind: number for number, block in enumerate(kinds)}
+        each = np.zeros((self.step.n_layers + 1, len(kinds)))
+        for layer in range(self.step.n_layers):
+            for block, n in self.step.in_layers(layer, layer + 1, microbatches):
+                each[layer + 1, numbers[block.kind]] = n
+        meshes = self.meshes_of(n_devices)
+        floors = np.array([[self.of_block(block, mesh) for mesh in meshes] for block in kinds])
+        return Floors.of(
+            np.cumsum(each, axis=0),
+            np.moveaxis(floors, 2, 0),
+            np.array([[self.pricer.is_known(block, mesh) for mesh in meshes] for block in kinds]),
+            np.array([self.pricer.least(block, self.cluster, n_devices)[1] for block in kinds]),
+            self.found,
+        )
+
+    def meshes_of(self, n_devices: int) -> Sequence[Mesh]:
+        if n_devices not in self._laid_out:
+            self._laid_out[n_devices] = self.meshes(n_devices)
+        return self._laid_out[n_devices]

@@ -10,7 +10,7 @@ from passes.errors import PlanningError
 from passes.ir import Graph, StatePairs
 from passes.layers import KEPT, most_layers
 from passes.pipeline.assemble import body_of
-from passes.pipeline.stage_table import Sample
+from passes.pipeline.step_blocks import Sample
 
 FINEST = 32
 """The most layers that a deep model is cut into: prices are of blocks, so more layers cost no more of them."""

@@ -205,7 +205,7 @@ class Auto:
         staging.report = told_of("stages", report, best=lambda _: best if math.isfinite(best) else None)
         try:
             staged = staging.run(beneath=best)
-            if staging.is_deep and (staged is None or staging.rivals(staged.step_seconds)):
+            if staging.is_deep and (staged is None or staging.drafting.rivals(staged.step_seconds)):
                 whole = self.choose(forms, cluster, report)
         except PlanningError as error:
             refused = error

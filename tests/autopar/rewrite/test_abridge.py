@@ -19,7 +19,9 @@ from passes.intra_op import layouts
 from passes.layers import KEPT, abridge, blocks, in_blocks
 from passes.pipeline import Sample, StagedSearch, body_of
 from passes.pipeline import search as staged
+from passes.pipeline.drafting import Drafting
 from passes.pipeline.samples import finest
+from passes.pipeline.stage_plans import StagePlans
 from passes.planners import Auto
 from passes.solver import SolverOptions
 from passes.transforms import cut
@@ -106,7 +108,7 @@ def test_a_sample_has_the_blocks_of_the_step(module):
     whole = Sample(graph=family(module).graph(4), state_pairs=traced.state_pairs)
     assert short.left_out == LAYERS - KEPT
     assert len(short.graph.nodes) < 0.8 * len(whole.graph.nodes)
-    kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.blocks(4)] for one in (short, whole)]
+    kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.step.blocks(4)] for one in (short, whole)]
     assert len(kinds[0]) == len(kinds[1]) == LAYERS + 2
     differs = [at for at, (one, other) in enumerate(zip(*kinds, strict=True)) if one != other]
     assert differs in ([], [1])  # the first block also adds up what all of them have
@@ -156,7 +158,7 @@ def test_a_value_that_all_blocks_read_stays():
 
 def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
     """Ctrl-C once there are stages: while others are looked for, by hand and not, and while others are planned."""
-    worth, plan = StagedSearch._worth, StagedSearch._plan
+    worth, plan = Drafting.worth, StagePlans.plan
     planned = []
 
     def twice(self, *args):
@@ -177,8 +179,8 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
     uninterrupted = free_plan()
     assert not uninterrupted.is_interrupted
     with monkeypatch.context() as patch:
-        patch.setattr(StagedSearch, "_worth", twice)
-        patch.setattr(StagedSearch, "_plan", pressed)
+        patch.setattr(Drafting, "worth", twice)
+        patch.setattr(StagePlans, "plan", pressed)
         patch.setattr(staged, "MOST_NODES", 10**9)
         with pytest.raises(KeyboardInterrupt):
             search.run()
@@ -187,8 +189,8 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
         found = search.run()
         assert found.is_interrupted
         assert found.firsts == uninterrupted.firsts
-    looked_for = StagedSearch._partition
-    monkeypatch.setattr(StagedSearch, "_partition", interrupt)
+    looked_for = Drafting._partition
+    monkeypatch.setattr(Drafting, "_partition", interrupt)
     found = search.run()
     assert found.is_interrupted
     assert found.firsts == uninterrupted.firsts
@@ -197,8 +199,8 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
         search.run()
     search.interruptible = True
     partition = inter_op.partition
-    monkeypatch.setattr(StagedSearch, "_partition", looked_for)
-    monkeypatch.setattr(StagedSearch, "_by_hand", lambda *_: None)
+    monkeypatch.setattr(Drafting, "_partition", looked_for)
+    monkeypatch.setattr(Drafting, "_by_hand", lambda *_: None)
     monkeypatch.setattr(
         inter_op, "partition", lambda *args, **more: replace(partition(*args, **more), interrupted=True)
     )

@@ -25,6 +25,7 @@ from passes.pipeline import block_costs as pricing
 from passes.pipeline.assemble import priced, restated
 from passes.pipeline.block_costs import ROUGH, Block, Pricer
 from passes.pipeline.stage_table import StageCosts
+from passes.pipeline.step_blocks import StepBlocks
 from passes.placement import group
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
@@ -113,10 +114,10 @@ def in_microbatches(layers, *counts):
 
 
 def table_of(traced, graphs, cluster, n_layers, pricer, *, lazy=True):
+    samples = {count: Sample(graph=graph, state_pairs=traced.state_pairs) for count, graph in graphs.items()}
     return StageCosts(
-        samples={count: Sample(graph=graph, state_pairs=traced.state_pairs) for count, graph in graphs.items()},
+        step=StepBlocks(samples=samples, n_layers=n_layers),
         cluster=cluster,
-        n_layers=n_layers,
         meshes=lambda n: layouts(cluster, n, 2),
         pricer=pricer,
         told=lambda mesh: None,
@@ -144,7 +145,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
             schedules=("1f1b", "eager-1f1b"),
             microbatches=(4, 8),
             idle=False,
-            lower_bound=table.least if lazy else None,
+            lower_bound=table.bounds.of_layers if lazy else None,
             prefetch=table.expect if lazy else None,
         )
         found[lazy] = partition, pricer.solved
@@ -162,7 +163,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
 def many_blocks():
     """What a step of six layers is cut into."""
     traced, graphs = in_microbatches(6, 4)
-    return table_of(traced, graphs, MESH.cluster, 3, Pricer(options=SolverOptions())).blocks(4)
+    return table_of(traced, graphs, MESH.cluster, 3, Pricer(options=SolverOptions())).step.blocks(4)
 
 
 def test_blocks_that_are_alike_have_the_same_price(many_blocks):
@@ -239,7 +240,7 @@ def test_more_microbatches_take_no_less(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pricing, "ROUGH", 0.0)  # a bound is as far below its price as that allows
     traced, graphs = in_microbatches(6, 4, 8)
     table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))
-    few, many = table.blocks(4), table.blocks(8)
+    few, many = table.step.blocks(4), table.step.blocks(8)
     assert [block.fewer for block in many] == [(block.kind,) for block in few]
     for mesh in layouts(MESH.cluster, 4, 2):
         for one, other in zip(few, many, strict=True):
@@ -264,7 +265,7 @@ def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
 def test_a_chain_of_blocks_costs_what_its_blocks_do():
     traced, graphs = in_microbatches(6, 4)
     table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))
-    blocks = table.blocks(4)
+    blocks = table.step.blocks(4)
     kinds = [block.kind for block in blocks]
     middle = max(kinds, key=kinds.count)
     first, count = kinds.index(middle), kinds.count(middle)
@@ -284,7 +285,7 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     traced, graphs = in_microbatches(4, 2)
     graph = graphs[2]
     table = table_of(traced, graphs, MESH.cluster, 4, Pricer(options=SolverOptions()))
-    cut = stages.cut(graph, table.firsts(graph, table.cuts(2).layers, 2), traced.state_pairs)
+    cut = stages.cut(graph, table.step.firsts(graph, table.step.cuts(2).layers, 2), traced.state_pairs)
     by_print = {}
     for part in cut.parts:
         by_print.setdefault(part.graph.fingerprint, []).append(part)

@@ -1,0 +1,203 @@
+"""What is drafted of a step: its best partition by prices, and every pipeline by hand, in the numbers of microbatches
+near to the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from passes import inter_op
+from passes.cluster import Cluster
+from passes.errors import OverBudgetError, PlanningError
+from passes.inter_op import Partition, Submesh, build, is_chunked
+from passes.intra_op import named, restrictions
+from passes.ir import Graph
+from passes.pipeline.assemble import body_of
+from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, first_of_each, found
+from passes.pipeline.samples import ANCHORS, Step, anchors, near, sampled
+from passes.pipeline.stage_table import StageCosts
+from passes.pipeline.step_blocks import Sample
+
+RIVAL = 1.1
+"""A step without stages is planned where its price is above that of the stages by no more than this factor."""
+
+CLOSE = 1.1
+"""Drafts are planned whose price is above the best by less than this factor, as long as plans are no better than it."""
+
+SLACK = 1.1
+"""Drafts may fit that need more than there is by less than this factor: prices are not plans."""
+
+MOST_NODES = 6_000
+"""Drafts are planned, after the first that fits, while they have no more operators than this in all."""
+
+MOST_UNFIT = 4
+"""So many of the drafts that need least are planned where no other plan fits; so many of a large step in one turn."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Drafting:
+    """Drafts of a `step` with the `samples` that there are of it so far, by the prices of a `table`.
+
+    No device may need more than `limit` bytes. A sample of one microbatch prices the step without stages, too.
+    """
+
+    step: Step
+    cluster: Cluster
+    samples: dict[int, Sample]
+    schedules: Sequence[str]
+    limit: float
+    table: StageCosts
+    interruptible: bool = False
+    _restricted: dict[tuple[int, int], StageCosts] = field(default_factory=dict[tuple[int, int], StageCosts])
+
+    @property
+    def layers(self) -> int:
+        """The layers of which stages are made."""
+        return self.table.step.n_layers
+
+    def search(self, limit: float, most: float, most_nbytes: float) -> DraftSearch:
+        return DraftSearch(
+            table=self.table,
+            schedules=self.schedules,
+            limit=limit,
+            most_nbytes=most_nbytes,
+            most=most,
+            reach=1.0 if self.is_large else CLOSE,
+            has=self._has,
+            leaner=self._leaner,
+        )
+
+    def draft(self, search: DraftSearch) -> None:
+        """Adds all that is worth planning to the search, and the partition that is the best by its prices if it may be.
+
+        Pipelines by hand come first, since what they take bounds the partition; then its stages in numbers of
+        microbatches near to its own; what does not fit is tried in a lean form as well.
+        """
+        first = ANCHORS[-1 if self.is_large else 1]
+        is_tight = self.is_large and search.is_tight(self.cluster.n_devices)
+        self._by_hand(search, first, *([max(self._near(first))] if is_tight else []))
+        partition = self._partition(search)
+        if partition is not None:
+            search.take(drafted(self.table, partition))
+            if partition.interrupted:
+                raise KeyboardInterrupt
+        fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
+        base = min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
+        if partition is not None:
+            shape = found(self.table, partition, partition.microbatches)
+            search.add((shape, n) for n in self._near(base))
+        self._by_hand(search, base)
+
+    def leanest(self) -> list[Draft]:
+        """Drafts by hand that are not said to fit, those first that need least."""
+        search = self.search(self.limit, math.inf, math.inf)
+        self._by_hand(search, ANCHORS[-1 if self.is_large else 1], max(self.samples))
+        unfit = [draft for draft in search.found if draft.peak_nbytes > SLACK * self.limit]
+        return first_of_each(sorted(unfit, key=lambda draft: draft.peak_nbytes))[:MOST_UNFIT]
+
+    def rivals(self, seconds: float) -> bool:
+        """Whether the step without stages, in one form or another, may take hardly longer than that by its prices."""
+        for count in self.samples:
+            most = RIVAL * seconds / count
+            one = self.table.candidate(0, self.layers, self._everything(), count, beneath=most)
+            if one is not None and one.needed_nbytes(1) <= self.limit:
+                return True
+        return False
+
+    def _whole_seconds(self, beneath: float) -> float:
+        """Seconds that stages must stay beneath to be better than none, by its price, if that is less."""
+        if 1 not in self.samples:
+            return beneath
+        one = self.table.candidate(0, self.layers, self._everything(), 1, beneath=beneath / RIVAL)
+        return RIVAL * one.period(1) if one is not None and one.needed_nbytes(1) <= self.limit else beneath
+
+    def _partition(self, search: DraftSearch) -> Partition | None:
+        """The stages that take least by their prices and keep the limit of a search, if any may be better than its own.
+
+        In the number of microbatches that is best for pipelines by hand and, unless the step is large, the first ones.
+        Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
+        """
+        fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
+        counts = {min(fits, key=lambda draft: draft.seconds).microbatches} if fits else set[int]()
+        if not fits or not self.is_large:
+            counts |= {n for n in anchors(self.step.counts) if n in self.samples}
+        single = [name for name in self.schedules if not is_chunked(name)]
+        unsplit = [name for name in single if all(t.kind != "weight_gradient" for t in build(name, 1, 1).groups[0])]
+        try:
+            return inter_op.partition(
+                self.layers,
+                self._everything(),
+                inter_op.submeshes(self.cluster, every=False),
+                self.table,
+                schedules=unsplit or single or ("1f1b",),
+                microbatches=tuple(sorted(counts)) or (1,),
+                memory_limit=search.limit,
+                dispatch_seconds=self.cluster.group().device.dispatch_seconds,
+                n_stages=range(2, self.layers + 1),
+                idle=False,
+                cutoff=self._whole_seconds(search.beneath),
+                lower_bound=self.table.bounds.of_layers,
+                prefetch=self.table.expect,
+                interruptible=self.interruptible,
+            )
+        except OverBudgetError:
+            return None
+
+    def _by_hand(self, search: DraftSearch, *bases: int) -> None:
+        """Adds even stages in numbers of microbatches near to those, and in those that there are."""
+        wanted: list[tuple[Shape, int]] = []
+        for n in dict.fromkeys(n for base in bases for n in self._near(base)):
+            known = n if n in self.samples else next(iter(self.samples))
+            wanted += [(shape, n) for shape in by_hand(self.table, self.cluster.n_devices, known)]
+        search.add(wanted)
+
+    def _near(self, base: int) -> list[int]:
+        """Numbers of microbatches near to that, and those sampled; of a step that is not large, all are."""
+        own = [n for n in self.samples if n > 1] or [1]
+        return [n for n in dict.fromkeys((*own, *near(self.step.counts, base))) if self.is_large or self._has(n)]
+
+    def worth(self, search: DraftSearch) -> list[Draft]:
+        """The drafts that may be the best and may fit: first what fits, the fastest first.
+
+        Of a large step those that are slower come after the first, for where its plan does not fit after all.
+        """
+        most = math.inf if self.is_large else search.beneath
+        ours = [one for one in search.found if one.seconds < most and one.peak_nbytes <= SLACK * search.limit]
+        return first_of_each(sorted(ours, key=lambda draft: (draft.peak_nbytes > search.limit, draft.seconds)))
+
+    def _leaner(self, size: int, tensor: int) -> StageCosts:
+        """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
+        if (size, tensor) not in self._restricted:
+            mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor))
+            pricer = self.table.pricer.restricted(restrictions.megatron)
+            self._restricted[size, tensor] = self.table.restricted(pricer, lambda _: [mesh])
+        return self._restricted[size, tensor]
+
+    def _has(self, count: int) -> bool:
+        """Whether the step can be had in so many microbatches, and cut as it is in others."""
+        if count not in self.samples and (sample := sampled(self.step, count)) is not None:
+            known = self.table.step.cuts(next(iter(self.samples)))
+            self.samples[count] = sample
+            try:
+                alike = len(self.table.step.cuts(count).blocks) == len(known.blocks)
+            except PlanningError:
+                alike = False
+            if not alike:
+                del self.samples[count]
+        return count in self.samples
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a step is so large that few drafts are planned, and each number of microbatches takes its time."""
+        sample = next(iter(self.samples.values()))
+        return sample.left_out > 0 or 2 * size(sample.graph) > MOST_NODES
+
+    def _everything(self) -> Submesh:
+        group = self.cluster.group()
+        return Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host)
+
+
+def size(graph: Graph) -> int:
+    """The operators of a step in microbatches: of what is done once, and of its loop."""
+    return len(graph.nodes) + len(body_of(graph).nodes)

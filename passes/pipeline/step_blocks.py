@@ -1,0 +1,106 @@
+"""A step in blocks, for each number of microbatches of which there is a sample; layers are runs of blocks.
+
+Layers, of which stages are made, are runs of the blocks in which a model repeats itself; where it does not, a layer is
+one block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.errors import InternalError
+from passes.ir import Graph, StatePairs
+from passes.layers import Cuts, in_blocks
+from passes.pipeline.assemble import body_of
+from passes.pipeline.block_costs import Block, alike
+from passes.transforms import stages
+
+Counted = tuple[Block, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A step in microbatches that is there to be priced; after the second of its equal blocks, some are `left_out`."""
+
+    graph: Graph
+    state_pairs: StatePairs
+    left_out: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class StepBlocks:
+    """The blocks and layers of a step given as a sample for each number of microbatches.
+
+    Stages may begin where `also` so many even ones do, whatever the layers.
+    """
+
+    samples: Mapping[int, Sample]
+    n_layers: int
+    also: Sequence[int] = ()
+    _cuts: dict[int, Cuts] = field(default_factory=dict[int, Cuts])
+    _blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict[int, tuple[Block, ...]])
+    _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
+        default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
+    )
+
+    def cuts(self, microbatches: int) -> Cuts:
+        """The step in so many microbatches, in blocks and layers."""
+        if microbatches not in self._cuts:
+            sample = self.samples[microbatches]
+            self._cuts[microbatches] = in_blocks(body_of(sample.graph), self.n_layers, sample.left_out, self.also)
+        return self._cuts[microbatches]
+
+    def span(self, first: int, last: int, microbatches: int) -> tuple[int, int]:
+        """The first block of some layers, and the one after their last."""
+        cuts = self.cuts(microbatches)
+        ends = (*cuts.layers, len(cuts.blocks))
+        return ends[first], ends[last]
+
+    def blocks(self, microbatches: int) -> tuple[Block, ...]:
+        """The blocks of a step in order."""
+        cuts, sample = self.cuts(microbatches), self.samples[microbatches]
+        if microbatches not in self._blocks:
+            parts = stages.cut(sample.graph, cuts.firsts, sample.state_pairs).parts
+            found = alike(parts, [stages.state_pairs_of(part, sample.graph, sample.state_pairs) for part in parts])
+            own = [replace(block, fewer=fewer) for block, fewer in zip(found, self._fewer(microbatches), strict=True)]
+            self._blocks[microbatches] = tuple(own[part] for part in cuts.blocks)
+        return self._blocks[microbatches]
+
+    def _fewer(self, microbatches: int) -> list[tuple[str, ...]]:
+        """The kinds of every part in fewer microbatches, where the step is cut there as it is here."""
+        cuts = self.cuts(microbatches)
+        others = [count for count in sorted(self.samples) if count < microbatches and self.cuts(count) == cuts]
+        kinds = [dict(zip(cuts.blocks, self.blocks(count), strict=True)) for count in others]
+        return [tuple(each[part].kind for each in kinds) for part in range(len(cuts.firsts))]
+
+    def firsts(self, graph: Graph, begins: Sequence[int], microbatches: int) -> tuple[int, ...]:
+        """The nodes of the whole step's body with which these blocks begin."""
+        whole, cuts = in_blocks(body_of(graph), self.n_layers, also=self.also), self.cuts(microbatches)
+        if len(whole.blocks) != len(cuts.blocks):
+            raise InternalError(f"a step of {len(whole.blocks)} blocks was searched as {len(cuts.blocks)}")
+        return tuple(whole.firsts[whole.blocks[block]] for block in begins)
+
+    def in_layers(self, first: int, last: int, microbatches: int) -> tuple[Counted, ...]:
+        return self.counted(*self.span(first, last, microbatches), microbatches)
+
+    def counted(self, begin: int, end: int, microbatches: int) -> tuple[Counted, ...]:
+        """One block of each kind in a run of blocks, with how many there are."""
+        key = (begin, end, microbatches)
+        if key not in self._counts:
+            chosen = self.blocks(microbatches)[begin:end]
+            counts = Counter(block.kind for block in chosen)
+            self._counts[key] = tuple((block, counts[kind]) for kind, block in {b.kind: b for b in chosen}.items())
+        return self._counts[key]
+
+    def boundary_nbytes(self, cut: int, microbatches: int) -> int:
+        """Bytes of one microbatch from layer cut - 1 to layer cut."""
+        return self.edge_nbytes(self.span(cut, self.n_layers, microbatches)[0], microbatches)
+
+    def edge_nbytes(self, block: int, microbatches: int) -> int:
+        """Bytes of one microbatch that a block is sent by the one before it."""
+        part = self.blocks(microbatches)[block - 1].part
+        onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
+        sent = (inner for v, inner in part.streams.items() if v in part.graph.outputs and inner in onward)
+        return sum(part.body.types[inner].nbytes for inner in sent)
