@@ -112,8 +112,11 @@ def sweeps(results: Iterable[Result]) -> list[Sweep]:
 
 
 def score(results: Sequence[Result]) -> Score:
-    """The score of results; tau and regret are means over their sweeps."""
-    times = [ratio for r in results if (ratio := r.seconds_ratio) is not None]
+    """The score of results; tau and regret are means over their sweeps.
+
+    A row that others are relative to is right by definition, and has no error of its own.
+    """
+    times = [ratio for r in results if r.row.base != r.row.name and (ratio := r.seconds_ratio) is not None]
     held = [ratio for r in results if (ratio := r.nbytes_ratio) is not None]
     orders = sweeps(results)
     taus = [sweep.tau for sweep in orders if sweep.tau is not None]

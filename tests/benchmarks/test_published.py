@@ -292,6 +292,7 @@ def test_relative_rows_count_steps_of_their_base():
     one, two, none = predict(rows)
     assert (one.seconds_ratio, two.seconds_ratio, none.seconds_ratio) == (1.0, 1.25, None)
     assert none.why == "its base, gone, was not predicted"
+    assert score([one, two, none]).mape == pytest.approx(0.25)  # the base is right by definition
 
 
 # Scores
