@@ -25,8 +25,8 @@ from rich.table import Table
 
 from autopar.checks.hlo import UNCOMBINED, collectives
 from autopar.lowering import OnPieces, device_mesh
-from autopar.lowering.oracle import OnWholes
 from autopar.plan import partition_spec
+from benchmarks.partitioner import OnWholes
 from passes.cluster import Mesh, parse_cluster
 from passes.ir import TensorType
 from passes.placement import Move

@@ -106,17 +106,16 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
 
 
 def _local(cut: Cut, operands: Arrays) -> Arrays:
-    """The results of a node on pieces, in whatever shape they come."""
+    """The results of a node on pieces, in whatever shape they come, by what its rule says of pieces."""
     if cut.is_whole and not cut.rule.pinned and not cut.rule.once:
         return rebind(cut, operands)
-    if cut.node.primitive in _LOCALIZERS:
-        return _LOCALIZERS[cut.node.primitive](cut, operands)
-    return rebind(cut, operands, **({cut.rule.shape_parameter: cut.local_shape()} if cut.rule.shape_parameter else {}))
-
-
-def localized_primitives() -> frozenset[str]:
-    """The primitives that have a localizer."""
-    return frozenset(_LOCALIZERS)
+    if cut.rule.shape_parameter:
+        return rebind(cut, operands, **{cut.rule.shape_parameter: cut.local_shape()})
+    if not cut.rule.localized:
+        return rebind(cut, operands)
+    if cut.node.primitive not in _LOCALIZERS:
+        raise InternalError(f"{_words(cut)} has a rule that says `localized`, and no localizer")
+    return _LOCALIZERS[cut.node.primitive](cut, operands)
 
 
 def piece_index(axes: tuple[str, ...], mesh: Axes, coordinate: Coordinate = lax.axis_index) -> jax.Array:

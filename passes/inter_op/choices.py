@@ -31,26 +31,14 @@ class Submesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """The cost of one possible stage: seconds per microbatch and at the end of a step, and bytes per device.
+class Candidate(StageCost):
+    """What one stage would cost; `key` is the caller's, and comes back untouched."""
 
-    The halves of the backward are for schedules that split it. `transient_nbytes` are needed while a task runs; `key`
-    is the caller's, and comes back untouched.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    input_gradient_seconds: float | None = None
-    weight_gradient_seconds: float | None = None
-    finish_seconds: float = 0.0
-    persistent_nbytes: int = 0
-    in_flight_nbytes: int = 0
-    transient_nbytes: int = 0
     key: object = None
 
     @classmethod
     def together(cls, costs: Sequence[tuple[StageCost, int]], key: object) -> Self:
-        """The cost of a stage made of several blocks: `n` of each cost (cost, n) in `costs`."""
+        """So many blocks of each cost as one stage."""
         return cls(
             forward_seconds=math.fsum(n * c.forward_seconds for c, n in costs),
             backward_seconds=math.fsum(n * c.backward_seconds for c, n in costs),
@@ -60,27 +48,6 @@ class Candidate:
             persistent_nbytes=sum(n * c.persistent_nbytes for c, n in costs),
             in_flight_nbytes=sum(n * c.in_flight_nbytes for c, n in costs),
             key=key,
-        )
-
-    def needed_nbytes(self, microbatches: int) -> int:
-        """Bytes of one device with `microbatches` in flight."""
-        return self.persistent_nbytes + self.transient_nbytes + microbatches * self.in_flight_nbytes
-
-    def period(self, microbatches: int) -> float:
-        """The initiation interval: seconds per microbatch, with its share of the end of a step."""
-        return self.forward_seconds + self.backward_seconds + self.finish_seconds / microbatches
-
-    def cost(self) -> StageCost:
-        """The cost in the form that the simulator takes."""
-        return StageCost(
-            forward_seconds=self.forward_seconds,
-            backward_seconds=self.backward_seconds,
-            input_gradient_seconds=self.input_gradient_seconds,
-            weight_gradient_seconds=self.weight_gradient_seconds,
-            finish_seconds=self.finish_seconds,
-            in_flight_nbytes=self.in_flight_nbytes,
-            persistent_nbytes=self.persistent_nbytes,
-            working_nbytes=self.transient_nbytes,
         )
 
 

@@ -67,7 +67,7 @@ class Incumbent:
         costs = problem.costs
         return simulate(
             build(schedule, len(stages), problem.microbatches),
-            [costs.candidates[entry].cost() for entry in stages],
+            [costs.candidates[entry] for entry in stages],
             [
                 Transfer(
                     forward_seconds=float(costs.onward[hop]),

@@ -44,6 +44,14 @@ class StageCost:
             weight_gradient_seconds=weight_gradient_seconds,
         )
 
+    def needed_nbytes(self, microbatches: int) -> int:
+        """Bytes with that many microbatches in flight, while a task runs."""
+        return self.persistent_nbytes + self.working_nbytes + microbatches * self.in_flight_nbytes
+
+    def period(self, microbatches: int) -> float:
+        """Seconds of one of so many microbatches, with its share of the end of a step."""
+        return self.forward_seconds + self.backward_seconds + self.finish_seconds / microbatches
+
     def seconds(self, kind: Kind) -> float:
         """Seconds of one task. Raises InternalError for a half of the backward that has none."""
         match kind:

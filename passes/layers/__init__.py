@@ -1,7 +1,7 @@
 """The forward pass of a step as layers: where to cut it, which blocks repeat, and the step with fewer of them."""
 
-from passes.layers.cuts import crossing_nbytes, work
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
+from passes.layers.modules import even_parts, numbered_modules
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
 from passes.layers.sample import KEPT, abridge
 
@@ -12,12 +12,12 @@ __all__ = [
     "adds_up",
     "after_backward",
     "blocks",
-    "crossing_nbytes",
+    "even_parts",
     "everywhere",
     "forward_nodes",
     "forward_scope",
     "in_blocks",
     "most_layers",
+    "numbered_modules",
     "stage_cuts",
-    "work",
 ]

@@ -57,7 +57,7 @@ class Block:
 
     def period(self, cost: StageCost) -> float:
         """Seconds of a microbatch with its share of what comes after all of them."""
-        return cost.forward_seconds + cost.backward_seconds + cost.finish_seconds / self.part.scan.length
+        return cost.period(self.part.scan.length)
 
 
 def alike(parts: Sequence[Part], state_pairs: Sequence[StatePairs]) -> tuple[Block, ...]:

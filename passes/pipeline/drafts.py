@@ -275,7 +275,7 @@ def _costs(shape: Shape, table: StageCosts, microbatches: int, beneath: float) -
         stage_found = table.stage(begin, end, n_devices, microbatches, beneath / microbatches)
         if stage_found is None:
             return None
-        costs.append(stage_found.cost())
+        costs.append(stage_found)
     return costs
 
 

@@ -12,30 +12,16 @@ Activation Recomputation in Large Transformer Models" (2205.05198), section 5.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node, TensorType, phase
-from passes.layers import crossing_nbytes, forward_nodes, work
+from passes.layers import even_parts, forward_nodes, numbered_modules
 from passes.placement import is_free
 from passes.rules import barrier
 from passes.transforms.remat_loops import BodyOrigins, Loop, loops, recompute_loop
 from passes.transforms.remat_policy import KEPT, Kept, is_kept, transposed
-
-_LAYERS = 8
-_CROSSING = 1.2
-_MARGIN = 0.02
-"""Where no modules are numbered: layers at most, what may cross between two as a multiple of the least that does, and
-the share of the work that must lie on both sides. Few layers keep the choices few; a cut through an attention or a
-feed-forward block crosses with more than 1.2 times the bytes of one between them. `python -m benchmarks.memory_limit`
-shows what steps without numbered modules keep."""
-
-_NUMBERED = re.compile(r"(?:^|/)jvp\([^()]*\)/(?:[^/]*/)*?([A-Za-z_.]*?[_.]?)(\d+)(?=/|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,32 +53,9 @@ def layers(graph: Graph) -> tuple[int, ...]:
     Layers are the modules that are numbered (`Block_0`, `Block_1`, ...); or loops, each of which is one, for what its
     iterations keep; or even parts where little crosses.
     """
-    nodes = forward_nodes(graph)
-    forward = [i for i in nodes if phase(graph.nodes[i]) == "forward"]
-    if not forward:
+    if not any(phase(graph.nodes[i]) == "forward" for i in forward_nodes(graph)):
         return ()
-    named = [(i, (match[1], match[2])) for i in forward if (match := _NUMBERED.search(graph.nodes[i].scope))]
-    firsts: dict[tuple[str, str], int] = {}
-    for index, name in named:
-        firsts.setdefault(name, index)
-    prefix, many = Counter(prefix for prefix, _ in firsts).most_common(1)[0] if firsts else ("", 0)
-    if many > 1:
-        last = max(index for index, name in named if name[0] == prefix)
-        match = [index for (p, _), index in firsts.items() if p == prefix]
-        return (*sorted(match), *[i for i in forward if i > last][:1])
-    return tuple(loop.forward for loop in loops(graph)) or _even(graph, nodes)
-
-
-def _even(graph: Graph, nodes: Sequence[int]) -> tuple[int, ...]:
-    """The first node of each of several parts of a forward pass with even work, cut where few bytes cross."""
-    crossing, flops = crossing_nbytes(graph, nodes), work(graph, nodes)
-    done = np.cumsum(flops) / max(float(flops.sum()), 1.0)
-    inner = [i for i in range(1, len(nodes)) if crossing[i] > 0 and _MARGIN < done[i - 1] < 1 - _MARGIN]
-    fewest_nbytes = min((crossing[i] for i in inner), default=0.0)
-    places = [i for i in inner if crossing[i] <= _CROSSING * fewest_nbytes]
-    shares = [k / _LAYERS for k in range(1, _LAYERS)] if places else []
-    cuts = {min(places, key=lambda i: abs(float(done[i - 1]) - share)) for share in shares}
-    return (nodes[0], *(nodes[i] for i in sorted(cuts)))
+    return numbered_modules(graph) or tuple(loop.forward for loop in loops(graph)) or even_parts(graph)
 
 
 def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:

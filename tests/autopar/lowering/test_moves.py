@@ -12,7 +12,7 @@ import pytest
 from autopar.frontend import Traced, trace
 from autopar.lowering import build
 from autopar.lowering.lower import Program
-from autopar.lowering.oracle import constrain
+from benchmarks.partitioner import constrain
 from benchmarks.placements import by_collectives, changes, compiled, mesh_of, planned, sent, stacked_shape
 from passes.ir import TensorType
 from passes.placement import Move, Placement, is_free

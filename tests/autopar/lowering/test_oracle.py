@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar.lowering import build
 from autopar.lowering.lower import Program
-from autopar.lowering.oracle import constrain
+from benchmarks.partitioner import constrain
 from models import gpt
 from tests.sample import slow
 

@@ -54,7 +54,7 @@ class Random:
             finish_seconds=r.uniform(0, 1),
             persistent_nbytes=r.randrange(self.nbytes) * (last - first) // submesh.n_devices,
             in_flight_nbytes=r.randrange(self.nbytes) * (last - first) // microbatches,
-            transient_nbytes=r.randrange(self.nbytes),
+            working_nbytes=r.randrange(self.nbytes),
             key=key_of(first, last, submesh),
         )
 
@@ -140,8 +140,7 @@ def brute_force(
                     schedule = build(name, n_stages, m)
                     counts = in_flight(schedule)
                     if all(c.needed_nbytes(n) <= memory_limit for c, n in zip(stages, counts, strict=True)):
-                        costs = [c.cost() for c in stages]
-                        timeline = simulate(schedule, costs, hops, dispatch_seconds=dispatch_seconds)
+                        timeline = simulate(schedule, stages, hops, dispatch_seconds=dispatch_seconds)
                         best = min(best, timeline.seconds)
     return best
 

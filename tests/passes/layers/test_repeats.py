@@ -9,7 +9,8 @@ import pytest
 
 from passes.errors import PlanningError
 from passes.ir import Graph, Node, TensorType
-from passes.layers import blocks, crossing_nbytes, in_blocks, work
+from passes.layers import blocks, in_blocks
+from passes.layers.cuts import crossing_nbytes, work
 from passes.layers.repeats import COVERED, FEWEST
 
 ROWS = 16

@@ -1,0 +1,56 @@
+"""The layers of a forward pass that keep something of their own for the backward pass: numbered modules, or even parts.
+
+Those that stages are cut from are in `cuts` and `repeats`: there the work of the backward pass counts too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from passes.ir import Graph, phase
+from passes.layers.cuts import crossing_nbytes, work
+from passes.layers.forward import forward_nodes
+
+_PARTS = 8
+_CROSSING = 1.2
+_MARGIN = 0.02
+"""Where no modules are numbered: parts at most, what may cross between two as a multiple of the least that does, and
+the share of the work that must lie on both sides. Few parts keep the choices few; a cut through an attention or a
+feed-forward block crosses with more than 1.2 times the bytes of one between them. `python -m benchmarks.memory_limit`
+shows what steps without numbered modules keep."""
+
+_NUMBERED = re.compile(r"(?:^|/)jvp\([^()]*\)/(?:[^/]*/)*?([A-Za-z_.]*?[_.]?)(\d+)(?=/|$)")
+
+
+def numbered_modules(graph: Graph) -> tuple[int, ...]:
+    """The first node of every module that is numbered (`Block_0`, `Block_1`, ...), and of what follows the last one.
+
+    Empty where there are none; of several kinds the most frequent counts.
+    """
+    forward = [i for i in forward_nodes(graph) if phase(graph.nodes[i]) == "forward"]
+    named = [(i, (match[1], match[2])) for i in forward if (match := _NUMBERED.search(graph.nodes[i].scope))]
+    firsts: dict[tuple[str, str], int] = {}
+    for index, name in named:
+        firsts.setdefault(name, index)
+    prefix, many = Counter(prefix for prefix, _ in firsts).most_common(1)[0] if firsts else ("", 0)
+    if many < 2:
+        return ()
+    last = max(index for index, name in named if name[0] == prefix)
+    starts = [index for (p, _), index in firsts.items() if p == prefix]
+    return (*sorted(starts), *[i for i in forward if i > last][:1])
+
+
+def even_parts(graph: Graph) -> tuple[int, ...]:
+    """The first node of each of several parts of a forward pass with even work, cut where few bytes cross."""
+    nodes = forward_nodes(graph)
+    crossing, flops = crossing_nbytes(graph, nodes), work(graph, nodes)
+    done = np.cumsum(flops) / max(float(flops.sum()), 1.0)
+    inner = [i for i in range(1, len(nodes)) if crossing[i] > 0 and _MARGIN < done[i - 1] < 1 - _MARGIN]
+    fewest_nbytes = min((crossing[i] for i in inner), default=0.0)
+    places = [i for i in inner if crossing[i] <= _CROSSING * fewest_nbytes]
+    shares = [k / _PARTS for k in range(1, _PARTS)] if places else []
+    cuts = {min(places, key=lambda i: abs(float(done[i - 1]) - share)) for share in shares}
+    return (nodes[0], *(nodes[i] for i in sorted(cuts)))
