@@ -6,22 +6,41 @@ from autopar.errors import ArgumentError, DeviceError, UnboundPlanError, Unsuppo
 from autopar.lowering import register_rule
 from autopar.plan import Plan
 from autopar.tools import measure
-from passes.cluster import Cluster
+from passes.cluster import Cluster, DeviceSpec, HostGroup, HostSpec, Link, register_device
 from passes.errors import ClusterError, InternalError, OverBudgetError, PlanMismatchError, PlanningError
+from passes.inter_op import SCHEDULES, Schedule, Task
+from passes.inter_op import register as register_schedule
 from passes.plan import PipelinePlan
-from passes.planners import Auto, DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
+from passes.planners import (
+    Auto,
+    DataParallel,
+    GPipe,
+    Manual,
+    Megatron,
+    Pipeline,
+    Planned,
+    Planner,
+    PlanOptions,
+    Zero,
+)
 from passes.progress import Progress
 from passes.solver import SolverOptions
+from passes.step import Step, Variant
 
 __all__ = [
+    "SCHEDULES",
     "ArgumentError",
     "Auto",
     "Cluster",
     "ClusterError",
     "DataParallel",
     "DeviceError",
+    "DeviceSpec",
     "GPipe",
+    "HostGroup",
+    "HostSpec",
     "InternalError",
+    "Link",
     "Manual",
     "Megatron",
     "OverBudgetError",
@@ -31,13 +50,22 @@ __all__ = [
     "Plan",
     "PlanCache",
     "PlanMismatchError",
+    "PlanOptions",
+    "Planned",
+    "Planner",
     "PlanningError",
     "Progress",
+    "Schedule",
     "SolverOptions",
+    "Step",
+    "Task",
     "UnboundPlanError",
     "UnsupportedError",
+    "Variant",
     "Zero",
     "measure",
     "parallelize",
+    "register_device",
     "register_rule",
+    "register_schedule",
 ]

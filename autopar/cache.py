@@ -1,9 +1,9 @@
 """Plans kept on disk by the content that they follow from, so that the same step is planned once.
 
-An entry is the file that `plan.save` writes with one field more, `cache`: the whole key, and a digest of the rest. An
-entry that is damaged, or not what its name says, is ignored with a warning and replaced. Files appear under their names
-whole, so any number of processes may read and write one folder. Nothing is ever deleted: the folder is the user's to
-empty.
+An entry is the file that `plan.save` writes with one field more, `cache`: the whole key, how the plan was found, and a
+digest of that and of the rest. An entry that is damaged, or not what its name says, is ignored with a warning and
+replaced. Files appear under their names whole, so any number of processes may read and write one folder. Nothing is
+ever deleted: the folder is the user's to empty.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from passes.plan import SCHEMA, Operator, PipelinePlan, Plan
 from passes.plan import json as plan_json
 from passes.planners import Manual, Planner
 from passes.rules import known_primitives, rule_of
+from passes.step import Step
 from passes.transforms import cut
 
 AnyPlan = Plan | PipelinePlan
@@ -48,12 +49,12 @@ class Key:
 
 
 def key_of(
-    traced: Traced,
+    step: Step,
     cluster: Cluster,
     planner: Planner,
     options: Mapping[str, object],
 ) -> Key | None:
-    """The key of the plan of a step as it was traced; None for a planner that is not autopar's own, or a saved plan.
+    """The key of the plan of a step as it was asked for; None for a planner that is not autopar's own, or a saved plan.
 
     `options` are what else was asked for, as plain data. Names and scopes of the user's code count, its line numbers
     do not. Of a user's own sharding rules, those count that this step uses, as they come out for it.
@@ -61,7 +62,7 @@ def key_of(
     described = _described(planner)
     if described is None:
         return None
-    graph = traced.graph
+    graph = step.graph
     data: dict[str, object] = {
         "autopar": plan_json.version(),
         "schema": SCHEMA,
@@ -69,8 +70,8 @@ def key_of(
         "program": graph.fingerprint,
         "names": _digest(repr((graph.input_names, graph.output_names, [node.scope for _, node in _nodes(graph)]))),
         "rules": _digest("\n".join(_own_rules(graph))),
-        "tied": traced.state_pairs,
-        "donated": [i for i, is_donated in enumerate(traced.donated) if is_donated],
+        "state_pairs": step.state_pairs,
+        "donated": [i for i, is_donated in enumerate(step.donated) if is_donated],
         "cluster": cluster.to_json(),
         "planner": described,
         **options,
@@ -88,10 +89,11 @@ class PlanCache:
         """Where the plan of a key is, or would be."""
         return Path(self.folder) / f"{key.digest}.json"
 
-    def read(self, key: Key, accept: Callable[[AnyPlan], Found | None]) -> Found | None:
-        """What `accept` makes of the plan of a key; None, with a warning where there is a file, for one that is no use.
+    def read(self, key: Key, accept: Callable[[AnyPlan, plan_json.Fields], Found | None]) -> Found | None:
+        """What `accept` makes of the plan of a key and of how it was found; None for a plan that is of no use.
 
-        `accept` raises PlanningError for a plan that is not one of the step, and gives None for one to be passed over.
+        That is with a warning, where there is a file. `accept` raises PlanningError for a plan that is not one of the
+        step, and gives None for one to be passed over.
         """
         path = self.path(key)
         try:
@@ -101,19 +103,19 @@ class PlanCache:
         except (OSError, ValueError) as error:
             return _ignored(path, str(error))
         try:
-            return accept(_plan(text, key))
+            return accept(*_entry_of(text, key))
         except (PlanningError, ValueError, RecursionError) as error:
             return _ignored(path, str(error))
 
-    def write(self, key: Key, plan: AnyPlan) -> None:
-        """Keeps a plan, unless its search was interrupted; warns where it cannot."""
+    def write(self, key: Key, plan: AnyPlan, how: Mapping[str, object] | None = None) -> None:
+        """Keeps a plan with how it was found, as plain data, unless that was interrupted; warns where it cannot."""
         if plan.is_interrupted:
             return
         path = self.path(key)
         part = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(_entry(key, plan), encoding="utf-8")
+            part.write_text(_entry(key, plan, how or {}), encoding="utf-8")
             os.replace(part, path)
         except OSError as error:
             warnings.warn(f"{path}: the plan is not kept in the cache: {error.strerror}", stacklevel=2)
@@ -177,15 +179,15 @@ def _from_json(data: object) -> AnyPlan:
     return kind.from_json(data)
 
 
-def _entry(key: Key, plan: AnyPlan) -> str:
+def _entry(key: Key, plan: AnyPlan, how: Mapping[str, object]) -> str:
     """The text of an entry; its second line is what a plan's own file does not have."""
     body = plan_json.text(plan.to_json()).removeprefix("{\n")
-    head = json.dumps({"key": key.data, "digest": _digest(body)})
+    head = json.dumps({"key": key.data, "how": how, "digest": _digest(json.dumps(how) + body)})
     return f'{{\n  "cache": {head},\n{body}'
 
 
-def _plan(text: str, key: Key) -> AnyPlan:
-    """The plan of an entry. Raises PlanningError or ValueError unless it is whole and that of the key."""
+def _entry_of(text: str, key: Key) -> tuple[AnyPlan, plan_json.Fields]:
+    """(the plan, how it was found) of an entry. Raises PlanningError or ValueError unless it is whole and the key's."""
     _, _, rest = text.partition("\n")
     head, _, body = rest.partition("\n")
     if not head.startswith('  "cache": '):
@@ -193,9 +195,9 @@ def _plan(text: str, key: Key) -> AnyPlan:
     cache = json.loads(head.removeprefix('  "cache": ').removesuffix(","))
     if not isinstance(cache, dict) or cache.get("key") != key.data:
         raise PlanningError("the entry is another step's")
-    if cache.get("digest") != _digest(body):
+    if cache.get("digest") != _digest(json.dumps(cache.get("how")) + body):
         raise PlanningError("the entry has been damaged")
-    return _from_json(json.loads("{" + body))
+    return _from_json(json.loads("{" + body)), plan_json.as_object(cache["how"], "how")
 
 
 def _ignored(path: Path, why: str) -> None:

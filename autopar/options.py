@@ -1,20 +1,64 @@
-"""The options of `parallelize`, checked one by one."""
+"""The options of `parallelize`: checked one by one, and what they come to."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Self
 
 import numpy as np
 
+from autopar.cache import PlanCache, checked_cache
 from autopar.errors import ArgumentError, explain
 from autopar.jax_compat import Device
 from passes.cluster import Cluster, parse_cluster
-from passes.errors import ClusterError
-from passes.planners import Planner
-from passes.text import parse_nbytes
-from passes.transforms import Coupling
+from passes.errors import ClusterError, PlanningError
+from passes.planners import Auto, Planned, Planner, PlanOptions, limit_nbytes
+from passes.progress import Report, silent
+from passes.step import Step
+from passes.transforms import Coupling, Kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a function is planned by, for and within: the options of `parallelize` that are not `jax.jit`'s."""
+
+    cluster: Cluster | None
+    planner: Planner
+    devices: tuple[Device, ...] | None
+    microbatches: int | None
+    microbatch_semantics: Coupling
+    memory_limit: int | None
+    remat: Kept | Sequence[Kept] | None
+    cache: PlanCache | None
+    progress: Report
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> Self:
+        """The settings that a user's options come to. Raises ArgumentError or ClusterError for what is none."""
+        return cls(**{name: _CHECKS[name](value) for name, value in options.items()})
+
+    def but(self, options: Mapping[str, object]) -> Self:
+        """Settings in which these options are others; those that are None stay."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(self, **{name: _CHECKS[name](value) for name, value in given.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _OfGraphs:
+    """A planner that was written before there were steps."""
+
+    planner: Any
+
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions) -> Planned:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that of the planners which it asks: it has been said
+            plan = self.planner.plan(step.graph, cluster, tied=step.state_pairs, donated=step.donated)
+        return Planned.of(plan, step)
 
 
 def checked_cluster(cluster: object) -> Cluster | None:
@@ -29,13 +73,35 @@ def checked_cluster(cluster: object) -> Cluster | None:
 
 
 def checked_planner(planner: Any) -> Planner:
-    """The planner. Raises ArgumentError for anything else, a planner's class included."""
-    if not isinstance(planner, type) and callable(getattr(planner, "plan", None)):
-        return planner
+    """The planner, by default the search. Raises ArgumentError for anything else, a planner's class included."""
+    if planner is None:
+        return Auto()
     is_class = isinstance(planner, type)
-    rule = "a planner is a value, and this is its class" if is_class else "a planner has a method plan(graph, cluster)"
+    plan = None if is_class else getattr(planner, "plan", None)
+    if callable(plan) and _takes(plan, "step", "cluster", "options"):
+        return planner
+    if callable(plan) and _takes(plan, "graph", "cluster", tied=(), donated=()):
+        kind = type(planner).__name__
+        warnings.warn(
+            f"{kind}.plan(graph, cluster, tied=, donated=) is deprecated: write {kind}.plan(step, cluster, options), "
+            "which returns autopar.Planned",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return _OfGraphs(planner)
+    rule = "a planner is a value, and this is its class"
+    rule = rule if is_class else "a planner has a method plan(step, cluster, options)"
     remedy = "pass autopar.Auto(), DataParallel(), Zero(), Megatron(data=, tensor=) or Manual(path)"
     raise ArgumentError(explain(f"planner={planner!r:.60}", rule, "", remedy))
+
+
+def _takes(plan: Callable[..., Any], *args: object, **kwargs: object) -> bool:
+    """Whether a method can be called so."""
+    try:
+        inspect.signature(plan).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def checked_microbatches(microbatches: Any) -> int | None:
@@ -47,7 +113,9 @@ def checked_microbatches(microbatches: Any) -> int | None:
 
 
 def checked_progress(progress: Any) -> Any:
-    """What hears of progress. Raises ArgumentError for what cannot be called."""
+    """What hears of progress, by default nobody. Raises ArgumentError for what cannot be called."""
+    if progress is None:
+        return silent
     if callable(progress):
         return progress
     rule = "progress is a function of one autopar.Progress"
@@ -56,13 +124,10 @@ def checked_progress(progress: Any) -> Any:
 
 def checked_limit(limit: Any) -> int | None:
     """The bytes that a device may hold. Raises ArgumentError."""
-    if limit is None:
-        return None
-    nbytes = parse_nbytes(limit) if isinstance(limit, str) else limit
-    if isinstance(nbytes, int | float) and not isinstance(nbytes, bool) and nbytes > 0:
-        return int(nbytes)
-    rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
-    raise ArgumentError(explain(f"memory_limit={limit!r:.60}", rule, "", "leave it out for the device's own memory"))
+    try:
+        return limit_nbytes(limit)
+    except PlanningError as error:
+        raise ArgumentError(str(error)) from None
 
 
 def checked_coupling(coupling: Any) -> Coupling:
@@ -73,10 +138,27 @@ def checked_coupling(coupling: Any) -> Coupling:
     return coupling
 
 
-def checked_devices(devices: Any) -> tuple[Device, ...]:
-    """The devices. Raises ArgumentError for anything that is no sequence of them."""
+def checked_devices(devices: Any) -> tuple[Device, ...] | None:
+    """The devices, None for those that are here. Raises ArgumentError for anything that is no sequence of them."""
+    if devices is None:
+        return None
     found = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else None
     if found and all(hasattr(device, "device_kind") for device in found):
         return found
     rule = "devices are a sequence of one jax.Device or more"
     raise ArgumentError(explain(f"devices={devices!r:.60}", rule, "", "write, say, devices=jax.devices()[:8]"))
+
+
+_CHECKS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "cluster": checked_cluster,
+        "planner": checked_planner,
+        "devices": checked_devices,
+        "microbatches": checked_microbatches,
+        "microbatch_semantics": checked_coupling,
+        "memory_limit": checked_limit,
+        "remat": lambda remat: remat,
+        "cache": checked_cache,
+        "progress": checked_progress,
+    }
+)

@@ -212,7 +212,8 @@ class Planned:
         if (cluster, planner) not in self.plans:
             chosen = planner_of(planner, cluster)
             parallel = autopar.parallelize(self.step, cluster=cluster, planner=chosen, donate_argnums=(0,))
-            self.plans[cluster, planner] = parallel.trace(*self.given), parallel.plan(*self.given)
+            plan = parallel.plan(*self.given)
+            self.plans[cluster, planner] = parallel.trace(*self.given), plan
         traced, plan = self.plans[cluster, planner]
         return Program(graph=traced.graph, plan=plan, state_pairs=traced.state_pairs)
 

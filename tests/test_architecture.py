@@ -16,8 +16,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
 PATH = re.compile(r"`((?:autopar|passes|models|benchmarks|tests|docs)/[\w./]*)`")
-FILES = {"passes": {"__init__", "errors", "progress", "gc_pause"}}
-FILES["autopar"] = {"__init__", "__main__", "errors", "jax_compat", "plan", "cache", "options"}
+FILES = {
+    "passes": {"__init__", "errors", "progress", "gc_pause", "step"},
+    "autopar": {"__init__", "__main__", "errors", "jax_compat", "plan", "cache", "options", "planning", "compilation"},
+}
 """The files beside the rooms, which the picture leaves out."""
 
 

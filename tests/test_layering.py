@@ -23,11 +23,12 @@ FOLDERS = ("autopar", "benchmarks", "models", "passes", "tests")
 ORDER = {
     "passes": (
         *("errors", "gc_pause", "progress", "text", "cluster", "solver", "inter_op", "ir", "sharding", "rules"),
-        *("placement", "layers", "transforms", "memory", "plan", "intra_op", "pipeline", "planners", "__init__"),
+        *("placement", "layers", "transforms", "step", "memory", "plan", "intra_op", "pipeline", "planners"),
+        "__init__",
     ),
     "autopar": (
         *("errors", "jax_compat", "plan", "frontend", "lowering", "checks", "runtime", "rewrite", "cache"),
-        *("options", "api", "tools", "__main__", "__init__"),
+        *("options", "planning", "compilation", "api", "tools", "__main__", "__init__"),
     ),
 }
 MOST_NAMES = 20

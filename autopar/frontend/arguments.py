@@ -41,13 +41,9 @@ class Signature:
     static_names: tuple[str, ...]
     source: str
 
-    @property
-    def has_statics(self) -> bool:
-        return bool(self.static_positions or self.static_names)
-
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
         """((dynamic args, dynamic kwargs), static values as a key). Raises ArgumentError for an unhashable static."""
-        if not self.has_statics:
+        if not (self.static_positions or self.static_names):
             return (args, kwargs), ()
         positions = self._positions(len(args))
         statics = [(self.name(i), args[i]) for i in positions]

@@ -14,10 +14,7 @@ from autopar import jax_compat
 from autopar.frontend import Equation, Traced, plain_params
 from autopar.runtime import Pieces
 from passes.ir import Graph, Node, TensorType
-
-MOST = 64
-"""The most pieces that a loop is cut into so that each stage gets one, where its trips do not divide evenly: as many
-as the deepest published pipeline has stages (Narayanan et al. 2021, table 1: 1T). Each is compiled by itself."""
+from passes.step import MOST_CHUNKS
 
 
 @cache
@@ -25,7 +22,7 @@ def n_pieces(trips: int, stages: int) -> int:
     """The number of equal pieces in which a loop is cut for `stages` stages: one for each, if not too many."""
     divisors = [d for d in range(1, trips + 1) if trips % d == 0]
     fewest = max(d for d in divisors if d <= stages)
-    return min((d for d in divisors if stages <= d <= max(MOST, stages)), default=fewest)
+    return min((d for d in divisors if stages <= d <= max(MOST_CHUNKS, stages)), default=fewest)
 
 
 class ChunkWriter:

@@ -12,13 +12,13 @@ from typing import Any, Self, cast
 import jax
 
 from autopar.api import ParallelFunction, parallelize
-from autopar.frontend import Traced, abstract, trace
-from autopar.rewrite import TracedForms, microbatched, recomputed
+from autopar.frontend import abstract
+from autopar.rewrite import TracedStep
 from passes.cluster import Cluster, HostGroup
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op import best, named
 from passes.plan import Plan
-from passes.planners import Auto, DataParallel, Megatron, Planner, Zero
+from passes.planners import Auto, DataParallel, Megatron, Planner, PlanOptions, Zero
 from passes.transforms import split
 
 TENSOR = (2, 4, 8)
@@ -93,67 +93,37 @@ class Row:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A traced step and what its forms are made of; `structs` are its flat arguments."""
-
-    parallel: ParallelFunction
-    traced: Traced
-    structs: tuple[jax.ShapeDtypeStruct, ...]
-    fixed: bool
-
-    def forms(self) -> TracedForms:
-        """The forms that a search chooses among."""
-        return TracedForms(
-            traced=self.traced,
-            structs=self.structs,
-            coupling=self.parallel._coupling,
-            count=self.parallel._microbatches,
-            fixed=self.fixed,
-        )
-
-    def by_hand(self) -> Traced:
-        """The form that plans by hand are of: as written, in the microbatches that it asks for."""
-        count = self.parallel._microbatches or 1
-        return microbatched(self.traced, self.structs, count, self.parallel._coupling) if count > 1 else self.traced
-
-    def batch(self) -> tuple[int, ...]:
-        """The flat arguments that make up the batch. Raises PlanningError where none does."""
-        return split(self.traced.graph, 1, state_pairs=self.traced.state_pairs, coupling="independent").batch
-
-
-def traced_step(example: Example, rows: Mapping[int, int] | None = None) -> Step:
+def traced_step(example: Example, rows: Mapping[int, int] | None = None) -> TracedStep:
     """An example as planners take it, with the leading dimensions of the flat arguments at `rows` as they say."""
     step = example.step if isinstance(example.step, ParallelFunction) else parallelize(example.step)
-    signature = step._signature
-    dynamic, _ = signature.split(example.args, dict(example.kwargs))
-    leaves, tree = jax.tree.flatten(abstract(dynamic, signature, len(example.args)))
-    for position, extent in (rows or {}).items():
+    if not rows:
+        return step.replan().step(*example.args, **example.kwargs)
+    dynamic, _ = step.signature.split(example.args, dict(example.kwargs))
+    leaves, tree = jax.tree.flatten(abstract(dynamic, step.signature, len(example.args)))
+    for position, extent in rows.items():
         leaf = leaves[position]
         leaves[position] = jax.ShapeDtypeStruct((extent, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
-    args, kwargs = signature.merge(jax.tree.unflatten(tree, leaves), example.args, dict(example.kwargs))
-    found = trace(step._fun, args, kwargs, **step._options)
-    kept = step._kept(found)
-    return Step(
-        parallel=step,
-        traced=recomputed(found, kept) if kept else found,
-        structs=tuple(leaves),
-        fixed=bool(kept),
-    )
+    args, kwargs = step.signature.merge(jax.tree.unflatten(tree, leaves), example.args, dict(example.kwargs))
+    return step.replan().step(*args, **kwargs)  # of a fresh function, which is gone with the step
+
+
+def batch_of(step: TracedStep) -> tuple[int, ...]:
+    """The flat arguments that make up the batch. Raises PlanningError where none does."""
+    return split(step.written.graph, 1, state_pairs=step.written.state_pairs, coupling="independent").batch
 
 
 def quiet(what: str) -> None:
     """Says nothing."""
 
 
-def plans(step: Step, room: Room, said: Said = quiet) -> Iterator[Row]:
+def plans(step: TracedStep, room: Room, said: Said = quiet) -> Iterator[Row]:
     """A row for each planner, from the plainest; `said` is told what is planned now."""
     for name in PLANNERS:
         said(f"planning {name}")
         yield row(name, step, room, said)
 
 
-def row(name: str, step: Step, room: Room, said: Said = quiet) -> Row:
+def row(name: str, step: TracedStep, room: Room, said: Said = quiet) -> Row:
     """What one planner makes of a step."""
     try:
         return Row(name=name, limit_nbytes=room.limit_nbytes, plan=PLANNERS[name](step, room, said))
@@ -164,24 +134,23 @@ def row(name: str, step: Step, room: Room, said: Said = quiet) -> Row:
         return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))
 
 
-def _jit(step: Step, room: Room, said: Said) -> Plan:
+def _jit(step: TracedStep, room: Room, said: Said) -> Plan:
     """The step as it is, on one device."""
-    group, found = room.cluster.group(), step.by_hand()
+    group = room.cluster.group()
     alone = HostGroup(hosts=1, devices_per_host=1, device=group.device, intra=group.intra, inter=group.inter)
     cluster = Cluster(name=f"one of {room.cluster.name}", groups=(alone,))
-    return best("jit", found.graph, [named(cluster)], found.state_pairs, found.donated, room.auto.solver)
+    return best("jit", step.graph, [named(cluster)], step.state_pairs, step.donated, room.auto.solver)
 
 
-def _planned(planner: Planner, step: Step, room: Room) -> Plan:
-    found = step.by_hand()
-    return cast("Plan", planner.plan(found.graph, room.cluster, state_pairs=found.state_pairs, donated=found.donated))
+def _planned(planner: Planner, step: TracedStep, room: Room) -> Plan:
+    return cast("Plan", planner.plan(step, room.cluster, PlanOptions()).plan)
 
 
 def _by(planner: Planner) -> Planned:
     return lambda step, room, said: _planned(planner, step, room)
 
 
-def _megatron(step: Step, room: Room, said: Said) -> Plan:
+def _megatron(step: TracedStep, room: Room, said: Said) -> Plan:
     """The cheapest that fits of Megatron's shapes within a host, else the leanest."""
     devices, group = room.cluster.n_devices, room.cluster.group()
     sizes = [t for t in TENSOR if group.devices_per_host % t == 0] or [1]
@@ -200,12 +169,13 @@ def _megatron(step: Step, room: Room, said: Said) -> Plan:
     return min(found, key=lambda plan: plan.peak_nbytes)
 
 
-def _searched(step: Step, room: Room, said: Said) -> Plan:
-    """The cheapest that fits of all forms and meshes; an error says what would fit."""
-    return room.auto.choose(step.forms(), room.cluster, lambda now: said(f"planning searched: {now.phase}"))
+def _searched(step: TracedStep, room: Room, said: Said) -> Plan:
+    """The cheapest that fits of all variants and meshes; an error says what would fit."""
+    options = PlanOptions(report=lambda now: said(f"planning searched: {now.phase}"))
+    return cast("Plan", room.auto.plan(step, room.cluster, options).plan)
 
 
-Planned = Callable[[Step, Room, Said], Plan]
+Planned = Callable[[TracedStep, Room, Said], Plan]
 
 PLANNERS: dict[str, Planned] = {
     "jit": _jit,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from autopar.tools.fit import PLANNERS, Example, Planned, Room, Row, Said, Step, quiet, traced_step
+from autopar.rewrite import TracedStep
+from autopar.tools.fit import PLANNERS, Example, Planned, Room, Row, Said, batch_of, quiet, traced_step
 from passes.errors import PlanningError
 from passes.intra_op import MOST_OPERATORS, VariantSearch
 from passes.plan import Plan
@@ -39,7 +40,7 @@ class Largest:
         return {"what": self.what, "size": self.size, "certain": self.certain, **row, "plan": self.name, **refusal}
 
 
-def _tried(step: Step, room: Room, said: Said) -> Plan:
+def _tried(step: TracedStep, room: Room, said: Said) -> Plan:
     """As `_searched` with as much work for all plans as that has for one, and an error says nothing of other clusters.
 
     There are no seconds beyond the room's: raises _OutOfTime when they are over.
@@ -51,11 +52,11 @@ def _tried(step: Step, room: Room, said: Said) -> Plan:
             raise _OutOfTime
 
     return VariantSearch(
-        forms=step.forms(),
+        step=step,
         limit=room.limit_nbytes,
         most=MOST_OPERATORS // MOST_PLANS,
         end=end,
-        search=lambda form, offload, beneath, told: room.auto._search(form, room.cluster, told, offload, beneath),
+        search=lambda one, offload, beneath, told: room.auto._search(one, room.cluster, told, offload, beneath),
         report=report,
     ).run()
 
@@ -71,7 +72,7 @@ _SHARES = {"searched": 3}
 
 def largest(
     example: Example,
-    step: Step,
+    step: TracedStep,
     room: Room,
     rows: Sequence[Row],
     presets: Mapping[str, Callable[[], Example]],
@@ -97,11 +98,11 @@ def largest(
 
 
 def _largest_batch(
-    name: str, example: Example, step: Step, room: Room, known: Row | None, end: Deadline, said: Said
+    name: str, example: Example, step: TracedStep, room: Room, known: Row | None, end: Deadline, said: Said
 ) -> Largest:
     """The largest batch in multiples of the devices, and of microbatches; `known` is the row of the batch as it is."""
-    unit = math.lcm(room.cluster.n_devices, step.parallel._microbatches or 1)
-    batch = step.batch()
+    unit = math.lcm(room.cluster.n_devices, step.chosen.microbatches or 1)
+    batch = batch_of(step)
     given = step.structs[batch[0]].shape[0]
 
     def planned(multiple: int) -> Row:
@@ -143,7 +144,7 @@ def _largest_preset(
     )
 
 
-def _stretched(name: str, make: Callable[[], Step], room: Room, end: Deadline, said: Said) -> Row:
+def _stretched(name: str, make: Callable[[], TracedStep], room: Room, end: Deadline, said: Said) -> Row:
     """A row for a step of another size. Raises PlanningError where the user's function takes no such size."""
     left = replace(room, seconds=end.left)
     try:

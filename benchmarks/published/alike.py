@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from passes.cluster import Cluster
 from passes.intra_op import best, named, restrictions
-from passes.ir import Graph, StatePairs
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, pipelined
 from passes.pipeline.assemble import restated
-from passes.plan import PipelinePlan, Plan
-from passes.planners import Megatron
-from passes.transforms import Part, stages
+from passes.plan import Plan
+from passes.planners import Megatron, Planned, PlanOptions
+from passes.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepMegatron(Megatron):
-    """The plan that `Megatron` makes, in less time."""
+    """The plan that `Megatron` makes of a step that is in its variant already, in less time."""
 
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
-    ) -> Plan | PipelinePlan:
-        if not self.pipelined:
-            return Megatron.plan(self, graph, cluster, state_pairs=state_pairs, donated=donated)
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions) -> Planned:
+        if self.pipeline == 1:
+            return Megatron.plan(self, step, cluster, options)
         restrictions.check_sizes({"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}, cluster)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
-        known: dict[object, tuple[Graph, Plan]] = {}
+        known: dict[object, tuple[Step, Plan]] = {}
 
-        def plan_stage(part: Part, stage: int) -> Plan:
-            pairs, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
-            key, name = (part.graph.fingerprint, pairs, given), f"stage {stage}"
+        def plan_stage(part: Step, stage: int) -> Plan:
+            key, name = (part.graph.fingerprint, part.state_pairs, part.donated), f"stage {stage}"
             if key not in known:
+                pairs, given = part.state_pairs, part.donated
                 plan = best(name, part.graph, [mesh], pairs, given, self.solver, restrictions.megatron)
-                known[key] = part.graph, plan
+                known[key] = part, plan
                 return plan
             planned, plan = known[key]
-            plan = restated(plan, planned, part.graph, pairs, given)
+            plan = restated(plan, planned.graph, part.graph, part.state_pairs, part.donated)
             return replace(plan, solution=replace(plan.solution, planner=name))
 
-        firsts = stage_cuts(body_of(graph), self.stages)
+        firsts = stage_cuts(body_of(step.graph), self.stages)
         schedule = "interleaved" if self.interleave > 1 else self.schedule
         name = f"megatron {self.data}x{self.tensor}x{self.pipeline}"
-        return pipelined(name, graph, cluster, state_pairs, donated, firsts, schedule, plan_stage, self.interleave)
+        return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)

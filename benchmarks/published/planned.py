@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import optax
 
 from autopar.frontend import Traced, trace
-from autopar.rewrite import in_pieces, microbatched
+from autopar.rewrite import step_of
 from benchmarks.published.alike import DeepMegatron
 from benchmarks.published.rows import Answer
 from passes.cluster import Cluster
 from passes.gc_pause import uncollected
 from passes.plan import PipelinePlan, Plan
-from passes.planners import Auto, Planner, Zero
+from passes.planners import Auto, Planner, PlanOptions, Zero
+from passes.step import Step, Variant
 
 Precision = Literal["master copy", "cast", "single"]
 """Where a model computes in half precision: what the optimizer updates is a copy in float32 beside parameters in half
@@ -87,11 +88,8 @@ class Configuration:
 @lru_cache(maxsize=4)
 def _plan(asked: Configuration) -> Plan | PipelinePlan:
     count, stages = asked.microbatches, asked.pipeline * asked.interleave
-    one = count == stages == 1
-    program = traced(asked.job) if one else in_microbatches(asked.job, count, stages, asked.by_work)
     with uncollected():
-        state, donated = program.state_pairs, program.donated
-        return planner(asked).plan(program.graph, asked.cluster, state_pairs=state, donated=donated)
+        return planner(asked).plan(step(asked.job, count, stages, asked.by_work), asked.cluster, PlanOptions()).plan
 
 
 def planner(asked: Configuration) -> Planner:
@@ -116,17 +114,14 @@ def traced(job: Job) -> Traced:
 
 
 @lru_cache(maxsize=2)
-def in_microbatches(job: Job, count: int, stages: int, by_work: bool = False) -> Traced:
-    """The job's train step in microbatches, its loop over layers in as many pieces as there are stages, or layers.
+def step(job: Job, count: int, stages: int, by_work: bool) -> Step:
+    """The job's train step in microbatches, its loop over layers in as many chunks as there are stages, or layers.
 
     Gradients in half precision are rounded once a microbatch, which is not exactly the step; the sources do so too.
     """
-    program, structs = traced(job), jax.tree.leaves(shapes(job))
-    if stages > 1:
-        program, pieces = in_pieces(program, job.config.layers if by_work else stages)
-        structs = pieces.structs(structs) if pieces else structs
-    with uncollected():
-        return microbatched(program, structs, count, "independent")
+    written = step_of(traced(job), jax.tree.leaves(shapes(job)), coupling="independent")
+    chunked = job.config.layers if by_work else stages
+    return written.variant(Variant(microbatches=count, stages=chunked if stages > 1 else 0))
 
 
 def shapes(job: Job) -> tuple[Any, Any]:

@@ -3,9 +3,9 @@ collectives and arrays sent between neighbours take there.
 """
 
 from passes.cluster import collectives
-from passes.cluster.accelerators import CPU
+from passes.cluster.accelerators import CPU, HostSpec
 from passes.cluster.boundaries import boundary_seconds
-from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Measured
+from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Link, Measured
 from passes.cluster.collectives import Collective, Kind
 from passes.cluster.devices import known, local_cluster, parse_cluster, register_device
 from passes.cluster.mesh import Axes, Mesh, shapes
@@ -17,7 +17,9 @@ __all__ = [
     "Collective",
     "DeviceSpec",
     "HostGroup",
+    "HostSpec",
     "Kind",
+    "Link",
     "Measured",
     "Mesh",
     "boundary_seconds",

@@ -12,16 +12,13 @@ from passes.intra_op.mesh_search import MeshSearch, best, stopped
 from passes.intra_op.meshes import layouts, named
 from passes.intra_op.offloading import away
 from passes.intra_op.roles import in_forward
-from passes.intra_op.variants import MOST_OPERATORS, Form, Forms, Variant, VariantSearch, variant_of
+from passes.intra_op.variants import MOST_OPERATORS, VariantSearch, variant_of
 
 __all__ = [
     "MOST_OPERATORS",
     "Assembly",
-    "Form",
-    "Forms",
     "MeshProblems",
     "MeshSearch",
-    "Variant",
     "VariantSearch",
     "accounted",
     "assemble",

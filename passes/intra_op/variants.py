@@ -1,6 +1,6 @@
-"""A step in other forms that compute the same: in more microbatches, with less kept for the backward pass.
+"""The search over variants of a step: in more microbatches, with less kept for the backward pass.
 
-Each form is a program of its own, planned by the search over meshes; the cheapest that fits is taken. Forms are tried
+Each variant is a program of its own, planned by the search over meshes; the cheapest that fits is taken. They are tried
 from those that cost least to those that need least memory; one whose bound is above the best plan found is left out.
 """
 
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op.mesh_search import MeshSearch, ended, stopped
 from passes.intra_op.offloading import resting
-from passes.ir import Graph, StatePairs
 from passes.plan import LATE, Plan
 from passes.progress import Deadline, Report, silent, within
-from passes.text import quantities
+from passes.step import Step, Variant
 from passes.transforms import KEPT, Kept, kept_of
+
+_COUNTS = (1, 2, 4, 8, 16, 32)
+"""The numbers of microbatches that are tried where none is asked for."""
 
 _NEAR = 1.02
 """A plan this close, as a factor of its seconds, to the step without a limit is good enough: leaner forms take longer,
@@ -27,59 +28,17 @@ _SURELY = 2.0
 """Numbers of microbatches are left out in which the least that is live is above the limit by this factor or more."""
 
 _LEAN = 4
-"""The leanest forms that are kept, to be made leaner where none fits."""
+"""The leanest variants that are kept, to be made leaner where none fits."""
 
 MOST_OPERATORS = 50_000
-"""Once a form fits, others are planned while all forms on all meshes have fewer operators than this.
+"""Once a variant fits, others are planned while all of them on all meshes have fewer operators than this.
 
-That is all forms of a small step and a few of a GPT of 24 layers: about a minute of either.
+That is all variants of a small step and a few of a GPT of 24 layers: about a minute of either.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A form of the step: how many microbatches, and what each layer keeps (nothing: as it was written).
-
-    Planned with `offload`, the optimizer's state stays in the host's memory between steps.
-    """
-
-    microbatches: int = 1
-    kept: tuple[Kept, ...] = ()
-    offload: bool = False
-
-    def __str__(self) -> str:
-        """The form in words, empty for the step as it was written."""
-        kinds = tuple(dict.fromkeys(self.kept))
-        words = [quantities.count(self.microbatches, "microbatch", "microbatches")] if self.microbatches > 1 else []
-        words += [f"layers keep {kinds[0]}" if len(kinds) == 1 else "layers keep different things"] if kinds else []
-        return ", ".join([*words, *(["state offloaded"] if self.offload else [])])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """A step in one form, as planners take it."""
-
-    graph: Graph
-    state_pairs: StatePairs
-    donated: Sequence[bool]
-
-
-class Forms(Protocol):
-    """The forms that a step has: `layers` of its forward pass, and numbers of microbatches that divide its batch."""
-
-    @property
-    def layers(self) -> int: ...
-
-    @property
-    def counts(self) -> Sequence[int]: ...
-
-    def form(self, variant: Variant) -> Form:
-        """The step in one form. Raises PlanningError where it has none such."""
-        ...
-
-
 def tries(layers: int, count: int, offloads: bool) -> Iterator[Variant]:
-    """The forms with so many microbatches, from the one that costs least to the one that needs least memory."""
+    """The variants in so many microbatches, from the one that costs least to the one that needs least memory."""
     kinds: Sequence[Kept] = KEPT if layers else KEPT[:1]
     for kind in kinds:
         for offload in (False, True) if offloads else (False,):
@@ -88,17 +47,17 @@ def tries(layers: int, count: int, offloads: bool) -> Iterator[Variant]:
 
 @dataclass(slots=True, kw_only=True)
 class VariantSearch:
-    """The cheapest plan of a step in any form, of those that need at most `limit` bytes.
+    """The cheapest plan of any variant of a step, of those that need at most `limit` bytes.
 
-    `search` plans a form, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of
-    each number of microbatches the leanest form comes first while none has fitted: if it does not fit, no other will.
+    `search` plans one, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of each
+    number of microbatches the leanest variant comes first while none has fitted: if it does not fit, no other will.
     Once one fits, others are tried while all that were planned, on all meshes, have fewer than `most` operators, and
     until the user's `end`. If `interruptible`, Ctrl-C ends the search as soon as there is a plan.
     """
 
-    forms: Forms
+    step: Step
     limit: float
-    search: Callable[[Form, bool, float, Report], MeshSearch]
+    search: Callable[[Step, bool, float, Report], MeshSearch]
     most: int = MOST_OPERATORS
     end: Deadline = field(default_factory=Deadline)
     report: Report = silent
@@ -127,13 +86,13 @@ class VariantSearch:
         refused: PlanningError | None = None
         for variant in self._tries():
             try:
-                form = self.forms.form(variant)
+                step = self.step.variant(variant)
             except PlanningError as error:
                 refused = refused or error
                 continue
-            search = self._searched(form, variant)
+            search = self._searched(step, variant)
             if not self.tried:
-                self.offloads = bool(resting(form.graph, form.state_pairs))
+                self.offloads = bool(resting(step.graph, step.state_pairs))
                 if (plan := search.cheapest).peak_nbytes <= self.limit:
                     return _formed(plan, variant)
             self.floor = self.floor or search.least_seconds
@@ -143,56 +102,57 @@ class VariantSearch:
         if self.best is None:
             self.leanest = self._least()
             if self.leanest is None or self.leanest.peak_nbytes > self.limit:
-                raise OverBudgetError("no form of the step keeps the memory limit", leanest=self.leanest)
+                raise OverBudgetError("no variant of the step keeps the memory limit", leanest=self.leanest)
             self.best = self.leanest
         return self._mixed(self.best)
 
     def _goes_on(self) -> bool:
-        """Whether another form is tried, now that one fits."""
+        """Whether another variant is tried, now that one fits."""
         return self.operators < self.most and not self.end.is_over()
 
     def _tries(self) -> Iterator[Variant]:
-        """The forms in the order in which they are tried, as far as is allowed if one fits."""
-        counts = self.forms.counts
-        yield Variant(microbatches=counts[0])
-        for count in counts:
-            forms = tuple(tries(self.forms.layers, count, self.offloads))
+        """The variants in the order in which they are tried, as far as is allowed if one fits."""
+        first = Variant(microbatches=self.step.chosen.count)
+        yield first
+        own = self.step.counts
+        for count in own if len(own) == 1 else [n for n in _COUNTS if n in own] or [1]:
+            left = tuple(tries(self.step.layers, count, self.offloads))
             if self.best is None:
-                if not self._may_fit(forms[-1]):
+                if not self._may_fit(left[-1]):
                     continue
-                yield forms[-1]
-                forms = forms[-2::-1]
+                yield left[-1]
+                left = left[-2::-1]
             if self.best is None:
                 continue
-            for variant in forms:
-                if variant == Variant(microbatches=counts[0]):
+            for variant in left:
+                if variant == first:
                     continue
                 is_near = self.best.step_seconds <= _NEAR * self.floor
                 if is_near or not self._goes_on():
                     return
                 yield variant
 
-    def _searched(self, form: Form, variant: Variant) -> MeshSearch:
-        """A form planned without a limit."""
+    def _searched(self, step: Step, variant: Variant) -> MeshSearch:
+        """A variant planned without a limit."""
         told = within(str(variant), self.report, best=self._best_seconds, end=self.end if self.tried else None)
         if self.last is not None and self.last[0] == replace(variant, offload=not variant.offload):
             search = self.last[1].again(told, offload=variant.offload)
         else:
-            search = self.search(form, variant.offload, self.limit if self.tried else float("inf"), told)
+            search = self.search(step, variant.offload, self.limit if self.tried else float("inf"), told)
             self.last = variant, search
         self.operators += search.operators
         return search
 
     def _best_seconds(self, unlimited: float | None) -> float | None:
-        """Seconds of the best plan so far; `unlimited` is that of a form of which it is not known whether it fits."""
+        """Seconds of the best plan so far; `unlimited` is that of a variant that may not fit."""
         if self.best:
             return self.best.step_seconds
         return None if self.tried else unlimited
 
     def _take(self, search: MeshSearch, variant: Variant) -> bool:
-        """Whether the plan of a form fits and takes less time than the best so far, which it becomes then.
+        """Whether the plan of a variant fits and takes less time than the best so far, which it becomes then.
 
-        Raises KeyboardInterrupt if the form's own search was interrupted.
+        Raises KeyboardInterrupt if the variant's own search was interrupted.
         """
         plan, best = self._fitting(search, variant), self.best
         is_better = plan is not None and (best is None or plan.step_seconds < best.step_seconds)
@@ -203,7 +163,7 @@ class VariantSearch:
         return is_better
 
     def _fitting(self, search: MeshSearch, variant: Variant) -> Plan | None:
-        """The cheapest plan of a form that fits, None if it has none or takes more time than the best so far."""
+        """The cheapest plan of a variant that fits, None if it has none or takes more time than the best so far."""
         self.tried += 1
         if search.interrupted:
             plan = search.cheapest
@@ -212,16 +172,16 @@ class VariantSearch:
             return search.within(self.limit, self.best.step_seconds if self.best else float("inf"), self.end)
         except OverBudgetError:
             self.lean = sorted([*self.lean, (variant, search)], key=lambda one: one[1].problems.lowest_nbytes)[:_LEAN]
-            self.floors[replace(variant, microbatches=1)] = search.floor_nbytes * variant.microbatches
+            self.floors[replace(variant, microbatches=1)] = search.floor_nbytes * variant.count
             return None
 
     def _may_fit(self, variant: Variant) -> bool:
-        """Whether a form may keep the limit: in twice as many microbatches at least half as much is needed."""
-        least = self.floors.get(replace(variant, microbatches=1), 0.0) / variant.microbatches
+        """Whether a variant may keep the limit: in twice as many microbatches at least half as much is needed."""
+        least = self.floors.get(replace(variant, microbatches=1), 0.0) / variant.count
         return least <= _SURELY * self.limit
 
     def _least(self) -> Plan | None:
-        """The leanest plan of the leanest forms: which needs least is seen once each is made as lean as can be."""
+        """The leanest plan of the leanest variants: which needs least is seen once each is made as lean as can be."""
         made = [_formed(search.leanest(), variant) for variant, search in self.lean]
         return min(made, key=lambda one: one.peak_nbytes, default=None)
 
@@ -234,7 +194,7 @@ class VariantSearch:
             middle = (fewest + most) // 2
             kept = kept_of((*best.remat[: len(best.remat) - middle], *("everything",) * middle))
             variant = Variant(microbatches=best.microbatches, kept=kept, offload=bool(best.offloaded))
-            if self._take(self._searched(self.forms.form(variant), variant), variant):
+            if self._take(self._searched(self.step.variant(variant), variant), variant):
                 fewest = middle
             else:
                 most = middle
@@ -242,10 +202,10 @@ class VariantSearch:
 
 
 def _formed(plan: Plan, variant: Variant) -> Plan:
-    """A plan that says which form of the step it is of."""
-    return replace(plan, microbatches=variant.microbatches, remat=variant.kept)
+    """A plan that says which variant of the step it is of."""
+    return replace(plan, microbatches=variant.count, remat=variant.kept)
 
 
 def variant_of(plan: Plan) -> Variant:
-    """The form of the step that a plan is of."""
+    """The variant of the step that a plan is of."""
     return Variant(microbatches=plan.microbatches, kept=kept_of(plan.remat), offload=bool(plan.offloaded))

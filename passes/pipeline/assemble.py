@@ -16,6 +16,7 @@ from passes.pipeline.segments import Needs, needs
 from passes.placement import Layout, collectives, group, is_free, moves
 from passes.plan import MemoryReport, PipelinePlan, Plan, operators
 from passes.sharding import Resharder
+from passes.step import Step
 from passes.text import count
 from passes.transforms import Part, Stages, loop_of, stages
 
@@ -49,19 +50,17 @@ def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> 
 
 def pipelined(
     name: str,
-    graph: Graph,
+    step: Step,
     cluster: Cluster,
-    state_pairs: StatePairs,
-    donated: Sequence[bool],
     firsts: Sequence[int],
     schedule: str,
-    plan_stage: Callable[[Part, int], Plan],
+    plan_stage: Callable[[Step, int], Plan],
     chunks: int = 1,
 ) -> PipelinePlan:
-    """The pipeline whose stages begin at body nodes `firsts`, each planned by itself."""
-    parts = stages.cut(graph, firsts, state_pairs)
-    plans = [plan_stage(part, k) for k, part in enumerate(parts.parts)]
-    return joined(name, graph, cluster, state_pairs, donated, parts, firsts, plans, schedule, chunks)
+    """The pipeline whose stages begin at body nodes `firsts`, each planned as a step of its own."""
+    cut = stages.cut(step.graph, firsts, step.state_pairs)
+    plans = [plan_stage(part, k) for k, part in enumerate(step.parts(cut))]
+    return joined(name, step.graph, cluster, step.state_pairs, step.donated, cut, firsts, plans, schedule, chunks)
 
 
 def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> Plan:

@@ -18,7 +18,7 @@ import numpy as np
 from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, PlanningError
 from passes.inter_op import StageCost
-from passes.intra_op import Assembly, Form, assemble, best, move_seconds
+from passes.intra_op import Assembly, assemble, best, move_seconds
 from passes.ir import PHASES, StatePairs
 from passes.pipeline.assemble import kept, priced
 from passes.pipeline.segments import entering
@@ -29,6 +29,7 @@ from passes.plan import Plan
 from passes.rules import pinned_mesh
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
+from passes.step import Step
 from passes.transforms import Part, microbatch_stacks
 
 ROUGH = 3e-2
@@ -238,10 +239,10 @@ class Pricer:
         except refused:
             return None, math.inf
 
-    def plan(self, name: str, form: Form, meshes: Sequence[Mesh], options: SolverOptions) -> Plan:
+    def plan(self, name: str, step: Step, meshes: Sequence[Mesh], options: SolverOptions) -> Plan:
         """The cheapest plan of a program over the meshes, with what prices have found out about them."""
         return best(
-            name, form.graph, meshes, form.state_pairs, form.donated, options, self.restrict, resharders=self.resharders
+            name, step.graph, meshes, step.state_pairs, step.donated, options, self.restrict, resharders=self.resharders
         )
 
     def _cost(self, one: _First, mesh: Mesh, at_most: float) -> tuple[StageCost | None, float]:

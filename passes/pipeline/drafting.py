@@ -15,9 +15,10 @@ from passes.intra_op import named, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
 from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, first_of_each, found
-from passes.pipeline.samples import ANCHORS, Step, anchors, near, sampled
+from passes.pipeline.samples import ANCHORS, anchors, near, sampled
 from passes.pipeline.stage_table import StageCosts
 from passes.pipeline.step_blocks import Sample
+from passes.step import Step
 
 RIVAL = 1.1
 """A step without stages is planned where its price is above that of the stages by no more than this factor."""
@@ -37,12 +38,13 @@ MOST_UNFIT = 4
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Drafts of a `step` with the `samples` that there are of it so far, by the prices of a `table`.
+    """Drafts of a `step`, for so many `stages`, with the `samples` there are of it so far, by the prices of a `table`.
 
     No device may need more than `limit` bytes. A sample of one microbatch prices the step without stages, too.
     """
 
     step: Step
+    stages: int
     cluster: Cluster
     samples: dict[int, Sample]
     schedules: Sequence[str]
@@ -176,7 +178,7 @@ class Drafting:
 
     def _has(self, count: int) -> bool:
         """Whether the step can be had in so many microbatches, and cut as it is in others."""
-        if count not in self.samples and (sample := sampled(self.step, count)) is not None:
+        if count not in self.samples and (sample := sampled(self.step, self.stages, count)) is not None:
             known = self.table.step.cuts(next(iter(self.samples)))
             self.samples[count] = sample
             try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from passes.errors import PlanningError
-from passes.ir import Graph, StatePairs
 from passes.layers import KEPT, most_layers
 from passes.pipeline.assemble import body_of
 from passes.pipeline.step_blocks import Sample
+from passes.step import Step, Variant
 
 FINEST = 32
 """The most layers that a deep model is cut into: prices are of blocks, so more layers cost no more of them."""
@@ -22,46 +21,24 @@ REACH, MOST_COUNTS = 4, 10
 """Others are up to this factor more or fewer than the best of them, and no more than so many."""
 
 
-class Step(Protocol):
-    """A step that can be had in microbatches; `state_pairs` are the (output, input) positions of its state.
+def samples_of(step: Step, stages: int) -> dict[int, Sample]:
+    """The samples that a search for that many stages begins with; one microbatch is among them if blocks are left out.
 
-    `donated` says of each input whether its room may be taken.
+    Stages may turn out to be fewer.
     """
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """How many microbatches there may be; none if there is no batch."""
-        ...
-
-    @property
-    def state_pairs(self) -> StatePairs: ...
-
-    @property
-    def donated(self) -> tuple[bool, ...]: ...
-
-    def sample(self, count: int) -> Sample:
-        """What the step in so many microbatches is priced on. Raises PlanningError where it has no such form."""
-        ...
-
-    def graph(self, count: int) -> Graph:
-        """All of the step in so many microbatches."""
-        ...
-
-
-def samples_of(step: Step) -> dict[int, Sample]:
-    """The samples that a search begins with; one microbatch is among them where blocks were left out."""
-    found = {count: one for count in anchors(step.counts) if (one := sampled(step, count)) is not None}
+    found = {count: one for count in anchors(step.counts) if (one := sampled(step, stages, count)) is not None}
     if 1 in step.counts and any(one.left_out for one in found.values()):
-        found[1] = step.sample(1)
+        found |= {1: one} if (one := sampled(step, stages, 1)) else {}
     return found
 
 
-def sampled(step: Step, count: int) -> Sample | None:
-    """A sample; None where the step has no such form."""
+def sampled(step: Step, stages: int, count: int) -> Sample | None:
+    """What the step in so many microbatches is priced on; None where it has no such variant."""
     try:
-        return step.sample(count)
+        found = step.variant(Variant(microbatches=count, stages=stages, sample=True))
     except PlanningError:
         return None
+    return Sample(graph=found.graph, state_pairs=found.state_pairs, left_out=found.left_out)
 
 
 def layers_of(samples: Mapping[int, Sample], layers: int | None, most: int) -> int:

@@ -19,7 +19,6 @@ from passes.intra_op import stopped
 from passes.pipeline.block_costs import Pricer
 from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
 from passes.pipeline.drafts import Draft, evenly
-from passes.pipeline.samples import Step
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCosts
 from passes.pipeline.step_blocks import Sample, StepBlocks
@@ -27,6 +26,7 @@ from passes.pipeline.workers import Crew
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, Report, silent
 from passes.solver import SolverOptions
+from passes.step import Step
 
 RETRIES, LESS = 3, 0.95
 """How often stages that do not fit are chosen again, and the share that is kept of what should do."""
@@ -45,6 +45,7 @@ def _marked(plan: PipelinePlan) -> PipelinePlan:
 class StagedSearch:
     """The search over stages of a `step` in so many `layers`, with the `samples` that there are of it so far.
 
+    Samples and plans are of its variants for so many `stages`, whose loops over layers are chunked.
     `meshes(n)` lays out n devices. A sample of one microbatch prices the step without stages, too. Of what was planned
     and does not keep the limit, `leanest` needs the least.
 
@@ -52,6 +53,7 @@ class StagedSearch:
     """
 
     step: Step
+    stages: int
     cluster: Cluster
     samples: dict[int, Sample]
     layers: int
@@ -80,6 +82,7 @@ class StagedSearch:
         )
         self.drafting = Drafting(
             step=self.step,
+            stages=self.stages,
             cluster=self.cluster,
             samples=self.samples,
             schedules=self.schedules,
@@ -89,6 +92,7 @@ class StagedSearch:
         )
         self.plans = StagePlans(
             step=self.step,
+            stages=self.stages,
             cluster=self.cluster,
             schedules=self.schedules,
             limit=self.limit,
@@ -148,7 +152,7 @@ class StagedSearch:
                     continue
                 if draft.key in self._seen:
                     continue
-                graph = self.plans.graph(draft.microbatches)
+                graph = self.plans.written(draft.microbatches).graph
                 nodes += size(graph)
                 if nodes > MOST_NODES and (best is not None or planned == MOST_UNFIT):
                     break

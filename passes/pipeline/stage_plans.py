@@ -7,18 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from passes.cluster import Cluster
 from passes.inter_op import is_chunked
-from passes.intra_op import Form
-from passes.ir import Graph, StatePairs
 from passes.pipeline.assemble import joined, restated
 from passes.pipeline.drafts import Draft
-from passes.pipeline.samples import Step
 from passes.pipeline.segments import Needs
 from passes.pipeline.stage_table import StageCosts
 from passes.pipeline.workers import Crew
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, Report
 from passes.solver import SolverOptions
-from passes.transforms import Part, Stages, stages
+from passes.step import Step, Variant
+from passes.transforms import stages
 
 NEAR = 1e-3
 """The relative gap at which the solve of a stage may end: closing it takes longer than all that comes before."""
@@ -26,12 +24,15 @@ NEAR = 1e-3
 
 @dataclass(slots=True, kw_only=True)
 class StagePlans:
-    """Plans drafts of a `step` for devices that have `limit` bytes, with what was planned for other drafts.
+    """Plans drafts of a `step` in its variants for so many `stages`, with what was planned for other drafts.
+
+    Devices have `limit` bytes.
 
     Work is shared by a crew on drafts of the `shared` prices.
     """
 
     step: Step
+    stages: int
     cluster: Cluster
     schedules: Sequence[str]
     limit: float
@@ -39,26 +40,25 @@ class StagePlans:
     shared: StageCosts
     report: Report
     _needs: dict[object, Needs] = field(default_factory=dict[object, Needs])
-    _plans: dict[object, tuple[Part, Plan]] = field(default_factory=dict[object, "tuple[Part, Plan]"])
+    _plans: dict[object, tuple[Step, Plan]] = field(default_factory=dict[object, "tuple[Step, Plan]"])
 
-    def graph(self, microbatches: int) -> Graph:
+    def written(self, microbatches: int) -> Step:
+        """All of the step in so many microbatches."""
         self.report(Progress(phase="write the step in microbatches", done=0, total=None))
-        return self.step.graph(microbatches)
+        return self.step.variant(Variant(microbatches=microbatches, stages=self.stages))
 
     def plan(self, draft: Draft, crew: Crew) -> PipelinePlan:
         """A draft with its stages planned as they are, under the schedule that is the best then."""
-        graph, shape = self.graph(draft.microbatches), draft.shape
-        begins = draft.table.step.firsts(graph, shape.begins, draft.microbatches)
-        cut = stages.cut(graph, begins, self.step.state_pairs)
-        state_pairs = [stages.state_pairs_of(part, graph, self.step.state_pairs) for part in cut.parts]
-        given = [stages.donations(part, graph, self.step.donated) for part in cut.parts]
-        plans = self._stages(draft, cut, state_pairs, given, crew)
+        step, shape = self.written(draft.microbatches), draft.shape
+        begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
+        cut = stages.cut(step.graph, begins, step.state_pairs)
+        plans = self._stages(draft, step.parts(cut), crew)
         made = joined(
             "auto",
-            graph,
+            step.graph,
             self.cluster,
-            self.step.state_pairs,
-            self.step.donated,
+            step.state_pairs,
+            step.donated,
             cut,
             begins,
             plans,
@@ -69,14 +69,7 @@ class StagePlans:
         under = (replace(made, schedule_name=name) for name in self.schedules if is_chunked(name) == (made.chunks > 1))
         return min(under, default=made, key=lambda one: (one.peak_nbytes > self.limit, one.step_seconds))
 
-    def _stages(
-        self,
-        draft: Draft,
-        cut: Stages,
-        state_pairs: Sequence[StatePairs],
-        given: Sequence[tuple[bool, ...]],
-        crew: Crew,
-    ) -> list[Plan]:
+    def _stages(self, draft: Draft, parts: Sequence[Step], crew: Crew) -> list[Plan]:
         """The plan of every stage; equal ones are planned once, in this draft or another."""
         count, shape, table = draft.microbatches, draft.shape, draft.table
         ends = (*shape.begins[1:], len(table.step.cuts(count).blocks))
@@ -84,28 +77,20 @@ class StagePlans:
         laid_out = [table.near(*run, count) for run in zip(shape.begins, ends, sizes, strict=True)]
         self._tell_stage(0, len(ends))
         keys: list[object] = [
-            (part.graph.fingerprint, own, gone, tuple(meshes))
-            for part, own, gone, meshes in zip(cut.parts, state_pairs, given, laid_out, strict=True)
+            (part.graph.fingerprint, part.state_pairs, part.donated, tuple(meshes))
+            for part, meshes in zip(parts, laid_out, strict=True)
         ]
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
         left = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
-        tasks = [
-            (
-                f"stage {at}",
-                Form(graph=cut.parts[at].graph, state_pairs=state_pairs[at], donated=given[at]),
-                laid_out[at],
-                options,
-            )
-            for at in left.values()
-        ]
+        tasks = [(f"stage {at}", parts[at], laid_out[at], options) for at in left.values()]
         is_shared = table is self.shared
         planned = crew.call("plan", tasks) if is_shared else [table.pricer.plan(*task) for task in tasks]
-        self._plans |= {key: (cut.parts[at], plan) for (key, at), plan in zip(left.items(), planned, strict=True)}
+        self._plans |= {key: (parts[at], plan) for (key, at), plan in zip(left.items(), planned, strict=True)}
         plans: list[Plan] = []
-        for stage, key in enumerate(keys):
+        for stage, (key, own) in enumerate(zip(keys, parts, strict=True)):
             part, plan = self._plans[key]
-            if part is not cut.parts[stage]:
-                plan = restated(plan, part.graph, cut.parts[stage].graph, state_pairs[stage], given[stage])
+            if part is not own:
+                plan = restated(plan, part.graph, own.graph, own.state_pairs, own.donated)
                 plan = replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
             plans.append(plan)
         return plans

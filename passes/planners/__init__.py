@@ -1,9 +1,10 @@
 """Planners: the search, textbook plans by hand and saved ones, and what to say where nothing fits."""
 
 from passes.planners import infeasible
-from passes.planners.auto import Auto, Planner
+from passes.planners.auto import Auto
 from passes.planners.infeasible import allowed, held
 from passes.planners.manual import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
+from passes.planners.planner import Planned, Planner, PlanOptions, limit_nbytes
 
 __all__ = [
     "Auto",
@@ -12,9 +13,12 @@ __all__ = [
     "Manual",
     "Megatron",
     "Pipeline",
+    "PlanOptions",
+    "Planned",
     "Planner",
     "Zero",
     "allowed",
     "held",
     "infeasible",
+    "limit_nbytes",
 ]

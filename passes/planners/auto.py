@@ -37,31 +37,22 @@ Hand-made planners run the same path on a mesh and under restrictions of their o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 from passes.cluster import Cluster, Mesh
 from passes.errors import InternalError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
-from passes.intra_op import (
-    Form,
-    Forms,
-    MeshProblems,
-    MeshSearch,
-    Variant,
-    VariantSearch,
-    layouts,
-    restrictions,
-    variant_of,
-)
-from passes.ir import Graph, StatePairs
-from passes.pipeline import StagedSearch, Step, interrupted, layers_of, samples_of
+from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, restrictions, variant_of
+from passes.ir import has_effect
+from passes.pipeline import StagedSearch, interrupted, layers_of, samples_of
 from passes.plan import PipelinePlan, Plan
 from passes.planners.infeasible import leaner, shortage
+from passes.planners.planner import PLAIN, Planned, PlanOptions, limit_nbytes, takes_graphs
 from passes.progress import Deadline, Report, silent
 from passes.progress import within as told_of
 from passes.solver import SolverOptions
+from passes.step import Step, Variant
 
 LAYERS = 8
 """Layers of a forward pass where nothing else is said."""
@@ -70,42 +61,35 @@ RESERVE = 0.06
 """The share of a device's memory that is left to the framework, its communicators and fragmentation."""
 
 
-class Planner(Protocol):
-    """Anything that turns a graph and a cluster into a plan."""
-
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
-    ) -> Plan | PipelinePlan:
-        """The plan of `graph` on `cluster`; `state_pairs` are the (output, input) positions of its state."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
     """The cheapest placements on the best logical mesh of at most `max_axes` axes, in stages where that is cheaper.
 
     With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, or fewer, and numbers of
     microbatches and `schedules` (all, where none are named) are tried; pipelines by hand are among what is compared. A
-    plan without stages competes, in all its forms; for a deep model that repeats itself it does so by its price, and is
-    made where that is near or no stages fit. A large model takes minutes. Without a number there are 8 layers, or as
+    plan without stages competes, in all its variants; for a deep model that repeats itself it does so by its price, and
+    is made where that is near or no stages fit. A large model takes minutes. Without a number there are 8 layers, or as
     many as 32 where a deep model repeats itself.
 
-    No device may need more than `memory_limit` bytes, by default its own memory less a reserve of 6 %. Where the step
-    as it is written does not fit, it is tried in more microbatches and with less kept. That ends after so much work: a
-    plan does not depend on how busy the machine is. With `seconds` it ends by then, too, once a plan fits, whose
-    `solution.status` is `time limit` if there was more to try.
+    No device may need more than `memory_limit` (bytes; words such as `"12 GiB"` become bytes here), by default its own
+    memory less a reserve of 6 %. Where the step as it is written does not fit, it is tried in more microbatches and
+    with less kept. That ends after so much work: a plan does not depend on how busy the machine is. With `seconds` it
+    ends by then, too, once a plan fits, whose `solution.status` is `time limit` if there was more to try.
 
     If `interruptible`, Ctrl-C ends the search as soon as there is a plan; its `solution.status` is `interrupted` then.
     """
 
     max_axes: int = 2
-    memory_limit: int | None = None
+    memory_limit: int | str | None = None
     pipeline: bool = False
     layers: int | None = None
     schedules: tuple[str, ...] = ()
     seconds: float | None = None
     solver: SolverOptions = field(default_factory=SolverOptions)
     interruptible: bool = field(default=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_limit", limit_nbytes(self.memory_limit))
 
     @property
     def pieces(self) -> int:
@@ -116,35 +100,29 @@ class Auto:
         """Whether stages are searched on this cluster."""
         return self.pipeline and cluster.n_devices > 1
 
-    def plan(
-        self,
-        graph: Graph,
-        cluster: Cluster,
-        *,
-        state_pairs: StatePairs = (),
-        donated: Sequence[bool] = (),
-        report: Report = silent,
-    ) -> Plan:
-        form = Form(graph=graph, state_pairs=state_pairs, donated=donated)
-        search = self._search(form, cluster, report)
-        plan, limit = search.cheapest, self.limit(cluster)
-        if plan.peak_nbytes <= limit:
-            return plan
-        if search.interrupted:
-            raise KeyboardInterrupt
-        try:
-            return search.within(limit) or plan
-        except OverBudgetError as error:
-            raise shortage(OverBudgetError(str(error), leanest=search.lowest()), limit, cluster) from None
+    @takes_graphs
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
+        """The cheapest plan of any variant of the step. Raises OverBudgetError, with what would help."""
+        asked = limit_nbytes(options.memory_limit, self.memory_limit)
+        planner = replace(self, memory_limit=asked)
+        if self.searches(cluster) and not any(map(has_effect, step.graph.nodes)):  # stages have no callbacks
+            plan = planner.search(step, cluster, options.report)
+        else:
+            plan = planner.choose(step, cluster, options.report)
+        if isinstance(plan, PipelinePlan):
+            chosen = Variant(microbatches=plan.microbatches, stages=self.pieces)
+        else:
+            chosen = variant_of(plan)
+        return Planned.of(plan, step.variant(chosen), searched=True, memory_limit=asked)
 
-    def choose(self, forms: Forms, cluster: Cluster, report: Report = silent) -> Plan:
-        """The cheapest plan of a step in any of its forms. Raises OverBudgetError, with what would help."""
+    def choose(self, step: Step, cluster: Cluster, report: Report = silent) -> Plan:
+        """The cheapest plan of a step, without stages, in any of its variants. Raises OverBudgetError."""
         limit = self.limit(cluster)
         search = VariantSearch(
-            forms=forms,
+            step=step,
             limit=limit,
             end=Deadline(self.seconds),
-            search=lambda form, offload, beneath, told: self._search(form, cluster, told, offload, beneath),
+            search=lambda one, offload, beneath, told: self._search(one, cluster, told, offload, beneath),
             report=report,
             interruptible=self.interruptible,
         )
@@ -154,25 +132,25 @@ class Auto:
             lean = search.leanest
 
             def elsewhere(cluster: Cluster) -> Plan | None:
-                """The leanest form on another cluster."""
-                form = forms.form(variant_of(lean)) if lean else forms.form(Variant())
+                """The leanest variant on another cluster."""
+                one = step.variant(variant_of(lean) if lean else Variant())
                 offload = bool(lean and lean.offloaded)
-                return self._search(form, cluster, report, offload, beneath=limit).within(limit)
+                return self._search(one, cluster, report, offload, beneath=limit).within(limit)
 
             raise shortage(error, limit, cluster, elsewhere) from None
 
     def limit(self, cluster: Cluster) -> float:
         """Bytes that a plan may need on one device."""
-        return self.memory_limit or (1 - RESERVE) * cluster.group().device.memory_nbytes
+        return limit_nbytes(self.memory_limit) or (1 - RESERVE) * cluster.group().device.memory_nbytes
 
     def _search(
-        self, form: Form, cluster: Cluster, report: Report, offload: bool = False, beneath: float = math.inf
+        self, step: Step, cluster: Cluster, report: Report, offload: bool = False, beneath: float = math.inf
     ) -> MeshSearch:
         """The program on every mesh on which plans beneath so many bytes may be; the limit is not kept."""
         if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
-        problems = MeshProblems(graph=form.graph, state_pairs=form.state_pairs, donated=form.donated, offload=offload)
+        problems = MeshProblems(graph=step.graph, state_pairs=step.state_pairs, donated=step.donated, offload=offload)
         search = MeshSearch(
             name="auto",
             problems=problems,
@@ -185,7 +163,7 @@ class Auto:
         search.over(self._laid_out(cluster, cluster.n_devices))
         return search
 
-    def search(self, forms: Forms, cluster: Cluster, step: Step, report: Report = silent) -> Plan | PipelinePlan:
+    def search(self, step: Step, cluster: Cluster, report: Report = silent) -> Plan | PipelinePlan:
         """The cheapest of what `choose` finds, without stages, and what a search over stages of the `step` does.
 
         Raises OverBudgetError where nothing fits, with the leanest plan of all.
@@ -196,7 +174,7 @@ class Auto:
         staged: PipelinePlan | None = None
         if staging is None or not staging.is_deep:
             try:
-                whole = self.choose(forms, cluster, report)
+                whole = self.choose(step, cluster, report)
             except PlanningError as error:
                 refused = error
             if staging is None or (whole is not None and whole.is_interrupted):
@@ -206,7 +184,7 @@ class Auto:
         try:
             staged = staging.run(beneath=best)
             if staging.is_deep and (staged is None or staging.drafting.rivals(staged.step_seconds)):
-                whole = self.choose(forms, cluster, report)
+                whole = self.choose(step, cluster, report)
         except PlanningError as error:
             refused = error
         except KeyboardInterrupt:
@@ -220,12 +198,13 @@ class Auto:
 
     def _staging(self, cluster: Cluster, step: Step, report: Report) -> StagedSearch | None:
         """The search over stages; None for a step that has no batch, or that cannot be cut."""
-        samples = samples_of(step)
+        samples = samples_of(step, self.pieces)
         layers = layers_of(samples, self.layers, LAYERS)
         if layers < 2:
             return None
         return StagedSearch(
             step=step,
+            stages=self.pieces,
             cluster=cluster,
             samples=samples,
             layers=layers,

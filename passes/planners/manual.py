@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from passes.cluster import Cluster
+from passes.cluster import Cluster, Mesh
 from passes.errors import PlanMismatchError, PlanningError, explain
-from passes.intra_op import accounted, best, in_forward, layouts, named, restrictions
+from passes.intra_op import Assembly, accounted, best, in_forward, layouts, named, restrictions, variant_of
 from passes.ir import Graph, StatePairs, TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
 from passes.plan import PipelinePlan, Plan, load_plan
+from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
 from passes.solver import SolverOptions
+from passes.step import MOST_CHUNKS, Step, Variant
 from passes.text import nbytes
-from passes.transforms import Kept, Part, kept_of, microbatch_stacks, stages
+from passes.transforms import microbatch_stacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +33,10 @@ class DataParallel:
 
     solver: SolverOptions = field(default_factory=SolverOptions)
 
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
-    ) -> Plan:
+    @takes_graphs
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         mesh = named(cluster, ("data", cluster.n_devices))
-        return best("data parallel", graph, [mesh], state_pairs, donated, self.solver, restrictions.data_parallel)
+        return Planned.of(_best("data parallel", step, mesh, self.solver, restrictions.data_parallel), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,15 @@ class Zero:
     stage: int = 3
     solver: SolverOptions = field(default_factory=SolverOptions)
 
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
-    ) -> Plan:
+    @takes_graphs
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         restrict = restrictions.zero(self.stage)
-        state = _sharded(graph, state_pairs, self.stage)
-        sizes = zero_sizes([graph.types[v] for v in state], cluster.n_devices)
+        state = _sharded(step.graph, step.state_pairs, self.stage)
+        sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
-        plan = best(
-            f"zero-{self.stage}", graph, [mesh], state_pairs, donated, self.solver, restrict, refetch=self.stage == 3
-        )
-        _warn_of_wholes(plan, graph, state)
-        return plan
+        plan = _best(f"zero-{self.stage}", step, mesh, self.solver, restrict, refetch=self.stage == 3)
+        _warn_of_wholes(plan, step.graph, state)
+        return Planned.of(plan, step)
 
 
 WORTHWHILE = 0.01
@@ -151,31 +149,26 @@ class Megatron:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     @property
-    def pipelined(self) -> bool:
-        """Whether there are several stages."""
-        return self.pipeline > 1
-
-    @property
     def stages(self) -> int:
         return self.pipeline * self.interleave
 
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
-    ) -> Plan | PipelinePlan:
+    @takes_graphs
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
+        is_staged = self.pipeline > 1
         sizes = {"data": self.data, "tensor": self.tensor}
-        restrictions.check_sizes(sizes | ({"pipeline": self.pipeline} if self.pipelined else {}), cluster)
+        restrictions.check_sizes(sizes | ({"pipeline": self.pipeline} if is_staged else {}), cluster)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
-        name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if self.pipelined else "")
-        if not self.pipelined:
-            return best(name, graph, [mesh], state_pairs, donated, self.solver, restrictions.megatron)
-        firsts = stage_cuts(body_of(graph), self.stages)
+        name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if is_staged else "")
+        step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages if is_staged else 0))
+        if not is_staged:
+            return Planned.of(_best(name, step, mesh, self.solver, restrictions.megatron), step)
+        firsts = stage_cuts(body_of(step.graph), self.stages)
         schedule = "interleaved" if self.interleave > 1 else self.schedule
 
-        def plan_stage(part: Part, stage: int) -> Plan:
-            pairs, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
-            return best(f"stage {stage}", part.graph, [mesh], pairs, given, self.solver, restrictions.megatron)
+        def plan_stage(part: Step, stage: int) -> Plan:
+            return _best(f"stage {stage}", part, mesh, self.solver, restrictions.megatron)
 
-        return pipelined(name, graph, cluster, state_pairs, donated, firsts, schedule, plan_stage, self.interleave)
+        return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,27 +190,47 @@ class Pipeline:
     max_axes: int = 2
     solver: SolverOptions = field(default_factory=SolverOptions)
 
-    pipelined = True
-
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
-    ) -> PipelinePlan:
+    @takes_graphs
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         sizes = check_submeshes(self.stages, self.submeshes, cluster)
-        firsts = stage_cuts(body_of(graph), self.stages * self.interleave, self.layers)
+        step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages))
+        firsts = stage_cuts(body_of(step.graph), self.stages * self.interleave, self.layers)
 
-        def plan_stage(part: Part, stage: int) -> Plan:
+        def plan_stage(part: Step, stage: int) -> Plan:
             meshes = layouts(cluster, sizes[stage % self.stages], self.max_axes)
-            pairs, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
-            return best(f"stage {stage}", part.graph, meshes, pairs, given, self.solver)
+            return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver)
 
         schedule = "interleaved" if self.interleave > 1 else self.schedule
         name = f"pipeline of {self.stages}"
-        return pipelined(name, graph, cluster, state_pairs, donated, firsts, schedule, plan_stage, self.interleave)
+        return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
 
 
-def GPipe(stages: int, microbatches: int) -> Pipeline:
-    """The pipeline that runs all forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019)."""
-    return Pipeline(stages=stages, microbatches=microbatches, schedule="gpipe")
+@dataclass(frozen=True, slots=True)
+class GPipe:
+    """The pipeline that runs all forwards, then all backwards; otherwise as `Pipeline`.
+
+    Reference: Huang et al., "GPipe" (NeurIPS 2019).
+    """
+
+    stages: int
+    microbatches: int
+    submeshes: tuple[int, ...] = ()
+    layers: str = ""
+    max_axes: int = 2
+    solver: SolverOptions = field(default_factory=SolverOptions)
+
+    @takes_graphs
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
+        pipeline = Pipeline(
+            stages=self.stages,
+            microbatches=self.microbatches,
+            schedule="gpipe",
+            submeshes=self.submeshes,
+            layers=self.layers,
+            max_axes=self.max_axes,
+            solver=self.solver,
+        )
+        return pipeline.plan(step, cluster, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,40 +239,25 @@ class Manual:
 
     source: str | Path | Plan | PipelinePlan
 
-    @property
-    def microbatches(self) -> int:
-        """How many microbatches the plan was made for."""
-        return self._read().microbatches
-
-    @property
-    def remat(self) -> tuple[Kept, ...]:
-        """What each layer keeps for the backward pass, empty for the step as it was written."""
-        plan = self._read()
-        return () if isinstance(plan, PipelinePlan) else kept_of(plan.remat)
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether it is the plan of a pipeline."""
-        return isinstance(self._read(), PipelinePlan)
-
-    def plan(
-        self, graph: Graph, cluster: Cluster, *, state_pairs: StatePairs = (), donated: Sequence[bool] = ()
-    ) -> Plan | PipelinePlan:
+    @takes_graphs
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         plan = self._read()
         if isinstance(plan, PipelinePlan):
-            plan.check(graph, state_pairs)
-            plan = recounted(plan, graph, state_pairs, donated)
+            step = _variant_of(plan, step)
+            plan.check(step.graph, step.state_pairs)
+            plan = recounted(plan, step.graph, step.state_pairs, step.donated)
             size, shape = plan.n_devices, f"{len(plan.stages)} stages"
         else:
-            plan.check(graph)
-            plan = accounted(plan, graph, state_pairs, donated)
+            step = step.variant(variant_of(plan))
+            plan.check(step.graph)
+            plan = accounted(plan, step.graph, step.state_pairs, step.donated)
             size, shape = plan.mesh.size, str(plan.mesh)
         if size > cluster.n_devices:
             raise PlanMismatchError(
                 f"the plan was made for {size} devices ({shape}), the cluster {cluster.name!r} has "
                 f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
             )
-        return plan
+        return Planned.of(plan, step)
 
     def _read(self) -> Plan | PipelinePlan:
         if not isinstance(cast(object, self.source), str | Path | Plan | PipelinePlan):
@@ -267,3 +265,29 @@ class Manual:
             remedy = "pass what plan.save(path) wrote, or the plan itself"
             raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
         return load_plan(self.source) if isinstance(self.source, str | Path) else self.source
+
+
+def _variant_of(plan: PipelinePlan, step: Step) -> Step:
+    """The variant of a step that a pipeline was planned for, by its fingerprint; if there is none, one for its stages.
+
+    A saved plan does not say for how many stages loops were chunked: the search does so for layers.
+    """
+    first = step.variant(Variant(microbatches=plan.microbatches, stages=len(plan.stages)))
+    found = first
+    for number in range(1, MOST_CHUNKS + 1):
+        if found.graph.fingerprint == plan.fingerprint:
+            return found
+        found = step.variant(Variant(microbatches=plan.microbatches, stages=number))
+    return found if found.graph.fingerprint == plan.fingerprint else first
+
+
+def _best(
+    name: str,
+    step: Step,
+    mesh: Mesh,
+    options: SolverOptions,
+    restrict: Callable[[Assembly], Assembly],
+    refetch: bool = False,
+) -> Plan:
+    """The cheapest plan on one mesh, under a restriction."""
+    return best(name, step.graph, [mesh], step.state_pairs, step.donated, options, restrict, refetch)

@@ -47,9 +47,9 @@ class Watched:
 
     asked: list[dict[str, Any]] = field(default_factory=list)
 
-    def plan(self, graph: Any, cluster: Any, **options: Any) -> Any:
-        self.asked.append({"graph": graph, "cluster": cluster, **options})
-        return autopar.DataParallel().plan(graph, cluster, **options)
+    def plan(self, step: Any, cluster: Any, options: Any) -> Any:
+        self.asked.append({"step": step, "cluster": cluster, "options": options})
+        return autopar.DataParallel().plan(step, cluster, options)
 
 
 # The decorator.
@@ -132,8 +132,8 @@ def test_planner_hears_of_state_and_donation():
     planner = Watched()
     parallel(planner=planner, donate_argnames="params").plan(PARAMS, BATCH)
     (asked,) = planner.asked
-    assert asked["state_pairs"] == ((0, 0), (1, 1))
-    assert asked["donated"] == (True, True, False, False)
+    assert asked["step"].state_pairs == ((0, 0), (1, 1))
+    assert asked["step"].donated == (True, True, False, False)
     assert asked["cluster"].n_devices == 8
 
 

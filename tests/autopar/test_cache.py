@@ -142,8 +142,8 @@ def test_a_users_rule_counts(tmp_path: Path):
 class Own:
     """A planner that is not autopar's."""
 
-    def plan(self, graph: Any, cluster: Any, **options: Any) -> Any:
-        return autopar.DataParallel().plan(graph, cluster, **options)
+    def plan(self, step: Any, cluster: Any, options: Any) -> Any:
+        return autopar.DataParallel().plan(step, cluster, options)
 
 
 def test_planners_of_others_and_saved_plans_are_not_kept(tmp_path: Path):
@@ -200,10 +200,9 @@ def test_what_runs_from_the_cache_is_the_step(tmp_path: Path, planner: Any):
 def test_a_pipeline_that_the_search_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = jax.tree.map(lambda x: struct(*x.shape), arguments("float32"))
 
-    def found(self: Any, forms: Any, cluster: Any, step: Any, report: Any) -> Any:
+    def found(self: Any, step: Any, cluster: Any, report: Any) -> Any:
         assert 4 in step.counts
-        planner = autopar.Pipeline(stages=2, microbatches=4)
-        return planner.plan(step.graph(4), cluster, state_pairs=step.state_pairs, donated=step.donated)
+        return autopar.Pipeline(stages=2, microbatches=4).plan(step, cluster).plan
 
     monkeypatch.setattr(autopar.Auto, "search", found)
     options = {"planner": autopar.Auto(pipeline=True, layers=2), "cluster": "1x2:a100-80g", "cache": tmp_path}
@@ -324,7 +323,7 @@ from autopar.cache import Key, PlanCache
 from passes.plan import Plan
 cache, keys = PlanCache(sys.argv[1]), [Key(data={"number": i}) for i in range(2)]
 plans = [Plan.load(path) for path in sys.argv[2:]]
-def accept(plan):
+def accept(plan, how):
     assert plan in plans
     return plan
 for i in range(60):

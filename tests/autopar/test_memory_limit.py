@@ -152,7 +152,7 @@ def test_a_hand_made_plan_above_the_limit_is_refused():
 
 @pytest.mark.parametrize(("words", "size"), [("2 MiB", 2 << 20), ("1.5 GB", 1_500_000_000), ("4096", 4096)])
 def test_limits_are_read_in_words(words: str, size: int):
-    assert autopar.parallelize(momentum_step, memory_limit=words)._memory_limit == size
+    assert autopar.parallelize(momentum_step, memory_limit=words)._settings.memory_limit == size
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "much", True, "1.2.3 GiB"])

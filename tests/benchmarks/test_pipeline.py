@@ -95,11 +95,13 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 
 def test_pipelines_of_the_training_scripts():
     args = parsed(["--planner", "gpipe", "--stages", "2", "--microbatches", "4"])
-    assert args.planner == autopar.GPipe(2, 4)
+    assert args.planner == autopar.Pipeline(stages=2, microbatches=4, schedule="gpipe")
     assert parsed(["--planner", "1f1b"]).planner == autopar.Pipeline(stages=4, microbatches=8)
     assert parsed(["--microbatches", "2"]).microbatches == 2
     assert parsed(["--planner", "zero3"]).microbatches == 1
-    assert gpt_options.arguments(["--planner", "gpipe", "--stages", "2"]).pipeline == autopar.GPipe(2, 8)
+    assert gpt_options.arguments(["--planner", "gpipe", "--stages", "2"]).pipeline == autopar.Pipeline(
+        stages=2, microbatches=8, schedule="gpipe"
+    )
     assert gpt_options.arguments([]).pipeline is None
 
 

@@ -16,7 +16,7 @@ from benchmarks.published.alike import DeepMegatron
 from benchmarks.published.flops import megatron_flops, model_flops
 from benchmarks.published.machines import machine
 from benchmarks.published.megatron import gpt_job, work_of
-from benchmarks.published.planned import Configuration, Job, in_microbatches, shapes
+from benchmarks.published.planned import Configuration, Job, shapes, step
 from benchmarks.published.rows import Answer, Result, Row, number, whole
 from benchmarks.published.running import predict
 from benchmarks.published.scores import bias, mape, regret, score, sweeps, tau
@@ -27,7 +27,7 @@ from passes.errors import PlanningError
 from passes.ir import phase
 from passes.pipeline import body_of
 from passes.plan import PipelinePlan, Plan
-from passes.planners import Megatron
+from passes.planners import Megatron, PlanOptions
 
 ROWS, UNREAD = read((DATA,))
 COUNTS = {
@@ -197,16 +197,15 @@ def test_a_row_is_planned_as_its_source_configured_it():
 
 @pytest.mark.parametrize(("by_work", "pieces"), [(False, 2), (True, 4)])
 def test_a_loop_over_layers_comes_in_stages_or_in_layers(by_work: bool, pieces: int):
-    body = body_of(in_microbatches(TINY, 2, 2, by_work).graph)
+    body = body_of(step(TINY, 2, 2, by_work).graph)
     loops = [node for node in body.nodes if node.primitive == "scan" and phase(node) == "forward"]
     assert [node.params["length"] for node in loops] == [4 // pieces] * pieces
 
 
 def test_equal_stages_are_planned_once_and_as_by_themselves():
-    program = in_microbatches(TINY, 2, 4)
-    given = {"state_pairs": program.state_pairs, "donated": program.donated}
+    whole = step(TINY, 2, 4, False)
     planners = (of(data=1, tensor=1, pipeline=4, microbatches=2) for of in (DeepMegatron, Megatron))
-    ours, theirs = (planner.plan(program.graph, CLUSTER, **given) for planner in planners)
+    ours, theirs = (planner.plan(whole, CLUSTER, PlanOptions()).plan for planner in planners)
     assert isinstance(ours, PipelinePlan)
     assert isinstance(theirs, PipelinePlan)
     assert (ours.costs, ours.firsts, ours.transfers) == (theirs.costs, theirs.firsts, theirs.transfers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ from benchmarks.placements import by_collectives, changes, compiled, mesh_of, pl
 from passes.ir import TensorType
 from passes.placement import Move, Placement, is_free
 from passes.plan import Operator, Plan, Solution
-from passes.planners import Auto, Megatron, Planner, Zero
+from passes.planners import Auto, Megatron, Planner, PlanOptions, Zero
 from passes.rules import rule_of
 from passes.sharding import Resharder, ShardingSpec, replicated
+from passes.step import Step
 from tests.sample import some
 
 TYPE = TensorType(shape=(8, 16, 24), dtype="float32")
@@ -105,7 +107,8 @@ def arguments() -> tuple[dict[str, np.ndarray], np.ndarray, jax.Array]:
 @pytest.mark.parametrize("planner", [Auto(), Zero(3), Megatron(data=2, tensor=4)], ids=lambda p: type(p).__name__)
 def test_both_lowerings_agree_with_jit(planner: Planner) -> None:
     traced = trace(train_step, arguments(), {})
-    plan = planner.plan(traced.graph, MESH.cluster, state_pairs=traced.state_pairs, donated=traced.donated)
+    step = Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
+    plan: Any = planner.plan(step, MESH.cluster, PlanOptions()).plan
     assert plan.mesh.size == 8
     for lowering in (build, constrain):
         assert_steps_as_jit(lowering(traced, plan, jax.devices()))

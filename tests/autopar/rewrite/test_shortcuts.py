@@ -18,7 +18,7 @@ from autopar.rewrite import microbatched
 from models import gpt
 from passes import inter_op
 from passes.cluster import Mesh, parse_cluster
-from passes.intra_op import Form, assemble, best, layouts
+from passes.intra_op import assemble, best, layouts
 from passes.layers import in_blocks
 from passes.pipeline import Sample, body_of
 from passes.pipeline import block_costs as pricing
@@ -30,6 +30,7 @@ from passes.placement import group
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
 from passes.solver.symmetry import tie
+from passes.step import Step
 from passes.transforms import stages
 from tests.autopar.rewrite.traced_steps import traced_step
 from tests.sample import slow
@@ -218,7 +219,7 @@ def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
             assert pickle.loads(pickle.dumps(there.cost(*task))) == here.cost(block, mesh, math.inf)
             here.find([(block, mesh, math.inf)])
     block, meshes = many_blocks[2], layouts(MESH.cluster, 4, 2)
-    task = ("stage", Form(graph=block.part.graph, state_pairs=block.state_pairs, donated=()), meshes, SolverOptions())
+    task = ("stage", Step(graph=block.part.graph, state_pairs=block.state_pairs, donated=()), meshes, SolverOptions())
     plan, same = here.plan(*task), pickle.loads(pickle.dumps(here)).plan(*pickle.loads(pickle.dumps(task)))
     assert replace(pickle.loads(pickle.dumps(same)), solution=plan.solution) == plan
 

@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar import Auto, DataParallel, Megatron, Pipeline
-from autopar.rewrite import Family
+from autopar.rewrite import step_of
 from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError
 from passes.inter_op import SCHEDULES, is_chunked
@@ -140,10 +140,11 @@ def searched(loss: Callable[..., Any], args: Any, devices: str, limit: float = 1
     """The search over stages of a step by itself."""
     cluster = parse_cluster(devices)
     traced = autopar.parallelize(sgd(loss), cluster=cluster).trace(*args)
-    family = Family(traced=traced, structs=jax.tree.leaves(args), coupling="exact", layers=8)
-    samples = samples_of(family)
+    step = step_of(traced, jax.tree.leaves(args))
+    samples = samples_of(step, 8)
     return StagedSearch(
-        step=family,
+        step=step,
+        stages=8,
         cluster=cluster,
         samples=samples,
         layers=layers_of(samples, 8, 8),

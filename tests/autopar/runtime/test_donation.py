@@ -38,8 +38,8 @@ def on(step: Callable[..., Any], planner: Pipeline = TWO, devices: int = 4, **op
 
 def pipeline_of(parallel: Any) -> Any:
     """What runs the only program of a function."""
-    (program,) = parallel._programs.values()
-    return getattr(program.executable, "pipeline", program.executable)
+    (one,) = parallel._compilations.known.values()
+    return getattr(one.executable, "pipeline", one.executable)
 
 
 def small() -> tuple[Any, Any, Any]:

@@ -111,8 +111,8 @@ def test_the_whole_step_is_in_the_stages_once():
     planner = Pipeline(stages=4, microbatches=4)
     parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
     arguments = (params, OPTIMIZERS["sgd"].init(params)), batch
-    graph = parallel.trace(*arguments).graph
-    cut = stages.cut(graph, parallel.plan(*arguments).firsts)
+    plan, graph = parallel.plan(*arguments), parallel.trace(*arguments).graph
+    cut = stages.cut(graph, plan.firsts)
     index = loop_of(graph)
     assert index is not None
     products = [n for n in graph.nodes[index].subgraphs[0].nodes if n.primitive == "dot_general"]

@@ -235,7 +235,7 @@ def cut_of(planner: Pipeline, loss: Callable[..., jax.Array] = score, layers: in
     """(traced, plan, stages) of a step with AdamW and clipping, for four devices."""
     parallel = autopar.parallelize(step_of(loss, "adamw+clip"), planner=planner, cluster="4:a100-80g")
     given = arguments(layers)
-    traced, plan = parallel.trace(*given), parallel.plan(*given)
+    plan, traced = parallel.plan(*given), parallel.trace(*given)
     return traced, plan, stages.cut(traced.graph, plan.firsts, traced.state_pairs)
 
 

@@ -21,10 +21,11 @@ from autopar.errors import ArgumentError
 from autopar.tools.cli import main
 from autopar.tools.progress_bar import shown, words
 from passes.errors import OverBudgetError
-from passes.intra_op import Form, Variant, VariantSearch
+from passes.intra_op import VariantSearch
 from passes.ir import Graph
 from passes.plan import Plan
 from passes.progress import Deadline, Report
+from passes.step import Step, Variant
 from tests.autopar.rewrite.test_remat import arguments
 from tests.autopar.rewrite.test_remat import train_step as deep_step
 from tests.autopar.tools.test_cli import TRAIN
@@ -74,18 +75,18 @@ GOLDEN = Plan.load(Path(__file__).parents[2] / "golden" / "plan.json")
 GRAPH = Graph(types=(), nodes=(), inputs=(), outputs=())
 
 
-class Made:
-    """Forms of an empty step with two layers, in one, two or four microbatches."""
+class Empty(Step):
+    """An empty step with two layers, in one, two or four microbatches."""
 
     layers, counts = 2, (1, 2, 4)
 
-    def form(self, variant: Variant) -> Form:
-        return Form(graph=GRAPH, state_pairs=(), donated=())
+    def variant(self, variant: Variant) -> Step:
+        return self
 
 
 @dataclass
 class Searched:
-    """A search of one form as `VariantSearch` sees it: a plan of `seconds` that fits only as `within` has it."""
+    """A search of one variant as `VariantSearch` sees it: a plan of `seconds` that fits only as `within` has it."""
 
     report: Report
     seconds: float
@@ -93,6 +94,13 @@ class Searched:
     interrupted: bool = False
     least_seconds: float = 0.1
     operators: int = 1
+    floor_nbytes: float = 0.0
+    lowest_nbytes: int = 15
+
+    @property
+    def problems(self) -> Searched:
+        """What knows the least bytes that were met."""
+        return self
 
     @property
     def cheapest(self) -> Plan:
@@ -116,12 +124,12 @@ def varied(
     """A search among forms of which those tried at the places of `fitting` fit, in so many seconds."""
     places = itertools.count()
 
-    def search(form: Form, offload: bool, beneath: float, told: Report) -> Any:
+    def search(step: Step, offload: bool, beneath: float, told: Report) -> Any:
         at = next(places)
         return Searched(report=told, seconds=fitting.get(at, 1.0), fits=at in fitting)
 
     return VariantSearch(
-        forms=Made(),
+        step=Empty(graph=GRAPH),
         limit=12,
         most=most,
         end=Deadline(seconds),
@@ -261,10 +269,10 @@ def test_a_search_among_forms_without_one_that_fits_has_none():
 def test_a_form_whose_own_search_was_interrupted_is_the_last(fits: bool):
     searches = [{"fits": True}, {"fits": fits, "interrupted": True}]
 
-    def search(form: Form, offload: bool, beneath: float, told: Report) -> Any:
+    def search(step: Step, offload: bool, beneath: float, told: Report) -> Any:
         return Searched(report=told, seconds=1.0 - 0.1 * len(searches), **searches.pop(0))
 
-    found = VariantSearch(forms=Made(), limit=12, search=search, interruptible=True).run()
+    found = VariantSearch(step=Empty(graph=GRAPH), limit=12, search=search, interruptible=True).run()
     assert found.solution.status == "interrupted"
     assert not searches
     assert not found.remat  # an answer that needs more than the limit is not fitted any more

@@ -1,0 +1,261 @@
+"""A function at given types on its way to devices: traced, planned, lowered, run; each once it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from autopar.errors import DeviceError, UnsupportedError, explain
+from autopar.frontend import Signature, Traced, Type, abstract, trace, types_of
+from autopar.jax_compat import Device, configuration, is_traced
+from autopar.options import Settings
+from autopar.plan import Plan
+from autopar.planning import Chosen, choose
+from autopar.rewrite import TracedStep, step_of
+from autopar.runtime import (
+    Executable,
+    Joined,
+    Limit,
+    Lowered,
+    Pipeline,
+    Prepared,
+    build,
+    limit_of,
+    load,
+    lower,
+    needed_nbytes,
+    pipeline_nbytes,
+    prepare,
+)
+from passes.cluster import local_cluster
+from passes.errors import OverBudgetError
+from passes.gc_pause import uncollected
+from passes.plan import PipelinePlan
+from passes.transforms import stages
+
+_Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...], Hashable]
+_Run = Callable[[list[Any]], Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Compilation:
+    """A function at given types: its trace; then its plan, its jitted form and what runs it, once they are wanted.
+
+    `structs` are its flat arguments and `statics` its static ones. `run` takes the flat arguments of a call.
+    """
+
+    signature: Signature
+    settings: Settings
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    statics: tuple[Any, ...]
+    traced: Traced
+    chosen: Chosen | None = None
+    prepared: Prepared | None = None
+    executable: Executable | Pipeline | Joined | None = None
+    run: _Run | None = None
+
+    def step(self) -> TracedStep:
+        """The step as planners are given it."""
+        settings = self.settings
+        return step_of(
+            self.traced,
+            self.structs,
+            coupling=settings.microbatch_semantics,
+            microbatches=settings.microbatches,
+            remat=settings.remat,
+        )
+
+    def now(self) -> Traced:
+        """The program as it was planned; before that, as planners are given it."""
+        return self.chosen.traced if self.chosen else self.step().traced
+
+    def plan(self) -> Plan | PipelinePlan:
+        """The plan. Raises PlanningError where none is possible."""
+        return self._chosen().plan
+
+    def lower(self, *, again: bool = True) -> Lowered:
+        """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
+        lowered = lower(self._prepared(), self.structs, self.statics)
+        limit = self._limit()
+        if limit is None:
+            return lowered
+
+        def tightened(needed: int) -> Lowered:
+            before = self.plan()
+            self._tighten(limit, needed)
+            if isinstance(self.plan(), PipelinePlan):  # which has no lowered form
+                raise limit.error(before, needed)
+            return self.lower(again=False)
+
+        return replace(lowered, _limit=limit, _again=tightened if again and limit.searched else None)
+
+    def start(self, leaves: list[Any]) -> Any:
+        """The results of the first call, after which there is what runs the others."""
+        with uncollected():
+            self._chosen()
+        executable = self._executable(again=True, nested=any(map(is_traced, leaves)))
+        if executable is None:
+            return self._prepared().executable()(leaves)
+        self.executable = executable
+        self.run = executable if isinstance(executable, Executable) else self._outermost(executable)
+        return self.run(leaves)
+
+    def _outermost(self, run: _Run) -> _Run:
+        """What runs a pipeline, and refuses to inside another transformation."""
+
+        def checked(leaves: list[Any]) -> Any:
+            if any(map(is_traced, leaves)):
+                raise UnsupportedError(
+                    explain(
+                        f"{self.signature.function} inside another transformation of JAX's",
+                        "a pipeline is many programs on several submeshes, and no operation of another one",
+                        self.signature.source,
+                        "take jit, derivatives and batches inside the function, or use a planner without stages",
+                    )
+                )
+            return run(leaves)
+
+        return checked
+
+    def _chosen(self) -> Chosen:
+        if self.chosen is None:
+            cluster = self.settings.cluster or local_cluster(self._devices())
+            self.chosen = choose(self.step(), cluster, self.settings, self.signature.source)
+        return self.chosen
+
+    def _limit(self) -> Limit | None:
+        """What the compiled program may need on a device, None for all that there is."""
+        chosen, plan = self._chosen(), self.plan()
+        source = self.signature.source
+        return limit_of(plan, self._present(), chosen.memory_limit, source, searched=chosen.searched)
+
+    def _tighten(self, limit: Limit, needed: int) -> None:
+        """Plans again, for as much less than the limit as the compiled program needed more than was planned.
+
+        Raises OverBudgetError, with what was compiled, where there is no such plan.
+        """
+        before, plan = self._chosen(), self.plan()
+        less = max(1, int(limit.nbytes * plan.peak_nbytes / needed))
+        tighter = replace(self, settings=replace(self.settings, memory_limit=less), chosen=None)
+        try:
+            found = tighter._chosen()
+        except OverBudgetError as short:
+            raise limit.error(plan, needed) from short
+        self.chosen, self.prepared = replace(found, memory_limit=before.memory_limit), None
+
+    def _executable(self, *, again: bool, nested: bool = False) -> Executable | Pipeline | Joined | None:
+        """What runs the program, checked to need no more memory than it may.
+
+        None for a call that is `nested` in another transformation: what is compiled then is not this program.
+        """
+        plan, limit = self.plan(), self._limit()
+        if isinstance(plan, PipelinePlan):
+            found = pipeline = self._pipeline(plan)
+            needed = pipeline_nbytes(pipeline.program, pipeline.executables) if limit else 0
+            if (pieces := self._chosen().pieces) is not None:
+                donation = pieces.donation(pipeline.program.donation)
+                found = Joined(pipeline, pieces, self.traced.out_tree, donation)
+        elif limit is None:
+            return self._prepared().executable()
+        elif nested:
+            return None
+        else:
+            compiled = lower(self._prepared(), self.structs).compile()
+            needed, found = needed_nbytes(plan, compiled.memory_analysis()), compiled.executable()
+        if limit is None or needed <= limit.nbytes:
+            return found
+        if not again or not limit.searched:
+            raise limit.error(plan, needed)
+        self._tighten(limit, needed)
+        return self._executable(again=False)
+
+    def _pipeline(self, plan: PipelinePlan) -> Pipeline:
+        """A pipeline's program, compiled."""
+        traced = self._chosen().traced
+        cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
+        rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
+        return load(build(traced, plan, cut, self._present()), rows, traced.out_tree, traced.weak)
+
+    def _prepared(self) -> Prepared:
+        if self.prepared is None:
+            plan = self.plan()
+            if isinstance(plan, PipelinePlan):
+                raise UnsupportedError(
+                    explain(
+                        "lower() of a pipeline",
+                        "a pipeline is many programs on several submeshes",
+                        self.signature.source,
+                        "call the function itself, which compiles and runs them all",
+                    )
+                )
+            self.prepared = prepare(self.signature, self._chosen().traced, plan, self._present())
+        return self.prepared
+
+    def _devices(self) -> Sequence[Device]:
+        return jax.devices() if self.settings.devices is None else self.settings.devices
+
+    def _present(self) -> tuple[Device, ...]:
+        """The devices that the plan runs on. Raises DeviceError if there are too few."""
+        plan, devices = self.plan(), tuple(self._devices())
+        size, shape = _extent(plan)
+        if len(devices) < size:
+            kinds = ", ".join(sorted({d.device_kind for d in devices}))
+            raise DeviceError(
+                explain(
+                    f"{self.signature.function} is planned for {size} devices ({shape}) of "
+                    f"cluster {plan.cluster.name!r}",
+                    f"{len(devices)} are here ({kinds})",
+                    self.signature.source,
+                    "run it where the cluster is, pass more devices= or leave out cluster= to plan for those that are "
+                    "here, or ask only for .plan(...), which needs no devices",
+                )
+            )
+        return devices[:size]
+
+
+def _extent(plan: Plan | PipelinePlan) -> tuple[int, str]:
+    """(devices, in words) of a plan."""
+    if isinstance(plan, PipelinePlan):
+        return plan.n_devices, f"{len(plan.stages)} stages"
+    return plan.mesh.size, str(plan.mesh)
+
+
+@dataclass(slots=True, kw_only=True)
+class Compilations:
+    """A function's compilations: one for each pytree, set of types, static values and configuration of JAX.
+
+    `jit` are the options that are `jax.jit`'s.
+    """
+
+    fun: Callable[..., Any]
+    signature: Signature
+    jit: Mapping[str, Any]
+    settings: Settings
+    known: dict[_Key, Compilation] = field(default_factory=dict[_Key, Compilation])
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of a call."""
+        dynamic, statics = self.signature.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        known = self.known.get((tree, statics, types_of(leaves), configuration()))
+        if known is not None and known.run is not None:
+            return known.run(leaves)
+        return self.of(args, kwargs).start(leaves)
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
+        """The compilation for arguments of these types, which may be `jax.ShapeDtypeStruct`s."""
+        dynamic, statics = self.signature.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(abstract(dynamic, self.signature, len(args)))
+        key = (tree, statics, types_of(leaves), configuration())
+        if key not in self.known:
+            self.known[key] = Compilation(
+                signature=self.signature,
+                settings=self.settings,
+                structs=tuple(leaves),
+                statics=statics,
+                traced=trace(self.fun, args, kwargs, **self.jit),
+            )
+        return self.known[key]

@@ -1,0 +1,108 @@
+"""A step's plan: from the cache, or by the planner; checked, and bound to the function's arguments and results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from autopar.cache import key_of, relocated
+from autopar.errors import ArgumentError, explain
+from autopar.frontend import Traced
+from autopar.options import Settings
+from autopar.plan import Plan
+from autopar.rewrite import TracedStep
+from autopar.runtime import Pieces
+from passes import plan as plans
+from passes.cluster import Cluster
+from passes.intra_op import variant_of
+from passes.plan import PipelinePlan
+from passes.plan import json as plan_json
+from passes.planners import Planned, PlanOptions, infeasible
+from passes.step import Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A plan with what runs it: the program `traced`, some of whose arguments are the caller's in `pieces`.
+
+    If it was `searched` for, there may be another one that needs less memory; `memory_limit` is what was asked for.
+    """
+
+    plan: Plan | PipelinePlan
+    traced: Traced
+    pieces: Pieces | None
+    searched: bool
+    memory_limit: int | None
+
+
+def choose(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Chosen:
+    """A plan of the step, which is written at `source`. Raises PlanningError where there is none."""
+    planned = _cached(step, cluster, settings, source)
+    one = cast("TracedStep", planned.step)
+    plan = planned.plan
+    if not isinstance(plan, PipelinePlan):
+        plan = Plan.bind(plan, one.traced.in_tree, one.traced.out_tree)
+    asked = settings.memory_limit if planned.memory_limit is None else planned.memory_limit
+    return Chosen(plan=plan, traced=one.traced, pieces=one.pieces, searched=planned.searched, memory_limit=asked)
+
+
+def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
+    """The plan that is kept of the step, else the planner's, which is kept then."""
+    if settings.cache is None:
+        return _made(step, cluster, settings, source)
+    asked = {
+        "microbatches": settings.microbatches,
+        "microbatch_semantics": settings.microbatch_semantics,
+        "memory_limit": settings.memory_limit,
+        "remat": step.chosen.kept,
+    }
+    key = key_of(step, cluster, settings.planner, asked)
+    if key is None:
+        return _made(step, cluster, settings, source)
+    found = settings.cache.read(key, partial(_restored, step))
+    if found is None:
+        found = _made(step, cluster, settings, source)
+        stages = found.step.chosen.stages
+        how = {"stages": stages, "searched": found.searched, "memory_limit": found.memory_limit}
+        settings.cache.write(key, found.plan, how)
+    return found
+
+
+def _restored(step: TracedStep, plan: plans.Plan | PipelinePlan, how: plan_json.Fields) -> Planned | None:
+    """A plan from the cache and the variant of the step that it is of.
+
+    None where lines of the source have changed so that the plan cannot name them. Raises PlanningError for a plan of
+    something else.
+    """
+    if isinstance(plan, PipelinePlan):
+        one = step.variant(Variant(microbatches=plan.microbatches, stages=how.int("stages")))
+        plan.check(one.graph, one.state_pairs)
+    else:
+        one = step.variant(variant_of(plan))
+        plan.check(one.graph)
+    found = relocated(plan, one.traced)
+    if found is None:
+        return None
+    limit = None if how.of("memory_limit") is None else how.int("memory_limit")
+    return Planned(plan=found, step=one, searched=how.of("searched") is True, memory_limit=limit)
+
+
+def _made(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
+    """What the planner makes of the step. Raises ArgumentError if that is no plan of it."""
+    planner = settings.planner
+    options = PlanOptions(memory_limit=settings.memory_limit, report=settings.progress)
+    planned = cast("Any", planner.plan(step, cluster, options))
+    where = f"{type(planner).__name__}.plan(step, cluster, options)"
+    remedy = "return what another planner returns, or autopar.Planned.of(plan, step) with a variant of the given step"
+    if not isinstance(planned, Planned):
+        raise ArgumentError(explain(where, f"it returned {planned!r:.60}, no autopar.Planned", source, remedy))
+    one, plan = planned.step, planned.plan
+    if not isinstance(one, TracedStep) or one.family is not step.family:
+        raise ArgumentError(explain(where, "it returned the plan of another step than it was given", source, remedy))
+    if plan.fingerprint != one.graph.fingerprint:
+        rule = f"it returned plan {plan.fingerprint} with a step of program {one.graph.fingerprint}"
+        raise ArgumentError(explain(where, rule, source, remedy))
+    if not planned.searched:
+        infeasible.check(plan, cluster, settings.memory_limit, f"at {source}" if source else "")
+    return planned

@@ -1,0 +1,181 @@
+"""A traced step and its variants: in microbatches, with recomputation, with chunked scans, as short samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import jax
+
+from autopar.errors import ArgumentError, explain
+from autopar.frontend import Traced
+from autopar.rewrite.chunked_scans import in_pieces
+from autopar.rewrite.microbatch import microbatched
+from autopar.rewrite.remat import recomputed
+from autopar.runtime import Pieces
+from passes.errors import PlanningError
+from passes.layers import KEPT, abridge, blocks
+from passes.pipeline import body_of
+from passes.step import Step, Variant
+from passes.transforms import Coupling, Kept, kept_of, layers, loops, split
+
+Structs = tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedStep(Step):
+    """A step with what runs it: `traced`, whose flat arguments are the caller's, some of them in `pieces`."""
+
+    traced: Traced
+    pieces: Pieces | None
+    family: _Family
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.family.counts
+
+    @property
+    def layers(self) -> int:
+        return self.family.layers
+
+    @property
+    def written(self) -> Traced:
+        """The step as it was written, with what its layers were asked to keep."""
+        return self.family.traced
+
+    @property
+    def structs(self) -> Structs:
+        """The flat arguments of the step as it was written."""
+        return self.family.structs
+
+    def variant(self, variant: Variant) -> TracedStep:
+        return self.family.made(variant)
+
+
+def step_of(
+    traced: Traced,
+    structs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    coupling: Coupling = "exact",
+    microbatches: int | None = None,
+    remat: Kept | Sequence[Kept] | None = None,
+) -> TracedStep:
+    """A traced function of flat arguments `structs` as a step, as far as was asked: in `microbatches`, with `remat`.
+
+    Raises PlanningError where it cannot be had so.
+    """
+    kept: tuple[Kept, ...] = ()
+    if remat is not None:
+        kept = kept_of((remat,) * len(layers(traced.graph)) if isinstance(remat, str) else remat)
+    traced = recomputed(traced, kept) if kept else traced
+    family = _Family(traced=traced, structs=tuple(structs), coupling=coupling, asked=microbatches, kept=kept)
+    return family.made(Variant())
+
+
+@dataclass(kw_only=True)
+class _Family:
+    """What the variants of a step are made of: as it was written, with what was asked of all; and those made so far."""
+
+    traced: Traced
+    structs: Structs
+    coupling: Coupling
+    asked: int | None
+    kept: tuple[Kept, ...]
+    known: dict[object, TracedStep] = field(default_factory=dict[object, TracedStep])
+    chunked: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Pieces | None]] = field(default_factory=dict)
+    shorter: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Structs, int] | None] = field(default_factory=dict)
+
+    def made(self, variant: Variant) -> TracedStep:
+        """A variant of the step. Raises PlanningError where it has no such one."""
+        count = self._count(variant.microbatches)
+        kept = () if self.kept else variant.kept
+        traced, pieces = self._chunked(kept, variant.stages)
+        chosen = replace(variant, microbatches=count, kept=self.kept or kept, offload=False)
+        structs = tuple(pieces.structs(self.structs)) if pieces else self.structs
+        if variant.sample and (short := self._sample(traced, structs, kept, chosen)) is not None:
+            return short
+        key = kept, pieces, variant.stages > 0, count
+        if key not in self.known:
+            if count > 1 or variant.stages:
+                traced = microbatched(traced, structs, count, self.coupling)
+            self.known[key] = self._step(traced, replace(chosen, sample=False), pieces)
+        return self.known[key]
+
+    def _count(self, wanted: int | None) -> int:
+        """How many microbatches. Raises ArgumentError where others were asked for."""
+        if wanted and self.asked and wanted != self.asked:
+            rule = f"the plan was made for {wanted}"
+            raise ArgumentError(
+                explain(f"microbatches={self.asked}", rule, "", "leave microbatches out, or plan again")
+            )
+        return wanted or self.asked or 1
+
+    def _chunked(self, kept: tuple[Kept, ...], stages: int) -> tuple[Traced, Pieces | None]:
+        """The step with layers that keep that, its loops over layers in chunks for so many stages."""
+        if (kept, stages) not in self.chunked:
+            traced = recomputed(self.traced, kept) if kept else self.traced
+            self.chunked[kept, stages] = in_pieces(traced, stages)
+        return self.chunked[kept, stages]
+
+    def _sample(self, traced: Traced, structs: Structs, kept: tuple[Kept, ...], chosen: Variant) -> TracedStep | None:
+        """The step with fewer blocks; None if stages are parts of blocks, or it is another step in microbatches."""
+        key = kept, chosen.stages
+        if key not in self.shorter:
+            self.shorter[key] = _shortened(traced, structs, chosen.stages)
+        if (found := self.shorter[key]) is None:
+            return None
+        short, own, left_out = found
+        short = microbatched(short, own, chosen.microbatches or 1, self.coupling)
+        if len(blocks(body_of(short.graph), covered=0.0)) != KEPT + 1:
+            return None
+        return self._step(short, chosen, None, left_out)
+
+    def _step(self, traced: Traced, chosen: Variant, pieces: Pieces | None, left_out: int = 0) -> TracedStep:
+        return TracedStep(
+            graph=traced.graph,
+            state_pairs=traced.state_pairs,
+            donated=traced.donated,
+            chosen=chosen,
+            left_out=left_out,
+            traced=traced,
+            pieces=pieces,
+            family=self,
+        )
+
+    @cached_property
+    def layers(self) -> int:
+        """The layers of which it may be chosen what they keep."""
+        found = 0 if self.kept else len(layers(self.traced.graph))
+        return found if found > 1 or loops(self.traced.graph) else 0
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of microbatches that there may be: the one that was asked for, else the divisors of the batch."""
+        return self._divisors if self.asked is None else (self.asked,)
+
+    @cached_property
+    def _divisors(self) -> tuple[int, ...]:
+        graph = self.traced.graph
+        try:
+            batch = split(graph, 1, state_pairs=self.traced.state_pairs, coupling=self.coupling).batch
+        except PlanningError:
+            return ()
+        rows = graph.types[graph.inputs[batch[0]]].shape[0]
+        return tuple(count for count in range(1, rows + 1) if rows % count == 0)
+
+
+def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, int] | None:
+    """(a step without some of its blocks, its arguments, how many are left out); None if there are more stages."""
+    found = abridge(traced.graph, traced.state_pairs)
+    if found is None or found.left_out + KEPT < stages:
+        return None
+    short = replace(
+        traced,
+        graph=found.graph,
+        equations=tuple(traced.equations[i] for i in found.nodes),
+        donated=tuple(traced.donated[i] for i in found.inputs),
+        weak=tuple(traced.weak[o] for o in found.outputs),
+        state_pairs=found.state_pairs,
+    )
+    return short, tuple(structs[i] for i in found.inputs), found.left_out

@@ -1,0 +1,119 @@
+"""What a planner is: from a step, a cluster and options to a plan, and the variant of the step that the plan is of.
+
+A planner of one's own is any value with such a method:
+
+    class HalfTheDevices:
+        def plan(self, step, cluster, options):
+            (group,) = cluster.groups
+            half = replace(group, devices_per_host=group.devices_per_host // 2)
+            return Zero(3).plan(step, Cluster(name="half", groups=(half,)), options)
+
+It may plan a variant of its choice, as `step.variant(Variant(microbatches=4))`, or place every operator by itself:
+`Planned.of(plan, step)` is what it gives.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Protocol, Self, TypeVar
+
+from passes.cluster import Cluster
+from passes.errors import PlanningError, explain
+from passes.ir import Graph, StatePairs
+from passes.plan import PipelinePlan, Plan
+from passes.progress import Report, silent
+from passes.step import Step
+from passes.text import parse_nbytes
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is asked of any planner beside the step: the bytes that a device may need, and who hears of progress.
+
+    `memory_limit` is None where nothing is said. A planner that does not search may disregard it: a plan that needs
+    more is refused by whoever asked.
+    """
+
+    memory_limit: int | None = None
+    report: Report = silent
+
+
+PLAIN = PlanOptions()
+"""Nothing asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan and the variant of the step that it is of.
+
+    A plan that was `searched` for may be another one where less memory is asked for. `memory_limit` is what it was to
+    keep to, None where nothing was said.
+    """
+
+    plan: Plan | PipelinePlan
+    step: Step
+    searched: bool = False
+    memory_limit: int | None = None
+
+    @classmethod
+    def of(cls, plan: Plan | PipelinePlan, step: Step, **search: Any) -> Self:
+        """A plan that says which variant of a step it is of."""
+        if isinstance(plan, Plan):
+            plan = replace(plan, microbatches=step.chosen.microbatches or 1, remat=step.chosen.kept)
+        return cls(plan=plan, step=step, **search)
+
+
+def limit_nbytes(*limits: object) -> int | None:
+    """The bytes of the first limit that is none of None: a number, or words (`"12 GiB"`). Raises PlanningError."""
+    written = next((limit for limit in limits if limit is not None), None)
+    if written is None:
+        return None
+    nbytes = parse_nbytes(written) if isinstance(written, str) else written
+    if isinstance(nbytes, int | float) and not isinstance(nbytes, bool) and 0 < nbytes < math.inf:
+        return int(nbytes)
+    rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
+    remedy = "leave it out for the device's own memory"
+    raise PlanningError(explain(f"memory_limit={written!r:.60}", rule, "", remedy))
+
+
+class Planner(Protocol):
+    """Anything that plans a step for a cluster."""
+
+    def plan(self, step: Step, cluster: Cluster, options: PlanOptions, /) -> Planned:
+        """A plan of a variant of the step. Raises PlanningError where there is none."""
+        ...
+
+
+def takes_graphs(plan: Method) -> Method:
+    """The method `plan(step, cluster, options)` of a planner, which takes a graph in place of the step, too.
+
+    It gives the plan alone then, and warns: that was what planners took before there were steps.
+    """
+
+    @wraps(plan)
+    def either(
+        self: object,
+        step: Step | Graph,
+        cluster: Cluster,
+        options: PlanOptions = PLAIN,
+        *,
+        tied: StatePairs = (),
+        donated: Sequence[bool] = (),
+    ) -> Planned | Plan | PipelinePlan:
+        if isinstance(step, Step):
+            return plan(self, step, cluster, options)
+        warnings.warn(
+            f"{type(self).__name__}.plan(graph, cluster, tied=, donated=) is deprecated: write "
+            "plan(Step(graph=graph, state_pairs=tied, donated=donated), cluster).plan",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return plan(self, Step(graph=step, state_pairs=tied, donated=tuple(donated)), cluster, options).plan
+
+    return either  # pyright: ignore[reportReturnType] # it takes what `plan` does, and graphs
