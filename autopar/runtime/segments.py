@@ -17,6 +17,7 @@ from autopar import jax_compat
 from autopar.frontend import Body, Equation
 from autopar.jax_compat import Device
 from autopar.lowering import OnPieces, walk
+from autopar.plan import partition_spec
 from autopar.runtime.program import Held, Segment
 from passes.ir import Graph, TensorType
 from passes.pipeline import piece_of
@@ -54,8 +55,9 @@ class Stage:
 
 
 def partition(spec: ShardingSpec) -> PartitionSpec:
-    dims = [axes[0] if len(axes) == 1 else axes or None for axes in spec.dims]
-    return PartitionSpec(spec.partial, *dims) if spec.partial else PartitionSpec(*dims)
+    """The spec as JAX writes it, the axes of partial sums in front."""
+    dims = partition_spec(spec)
+    return PartitionSpec(spec.partial, *dims) if spec.partial else dims
 
 
 def counts(params: Mapping[str, Any]) -> tuple[int, int]:
