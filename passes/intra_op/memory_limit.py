@@ -94,7 +94,7 @@ def within(
         if any(problem.least(one) > one.limit for one in problem.budgets):  # a solver would take long to see it
             raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
         try:
-            answer = solve(problem, options)
+            answer = solve(problem, options, at_most)
         except (NoLegalPlanError, OverBudgetError):
             raise
         except PlanningError as error:
@@ -104,25 +104,46 @@ def within(
     raise OverBudgetError("no plan below the memory limit was found")
 
 
+def floor(
+    program: ShardingProblem, rows: Sequence[Budget], limit: float, options: SolverOptions, at_most: float
+) -> float:
+    """Seconds that no answer goes below which takes at most `limit` at every row, `at_most` or more if that is seen."""
+    problem = replace(program, budgets=tuple(replace(row, limit=limit) for row in rows))
+    if is_hopeless(problem, limit):
+        return math.inf
+    try:
+        return solve(problem, replace(options, gap=max(options.gap, LOOSE)), at_most).bound
+    except PlanningError:  # none was found, which need not be a proof that there is none
+        return 0.0
+
+
 def is_hopeless(problem: ShardingProblem, limit: float) -> bool:
     """Whether some budget's arrays, each as small as it can be, need more than `limit` bytes."""
     return any(problem.least(row) > limit for row in problem.budgets)
 
 
-def tightened(found: Fitted, limit: float, options: SolverOptions, peak: Peak) -> Answer:
-    """An answer that fits, brought nearer to the optimum, with the time that it took."""
-    start, answer = time.perf_counter(), found.answer
-    if answer.objective - answer.bound > options.gap * answer.objective:
+def tightened(found: Fitted, least: float, limit: float, options: SolverOptions, peak: Peak) -> Answer:
+    """An answer that fits, brought nearer to the optimum, with the time that it took; none takes less than `least`.
+
+    The budgets that led to it take working space to shrink with the rest, which is no proof. Its bound is that of the
+    same points with all of the `limit` to be had there.
+    """
+    start, answer = time.perf_counter(), replace(found.answer, bound=min(least, found.answer.objective))
+    whole = replace(found.problem, budgets=tuple(replace(row, limit=limit) for row in found.problem.budgets))
+    for problem in (whole, found.problem):
+        if answer.objective - answer.bound <= options.gap * answer.objective:
+            break
         try:
-            closer = solve(found.problem, options)
+            closer = solve(problem, options)
         except PlanningError:  # out of time: the answer stays as it is
-            return answer
+            break
+        bound = max(answer.bound, closer.bound) if problem is whole else answer.bound
         if closer.objective <= answer.objective and peak(closer.choice).nbytes <= limit:
             answer = closer
-        else:
-            bound = max(closer.bound, answer.bound)
-            answer = replace(answer, bound=min(bound, answer.objective))
-    return replace(answer, solve_seconds=answer.solve_seconds + time.perf_counter() - start)
+        answer = replace(answer, bound=min(bound, answer.objective))
+    closed = answer.objective - answer.bound <= (1 + 1e-9) * options.gap * answer.objective
+    status = answer.status if answer.status == "time limit" else "optimal" if closed else "near optimal"
+    return replace(answer, status=status, solve_seconds=answer.solve_seconds + time.perf_counter() - start)
 
 
 def least(

@@ -107,6 +107,14 @@ class MeshProblems:
             self._twins[mesh] = Solved(assembly=assembly, answer=answer, refetch=True) if is_other else None
         return self._twins[mesh]
 
+    def forms(self, one: Solved) -> list[Solved] | None:
+        """A mesh's problem as it is and, if that is another, its twin; None where nobody has asked for that yet."""
+        mesh = one.assembly.mesh
+        if one.refetch or any(twin is None for twin in self._twins.values()):
+            return [one]
+        twin = self._twins.get(mesh)
+        return None if twin is None else [one, twin]
+
     @property
     def twins(self) -> list[Solved]:
         """The problems with weights fetched once a use that were asked for so far."""

@@ -14,7 +14,7 @@ from functools import partial
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError
 from passes.intra_op.by_hand import ByHand, Textbook
-from passes.intra_op.memory_limit import LOOSE, DearError, Fitted, HopelessError, least, tightened, within
+from passes.intra_op.memory_limit import LOOSE, DearError, Fitted, HopelessError, floor, least, tightened, within
 from passes.intra_op.mesh_problems import MeshProblems, Restriction, Solved
 from passes.intra_op.meshes import allowed
 from passes.ir import Graph, StatePairs
@@ -182,8 +182,7 @@ class MeshSearch:
                 self.interrupted = True
                 break
         if cheapest is not None:
-            one, found = cheapest
-            return self._read_off(one, tightened(found, limit, self.options, partial(self.problems.peak, one)))
+            return self._read_off(*_proven(self.problems, self.solved, cheapest, limit, self.options))
         if dear:
             return None
         raise OverBudgetError("no placements keep the memory limit")
@@ -242,9 +241,11 @@ class MeshSearch:
         """The relative gap to which a mesh is solved."""
         return self.options.gap if self.beneath == math.inf else max(self.options.gap, LOOSE)
 
-    def _read_off(self, one: Solved, answer: Answer) -> Plan:
+    def _read_off(self, one: Solved, answer: Answer, least: float | None = None) -> Plan:
+        """The plan of an answer; those of other problems take `least` seconds, or what is known without a limit."""
         others = [other.answer for other in self.solved if other.assembly is not one.assembly]
-        answer = replace(answer, bound=min(answer.bound, *(other.bound for other in others), answer.objective))
+        least = min((other.bound for other in others), default=math.inf) if least is None else least
+        answer = replace(answer, bound=min(answer.bound, least, answer.objective))
         if answer.status == "optimal" and answer.objective - answer.bound > (1 + 1e-9) * self._gap * answer.objective:
             late = any(other.status == "time limit" for other in others)
             answer = replace(answer, status="time limit" if late else "near optimal")
@@ -279,6 +280,26 @@ def _fitted(
     if best is None and dear is not None:
         raise dear
     return best
+
+
+def _proven(
+    problems: MeshProblems, solved: Sequence[Solved], best: tuple[Solved, Fitted], limit: float, options: SolverOptions
+) -> tuple[Solved, Answer, float]:
+    """The best answer that fits, brought nearer to the optimum, and what plans of other problems take at least.
+
+    Those are on another mesh, or fetch weights otherwise on the same one.
+    """
+    own, found = best
+    answer, least = tightened(found, own.answer.bound, limit, options, partial(problems.peak, own)), math.inf
+    for one in solved:
+        forms = problems.forms(one) if one.answer.bound < answer.objective else []
+        if forms is None:
+            least = min(least, one.answer.bound)
+        for form in (form for form in forms or () if form.assembly is not own.assembly):
+            rows = [problems.row(form, at) for at in problems.seen]
+            kept = floor(form.assembly.problem, rows, limit, options, answer.objective)
+            least = min(least, max(one.answer.bound, kept))
+    return own, answer, least
 
 
 def _better(answer: Answer, known: Answer) -> Answer:

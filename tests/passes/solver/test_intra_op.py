@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from passes.errors import OverBudgetError, PlanningError
+from passes.intra_op.memory_limit import floor
 from passes.solver import Budget, Edge, ShardingProblem, SolverOptions, leanest, linear_program, solve
 from passes.solver import formulation as strategy_program
 from passes.solver.dual_ascent import Messages, Way
@@ -245,6 +246,21 @@ def test_leaving_equal_nodes_tied_claims_nothing_of_the_whole(seed):
     except OverBudgetError:  # copies that may differ fit where equal ones do not
         return
     assert answer.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_answer_within_a_limit_goes_below_its_floor(seed):
+    rng = np.random.default_rng(seed)
+    problem = with_budgets(random_problem(rng), rng)
+    rows, limit = problem.budgets, max(budget.limit for budget in problem.budgets)
+    every = itertools.product(*(range(s.size) for s in problem.seconds))
+    fitting = (c for c in every if all(problem.usage(row, c) <= limit for row in rows))
+    best = min((problem.evaluate(c) for c in fitting), default=np.inf)
+    bare = replace(problem, budgets=())
+    found = floor(bare, rows, limit, SolverOptions(), np.inf)
+    assert found <= best * (1 + 1e-9)
+    assert found >= 0.97 * best or np.isinf(best)
+    assert floor(bare, rows, -1.0, SolverOptions(), np.inf) == np.inf
 
 
 @pytest.mark.parametrize("seed", range(20))
