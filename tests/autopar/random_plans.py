@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar import Planned
 from passes.intra_op import best, named
 from passes.solver import SolverOptions
 
@@ -15,7 +16,7 @@ class Dice:
     seed: int
     sizes: tuple[int, ...]
 
-    def plan(self, graph, cluster, *, state_pairs=(), donated=()):
+    def plan(self, step, cluster, options):
         rng = np.random.default_rng(self.seed)
 
         def roll(assembly):
@@ -28,6 +29,5 @@ class Dice:
             )
             return replace(assembly, problem=replace(assembly.problem, seconds=priced, edges=edges))
 
-        options = SolverOptions(tie_radius=None)
-        mesh = named(cluster, *zip("xyz", self.sizes, strict=False))
-        return best("dice", graph, [mesh], state_pairs, donated, options, roll)
+        solver, mesh = SolverOptions(tie_radius=None), named(cluster, *zip("xyz", self.sizes, strict=False))
+        return Planned.of(best("dice", step.graph, [mesh], step.state_pairs, step.donated, solver, roll), step)
