@@ -103,6 +103,7 @@ class Operations:
         self.wide: dict[tuple[int, Shape, tuple[int, ...] | None], int] = {}
         self.numbers: dict[int, object] = {}
         self.before_rounding: dict[int, int] = {}
+        self.rounded: set[int] = set()
         self.at = -1
         self.value = -1
         self.rounded_to = ""
@@ -151,8 +152,9 @@ class Operations:
         held = self.every[operation]
         if held.dtype == dtype:
             return operation
-        if held.kind == "literal":
-            return self.literal(self.numbers[operation], dtype)
+        if (number := self.numbers.get(operation)) is not None:
+            made = self.literal(number, dtype)
+            return made if held.kind == "literal" else self.broadcast(made, held.shape, ())
         type = TensorType(shape=held.shape, dtype=dtype)
         narrow = dtype == "bfloat16" and held.dtype == "float32"
         return self.elementwise(f"convert {held.dtype}", (operation,), type, expensive=narrow)
@@ -245,6 +247,8 @@ class Operations:
         if name == "add" and len(spread) == 2:
             for into, scattered in (spread, spread[::-1]):
                 held = self.every[scattered]
+                if scattered in self.rounded:  # XLA rounds between the two when it looks for this, and not later
+                    continue
                 if held.kind == "update" and is_number(self.number(held.operands[0]), 0.0) and "-add" in str(held.tag):
                     return self.add("update", (into, *held.operands[1:]), type.shape, type.dtype, held.tag)
         return None

@@ -48,4 +48,5 @@ def round_to(operations: Operations, operation: int, dtype: str) -> int:
         return operation
     rounded = operations.converted(operation, dtype)
     operations.before_rounding[rounded] = operation
+    operations.rounded.add(operation)
     return rounded

@@ -33,6 +33,7 @@ SLOW_CASES = (
     Case(model="llama-scan", planner="zero3", remat=False, microbatches=1),
     Case(model="dlrm", planner="megatron", microbatches=4),
     Case(model="alexnet", planner="zero3", remat=False, microbatches=1),
+    Case(model="dlrm", planner="zero3", dtype="bfloat16", microbatches=4),
     Case(model="moe", planner="zero3", remat=True),
     Case(model="moe", planner="zero3", remat=True, dtype="bfloat16"),
     Case(model="bert", planner="megatron", remat=True, dtype="bfloat16"),

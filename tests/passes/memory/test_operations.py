@@ -13,6 +13,7 @@ import pytest
 from passes.ir import Node, TensorType
 from passes.memory.operations import Operations
 from passes.memory.products import contraction
+from passes.memory.widening import round_to, spell_widened
 
 SHAPES = [(), (1,), (4,), (3, 4), (3, 1), (2, 3, 4), (4, 3), (12,), (2, 1, 4)]
 APPLY: dict[str, Any] = {
@@ -188,3 +189,21 @@ def test_a_batch_of_products_that_sums_over_two_dimensions_is_transposed_even_if
     assert operations[made].shape == (8, 64, 16)
     assert [operations[o].shape for o in product.operands] == [(8, 64, 32 * group), (8, 32 * group, 16)]
     assert any(held.kind == "transpose" for held in operations.every)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_scattered_onto_zeros_and_added_is_scattered_onto_the_sum_unless_it_was_rounded(dtype: str) -> None:
+    """As the gradient of a table of embeddings in microbatches is: in bfloat16 the zeros stay."""
+    operations, wide = Operations(), TensorType(shape=(8, 4), dtype="float32")
+    total = operations.add("input", (), wide.shape, wide.dtype, 0)
+    zeros = operations.converted(operations.broadcast(operations.literal(0.0, dtype), wide.shape, ()), "float32")
+    assert operations.number(zeros) == 0.0
+    rows = operations.add("input", (), (2, 4), "float32", 1)
+    made = operations.add("update", (zeros, rows), wide.shape, wide.dtype, ("scatter-add", 0))
+    rounded = round_to(operations, made, dtype)
+    conversion = Node(primitive="convert_element_type", inputs=(), outputs=())
+    (again,) = spell_widened(operations, conversion, [rounded], [wide], {"bfloat16": "float32"})
+    assert again == made
+    summed = operations[operations.elementwise("add", (total, made), wide)]
+    assert summed.kind == ("update" if dtype == "float32" else "elementwise")
+    assert summed.operands[0] == total
