@@ -199,7 +199,7 @@ class Operations:
     def transpose(self, operation: int, permutation: Sequence[int]) -> int:
         """Dimensions in another order; two transposes are one, and dimensions of size 1 move for free.
 
-        A product of columns with columns is written in whatever order its reader wants.
+        A product of columns with columns is written in whatever order its reader wants, rounded or not.
         """
         held = self.every[operation]
         after = tuple(held.shape[d] for d in permutation)
@@ -207,11 +207,25 @@ class Operations:
         if moved == sorted(moved):
             return self.reshape(operation, after)
         if held.kind == "dot" and held.tag == BY_COLUMNS:
-            return self.add("bitcast", (operation,), after, held.dtype, "transposed")
+            return self.add("dot", held.operands[::-1], after, held.dtype, BY_COLUMNS)
+        if self._is_rounding(held) and self._is_written_either_way(held.operands[0]):
+            below, type = self.transpose(held.operands[0], permutation), TensorType(shape=after, dtype=held.dtype)
+            return self.elementwise(held.name, (below,), type, expensive=held.kind == "expensive")
         if held.kind == "transpose":
             before = cast("tuple[int, ...]", held.tag)
             return self.transpose(held.operands[0], [before[d] for d in permutation])
         return self.add("transpose", (operation,), after, held.dtype, tuple(permutation))
+
+    def _is_rounding(self, held: Operation) -> bool:
+        """Whether it is another array in another dtype."""
+        return held.kind in ("elementwise", "expensive") and held.name.startswith("convert ")
+
+    def _is_written_either_way(self, operation: int) -> bool:
+        """Whether it is a product of columns with columns, rounded or not."""
+        held = self.every[operation]
+        while self._is_rounding(held):
+            held = self.every[held.operands[0]]
+        return held.kind == "dot" and held.tag == BY_COLUMNS
 
     def elementwise(self, name: str, operands: Sequence[int], type: TensorType, *, expensive: bool = False) -> int:
         """One operation on every element; what is the same along a dimension is computed once and broadcast."""

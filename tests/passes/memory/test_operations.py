@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from passes.ir import Node, TensorType
-from passes.memory.operations import Operations
+from passes.memory.operations import BY_COLUMNS, Operations
 from passes.memory.products import contraction
 from passes.memory.widening import round_to, spell_widened
 
@@ -207,3 +207,18 @@ def test_what_is_scattered_onto_zeros_and_added_is_scattered_onto_the_sum_unless
     summed = operations[operations.elementwise("add", (total, made), wide)]
     assert summed.kind == ("update" if dtype == "float32" else "elementwise")
     assert summed.operands[0] == total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_of_columns_is_written_as_its_reader_wants_it_rounded_or_not(dtype: str) -> None:
+    """As the gradient of a weight is that ZeRO scatters along its second dimension: no copy is made."""
+    operations = Operations()
+    left, right = (operations.add("input", (), shape, "float32", shape) for shape in ((16, 8), (16, 4)))
+    made = operations.add("dot", (left, right), (8, 4), "float32", BY_COLUMNS)
+    turned = operations.transpose(operations.converted(operations.converted(made, dtype), "float32"), (1, 0))
+    assert operations[turned].shape == (4, 8)
+    assert all(held.kind != "transpose" for held in operations.every)
+    below = operations[turned]
+    while below.kind != "dot":
+        below = operations[below.operands[0]]
+    assert (below.operands, below.tag) == ((right, left), BY_COLUMNS)
