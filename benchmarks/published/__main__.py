@@ -88,7 +88,8 @@ def show(results: Sequence[Result], args: argparse.Namespace, console: Console) 
         for source, own in report.by_source(results).items():
             if any(result.answer for result in own):
                 console.print(report.rows_table(source, own))
-        console.print(report.orders_table(results))
+        if (orders := report.orders_table(results)).row_count:
+            console.print(orders)
     if args.plans:
         for question in dict.fromkeys(r.row.question for r in results if r.answer):
             if isinstance(question, Configuration):
