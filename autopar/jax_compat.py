@@ -95,8 +95,8 @@ def call_local(params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
     if not params["check_vma"]:
         return list(body(*operands))
     with _config._check_vma(True):  # pyright: ignore[reportPrivateUsage]
-        held = zip(operands, params["jaxpr"].invars, strict=True)
-        return list(body(*(_varying(x, _varies(v.aval)) for x, v in held)))
+        typed_operands = zip(operands, params["jaxpr"].invars, strict=True)
+        return list(body(*(_varying(x, _varies(v.aval)) for x, v in typed_operands)))
 
 
 def _varying(x: Any, axes: frozenset[str]) -> Any:
@@ -179,8 +179,8 @@ def is_ordered(params: Mapping[str, Any]) -> bool:
 
 def bind_params(equation: HasPrimitive, params: dict[str, Any]) -> dict[str, Any]:
     """The parameters to bind an equation's primitive with; both versions return one dict."""
-    found = equation.primitive.get_bind_params(params)
-    return dict(found[-1]) if isinstance(found, tuple) else dict(found)
+    subfuns_and_params = equation.primitive.get_bind_params(params)
+    return dict(subfuns_and_params[-1]) if isinstance(subfuns_and_params, tuple) else dict(subfuns_and_params)
 
 
 def no_mesh() -> AbstractContextManager[Any]:

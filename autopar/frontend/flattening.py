@@ -158,12 +158,12 @@ class _Builder:
         values = tuple(equation.params.values())
         key = (equation.primitive.name, *equation.params, *map(type, values), *values)
         try:
-            known = self._known_params.get(key)
+            cached = self._known_params.get(key)
         except TypeError:  # unhashable
             return node_params(equation, source)
-        if known is None or equation.primitive.name in PLACED:
-            known = self._known_params[key] = node_params(equation, source)
-        return known
+        if cached is None or equation.primitive.name in PLACED:
+            cached = self._known_params[key] = node_params(equation, source)
+        return cached
 
     def append(self, node: Node, equation: Equation) -> tuple[int, ...]:
         self.nodes.append(node)
@@ -172,12 +172,12 @@ class _Builder:
 
     def _barrier(self, equation: Any, inputs: tuple[int, ...], site: Site) -> tuple[int, ...]:
         """The inputs of a recomputation behind a barrier: without it XLA merges it with the first computation."""
-        wanted = equation.params.get("differentiated") and equation.params.get("prevent_cse")
-        if not wanted:
+        is_recomputation = equation.params.get("differentiated") and equation.params.get("prevent_cse")
+        if not is_recomputation:
             return inputs
-        every = wanted if isinstance(wanted, tuple) else (True,) * len(inputs)
-        held = [v for v, hold in zip(inputs, every, strict=True) if hold and v not in self.literals]
-        unique = tuple(dict.fromkeys(held))
+        every = is_recomputation if isinstance(is_recomputation, tuple) else (True,) * len(inputs)
+        values = [v for v, hold in zip(inputs, every, strict=True) if hold and v not in self.literals]
+        unique = tuple(dict.fromkeys(values))
         if not unique:
             return inputs
         outputs = tuple(range(len(self.types), len(self.types) + len(unique)))

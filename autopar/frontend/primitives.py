@@ -55,9 +55,9 @@ def node_params(equation: Any, source: str) -> dict[str, object]:
     match equation.primitive.name:
         case "sharding_constraint":
             shape = equation.invars[0].aval.shape
-            whole = zip(shape, params["sharding"].shard_shape(shape), strict=True)
+            extents = zip(shape, params["sharding"].shard_shape(shape), strict=True)
             free = params["unconstrained_dims"] or ()
-            return {"pieces": tuple(None if d in free else n // max(piece, 1) for d, (n, piece) in enumerate(whole))}
+            return {"pieces": tuple(None if d in free else n // max(piece, 1) for d, (n, piece) in enumerate(extents))}
         case "shard_map":
             mesh = params["mesh"]
             if len(params["newly_manual_axes"]) < len(mesh.axis_names):
@@ -70,7 +70,7 @@ def node_params(equation: Any, source: str) -> dict[str, object]:
                     )
                 )
             sides = (("in_specs", equation.invars), ("out_specs", equation.outvars))
-            specs = {s: tuple(map(_spec, params[s], (v.aval.ndim for v in held))) for s, held in sides}
+            specs = {s: tuple(map(_spec, params[s], (v.aval.ndim for v in values))) for s, values in sides}
             return {**specs, "mesh": dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))}
         case "scan":
             plain = {key: value for key, value in params.items() if key not in ("ft_in", "ft_out")}

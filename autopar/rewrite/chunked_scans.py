@@ -35,16 +35,16 @@ def in_pieces(traced: Traced, stages: int) -> tuple[Traced, Pieces | None]:
 
     The new program takes and returns flat tuples.
     """
-    asked: frozenset[int] = frozenset()
+    demanded: frozenset[int] = frozenset()
     if stages < 2 or not any(map(scan_of, traced.graph.nodes)):
         return traced, None
     while True:
-        cutter = _Cutter(traced, stages, asked)
+        cutter = _Cutter(traced, stages, demanded)
         cutter.run()
-        if cutter.asked <= asked:
+        if cutter.asked <= demanded:
             break
-        asked |= cutter.asked
-    return cutter.program.finish(asked) if cutter.has_cut else (traced, None)
+        demanded |= cutter.asked
+    return cutter.program.finish(demanded) if cutter.has_cut else (traced, None)
 
 
 class _Cutter:
@@ -127,14 +127,14 @@ class _Cutter:
             return program.cut[value]
         if value in self.state and self._is_plain(value):
             self.asked.add(self.state[value])
-        made = self.graph.producers.get(value)
-        if made is not None:
-            node = self.graph.nodes[made]
+        producer = self.graph.producers.get(value)
+        if producer is not None:
+            node = self.graph.nodes[producer]
             late = phase(node) == "apply" or value in self.steady
             if not node.subgraphs and len(node.outputs) == 1 and rule_of(node, self.graph).repeats(0):
-                return self._repeated(made)
+                return self._repeated(producer)
             if late and any(roles := self._roles(node)):
-                self._piecewise(made, roles)
+                self._piecewise(producer, roles)
                 program.apart.discard(value)  # for it was made whole before
                 return program.cut[value]
         return program.sliced(value)
@@ -164,11 +164,11 @@ class _Cutter:
         for value, cut in zip(node.inputs, roles, strict=True):
             if not cut:
                 self._whole(value, node)
-        made = self.program.fresh_pieces(result)
-        for i, piece in enumerate(made):
-            inputs = tuple(held[i] if held else v for v, held in zip(node.inputs, operands, strict=True))
+        new_pieces = self.program.fresh_pieces(result)
+        for i, piece in enumerate(new_pieces):
+            inputs = tuple(pieces[i] if pieces else v for v, pieces in zip(node.inputs, operands, strict=True))
             self.program.again(index, inputs, (piece,))
-        self.program.take_apart(result, made)
+        self.program.take_apart(result, new_pieces)
 
     def _repeated(self, index: int) -> tuple[int, ...]:
         """What repeats along dimension 0 is one piece, many times."""
@@ -188,9 +188,9 @@ class _Cutter:
         parts = [program.fresh(type) for _ in program.cut[operand]]
         for piece, part in zip(program.cut[operand], parts, strict=True):
             program.again(index, (piece,), (part,))
-        first, *others = parts
-        for n, other in enumerate(others):
-            total = result if n == len(others) - 1 else program.fresh(type)
+        first, *other_parts = parts
+        for n, other in enumerate(other_parts):
+            total = result if n == len(other_parts) - 1 else program.fresh(type)
             program.append(join, {}, (first, other), (total,), like=index)
             first = total
 
@@ -201,8 +201,8 @@ class _Cutter:
         if scan is None:
             raise InternalError(f"{node.primitive} is cut as a loop")
         count = n_pieces(scan.length, self.stages)
-        held, carried = node.inputs[: scan.constants], node.inputs[scan.constants : scan.fixed]
-        for value in (*held, *carried):
+        constants, carried = node.inputs[: scan.constants], node.inputs[scan.constants : scan.fixed]
+        for value in (*constants, *carried):
             self._whole(value, node)
         stacked = [self._pieces(v) for v in node.inputs[scan.fixed :]]
         rows = [program.fresh_pieces(v) for v in node.outputs[scan.carries :]]
@@ -215,7 +215,7 @@ class _Cutter:
                 ends = tuple(program.fresh(self.graph.types[v]) for v in ends)
             shorter = replace(
                 node,
-                inputs=(*held, *carried, *(pieces[i] for pieces in stacked)),
+                inputs=(*constants, *carried, *(pieces[i] for pieces in stacked)),
                 outputs=(*ends, *(pieces[i] for pieces in rows)),
                 params={**node.params, **changed},
                 scope=f"{node.scope}/piece {i}".lstrip("/"),
@@ -235,9 +235,9 @@ def _is_itself(rule: ShardingRule) -> bool:
 def _steady(graph: Graph, state: set[int]) -> set[int]:
     """Values that are made of state alone."""
     fixed = {*graph.literals, *graph.constants}
-    found = set(state)
+    steady = set(state)
     for node in graph.nodes:
         read = [v for v in node.inputs if v not in fixed]
-        if all(v in found for v in read):
-            (found if read else fixed).update(node.outputs)
-    return found
+        if all(v in steady for v in read):
+            (steady if read else fixed).update(node.outputs)
+    return steady

@@ -70,13 +70,13 @@ class Listing:
         source: Slot,
         type: TensorType,
         sender: Stage,
-        held: ShardingSpec,
+        spec_held: ShardingSpec,
         receiver: Stage,
         spec: ShardingSpec,
     ) -> Slot:
         """The slot of an array of `sender` on the submesh of `receiver`, in another placement."""
         target = self.fresh()
-        struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype), sharding=sender.sharding(held))
+        struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype), sharding=sender.sharding(spec_held))
         self.instructions.append(Send(source=source, target=target, struct=struct, sharding=receiver.sharding(spec)))
         return target
 
@@ -93,7 +93,7 @@ class Listing:
             outputs = zip(other.part.graph.outputs, other.layout.outputs, strict=True)
             inputs = zip(other.part.graph.inputs, other.layout.inputs, strict=True)
             have = [(v, s) for v, s in (*outputs, *inputs) if v == value]
-            existing = next((held for held in have if (other.number, *held) in self.slots), None)
+            existing = next((candidate for candidate in have if (other.number, *candidate) in self.slots), None)
             if other is not stage and existing:
                 source, type = self.slots[other.number, *existing], stage.part.graph.types[value]
                 self.slots[stage.number, value, spec] = self.send(source, type, other, existing[1], stage, spec)

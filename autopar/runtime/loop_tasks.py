@@ -100,7 +100,7 @@ class Loop:
             if value in tasks.sent and spec == tasks.ends[value]:
                 self._send(stage, value, spec, slot, task.microbatch)
 
-    def _send(self, stage: Stage, value: int, held: ShardingSpec, source: Slot, microbatch: int) -> None:
+    def _send(self, stage: Stage, value: int, spec_held: ShardingSpec, source: Slot, microbatch: int) -> None:
         """Sends a slice to every stage that reads it."""
         for receiver in self.stages:
             part = receiver.part
@@ -108,12 +108,12 @@ class Loop:
                 continue
             body, inner = part.body, receiver.loop_placement.bodies[0]
             spec = dict(zip(body.inputs, inner.inputs, strict=True))[value]
-            slot = self.listing.send(source, body.types[value], stage, held, receiver, spec)
+            slot = self.listing.send(source, body.types[value], stage, spec_held, receiver, spec)
             self.slices[receiver.number, value, spec, microbatch] = slot
 
-    def _read(self, stage: Stage, held: Held, microbatch: int) -> Slot:
+    def _read(self, stage: Stage, value_and_spec: Held, microbatch: int) -> Slot:
         """The slot of a value that a task reads: a slice, a sum so far, or what the loop holds."""
-        value, spec = held
+        value, spec = value_and_spec
         part, key = stage.part, (stage.number, value, spec, microbatch)
         if key in self.slices:
             return self.slices[key]
@@ -125,12 +125,12 @@ class Loop:
             return self.listing.slots[stage.number, outer, spec]
         if position < constants + carries:
             return self.total(stage, value, spec)
-        slot = self.slices[key] = self._slice(stage, outer, held, microbatch)
+        slot = self.slices[key] = self._slice(stage, outer, value_and_spec, microbatch)
         return slot
 
-    def _slice(self, stage: Stage, outer: int, held: Held, microbatch: int) -> Slot:
+    def _slice(self, stage: Stage, outer: int, value_and_spec: Held, microbatch: int) -> Slot:
         """The slot of one microbatch of the batch, or of its number."""
-        (value, spec), slot = held, self.listing.fresh()
+        (value, spec), slot = value_and_spec, self.listing.fresh()
         sharding, type = stage.sharding(spec), stage.part.body.types[value]
         if outer in self.arguments:
             feed = Feed(argument=self.arguments[outer], slot=slot, sharding=sharding, slice=microbatch)

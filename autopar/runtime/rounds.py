@@ -54,7 +54,11 @@ def _write_round(stage: Stage, stages: Sequence[Stage], listing: Listing, ran: s
     remaining = [i for i in nodes if i not in runnable]
     read_later = {v for i in remaining for v in graph.nodes[i].inputs}
     needed: list[Held] = [*((v, specs[v]) for v in sorted(computed & read_later - free)), *outputs]
-    needed = [held for held in dict.fromkeys(needed) if (stage.number, *held) not in listing.slots]
+    needed = [
+        value_and_spec
+        for value_and_spec in dict.fromkeys(needed)
+        if (stage.number, *value_and_spec) not in listing.slots
+    ]
     ran.update(runnable)
     if not needed:
         return bool(runnable)

@@ -143,16 +143,18 @@ class _Fields:
     def of(cls, data: object, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> Self:
         """Raises ClusterError unless `data` is an object with the needed fields and no unknown ones."""
         names = needed + optional
-        known = f"its fields are {', '.join(names)}"
+        known_fields = f"its fields are {', '.join(names)}"
         if not isinstance(data, dict):
-            raise ClusterError(explain(where, f"should be an object, and is {data!r:.60}", known, "write an object"))
+            raise ClusterError(
+                explain(where, f"should be an object, and is {data!r:.60}", known_fields, "write an object")
+            )
         fields = cast(dict[str, object], data)
         for name in (name for name in fields if name not in names):
             remedy = close(name, names) or "remove it"
-            raise ClusterError(explain(where, f"has a field {name!r}, which means nothing here", known, remedy))
+            raise ClusterError(explain(where, f"has a field {name!r}, which means nothing here", known_fields, remedy))
         for name in needed:
             if name not in fields:
-                raise ClusterError(explain(where, f"has no field {name!r}", known, "add it"))
+                raise ClusterError(explain(where, f"has no field {name!r}", known_fields, "add it"))
         return cls(data=fields, where=where)
 
     def text(self, name: str) -> str:
@@ -212,8 +214,8 @@ def _group_json(group: HostGroup) -> dict[str, object]:
 
 def _usual(name: str) -> object:
     """The value of a device's field where nothing is said."""
-    found = next(field for field in fields(DeviceSpec) if field.name == name)
-    return found.default if found.default_factory is MISSING else found.default_factory()
+    device_field = next(field for field in fields(DeviceSpec) if field.name == name)
+    return device_field.default if device_field.default_factory is MISSING else device_field.default_factory()
 
 
 def _host_group(read: _Fields) -> HostGroup:

@@ -32,10 +32,12 @@ class ByHand:
     options: SolverOptions
     known: dict[tuple[Mesh, int], Answer | None] = field(default_factory=dict[tuple[Mesh, int], "Answer | None"])
 
-    def answers(self, problems: MeshProblems, one: Solved, limit: float = math.inf) -> Iterator[tuple[Solved, Answer]]:
+    def answers(
+        self, problems: MeshProblems, solved: Solved, limit: float = math.inf
+    ) -> Iterator[tuple[Solved, Answer]]:
         """Those on a mesh that may need no more than `limit` bytes, and its problem with weights fetched as they do."""
-        for number, (restrict, refetch) in enumerate(self.textbook(one.assembly.mesh)):
-            base = one if one.refetch == refetch else None if one.refetch else problems.twin(one)
+        for number, (restrict, refetch) in enumerate(self.textbook(solved.assembly.mesh)):
+            base = solved if solved.refetch == refetch else None if solved.refetch else problems.twin(solved)
             if base is None:
                 continue
             key = base.assembly.mesh, number
@@ -45,17 +47,17 @@ class ByHand:
                     continue
                 self.known[key] = self._solved(restricted)
             if (answer := self.known[key]) is not None:
-                yield base, replace(answer, bound=min(one.answer.bound, answer.objective), status="near optimal")
+                yield base, replace(answer, bound=min(solved.answer.bound, answer.objective), status="near optimal")
 
     def fitting(
         self, problems: MeshProblems, meshes: Sequence[Solved], limit: float, at_most: float
     ) -> tuple[Solved, Fitted] | None:
         """The cheapest plan by hand that needs at most `limit` bytes and takes less than `at_most` seconds."""
         best: tuple[Solved, Fitted] | None = None
-        for one in meshes:
-            if one.answer.bound >= at_most:
+        for solved in meshes:
+            if solved.answer.bound >= at_most:
                 continue
-            for base, answer in self.answers(problems, one, limit):
+            for base, answer in self.answers(problems, solved, limit):
                 if answer.objective < at_most and problems.peak(base, answer.choice).nbytes <= limit:
                     best = base, Fitted(problem=base.assembly.problem, answer=answer)
                     at_most = answer.objective

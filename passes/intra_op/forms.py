@@ -273,7 +273,7 @@ class Walker:
 
         An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
         """
-        form, found = member.form, ()
+        form, assignment = member.form, ()
         if form.rule.once:
             return tuple((axis, 0) for axis in self.signature.axes)
         for axis, cls in choice:
@@ -282,12 +282,12 @@ class Walker:
                 factor = self._linear(member, axis, cls, walk)
             if factor is None:
                 continue
-            extended = self._extend(form, found, axis, factor)
+            extended = self._extend(form, assignment, axis, factor)
             if extended is not None:
-                found = extended
+                assignment = extended
             elif form.rule.factors[factor].size:
                 return None
-        return found
+        return assignment
 
     def _extend(self, form: Form, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
         """The assignment with one more axis; None where one result would mix reductions."""

@@ -1,5 +1,4 @@
-"""The node at which a plan holds most, in the graph's own order: where a budget is stated
-(passes/intra_op/memory_rows.py).
+"""The node at which a plan holds most bytes, in the graph's own order, for which a memory row is stated.
 
 Nodes are counted in the order in which the program was traced, and values that leave their bundle as live, which a
 budget can say too. What a compiler makes of the same plan is in passes/memory/xla_cpu.py.
@@ -18,12 +17,14 @@ Path = tuple[tuple[int, int], ...]
 
 
 def busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> Path:
-    """The node at which most is live, inside loops and branches where it is there."""
+    """The node with the most live bytes, inside loops and branches where it is there."""
     return _busiest(graph, grouping, mesh, layout, schedule)[1]
 
 
 def _busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> tuple[int, Path]:
-    """The most that is live after any node, and that node; loops and branches add the most of their largest body."""
+    """The most bytes that are live after any node, and that node; loops and branches add the most of their largest
+    body.
+    """
     last = _last_use(graph, grouping)
     change = [0] * (len(graph.nodes) + 2)
     paths: dict[int, Path] = {}
@@ -56,9 +57,9 @@ def _inside(grouping: Grouping, index: int, mesh: Mesh, placement: Placement, sc
         schedule.bodies[index],
         strict=True,
     )
-    found = [_busiest(b.graph, inner, mesh, inside, due) for b, inner, inside, due in bodies]
-    largest = max(range(len(found)), key=lambda body: found[body][0])
-    nbytes, path = found[largest]
+    peaks = [_busiest(b.graph, inner, mesh, inside, due) for b, inner, inside, due in bodies]
+    largest = max(range(len(peaks)), key=lambda body: peaks[body][0])
+    nbytes, path = peaks[largest]
     return nbytes, ((index, largest), *path)
 
 

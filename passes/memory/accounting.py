@@ -56,43 +56,43 @@ def peak(
     """
     forward = _read_forward(graph, grouping)
     state = {i for _, i in state_pairs}
-    held: list[Holder] = []
+    holders: list[Holder] = []
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
         cause = "other arguments"
         if position in state:
             cause = "parameters" if value in forward else "optimizer state"
         name = graph.input_names[position] if graph.input_names else f"argument {position}"
-        held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause=cause))
+        holders.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause=cause))
     in_place = {o: i for o, i in state_pairs if donated[i]}
     for position, (value, spec) in enumerate(zip(graph.outputs, layout.outputs, strict=True)):
         if position not in in_place:
             name = graph.output_names[position] if graph.output_names else f"output {position}"
-            held.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause="outputs"))
-    found = model(graph, grouping, mesh, layout, schedule, in_place)
-    gaps = Holder(name="gaps between buffers", nbytes=found.gaps_nbytes, cause="transients")
-    everything = (*held, *found.holders, *((gaps,) if gaps.nbytes else ()))
-    resident = sum(holder.nbytes for holder in (*held, gaps))
+            holders.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause="outputs"))
+    predicted = model(graph, grouping, mesh, layout, schedule, in_place)
+    gaps = Holder(name="gaps between buffers", nbytes=predicted.gaps_nbytes, cause="transients")
+    everything = (*holders, *predicted.holders, *((gaps,) if gaps.nbytes else ()))
+    resident = sum(holder.nbytes for holder in (*holders, gaps))
     nbytes = {cause: sum(h.nbytes for h in everything if h.cause == cause) for cause in CAUSES}
     return Memory(
         nbytes=MappingProxyType(nbytes),
-        where=found.where,
+        where=predicted.where,
         holders=tuple(sorted(everything, key=lambda holder: -holder.nbytes)[:HOLDERS]),
-        over_time=tuple(resident + live for live in found.over_time),
+        over_time=tuple(resident + live for live in predicted.over_time),
     )
 
 
 def gradient_nbytes(graph: Graph, mesh: Mesh, layout: Layout) -> int:
     """Bytes of all gradients on one device, as the apply phase reads them; they are not all there at the peak."""
-    found = 0
+    total = 0
     for index, node in enumerate(graph.nodes):
         if phase_of(node) != "apply":
             continue
         for value, spec in zip(node.inputs, layout.placements[index].operands, strict=True):
-            made = graph.producers.get(value)
+            producer = graph.producers.get(value)
             first = next(r for r in graph.consumers[value] if phase_of(graph.nodes[r]) == "apply")
-            if made is not None and phase_of(graph.nodes[made]) == "backward" and first == index:
-                found += spec.local_nbytes(graph.types[value], mesh)
-    return found
+            if producer is not None and phase_of(graph.nodes[producer]) == "backward" and first == index:
+                total += spec.local_nbytes(graph.types[value], mesh)
+    return total
 
 
 def _read_forward(graph: Graph, grouping: Grouping) -> set[int]:

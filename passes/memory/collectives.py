@@ -35,18 +35,18 @@ def _exchanged(operations: Operations, made: int, step: Step, shape: Shape, tag:
 
     Reference: XLA's AllToAllDecomposer, and what XlaBuilder makes of an all-to-all of arrays.
     """
-    cut, whole, dtype = step.to_dim, operations[made].shape, operations[made].dtype
-    count = whole[cut] // shape[cut]
+    cut, full_shape, dtype = step.to_dim, operations[made].shape, operations[made].dtype
+    count = full_shape[cut] // shape[cut]
     few = min(count, PIECES)
-    sizes = [whole[cut] * (i + 1) // few - whole[cut] * i // few for i in range(few)]
-    parts = [(*whole[:cut], size, *whole[cut + 1 :]) for size in sizes]
+    sizes = [full_shape[cut] * (i + 1) // few - full_shape[cut] * i // few for i in range(few)]
+    parts = [(*full_shape[:cut], size, *full_shape[cut + 1 :]) for size in sizes]
     pieces = [operations.add("rearrange", (made,), p, dtype, ("slice", tag, i)) for i, p in enumerate(parts)]
     addresses = (few,)  # of what is received, which is in memory as well
     sent = operations.add("collective", pieces, addresses, "uint64", (*tag, pieces[0]))
     received = [operations.add("result", (sent,), p, dtype, i) for i, p in enumerate(parts)]
-    joined = joined_by_copies(operations, received, whole, dtype, cut, count)
-    grid = operations.reshape(joined, (*whole[:cut], count, shape[cut], *whole[cut + 1 :]))
-    order = [d for d in range(len(whole) + 1) if d != cut]
+    joined = joined_by_copies(operations, received, full_shape, dtype, cut, count)
+    grid = operations.reshape(joined, (*full_shape[:cut], count, shape[cut], *full_shape[cut + 1 :]))
+    order = [d for d in range(len(full_shape) + 1) if d != cut]
     order.insert(step.dim, cut)
     moved = [d for d in order if operations[grid].shape[d] > 1]
     if moved != sorted(moved):  # a change of layout, which the library of kernels does not take in

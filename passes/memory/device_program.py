@@ -137,14 +137,14 @@ def _hoisted(
             same.add(index)
             if operation.kind not in IN_PLACE and operation.name not in ("slice", "reverse"):
                 moved.add(index)
-    replaced, read, left = list(operations), set(outputs), set[int]()
+    replaced, read, remaining = list(operations), set(outputs), set[int]()
     for index in reversed(range(len(operations))):
         if index in moved and index in read:
-            left.add(index)
+            remaining.add(index)
             replaced[index] = operations[index]._replace(kind="input", operands=())
         elif index not in moved and (index in read or index not in same):
             read.update(operations[index].operands)
-    return replaced, sorted(left)
+    return replaced, sorted(remaining)
 
 
 class _Lowering:
@@ -168,58 +168,58 @@ class _Lowering:
     def _type(self, value: int, spec: ShardingSpec) -> TensorType:
         """What is left of a value on one device; equal layers mostly share types and specs, which are kept with it."""
         type = self.graph.types[value]
-        known = self.types.get((id(type), id(spec)))
-        if known is None:
+        cached = self.types.get((id(type), id(spec)))
+        if cached is None:
             local = TensorType(shape=spec.local_shape(type.shape, self.context.mesh), dtype=type.dtype)
-            known = self.types[id(type), id(spec)] = (local, type, spec)
-        return known[0]
+            cached = self.types[id(type), id(spec)] = (local, type, spec)
+        return cached[0]
 
     def enter(self, value: int, spec: ShardingSpec, *, sliced: bool = False, number: object = None) -> None:
         """A value from outside."""
         type = self._type(value, spec)
         self.operations.value = value
-        made = self.operations.add("input", (), type.shape, type.dtype, value)
-        self.entered.append(made)
+        entered = self.operations.add("input", (), type.shape, type.dtype, value)
+        self.entered.append(entered)
         if number is not None:
-            made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
+            entered = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
         elif sliced:
-            wide = widen(self.operations, made, self.widened)
-            made = self.operations.add("rearrange", (wide,), type.shape, self.operations[wide].dtype, "slice")
-            made = round_to(self.operations, made, type.dtype)
-        self.home[value], self.made[value] = spec, made
+            wide = widen(self.operations, entered, self.widened)
+            entered = self.operations.add("rearrange", (wide,), type.shape, self.operations[wide].dtype, "slice")
+            entered = round_to(self.operations, entered, type.dtype)
+        self.home[value], self.made[value] = spec, entered
 
     def bring(self, index: int, due: Sequence[Move]) -> None:
         """Makes moves, each from its value's home or from where that was reduced to."""
         self.operations.at = index
         for move in due:
             self.operations.value = move.value
-            made = self.read(move.value, move.before, move.phase)
+            operation = self.read(move.value, move.before, move.phase)
             if move.after_value is not None:
                 # What is behind a barrier is in the place of what was before it, so an argument is copied first.
-                waited = (self.operations.copied(made), self.made[move.after_value])
-                made, self.made[move.after_value] = self.operations.barrier(waited)
-            self.moved[move.value, move.after, move.phase] = self._moved(made, move)
+                waited = (self.operations.copied(operation), self.made[move.after_value])
+                operation, self.made[move.after_value] = self.operations.barrier(waited)
+            self.moved[move.value, move.after, move.phase] = self._moved(operation, move)
 
-    def _moved(self, made: int, move: Move) -> int:
+    def _moved(self, operation: int, move: Move) -> int:
         spec = move.before
         for step in move.steps:
             spec = step.apply(spec)
             type = self._type(move.value, spec)
-            number = self.operations.number(made)
+            number = self.operations.number(operation)
             if number is not None and (step.kind == "slice" or number == 0):
-                made = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
+                operation = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
             else:
-                wide = widen(self.operations, made, self.widened)
+                wide = widen(self.operations, operation, self.widened)
                 stepped = taken(self.operations, wide, step, type.shape, move.before.reduction)
-                made = round_to(self.operations, stepped, type.dtype)
-        return made
+                operation = round_to(self.operations, stepped, type.dtype)
+        return operation
 
     def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
         """A value in the placement that its reader wants; literals and free values are made for each placement."""
         if value in self.graph.literals:
             number, dtype = self.graph.literals[value], self.graph.types[value].dtype
-            made = self.literals[value] = self.operations.literal(number, dtype)
-            return made
+            operation = self.literals[value] = self.operations.literal(number, dtype)
+            return operation
         if value in self.free:
             return self._make(value, spec)
         if (home := self.home[value]) is spec or home == spec:
@@ -230,15 +230,15 @@ class _Lowering:
 
     def written(self, operation: int) -> int:
         """An operation as a result: a literal has to be written somewhere."""
-        held = self.operations.every[operation]
-        if held.kind != "literal":
+        written = self.operations.every[operation]
+        if written.kind != "literal":
             return operation
-        return self.operations.add("elementwise", (operation,), held.shape, held.dtype, "copy")
+        return self.operations.add("elementwise", (operation,), written.shape, written.dtype, "copy")
 
     def _make(self, value: int, spec: ShardingSpec) -> int:
         type, node = self._type(value, spec), self.graph.nodes[self.free[value]]
-        (made,) = spell(self.operations, node, [self.read(v, spec, "forward") for v in node.inputs], [type])
-        return made
+        (operation,) = spell(self.operations, node, [self.read(v, spec, "forward") for v in node.inputs], [type])
+        return operation
 
     def run(self, index: int, placement: Placement) -> None:
         """Adds the operations of a node and keeps its results."""
@@ -246,17 +246,17 @@ class _Lowering:
         self.operations.at = index
         if rule.alias:
             placed = zip(node.inputs, placement.operands, strict=True)
-            made = [self.read(v, spec, phase(node)) for v, spec in placed]
+            operations = [self.read(v, spec, phase(node)) for v, spec in placed]
             if node.primitive == BARRIER:
-                made = self._held(node.outputs, made)
+                operations = self._held(node.outputs, operations)
         else:
             operands, results = self._operands(node, placement), self._results(node, rule, placement)
             self.operations.value = node.outputs[0] if node.outputs else -1
             if placement.bodies and index in self.context.controls:
-                made = self._control(index, placement, operands, results)
+                operations = self._control(index, placement, operands, results)
             else:
-                made = spell_widened(self.operations, node, operands, results, self.widened)
-        self.made.update(zip(node.outputs, made, strict=True))
+                operations = spell_widened(self.operations, node, operands, results, self.widened)
+        self.made.update(zip(node.outputs, operations, strict=True))
         self.home.update(zip(node.outputs, placement.results, strict=True))
 
     def _operands(self, node: Node, placement: Placement) -> list[int]:
@@ -273,17 +273,19 @@ class _Lowering:
 
     def _results(self, node: Node, rule: ShardingRule, placement: Placement) -> tuple[TensorType, ...]:
         """The local types of what a node makes, found once for all nodes that share their rule and their placement."""
-        known = self.local.get(key := (id(rule), id(placement)))
-        if known is None:
-            known = tuple([self._type(v, s) for v, s in zip(node.outputs, placement.results, strict=True)])
-            self.local[key] = known
-        return known
+        cached = self.local.get(key := (id(rule), id(placement)))
+        if cached is None:
+            cached = tuple([self._type(v, s) for v, s in zip(node.outputs, placement.results, strict=True)])
+            self.local[key] = cached
+        return cached
 
-    def _held(self, outputs: Sequence[int], made: list[int]) -> list[int]:
+    def _held(self, outputs: Sequence[int], operations: list[int]) -> list[int]:
         """What a barrier lets through; what nothing needs of it is left out."""
-        wanted = [position for position, value in enumerate(outputs) if value in self.needed]
-        passed = dict(zip(wanted, self.operations.barrier([made[position] for position in wanted]), strict=True))
-        return [passed.get(position, operation) for position, operation in enumerate(made)]
+        positions = [position for position, value in enumerate(outputs) if value in self.needed]
+        passed = dict(
+            zip(positions, self.operations.barrier([operations[position] for position in positions]), strict=True)
+        )
+        return [passed.get(position, operation) for position, operation in enumerate(operations)]
 
     def _control(
         self, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
@@ -294,13 +296,13 @@ class _Lowering:
         room: dict[int, int] = {}
         for position, (wire, type) in enumerate(zip(control.results, results, strict=True)):
             if wire.slot in entering or wire.stacked:
-                held = (entering[wire.slot],) if wire.slot in entering else ()
-                kind = "carry" if held else "fresh"
-                room[position] = self.operations.add(kind, held, type.shape, type.dtype, (index, position))
+                carried = (entering[wire.slot],) if wire.slot in entering else ()
+                kind = "carry" if carried else "fresh"
+                room[position] = self.operations.add(kind, carried, type.shape, type.dtype, (index, position))
         fixed = {w.slot for w in control.operands} - {w.slot for w in control.results}
-        known = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
-        self.context.inside(index, placement, known)
-        fixed -= known.keys()
+        constants = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
+        self.context.inside(index, placement, constants)
+        fixed -= constants.keys()
         read = [
             widen(self.operations, o, self.widened) if wire.stacked else o  # a whole stack is widened before the loop
             for wire, o in zip(control.operands, operands, strict=True)
@@ -324,7 +326,7 @@ def _needed(graph: Graph) -> set[int]:
     needed = set(graph.outputs)
     for node in reversed(graph.nodes):
         if node.primitive == BARRIER:
-            needed.update(v for v, made in zip(node.inputs, node.outputs, strict=True) if made in needed)
+            needed.update(v for v, result in zip(node.inputs, node.outputs, strict=True) if result in needed)
         elif not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)
     return needed

@@ -126,8 +126,8 @@ class _Fusion:
             return operation.dtype in LIBRARY_DTYPES or operation.dtype == "int32"
         if operation.kind == "rearrange":
             return operation.name == "pad"
-        known = operation.name in LIBRARY_OPCODES or operation.name.startswith(("power", "convert"))
-        return operation.kind in ELEMENTWISE and known and self._large(index)
+        is_supported_name = operation.name in LIBRARY_OPCODES or operation.name.startswith(("power", "convert"))
+        return operation.kind in ELEMENTWISE and is_supported_name and self._large(index)
 
     def _is_product(self, index: int) -> bool:
         """Whether it is a product of matrices that the library computes where it is reduced."""
@@ -190,7 +190,7 @@ class _Fusion:
 
     def _single(self) -> set[int]:
         """Producers of several large operands that are written to memory, since not all readers can take them in."""
-        found: set[int] = set()
+        single: set[int] = set()
         for index in reversed(range(len(self.operations))):
             if len(self.readers[index]) < 2 or len(self.reads[index]) < 2:
                 continue
@@ -205,13 +205,13 @@ class _Fusion:
             read = sum(self.sizes[o] for o in self.reads[index])
             if len(large) <= 1 or read <= self.sizes[index]:
                 continue
-            if not all(self._on_all_paths(index, reader, found) for reader in self.readers[index]):
-                found.add(index)
-        return found
+            if not all(self._on_all_paths(index, reader, single) for reader in self.readers[index]):
+                single.add(index)
+        return single
 
-    def _on_all_paths(self, producer: int, reader: int, found: set[int]) -> bool:
+    def _on_all_paths(self, producer: int, reader: int, fused: set[int]) -> bool:
         """Whether a reader can take in the producer and everything between them."""
-        left, pending, seen = SEARCHED, [reader], {reader}
+        steps_left, pending, seen = SEARCHED, [reader], {reader}
         while pending:
             current = pending.pop()
             if current < 0 or not self.flexible[current]:
@@ -219,10 +219,10 @@ class _Fusion:
             for o in self.reads[current]:
                 if o < producer or o in seen or not self._reaches(producer, o):
                     continue
-                if o in found or not self._fusible(o, current, self._reused(current)):
+                if o in fused or not self._fusible(o, current, self._reused(current)):
                     return False
-                left -= 1
-                if left == 0:
+                steps_left -= 1
+                if steps_left == 0:
                     return False
                 if o != producer:
                     seen.add(o)
@@ -243,13 +243,13 @@ class _Fusion:
 
     def kernels(self) -> tuple[Kernel, ...]:
         """What is left, each with what it reads."""
-        found: list[Kernel] = []
+        kernels: list[Kernel] = []
         for index, reads in enumerate(self.reads):
             if self.alive[index] and self.kinds[index] != "literal":
                 ordered = tuple(sorted(reads))
                 over = tuple([o for o in ordered if reads[o]])
-                found.append(Kernel(operation=index, reads=ordered, over=over, turn=self._turn(index)))
-        return tuple(found)
+                kernels.append(Kernel(operation=index, reads=ordered, over=over, turn=self._turn(index)))
+        return tuple(kernels)
 
     def _turn(self, index: int) -> tuple[int, int]:
         """What is no fusion comes first, in order; then what is fused, the last first; then what is wrapped alone."""

@@ -62,9 +62,9 @@ class Temporaries:
 
 def phase_of(node: Node) -> Phase:
     """The phase of a node; that of a loop over microbatches is `backward`, where its gradients are made."""
-    found = phase(node)
-    if found != "apply" or not node.subgraphs:
-        return found
+    own_phase = phase(node)
+    if own_phase != "apply" or not node.subgraphs:
+        return own_phase
     inside = {phase_of(inner) for body in node.subgraphs for inner in body.nodes}
     if "backward" in inside:
         return "backward"

@@ -102,17 +102,17 @@ class _Allocation:
         self.copied = self._copied({self.names[program.outputs[o]]: program.inputs[i] for o, i in carried.items()})
 
     def _name(self, operation: int) -> int:
-        held, reads = self.operations[operation], self.kernels[operation].reads
-        renamed = held.kind == "part" or (held.kind == "bitcast" and reads == held.operands)
-        return self.names[held.operands[0]] if renamed else operation
+        described, reads = self.operations[operation], self.kernels[operation].reads
+        renamed = described.kind == "part" or (described.kind == "bitcast" and reads == described.operands)
+        return self.names[described.operands[0]] if renamed else operation
 
     def _placed(self, returned: set[int]) -> set[int]:
         """What is written to where outputs belong: those, and what they are written over that nothing else reads."""
         placed = set(returned)
         for operation in reversed(self.order):
-            held = self.operations[operation]
-            if operation in placed and held.kind in ("update", "carry"):
-                target = held.operands[0]
+            described = self.operations[operation]
+            if operation in placed and described.kind in ("update", "carry"):
+                target = described.operands[0]
                 if self.names.get(target) == target and len(self.readers[target]) == 1:
                     placed.add(target)
         return placed
@@ -120,7 +120,7 @@ class _Allocation:
     def _copied(self, carried: Mapping[int, int]) -> list[int]:
         """The carries that are copied first, for something reads them that their new value does not wait for."""
         readers = {before: self.readers.get(before, ()) for before in carried.values()}
-        marked = dict.fromkeys(reader for found in readers.values() for reader in found)
+        marked = dict.fromkeys(reader for readers_of_value in readers.values() for reader in readers_of_value)
         bits = {reader: 1 << position for position, reader in enumerate(marked)}
         behind: dict[int, int] = {}
         for operation in self.order:
@@ -131,8 +131,8 @@ class _Allocation:
         copied: list[int] = []
         for after, before in carried.items():
             late = any(not behind[after] & bits[reader] for reader in readers[before] if reader != after)
-            held, kernel = self.operations[after], self.kernels[after]
-            over = held.operands[:1] if held.kind in ("carry", "update") else kernel.over
+            described, kernel = self.operations[after], self.kernels[after]
+            over = described.operands[:1] if described.kind in ("carry", "update") else kernel.over
             if late or (before in kernel.reads and before not in over):
                 copied.append(before)
         return copied
@@ -142,12 +142,12 @@ class _Allocation:
         holders: dict[int, int] = {}
         written: dict[int, list[int]] = {}
         for operation in self.order:
-            held = self.operations[operation]
-            if self.names[operation] != operation or operation in self.placed or held.kind == "input":
+            described = self.operations[operation]
+            if self.names[operation] != operation or operation in self.placed or described.kind == "input":
                 continue
             holder = self._written_over(operation, holders)
             last = self.last.get(operation, self.at[operation])
-            if held.kind == "result" and (made_by := self.names[held.operands[0]]) in self.last:
+            if described.kind == "result" and (made_by := self.names[described.operands[0]]) in self.last:
                 self.last[made_by] = max(self.last[made_by], last)  # its addresses are kept as long as what is there
             holders[operation] = holder
             self.last[holder] = max(self.last.get(holder, last), last)
@@ -165,28 +165,28 @@ class _Allocation:
             )
             for o, results in written.items()
         )
-        held = (*copies, *buffers)
+        described = (*copies, *buffers)
         filled = [self._written(self.names[output]) for output in self.outputs]
         return Lifetimes(
             order=tuple(self.order),
-            buffers=held,
+            buffers=described,
             readers=self.readers,
             read=tuple(-1 if i in self.copied else self.last.get(i, -1) for i in self.inputs),
             written=tuple(filled),
-            over=self._overwritten(held, filled),
+            over=self._overwritten(described, filled),
         )
 
     def _is_tied(self, operation: int) -> bool:
         """Whether an operation must be written over its first operand, and not only may be."""
-        held = self.operations[operation]
-        return held.kind == "carry" or (held.kind == "update" and held.name != "sort")
+        described = self.operations[operation]
+        return described.kind == "carry" or (described.kind == "update" and described.name != "sort")
 
     def _written(self, output: int) -> int:
         """The kernel that first writes to where an output belongs, -1 where an argument is returned or is elsewhere."""
         first = -1
         while output in self.placed and self.operations[output].kind != "input":
-            first, held = self._first(output), self.operations[output]
-            output = held.operands[0] if held.kind in ("update", "carry") else -1
+            first, described = self._first(output), self.operations[output]
+            output = described.operands[0] if described.kind in ("update", "carry") else -1
         return first
 
     def _overwritten(self, buffers: Sequence[Buffer], written: Sequence[int]) -> dict[int, list[int]]:
@@ -194,16 +194,16 @@ class _Allocation:
         ends: dict[int, list[int]] = {}
         for index, buffer in enumerate(buffers):
             ends.setdefault(buffer.last, []).append(index)
-        found: dict[int, list[int]] = {}
+        overwritten: dict[int, list[int]] = {}
         for position, at in enumerate(written):
             over = self._over(self.order[at]) if at >= 0 else ()
             names = {self.names.get(read, -1) for read in over}
-            found[position] = [index for index in ends.get(at, ()) if buffers[index].operations[-1] in names]
-        return found
+            overwritten[position] = [index for index in ends.get(at, ()) if buffers[index].operations[-1] in names]
+        return overwritten
 
     def _first(self, operation: int) -> int:
-        held = self.operations[operation]
-        return self.at[held.operands[0] if held.kind == "result" else operation]
+        described = self.operations[operation]
+        return self.at[described.operands[0] if described.kind == "result" else operation]
 
     def _written_over(self, operation: int, holders: Mapping[int, int]) -> int:
         """The operation in whose buffer a result is written: that of an operand, or its own."""
@@ -215,6 +215,10 @@ class _Allocation:
 
     def _over(self, operation: int) -> list[int]:
         """The operands of its own shape and dtype that an operation may be written over."""
-        held = self.operations[operation]
-        over = held.operands[:1] if held.kind in ("carry", "update") else self.kernels[operation].over
-        return [o for o in over if (self.operations[o].shape, self.operations[o].dtype) == (held.shape, held.dtype)]
+        described = self.operations[operation]
+        over = described.operands[:1] if described.kind in ("carry", "update") else self.kernels[operation].over
+        return [
+            o
+            for o in over
+            if (self.operations[o].shape, self.operations[o].dtype) == (described.shape, described.dtype)
+        ]

@@ -107,8 +107,8 @@ def _divided(operations: Operations, node: Node, operands: Sequence[int], result
     if spread.kind != "broadcast" or operations.number(above) is not None:
         return [operations.elementwise("divide", operands, type, expensive=True)]
     narrow = TensorType(shape=operations[spread.operands[0]].shape, dtype=type.dtype)
-    one = operations.literal(1.0, type.dtype)
-    inverse = operations.elementwise("divide", (one, spread.operands[0]), narrow, expensive=True)
+    ones = operations.literal(1.0, type.dtype)
+    inverse = operations.elementwise("divide", (ones, spread.operands[0]), narrow, expensive=True)
     wide = operations.broadcast(inverse, type.shape, cast("tuple[int, ...]", spread.tag))
     return [operations.elementwise("multiply", (above, wide), type)]
 
@@ -117,8 +117,8 @@ def _power(operations: Operations, node: Node, operands: Sequence[int], results:
     """Squares of squares, times those that the exponent's bits ask for."""
     (type,), exponent, (operand,) = results, cast("int", node.params["y"]), operands
 
-    def read(made: int) -> int:
-        return made if made == operand else operations.step(made)
+    def read(operation: int) -> int:
+        return operation if operation == operand else operations.step(operation)
 
     square, raised = operand, -1
     for bit in range(abs(exponent).bit_length()):
@@ -127,25 +127,25 @@ def _power(operations: Operations, node: Node, operands: Sequence[int], results:
         if abs(exponent) >> bit & 1:
             raised = square if raised < 0 else operations.elementwise("multiply", (read(square), read(raised)), type)
     if exponent < 0:
-        one = operations.literal(1.0, type.dtype)
-        raised = operations.elementwise("divide", (one, read(raised)), type, expensive=True)
+        ones = operations.literal(1.0, type.dtype)
+        raised = operations.elementwise("divide", (ones, read(raised)), type, expensive=True)
     return [raised if exponent else operations.broadcast(operations.literal(1.0, type.dtype), type.shape, ())]
 
 
 def _logistic(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    (type,), one = results, operations.literal(1.0, results[0].dtype)
+    (type,), ones = results, operations.literal(1.0, results[0].dtype)
     negative = operations.step(operations.elementwise("negate", operands, type))
     exponential = operations.step(operations.elementwise("exponential", (negative,), type, expensive=True))
-    below = operations.step(operations.elementwise("add", (one, exponential), type))
-    return [operations.elementwise("divide", (one, below), type, expensive=True)]
+    below = operations.step(operations.elementwise("add", (ones, exponential), type))
+    return [operations.elementwise("divide", (ones, below), type, expensive=True)]
 
 
 def _bits(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """The same bits under another dtype of the same width."""
-    (type,), held = results, operations[operands[0]]
-    if type.shape != held.shape:
+    (type,), operand = results, operations[operands[0]]
+    if type.shape != operand.shape:
         return [operations.add("opaque", operands, type.shape, type.dtype, (opcode(node), operations.at))]
-    return [operations.elementwise(f"{opcode(node)} {held.dtype}", operands, type)]
+    return [operations.elementwise(f"{opcode(node)} {operand.dtype}", operands, type)]
 
 
 def _reshaped(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -161,9 +161,9 @@ def _transposed(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
     """A product is transposed by swapping its sides."""
-    order, held = cast("tuple[int, ...]", node.params["permutation"]), operations[operands[0]]
-    if held.kind == "dot" and order == (1, 0):
-        return [operations.add("bitcast", operands, results[0].shape, held.dtype, "transposed")]
+    order, operand = cast("tuple[int, ...]", node.params["permutation"]), operations[operands[0]]
+    if operand.kind == "dot" and order == (1, 0):
+        return [operations.add("bitcast", operands, results[0].shape, operand.dtype, "transposed")]
     return [operations.transpose(operands[0], order)]
 
 
@@ -220,13 +220,13 @@ def _by_columns(operations: Operations, operand: int) -> int:
     return operations.transpose(operand, (*range(rank - 2), rank - 1, rank - 2))
 
 
-def _in_place(operations: Operations, room: int, name: str, *others: int) -> int:
+def _in_place(operations: Operations, room: int, name: str, *operands: int) -> int:
     """What a kernel writes over `room`, or over a copy of what is an argument under another name."""
-    held = operations[room]
-    source = held.operands[0] if held.kind == "bitcast" else room
+    target = operations[room]
+    source = target.operands[0] if target.kind == "bitcast" else room
     if operations[source].kind == "input":
-        room = operations.add("opaque", (room,), held.shape, held.dtype, ("copy", operations.at))
-    return operations.add("update", (room, *others), held.shape, held.dtype, (name, operations.at))
+        room = operations.add("opaque", (room,), target.shape, target.dtype, ("copy", operations.at))
+    return operations.add("update", (room, *operands), target.shape, target.dtype, (name, operations.at))
 
 
 def _factored(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -235,15 +235,18 @@ def _factored(operations: Operations, node: Node, operands: Sequence[int], resul
     packed = _in_place(operations, _by_columns(operations, operands[0]), "geqrf")
     by_columns = (*orthogonal.shape[:-2], orthogonal.shape[-1], orthogonal.shape[-2])
     room = operations.add("opaque", (packed,), by_columns, orthogonal.dtype, ("reflectors", operations.at))
-    made = _by_columns(operations, _in_place(operations, room, "orgqr"))
-    return [made, operations.add("rearrange", (packed,), triangle.shape, triangle.dtype, ("triangle", operations.at))]
+    factored = _by_columns(operations, _in_place(operations, room, "orgqr"))
+    return [
+        factored,
+        operations.add("rearrange", (packed,), triangle.shape, triangle.dtype, ("triangle", operations.at)),
+    ]
 
 
 def _cholesky(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """In the place of a copy, and not a number where there is none."""
-    made = _in_place(operations, _by_columns(operations, operands[0]), "potrf")
+    factored = _in_place(operations, _by_columns(operations, operands[0]), "potrf")
     masked = operations.elementwise(
-        "checked", (made,), TensorType(shape=operations[made].shape, dtype=results[0].dtype)
+        "checked", (factored,), TensorType(shape=operations[factored].shape, dtype=results[0].dtype)
     )
     return [_by_columns(operations, masked)]
 
@@ -264,17 +267,17 @@ def _random(operations: Operations, node: Node, operands: Sequence[int], results
     both = [operations.add("fresh", (), words.shape, words.dtype, ("counter", operations.at, i)) for i in range(2)]
     copies = [operations.add("opaque", (o,), words.shape, words.dtype, ("copy", operations.at)) for o in both]
     loop = operations.add("opaque", (*both, *copies), (0,), "bool", ("threefry2x32", operations.at))
-    made = [operations.add("part", (o, loop), words.shape, words.dtype, ("words", operations.at)) for o in both]
-    return [operations.elementwise("xor", made, type)]
+    words_of = [operations.add("part", (o, loop), words.shape, words.dtype, ("words", operations.at)) for o in both]
+    return [operations.elementwise("xor", words_of, type)]
 
 
 def _gathered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """Where indices may lie outside, what they select is masked."""
     (type,) = results
-    found = operations.add("gather", operands, type.shape, type.dtype, repr(node.params))
+    gathered = operations.add("gather", operands, type.shape, type.dtype, repr(node.params))
     if "FILL" not in str(node.params.get("mode")):
-        return [found]
-    return [operations.add("elementwise", (found, operands[1]), type.shape, type.dtype, "masked")]
+        return [gathered]
+    return [operations.add("elementwise", (gathered, operands[1]), type.shape, type.dtype, "masked")]
 
 
 def _scattered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -291,8 +294,8 @@ def _reduced(operations: Operations, node: Node, operands: Sequence[int], result
     if all(held.shape[d] == 1 for d in axes):
         return [operations.reshape(operands[0], type.shape)]
     if node.primitive == "reduce_sum" and held.tag == "negate":
-        made = _reduced(operations, node, held.operands, results)
-        return [operations.elementwise("negate", made, type)]
+        reduced = _reduced(operations, node, held.operands, results)
+        return [operations.elementwise("negate", reduced, type)]
     (operand,) = operands
     if held.kind == "bitcast" and held.tag is None:
         before = _axes_before(operations[held.operands[0]].shape, held.shape, axes)
@@ -302,8 +305,8 @@ def _reduced(operations: Operations, node: Node, operands: Sequence[int], result
     if held.name == "transpose" or held.kind == "transpose":
         tag = cast("tuple[object, ...]", held.tag)
         order = cast("Shape", tag[1] if held.kind == "rearrange" else tag)
-        kept = [d for position, d in enumerate(order) if position not in axes]
-        if kept == sorted(kept):
+        kept_dims = [d for position, d in enumerate(order) if position not in axes]
+        if kept_dims == sorted(kept_dims):
             operand, axes = held.operands[0], sorted(order[d] for d in axes)
     return [operations.add("reduce", (operand,), type.shape, type.dtype, (opcode(node), tuple(axes)))]
 
@@ -331,24 +334,28 @@ def _convolved(operations: Operations, node: Node, operands: Sequence[int], resu
     numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
     (first, last, *between), (type,) = numbers["out_spec"], results
-    left = operations.transpose(operands[0], (batch, *spatial, feature))
-    right = operations.transpose(operands[1], (*window, into, out))
+    lhs = operations.transpose(operands[0], (batch, *spatial, feature))
+    rhs = operations.transpose(operands[1], (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
-    made = operations.add("opaque", (left, right), shape, type.dtype, ("convolution", operations.at))
-    return [operations.transpose(made, sorted(range(type.rank), key=order.__getitem__))]
+    convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
+    return [operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))]
 
 
 def _selected(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """The place of every window's choice, found among counters along each dimension, and a scatter to those places."""
     source, operand = operands
-    held, (type,), windows = operations[operand], results, operations[source]
-    counters = [operations.add("iota", (), held.shape, "int32", d) for d in range(len(held.shape))]
-    found = [
-        operations.add("opaque", (operand, *counters), windows.shape, dtype, ("window", operations.at, i))
-        for i, dtype in enumerate((held.dtype, *("int32" for _ in counters)))
+    operand_operation, (type,), windows = operations[operand], results, operations[source]
+    counters = [
+        operations.add("iota", (), operand_operation.shape, "int32", d) for d in range(len(operand_operation.shape))
     ]
-    places = operations.add("rearrange", found[1:], (windows.size, len(counters)), "int32", ("places", operations.at))
+    selected = [
+        operations.add("opaque", (operand, *counters), windows.shape, dtype, ("window", operations.at, i))
+        for i, dtype in enumerate((operand_operation.dtype, *("int32" for _ in counters)))
+    ]
+    places = operations.add(
+        "rearrange", selected[1:], (windows.size, len(counters)), "int32", ("places", operations.at)
+    )
     zeros = operations.broadcast(operations.literal(0.0, type.dtype), type.shape, ())
     reads = (zeros, places, operations.reshape(source, (windows.size,)))
     return [operations.add("update", reads, type.shape, type.dtype, ("scatter", operations.at))]

@@ -14,9 +14,9 @@ from passes.memory.operations import Operations, Shape
 
 def _as_sent(operations: Operations, operand: int) -> int:
     """An operand of a batch of products, which is read as a collective has laid it out."""
-    held = operations[operand]
-    if held.kind == "transpose" and operations[held.operands[0]].kind == "collective":
-        return operations.add("bitcast", held.operands, held.shape, held.dtype, held.tag)
+    described = operations[operand]
+    if described.kind == "transpose" and operations[described.operands[0]].kind == "collective":
+        return operations.add("bitcast", described.operands, described.shape, described.dtype, described.tag)
     return operand
 
 
@@ -40,8 +40,8 @@ def contraction(
         if operations[arranged].kind == "transpose" and by_columns:
             arranged = operand  # read by columns as well as by rows
         reads.append(operations.reshape(arranged, matrix))
-    made = operations.add("dot", reads, product.made, type.dtype, ("merged", numbers))
-    return [operations.reshape(made, type.shape)]
+    product_operation = operations.add("dot", reads, product.made, type.dtype, ("merged", numbers))
+    return [operations.reshape(product_operation, type.shape)]
 
 
 def _folded(
@@ -50,21 +50,21 @@ def _folded(
     """The operands of a product with those that are transposed matrices as they were before: either way is read."""
     read, contracted = list(operands), list(numbers[0])
     for side, operand in enumerate(operands):
-        held, batch = operations[operand], numbers[1][side]
-        order = cast("Shape", held.tag) if held.kind == "transpose" else ()
+        described, batch = operations[operand], numbers[1][side]
+        order = cast("Shape", described.tag) if described.kind == "transpose" else ()
         leads = len(order) - 2
-        if not order or _is_laid_out(operations, held.operands[0]):
+        if not order or _is_laid_out(operations, described.operands[0]):
             continue
         if leads >= 0 and order == (*range(leads), leads + 1, leads) and tuple(batch) == tuple(range(leads)):
-            read[side] = held.operands[0]
+            read[side] = described.operands[0]
             contracted[side] = tuple(order[d] for d in contracted[side])
     return read, ((contracted[0], contracted[1]), numbers[1])
 
 
 def _is_laid_out(operations: Operations, operation: int) -> bool:
     """Whether it is a collective along another dimension than the first, which has brought that to the front."""
-    held = operations[operation]
-    return held.kind == "collective" and max(cast("tuple[int, ...]", held.tag)[3:5]) > 0
+    described = operations[operation]
+    return described.kind == "collective" and max(cast("tuple[int, ...]", described.tag)[3:5]) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +80,16 @@ class _Product:
 @lru_cache(maxsize=1024)
 def _product(one: Shape, other: Shape, numbers: tuple[tuple[Shape, Shape], tuple[Shape, Shape]]) -> _Product | None:
     """The product of two shapes, None where a kernel takes both as they lie; equal layers ask for the same ones."""
-    left, right = (_Side.of(s, c, b) for s, c, b in zip((one, other), *numbers, strict=True))
-    if left.is_canonical and right.is_canonical:
+    lhs, rhs = (_Side.of(s, c, b) for s, c, b in zip((one, other), *numbers, strict=True))
+    if lhs.is_canonical and rhs.is_canonical:
         return None
-    rows, columns = (left.size("free"), left.size("contracted")), (right.size("contracted"), right.size("free"))
-    batches = [tuple(side.shape[d] for d in side.batch) for side in (left, right)]
+    rows, columns = (lhs.size("free"), lhs.size("contracted")), (rhs.size("contracted"), rhs.size("free"))
+    batches = [tuple(side.shape[d] for d in side.batch) for side in (lhs, rhs)]
     return _Product(
-        orders=((*left.batch, *left.free, *left.contracted), (*right.batch, *right.contracted, *right.free)),
+        orders=((*lhs.batch, *lhs.free, *lhs.contracted), (*rhs.batch, *rhs.contracted, *rhs.free)),
         read=((*batches[0], *rows), (*batches[1], *columns)),
-        by_columns=(left.is_matrix and len(left.shape) == 2, right.is_matrix),
-        made=(*batches[0], left.size("free"), right.size("free")),
+        by_columns=(lhs.is_matrix and len(lhs.shape) == 2, rhs.is_matrix),
+        made=(*batches[0], lhs.size("free"), rhs.size("free")),
     )
 
 
@@ -113,9 +113,13 @@ class _Side:
     @property
     def is_matrix(self) -> bool:
         """Whether it is one matrix, or a batch of them one after the other."""
-        others = [d for d in (*self.free, *self.contracted) if self.shape[d] > 1]
+        other_dims = [d for d in (*self.free, *self.contracted) if self.shape[d] > 1]
         wide = [d for d in self.batch if self.shape[d] > 1]
-        return len(others) <= 2 and bool(wide) == bool(self.batch) and all(d < min(others, default=d + 1) for d in wide)
+        return (
+            len(other_dims) <= 2
+            and bool(wide) == bool(self.batch)
+            and all(d < min(other_dims, default=d + 1) for d in wide)
+        )
 
     @property
     def is_canonical(self) -> bool:

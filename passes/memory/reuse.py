@@ -30,36 +30,36 @@ def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
     """What finds no place, in its order; what is left of a chain is one span wherever it hangs together."""
     free = sorted((place for place in places if place.before - place.after > 1), key=lambda place: place.nbytes)
     placed = _placed(spans, free) if free else bytearray(len(spans))
-    left: list[Span] = []
+    remaining: list[Span] = []
     for span, is_placed in zip(spans, placed, strict=True):
         if is_placed:
             continue
-        if left and span.chain >= 0 and left[-1].chain == span.chain and left[-1].last == span.first:
-            span = left.pop()._replace(last=span.last)
-        left.append(span)
-    return left
+        if remaining and span.chain >= 0 and remaining[-1].chain == span.chain and remaining[-1].last == span.first:
+            span = remaining.pop()._replace(last=span.last)
+        remaining.append(span)
+    return remaining
 
 
 def _placed(spans: Sequence[Span], free: Sequence[Place]) -> bytearray:
     """Which spans find a place, the smallest first."""
-    held: list[list[Span]] = [[] for _ in free]
+    spans_at: list[list[Span]] = [[] for _ in free]
     placed = bytearray(len(spans))
     for index in sorted(range(len(spans)), key=lambda index: (-spans[index].nbytes, spans[index].first)):
         span = spans[index]
-        for place, others in zip(free, held, strict=True):
+        for place, placed_there in zip(free, spans_at, strict=True):
             last = place.before if span.chain in place.over else place.before - 1
             if span.nbytes > place.nbytes or span.first <= place.after or span.last > last:
                 continue
-            if not any(_interfere(span, other) for other in others):
-                others.append(span)
+            if not any(_interfere(span, other) for other in placed_there):
+                placed_there.append(span)
                 placed[index] = True
                 break
     return placed
 
 
-def _interfere(one: Span, other: Span) -> bool:
+def _interfere(first: Span, second: Span) -> bool:
     """Whether two spans may not lie in one place: they live at once, and neither is written over the other."""
-    earlier, later = sorted((one, other), key=lambda span: span.first)
+    earlier, later = sorted((first, second), key=lambda span: span.first)
     if earlier.chain >= 0 and earlier.chain == later.chain and earlier.last == later.first:
         return False
     return earlier.last >= later.first

@@ -103,9 +103,9 @@ class _Region:
             rules=self.grouping.rules, controls=self.grouping.controls, mesh=self.mesh, inside=self._inside
         )
         program = lower(self.graph, context, self.layout, self.schedule, border)
-        found = lifetimes(program, fuse(program.operations, program.outputs), border.carried)
+        allocation = lifetimes(program, fuse(program.operations, program.outputs), border.carried)
         begins, inner, sources = list[int](), list[Span](), list[str]()
-        for o in found.order:
+        for o in allocation.order:
             begins.append(moment := len(sources))
             running = program.operations[o]
             source = self.graph.nodes[running.node].source if 0 <= running.node < len(self.graph.nodes) else ""
@@ -117,16 +117,16 @@ class _Region:
             inner.extend(Span(s.nbytes, s.first + moment, s.last + moment, s.made_by) for s in alone)
             sources.extend(inside or source for inside in within.sources)
         begins.append(len(sources))
-        own = [
-            Span(b.nbytes, first, last, (self, program, found.readers, b), chain)
-            for chain, b in enumerate(found.buffers)
-            for first, last in _members(program, found, begins, b)
+        spans = [
+            Span(b.nbytes, first, last, (self, program, allocation.readers, b), chain)
+            for chain, b in enumerate(allocation.buffers)
+            for first, last in _members(program, allocation, begins, b)
         ]
         return _Run(
-            spans=(*own, *self._once(program, len(sources)), *inner),
+            spans=(*spans, *self._once(program, len(sources)), *inner),
             sources=tuple(sources),
             begins=tuple(begins),
-            lifetimes=found,
+            lifetimes=allocation,
             program=program,
         )
 
@@ -138,19 +138,19 @@ class _Region:
 
     def places(self, run: _Run, in_place: Mapping[int, int]) -> list[Place]:
         """Where the outputs belong, which take the place of inputs or have their own."""
-        found, begins = run.lifetimes, run.begins
+        allocation, begins = run.lifetimes, run.begins
         places: list[Place] = []
-        for output, written in enumerate(found.written):
+        for output, written in enumerate(allocation.written):
             if written < 0:
                 continue
-            read = found.read[in_place[output]] if output in in_place else -1
+            read = allocation.read[in_place[output]] if output in in_place else -1
             nbytes = run.program.operations[run.program.outputs[output]].nbytes
             places.append(
                 Place(
                     nbytes=nbytes,
                     after=begins[read + 1] - 1 if read >= 0 else -1,
-                    before=_begin(run.program, found, begins, written),
-                    over=frozenset(found.over.get(output, ())),
+                    before=_begin(run.program, allocation, begins, written),
+                    over=frozenset(allocation.over.get(output, ())),
                 )
             )
         return places
@@ -159,12 +159,12 @@ class _Region:
         self, program: DeviceProgram, read_by: Mapping[int, Sequence[int]] | None, buffer: Buffer, nbytes: int
     ) -> Holder:
         """A buffer by name and cause; nothing is said of the readers of what is moved out of a loop."""
-        made = [program.operations[o] for o in buffer.operations]
+        operations = [program.operations[o] for o in buffer.operations]
         if read_by is None:
-            return Holder(name=self._name(made[-1].value), nbytes=nbytes, cause="collective buffers")
+            return Holder(name=self._name(operations[-1].value), nbytes=nbytes, cause="collective buffers")
         readers = {self._when(program.operations[r].node) for o in buffer.operations for r in read_by.get(o, ())}
-        written = {self._when(self.graph.producers.get(o.value, o.node)) for o in made}
-        collective = any(o.kind in ("collective", "result") for o in made)
+        written = {self._when(self.graph.producers.get(o.value, o.node)) for o in operations}
+        collective = any(o.kind in ("collective", "result") for o in operations)
         if "backward" in written and "apply" in readers:
             cause = "gradients"
         elif collective:
@@ -173,7 +173,7 @@ class _Region:
             cause = "saved for backward"
         else:
             cause = "transients"
-        return Holder(name=self._name(made[-1].value), nbytes=nbytes, cause=cause)
+        return Holder(name=self._name(operations[-1].value), nbytes=nbytes, cause=cause)
 
     def _when(self, node: int) -> Phase:
         return self.phases[node] if 0 <= node < len(self.phases) else "apply"
@@ -198,16 +198,16 @@ class _Region:
 
 
 def _members(
-    program: DeviceProgram, found: Lifetimes, begins: Sequence[int], buffer: Buffer
+    program: DeviceProgram, allocation: Lifetimes, begins: Sequence[int], buffer: Buffer
 ) -> Iterator[tuple[int, int]]:
     """The moments from which, and to which, each result in a buffer lives."""
-    starts = [_begin(program, found, begins, kernel) for kernel in buffer.starts or (buffer.first,)]
+    starts = [_begin(program, allocation, begins, kernel) for kernel in buffer.starts or (buffer.first,)]
     yield from zip(starts, (*starts[1:], begins[buffer.last + 1] - 1), strict=True)
 
 
-def _begin(program: DeviceProgram, found: Lifetimes, begins: Sequence[int], kernel: int) -> int:
+def _begin(program: DeviceProgram, allocation: Lifetimes, begins: Sequence[int], kernel: int) -> int:
     """The moment in which a kernel writes what it makes: what a branch makes, it writes last."""
-    return begins[kernel + 1] - 1 if program.operations[found.order[kernel]].kind == "loop" else begins[kernel]
+    return begins[kernel + 1] - 1 if program.operations[allocation.order[kernel]].kind == "loop" else begins[kernel]
 
 
 _Made = tuple[_Region, DeviceProgram, Mapping[int, Sequence[int]] | None, Buffer]

@@ -215,10 +215,10 @@ class PipelinePlan:
 
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
         """The pipeline as tables, then each stage's own if `operators`."""
-        found = [self._header(), self._stages_table(), self.timeline.table()]
+        all_tables = [self._header(), self._stages_table(), self.timeline.table()]
         if operators:
-            found.extend(table for plan in self.stages for table in plan.tables(operators=True))
-        return tuple(found)
+            all_tables.extend(table for plan in self.stages for table in plan.tables(operators=True))
+        return tuple(all_tables)
 
     def format(self, *, operators: bool = False, width: int = 80) -> str:
         """The plan as text of `width` columns."""

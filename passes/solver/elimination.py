@@ -221,15 +221,15 @@ class Beam:
         self.wanted: dict[int, list[tuple[int, Indices]]] = {node: [] for node in tables.nodes}
         for at, bucket in enumerate(tables.buckets):
             for factor in bucket:
-                for node, own in zip(factor.nodes, factor.classes, strict=True):
-                    self.wanted[node].append((at, own))
+                for node, class_array in zip(factor.nodes, factor.classes, strict=True):
+                    self.wanted[node].append((at, class_array))
         for group in (group for group in factors.groups if not group.is_exact):
             last = min(place[node] for node in group.nodes)
             self.inexact.setdefault(last, []).append(group)
             for node in group.nodes:
                 self.wanted[node].append((last, np.arange(factors.allowed[node].size)))
-        for own in self.wanted.values():
-            own.sort(key=lambda one: one[0])
+        for class_array in self.wanted.values():
+            class_array.sort(key=lambda read: read[0])
         self.told: dict[tuple[int, int], Indices] = {}
         self.least: Floats = np.array([tables.bound])
         self.kept: dict[int, Indices] = {}
@@ -253,7 +253,7 @@ class Beam:
         """The partial answer that each new one extends, and the place chosen for the node at a place of the order."""
         node = self.tables.nodes[at]
         places = np.arange(self.factors.allowed[node].size)
-        chosen = {other: own[:, None] for other, own in self.kept.items()} | {node: places[None, :]}
+        chosen = {other: kept_places[:, None] for other, kept_places in self.kept.items()} | {node: places[None, :]}
         seconds = np.repeat(self.least[:, None], places.size, axis=1)
         for factor in self.tables.buckets[at]:
             seconds += factor.at(chosen)
@@ -263,8 +263,12 @@ class Beam:
             seconds += group.at(chosen) - sum(factor.at(chosen) for factor in group.factors)
         rows, columns = np.nonzero(seconds < self.upper)
         new_seconds = seconds[rows, columns]
-        extended = {other: own[rows] for other, own in self.kept.items()} | {node: columns}
-        context = {other: own[extended[other]] for other in extended if (own := self._told(other, at)) is not None}
+        extended = {other: kept_places[rows] for other, kept_places in self.kept.items()} | {node: columns}
+        context = {
+            other: distinguished[extended[other]]
+            for other in extended
+            if (distinguished := self._told(other, at)) is not None
+        }
         best = self._best(new_seconds, list(context.values()))
         self.least, self.kept = new_seconds[best], {other: extended[other][best] for other in context}
         return rows[best], columns[best]

@@ -238,8 +238,8 @@ class StrategyProgram:
             edge, shape = flow.edge, flow.shape
             prices = np.full(edge.seconds.shape[0], -UNUSED), np.full(edge.seconds.shape[1], UNUSED)
             at = (edge.before[self.allowed[edge.source]], edge.after[self.allowed[edge.target]])
-            for price, place, rows, known in zip(prices, at, flow.rows, (shape.made, shape.read), strict=True):
-                price[place] = np.where(rows < 0, 0.0, duals[rows])[known]
+            for price, place, rows, known_prices in zip(prices, at, flow.rows, (shape.made, shape.read), strict=True):
+                price[place] = np.where(rows < 0, 0.0, duals[rows])[known_prices]
             for price, names in zip(prices, (edge.origins, edge.labels), strict=True):
                 for label, dual in taken.get(id(edge), ()):
                     price -= [dual if name == label else 0.0 for name in names] if names else 0.0

@@ -68,8 +68,12 @@ def lifted(problem: ShardingProblem, tied: Tied, prices: Sequence[Prices], budge
         known_places = mean[at]
         rows, columns = rows / times[at], columns / times[at]
         mean[at] = (rows, columns) if known_places is None else (known_places[0] + rows, known_places[1] + columns)
-    own = {id(e): one for e, n in zip(problem.edges, tied.edges, strict=True) if (one := mean[tied.alike[n]])}
-    return priced(problem, own, budget_prices)
+    prices_by_edge = {
+        id(e): mean_prices
+        for e, n in zip(problem.edges, tied.edges, strict=True)
+        if (mean_prices := mean[tied.alike[n]])
+    }
+    return priced(problem, prices_by_edge, budget_prices)
 
 
 def priced(problem: ShardingProblem, prices: Mapping[int, Prices], budget_prices: Sequence[float]) -> Bound:

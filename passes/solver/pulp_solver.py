@@ -70,5 +70,7 @@ def minimise(program: LinearProgram, cost: Floats, integral: Indices, solver: An
         status = "time limit"
     solved: list[float | None] = [variable.value() for variable in variables]
     has_values = status in ("optimal", "time limit") and any(value is not None for value in solved)
-    found = np.array([value or 0.0 for value in solved]) if has_values else np.zeros(0)
-    return Outcome(status=status, objective=float(found @ cost) if has_values else float("inf"), values=found)
+    column_values = np.array([value or 0.0 for value in solved]) if has_values else np.zeros(0)
+    return Outcome(
+        status=status, objective=float(column_values @ cost) if has_values else float("inf"), values=column_values
+    )

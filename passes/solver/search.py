@@ -355,9 +355,9 @@ def leanest(problem: ShardingProblem, options: SolverOptions | None = None) -> t
     strict = replace(tied.problem, budgets=rows)
     best = polish(strict, program.choice())
     if _excess(strict, best) > 1 + _LEAN:
-        whole = StrategyProgram(tied.problem, whole=True, lean=True)
-        whole.run(gap=_LEAN, seconds=options.time_limit)
-        choices = [best, whole.choice()] if whole.has_values() else [best]
+        lean_program = StrategyProgram(tied.problem, whole=True, lean=True)
+        lean_program.run(gap=_LEAN, seconds=options.time_limit)
+        choices = [best, lean_program.choice()] if lean_program.has_values() else [best]
         best = min(choices, key=lambda choice: _excess(strict, choice))
     return tuple(best[cls] for cls in tied.classes)
 

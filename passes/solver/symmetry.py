@@ -114,8 +114,8 @@ def _colours(problem: ShardingProblem, keys: Sequence[int], radius: int) -> list
     """A number for every node, equal for nodes that are equal up to `radius` edges."""
     kinds = problem.kinds or ("",) * len(problem.seconds)
     numbers: dict[object, int] = {}
-    own = ((seconds.tobytes(), kind) for seconds, kind in zip(problem.seconds, kinds, strict=True))
-    colours = [numbers.setdefault(content, len(numbers)) for content in own]
+    contents = ((seconds.tobytes(), kind) for seconds, kind in zip(problem.seconds, kinds, strict=True))
+    colours = [numbers.setdefault(content, len(numbers)) for content in contents]
     around: list[list[tuple[int, int]]] = [[] for _ in colours]
     for edge, key in zip(problem.edges, keys, strict=True):
         around[edge.source].append((2 * key, edge.target))

@@ -224,10 +224,10 @@ class _Rewriting:
         )
 
 
-def _copied(body: Graph, wanted: set[int], kept: Kept) -> tuple[int, ...]:
-    """The nodes that compute the `wanted` values from what is kept, in order."""
+def _copied(body: Graph, targets: set[int], kept: Kept) -> tuple[int, ...]:
+    """The nodes that compute the `targets` from what is kept, in order."""
     copied: list[int] = []
-    needed = set(wanted)
+    needed = set(targets)
     for index in reversed(range(len(body.nodes))):
         node = body.nodes[index]
         if not needed.isdisjoint(node.outputs) and (is_free(body, index) or not is_kept(body, index, kept)):
@@ -244,10 +244,10 @@ def _stays(node: Node, body: Graph) -> bool:
 def _needed(body: Graph, outputs: Sequence[int]) -> Iterator[int]:
     """The nodes that outputs depend on, and those that have an effect."""
     needed = set(outputs)
-    found: list[int] = []
+    nodes: list[int] = []
     for index in reversed(range(len(body.nodes))):
         node = body.nodes[index]
         if not needed.isdisjoint(node.outputs) or _stays(node, body):
             needed.update(node.inputs)
-            found.append(index)
-    yield from reversed(found)
+            nodes.append(index)
+    yield from reversed(nodes)

@@ -106,7 +106,7 @@ def _around(
     names = dict(zip(graph.inputs, graph.input_names, strict=False))
     labels = dict(zip(graph.outputs, graph.output_names, strict=False))
     inputs = (*sorted(draft.needed), *(stream_of[v] for v in sorted(draft.received)))
-    found = Graph(
+    step_graph = Graph(
         types=tuple(loop.types),
         nodes=tuple(n for _, n in picked),
         inputs=inputs,
@@ -116,9 +116,9 @@ def _around(
         input_names=tuple(names.get(v, f"{'stream' if v in streams else 'value'} {v}") for v in inputs),
         output_names=tuple(labels.get(v, f"{'stream' if v in streams else 'value'} {v}") for v in outputs),
     )
-    found.verify()
+    step_graph.verify()
     return Part(
-        graph=found,
+        graph=step_graph,
         origins=tuple(origin for origin, _ in picked),
         inside=tuple(origin for origin, _ in inner_nodes),
         forward=_forward(loop, inner_nodes),
