@@ -105,8 +105,9 @@ def test_a_budget_rules_out_the_answer_that_it_was_made_for() -> None:
     assembly = assembled()
     for at, choice in itertools.product(range(len(GRAPH.nodes)), choices(assembly, 5)):
         path = ((at, -1),)
-        used = assembly.problem.usage(live(assembly, path, np.inf), choice)
-        row = budget(assembly, path, choice, 2 * used, used)
+        everything = live(assembly, path, np.inf)
+        used = assembly.problem.usage(everything, choice)
+        row = budget(assembly.problem, everything, choice, 2 * used, used)
         assert assembly.problem.usage(row, choice) > row.limit
 
 
