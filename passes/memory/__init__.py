@@ -1,5 +1,5 @@
-"""Peak bytes of one device under a choice of placements, by a model of the compiler's own simplification, fusion,
-scheduling and packing of buffers.
+"""The peak bytes of one device under a choice of placements, by a model of the compiler's simplification, fusion,
+scheduling and packing.
 """
 
 from passes.memory.accounting import Model, gradient_nbytes, peak

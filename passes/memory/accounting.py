@@ -1,4 +1,4 @@
-"""Peak bytes of one device under a plan, by cause: what persists, and what a compiler's model says that comes and goes.
+"""The peak bytes of one device under a plan, by cause: what persists, and temporaries by a compiler's model.
 
 Arguments and outputs stay for the whole step, whatever compiles it; outputs that replace donated arguments take no
 room. Everything else is for the compiler to decide. `peak` takes a model of one: any function of `Model`'s type. There
@@ -20,7 +20,7 @@ from passes.placement import Grouping, Layout, Schedule
 
 
 class Model(Protocol):
-    """What a compiler makes of a planned program, as far as memory goes."""
+    """A model of a compiler: the memory that it needs for a planned program."""
 
     def __call__(
         self,
@@ -32,7 +32,7 @@ class Model(Protocol):
         in_place: Mapping[int, int],
         /,
     ) -> Temporaries:
-        """What a step needs beside arguments and outputs; output o takes the place of input `in_place[o]`."""
+        """The temporaries of a step, beside arguments and outputs; output o takes the place of input `in_place[o]`."""
         ...
 
 
@@ -48,7 +48,7 @@ def peak(
     *,
     model: Model = temporaries,
 ) -> Memory:
-    """What one device of `mesh` holds at the busiest moment of a step, by cause.
+    """The bytes of one device of `mesh` at the busiest moment of a step, by cause.
 
     `layout` says where the arrays of `graph` lie, `grouping` which rules cut its nodes, and `schedule` the moves
     between them. `state_pairs` are the (output, input) positions of its state; an output takes no room where its input
@@ -96,7 +96,7 @@ def gradient_nbytes(graph: Graph, mesh: Mesh, layout: Layout) -> int:
 
 
 def _read_forward(graph: Graph, grouping: Grouping) -> set[int]:
-    """The values that the forward pass reads, that inside loops and branches included."""
+    """The values that the forward pass reads, inside loops and branches too."""
     return set(_forward_reads(graph, grouping))
 
 

@@ -1,4 +1,4 @@
-"""All-reduces that XLA sends as one: those along the same axes that do not wait for each other.
+"""The all-reduces that XLA combines into one: those along the same axes that do not wait for each other.
 
 One that is combined runs once everything that it sends is there, and everything that it sends is in memory until then.
 
@@ -14,7 +14,7 @@ from passes.memory.operations import Operation
 
 
 def combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
-    """The operations with all-reduces combined, in an order that still works, and where each of the old ones went."""
+    """The operations with all-reduces combined, in a valid order, and the new position of each old one."""
     groups = [members for members in _groups(operations) if len(members) > 1]
     if not groups:
         return tuple(operations), tuple(range(len(operations)))
@@ -38,12 +38,12 @@ def combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tu
 
 
 def _reading(operation: Operation, operands: tuple[int, ...]) -> Operation:
-    """The same operation of other operands."""
+    """The operation with other operands."""
     return operation if operands == operation.operands else Operation(operation.kind, operands, *operation[2:])
 
 
 def _groups(operations: Sequence[Operation]) -> list[list[int]]:
-    """All-reduces by axes, reduction and dtype, each in the first group that it does not depend on."""
+    """Groups of all-reduces of equal axes, reduction and dtype, each in the first group that it does not depend on."""
     groups: list[list[int]] = []
     keyed: dict[object, list[int]] = {}
     upstream: list[int] = []
@@ -65,7 +65,7 @@ def _groups(operations: Sequence[Operation]) -> list[list[int]]:
 
 
 def _sorted(operations: Sequence[Operation]) -> list[int]:
-    """The operations so that each comes after what it reads, early ones first; short of some if they go in circles.
+    """The operations in an order where each follows what it reads, early ones first; incomplete if there is a cycle.
 
     Most are in order as they are: those that are not wait for the first operand that is missing.
     """

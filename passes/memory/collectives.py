@@ -1,4 +1,4 @@
-"""What the steps of a move turn into on one device: collectives, and how what they send lies before and after."""
+"""The operations of the steps of a move on one device: collectives, and the layout of what they send."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PIECES = 8
 
 
 def taken(operations: Operations, made: int, step: Step, shape: Shape, reduction: str) -> int:
-    """The operation that holds what `made` becomes by a step of a move, of this local shape.
+    """The operation that holds the result of a step of a move on `made`, of this local shape.
 
     The dimension that a collective joins or cuts comes first in memory.
     """
@@ -31,7 +31,8 @@ def taken(operations: Operations, made: int, step: Step, shape: Shape, reduction
 
 
 def _exchanged(operations: Operations, made: int, step: Step, shape: Shape, tag: tuple[object, ...]) -> int:
-    """An all-to-all: pieces are cut out one by one, sent, joined where they were cut, and then brought to place.
+    """The operation of an all-to-all: pieces are cut out one by one, sent, joined where they were cut, and put in
+    place.
 
     Reference: XLA's AllToAllDecomposer, and what XlaBuilder makes of an all-to-all of arrays.
     """

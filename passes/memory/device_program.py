@@ -1,4 +1,6 @@
-"""What one device runs under a plan: the graph on local shapes, operation by operation, with the moves between them."""
+"""The program of one device under a plan: the graph on local shapes, operation by operation, with the moves between
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from passes.sharding import ShardingSpec, replicated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProgram:
-    """The operations in order, and which are its inputs, constants and outputs.
+    """The operations in order, with those that are inputs, constants and outputs.
 
     `hoisted` are those that do not change from one iteration to the next, which XLA moves out of the loop.
     """
@@ -43,7 +45,7 @@ Inside = Callable[[int, Placement, Mapping[int, object]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a graph is lowered with: its rules, its control nodes, and what sees to their bodies."""
+    """The context in which a graph is lowered: its rules, its control nodes, and the handler of their bodies."""
 
     rules: Sequence[ShardingRule]
     controls: Mapping[int, Control]
@@ -53,7 +55,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """How a body's inputs and outputs hang on what is around it, by position.
+    """The relation of a body's inputs and outputs to the values around it, by position.
 
     Inputs `sliced` are slices of a stack, outputs `stacked` are written into one, `numbers` are what inputs hold in
     every element, output o takes the place of input `carried[o]`. In a body that is `repeated`, inputs `fixed` are the
@@ -73,7 +75,7 @@ WHOLE = Border()
 
 
 def border_of(body: Body, control: Control, known: Mapping[int, object]) -> Border:
-    """The border of a body, given what its slots are known to hold."""
+    """The border of a body, given the known contents of its slots."""
     sliced = {wire.slot for wire in control.operands if wire.stacked}
     stacked = {wire.slot for wire in control.results if wire.stacked}
     entering = {slot: position for position, slot in enumerate(body.inputs)}
@@ -125,7 +127,7 @@ def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, bo
 def _hoisted(
     operations: list[Operation], same: set[int], outputs: Collection[int]
 ) -> tuple[list[Operation], list[int]]:
-    """The operations of a loop with what is the `same` in every iteration as inputs, and which of them it computes.
+    """The operations of a loop with those that are the `same` in every iteration as inputs, and those inputs' numbers.
 
     What is left in place reads what was moved out, as a transposed view of a gathered weight does.
 
@@ -148,8 +150,7 @@ def _hoisted(
 
 
 class _Lowering:
-    """Every value as an operation, where it is at home and where it was moved to; as `autopar.lowering.lower` walks
-    it."""
+    """The operations of every value, in the placement it is produced in and in those it was moved to."""
 
     def __init__(self, graph: Graph, context: Context, same: Mapping[int, int]) -> None:
         self.graph, self.context, self.same = graph, context, same
@@ -166,7 +167,7 @@ class _Lowering:
         self.local: dict[tuple[int, int], tuple[TensorType, ...]] = {}
 
     def _type(self, value: int, spec: ShardingSpec) -> TensorType:
-        """What is left of a value on one device; equal layers mostly share types and specs, which are kept with it."""
+        """The local type of a value on one device, cached with the type and spec, which equal layers share."""
         type = self.graph.types[value]
         cached = self.types.get((id(type), id(spec)))
         if cached is None:
@@ -175,7 +176,7 @@ class _Lowering:
         return cached[0]
 
     def enter(self, value: int, spec: ShardingSpec, *, sliced: bool = False, number: object = None) -> None:
-        """A value from outside."""
+        """Adds a value from outside."""
         type = self._type(value, spec)
         self.operations.value = value
         entered = self.operations.add("input", (), type.shape, type.dtype, value)
@@ -215,7 +216,7 @@ class _Lowering:
         return operation
 
     def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
-        """A value in the placement that its reader wants; literals and free values are made for each placement."""
+        """The operation of a value in the placement that its reader needs; literals and free values exist in any."""
         if value in self.graph.literals:
             number, dtype = self.graph.literals[value], self.graph.types[value].dtype
             operation = self.literals[value] = self.operations.literal(number, dtype)
@@ -229,7 +230,7 @@ class _Lowering:
         return self.moved[again] if when == "backward" and again in self.moved else self.moved[value, spec, "forward"]
 
     def written(self, operation: int) -> int:
-        """An operation as a result: a literal has to be written somewhere."""
+        """The operation of a result: a literal has to be written somewhere."""
         written = self.operations.every[operation]
         if written.kind != "literal":
             return operation
@@ -260,7 +261,7 @@ class _Lowering:
         self.home.update(zip(node.outputs, placement.results, strict=True))
 
     def _operands(self, node: Node, placement: Placement) -> list[int]:
-        """What a node reads; most of it is known, and where it is wanted."""
+        """The operations of a node's operands, in the placements that it needs."""
         home, operands = self.home, list[int]()
         for value, spec in zip(node.inputs, placement.operands, strict=True):
             if home.get(value) is spec:
@@ -272,7 +273,7 @@ class _Lowering:
         return operands
 
     def _results(self, node: Node, rule: ShardingRule, placement: Placement) -> tuple[TensorType, ...]:
-        """The local types of what a node makes, found once for all nodes that share their rule and their placement."""
+        """The local types of a node's results, computed once for all nodes of equal rule and placement."""
         cached = self.local.get(key := (id(rule), id(placement)))
         if cached is None:
             cached = tuple([self._type(v, s) for v, s in zip(node.outputs, placement.results, strict=True)])
@@ -280,7 +281,7 @@ class _Lowering:
         return cached
 
     def _held(self, outputs: Sequence[int], operations: list[int]) -> list[int]:
-        """What a barrier lets through; what nothing needs of it is left out."""
+        """The operations that a barrier passes on; those that nothing needs are left out."""
         positions = [position for position, value in enumerate(outputs) if value in self.needed]
         passed = dict(
             zip(positions, self.operations.barrier([operations[position] for position in positions]), strict=True)
@@ -290,7 +291,7 @@ class _Lowering:
     def _control(
         self, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
     ) -> list[int]:
-        """A loop keeps its carries where they are and has room for what it stacks; a branch makes new results."""
+        """The results of a loop, which keeps its carries in place and has room for what it stacks, or of a branch."""
         control = self.context.controls[index]
         entering = {wire.slot: o for wire, o in zip(control.operands, operands, strict=True)}
         room: dict[int, int] = {}

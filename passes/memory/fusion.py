@@ -1,4 +1,4 @@
-"""Which operations XLA's CPU compiler makes one kernel of: what is never written to memory, and what is, once or twice.
+"""The kernels that XLA's CPU compiler fuses operations into, and hence the arrays that are written to memory.
 
 Two passes, as XLA has them. First every large sum or maximum takes in what it alone reads, products of matrices too,
 and what alone reads it (`library`). Then, from the last operation to the first, every operation takes in the producers
@@ -40,7 +40,7 @@ SEARCHED = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What is run at once and writes one array, that of `operation`.
+    """The operations that run at once and write one array, that of `operation`.
 
     `reads` are the operations that it reads from memory, `over` those of them that it may write its result over. In the
     order of `turn` the readers of one array are told that it is there.
@@ -53,12 +53,12 @@ class Kernel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is more than one operation."""
+        """Whether the kernel has more than one operation."""
         return self.turn[0] == 1
 
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
-    """The kernels of a program, in the order of its operations; without what no output needs."""
+    """The kernels of a program, in the order of its operations, without those that no output needs."""
     outputs = tuple(outputs)
     fusion = _Fusion(operations, frozenset(outputs), _post_order(operations, outputs))
     fusion.library()
@@ -67,7 +67,9 @@ def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kerne
 
 
 class _Fusion:
-    """Who reads what, as kernels grow; `members` are those of library kernels, by the operation they write."""
+    """The readers of every operation while kernels grow; `members` are those of library kernels, by the operation
+    written.
+    """
 
     def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], place: Sequence[int]) -> None:
         self.operations = operations
@@ -91,7 +93,7 @@ class _Fusion:
         self.fused: set[int] = set()
 
     def library(self) -> None:
-        """Sums and maxima with what surrounds them."""
+        """Fuses sums and maxima with the operations around them."""
         for index in reversed(range(len(self.operations))):
             if self.kinds[index] == "reduce" and self.alive[index] and self.flexible[index] and self._large(index):
                 self._grow(index)
@@ -130,18 +132,18 @@ class _Fusion:
         return operation.kind in ELEMENTWISE and is_supported_name and self._large(index)
 
     def _is_product(self, index: int) -> bool:
-        """Whether it is a product of matrices that the library computes where it is reduced."""
+        """Whether an operation is a matrix product that the library computes where it is reduced."""
         operation = self.operations[index]
         return self.alive[index] and operation.kind == "dot" and self._large(index)
 
     def _large(self, index: int) -> bool:
-        """Whether the library is worth its overhead, and has the types."""
+        """Whether the library has the types and is worth its overhead."""
         around = (index, *self.operations[index].operands)
         large = max(self.sizes[o] for o in around) >= LIBRARY_ELEMENTS
         return large and all(self.operations[o].dtype in LIBRARY_DTYPES for o in around)
 
     def loops(self) -> None:
-        """Every operation with the producers that it computes itself."""
+        """Fuses every operation with the producers that it computes itself."""
         single = self._single()
         for index in reversed(range(len(self.operations))):
             if self.alive[index] and self.flexible[index] and self.reads[index]:
@@ -189,7 +191,7 @@ class _Fusion:
         return set(list(reads)[1:]) if kind in REPEATING else set()
 
     def _single(self) -> set[int]:
-        """Producers of several large operands that are written to memory, since not all readers can take them in."""
+        """The producers of several large operands that are written to memory, as not all readers can take them in."""
         single: set[int] = set()
         for index in reversed(range(len(self.operations))):
             if len(self.readers[index]) < 2 or len(self.reads[index]) < 2:
@@ -242,7 +244,7 @@ class _Fusion:
         return False
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """What is left, each with what it reads."""
+        """The kernels that are left, each with what it reads."""
         kernels: list[Kernel] = []
         for index, reads in enumerate(self.reads):
             if self.alive[index] and self.kinds[index] != "literal":
@@ -252,7 +254,9 @@ class _Fusion:
         return tuple(kernels)
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """What is no fusion comes first, in order; then what is fused, the last first; then what is wrapped alone."""
+        """The sort key of an operation: unfused ones first, in order, then fused ones in reverse, then those wrapped
+        alone.
+        """
         if index in self.fused:
             return 1, -self.place[index]
         if self.kinds[index] in PRODUCERS and not (self.flexible[index] and self.kinds[index] == "bitcast"):
@@ -261,7 +265,7 @@ class _Fusion:
 
 
 def _post_order(operations: Sequence[Operation], outputs: Iterable[int]) -> list[int]:
-    """Where each operation comes when all are visited behind their operands, the first operand and output first."""
+    """The position of each operation in a post-order visit, the first operand and output first."""
     place, count, pending = [-1] * len(operations), 0, list(outputs)[::-1]
     opened = bytearray(len(operations))
     while pending:

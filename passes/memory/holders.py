@@ -1,4 +1,4 @@
-"""What a device holds while a step runs: arrays at the peak by cause, and what a compiler's model reports of them."""
+"""The arrays of a device while a step runs: those at the peak by cause, and what a compiler's model reports of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temporaries:
-    """What a compiler's model finds that a step needs beside arguments and outputs, on one device.
+    """The bytes that a step needs on one device beside arguments and outputs, by a compiler's model.
 
     `holders` are live together at the busiest moment, which is at the source line `where`; `gaps_nbytes` are lost
     between them; `over_time` are live bytes as each kernel runs, gaps left out, [kernels].

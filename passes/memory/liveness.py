@@ -1,4 +1,4 @@
-"""When every array is in memory: kernels in the order in which XLA's CPU compiler runs them, and what is live then.
+"""Liveness: the time that every array is in memory, with kernels in the order in which XLA's CPU compiler runs them.
 
 Kernels run breadth first: each as soon as what it reads is there, in the order in which that happened. A kernel writes
 over an operand that nothing reads afterwards if it reads each element where it writes it; updates and the carries of
@@ -19,7 +19,7 @@ from passes.memory.fusion import Kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """Room for the results of `operations`, each written over the one before, from kernel `first` to kernel `last`.
+    """A buffer for the results of `operations`, each written over the one before, from kernel `first` to kernel `last`.
 
     The kernels `starts` write them, but for those that must be written over the one before: what a kernel of a library
     and a loop change in place. By default, that is the first.
@@ -34,7 +34,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetimes:
-    """The operations in the order in which their kernels run, the buffers between them, and who reads each by name.
+    """The operations in the order in which their kernels run, the buffers between them, and every name's readers.
 
     Each input is read last by kernel `read`, each output first written to its place by kernel `written`, -1 for never;
     `over` are the buffers that kernel may write it over, by output and by position.
@@ -49,7 +49,9 @@ class Lifetimes:
 
 
 def lifetimes(program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int]) -> Lifetimes:
-    """When what is live; in the body of a loop, output `o` is written over input `carried[o]` (positions of both)."""
+    """The lifetimes of all buffers; in a loop's body, output `o` is written over input `carried[o]` (positions of
+    both).
+    """
     return _Allocation(program, kernels, carried).run()
 
 
@@ -84,7 +86,7 @@ def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
 
 
 class _Allocation:
-    """Buffers as kernels run: `names` sees through what is only another name, `last` is when a buffer is last read."""
+    """The buffers while kernels run: `names` sees through other names, `last` is the last kernel to read each."""
 
     def __init__(self, program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int]) -> None:
         self.operations, self.inputs, self.outputs = program.operations, program.inputs, program.outputs
@@ -107,7 +109,7 @@ class _Allocation:
         return self.names[described.operands[0]] if renamed else operation
 
     def _placed(self, returned: set[int]) -> set[int]:
-        """What is written to where outputs belong: those, and what they are written over that nothing else reads."""
+        """The operations written where outputs belong: outputs, and what they overwrite that nothing else reads."""
         placed = set(returned)
         for operation in reversed(self.order):
             described = self.operations[operation]
@@ -118,7 +120,7 @@ class _Allocation:
         return placed
 
     def _copied(self, carried: Mapping[int, int]) -> list[int]:
-        """The carries that are copied first, for something reads them that their new value does not wait for."""
+        """The carries that are copied first, since some reader does not run before their new value is written."""
         readers = {before: self.readers.get(before, ()) for before in carried.values()}
         marked = dict.fromkeys(reader for readers_of_value in readers.values() for reader in readers_of_value)
         bits = {reader: 1 << position for position, reader in enumerate(marked)}
@@ -190,7 +192,7 @@ class _Allocation:
         return first
 
     def _overwritten(self, buffers: Sequence[Buffer], written: Sequence[int]) -> dict[int, list[int]]:
-        """The buffers that the kernels which first write outputs may write those over, by position of both."""
+        """The buffers that the kernels which first write outputs may overwrite, by position of both."""
         ends: dict[int, list[int]] = {}
         for index, buffer in enumerate(buffers):
             ends.setdefault(buffer.last, []).append(index)

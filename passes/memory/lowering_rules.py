@@ -1,4 +1,4 @@
-"""What each primitive turns into, as XLA comes to see it, on the shapes of one device.
+"""The lowering of each primitive to XLA's operations, on the shapes of one device.
 
 The names of primitives end here: what follows speaks of XLA's operations, by their opcodes. What a dot or a
 convolution takes is transposed to where its kernel wants it, quotients by a broadcast become products, logistic
@@ -82,7 +82,7 @@ def spell(operations: Operations, node: Node, operands: Sequence[int], results: 
 
 
 def opcode(node: Node) -> str:
-    """What XLA calls the operation that a primitive becomes."""
+    """The opcode of the XLA operation that a primitive becomes."""
     return OPCODES.get(node.primitive, node.primitive.replace("_", "-"))
 
 
@@ -95,7 +95,7 @@ def _converted(operations: Operations, node: Node, operands: Sequence[int], resu
 
 
 def _divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """A quotient by something known or broadcast is a product."""
+    """The operations of a quotient; by something known or broadcast it is a product."""
     (type,), (above, below) = results, operands
     if "float" not in type.dtype:
         return [operations.elementwise("divide", operands, type, expensive=operations.number(below) is None)]
@@ -114,7 +114,7 @@ def _divided(operations: Operations, node: Node, operands: Sequence[int], result
 
 
 def _power(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Squares of squares, times those that the exponent's bits ask for."""
+    """The operations of an integer power: squares of squares, times those that the exponent's bits ask for."""
     (type,), exponent, (operand,) = results, cast("int", node.params["y"]), operands
 
     def read(operation: int) -> int:
@@ -141,7 +141,7 @@ def _logistic(operations: Operations, node: Node, operands: Sequence[int], resul
 
 
 def _bits(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The same bits under another dtype of the same width."""
+    """The operation of a bitcast: the same bytes under another dtype of the same width."""
     (type,), operand = results, operations[operands[0]]
     if type.shape != operand.shape:
         return [operations.add("opaque", operands, type.shape, type.dtype, (opcode(node), operations.at))]
@@ -160,7 +160,7 @@ def _broadcast(operations: Operations, node: Node, operands: Sequence[int], resu
 def _transposed(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
-    """A product is transposed by swapping its sides."""
+    """The operation of a transpose; a product is transposed by swapping its sides."""
     order, operand = cast("tuple[int, ...]", node.params["permutation"]), operations[operands[0]]
     if operand.kind == "dot" and order == (1, 0):
         return [operations.add("bitcast", operands, results[0].shape, operand.dtype, "transposed")]
@@ -174,7 +174,7 @@ def _iota(operations: Operations, node: Node, operands: Sequence[int], results: 
 def _rearranged(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
-    """A slice of everything is what was there."""
+    """The operation of a rearrangement; a slice of everything is its operand."""
     if node.primitive in SLICES and results[0].shape == operations[operands[0]].shape:
         return list(operands[:1])
     tag = (opcode(node), repr(node.params))
@@ -191,7 +191,7 @@ def _concatenated(
 def joined_by_copies(
     operations: Operations, operands: Sequence[int], shape: Shape, dtype: str, dimension: int, count: int
 ) -> int:
-    """`count` arrays one after another: XLA fuses a concatenation unless it joins many arrays, or long rows."""
+    """The operation of `count` arrays joined: XLA fuses a concatenation unless it joins many arrays, or long rows."""
     nbytes = math.prod(shape) * item_nbytes(dtype)
     minor = dimension == len(shape) - 1 and len(shape) > 1 and shape[-1] * item_nbytes(dtype) >= 64
     kind: Kind = "opaque" if count > 8 or (minor and nbytes >= 2048) else "rearrange"
@@ -199,7 +199,9 @@ def joined_by_copies(
 
 
 def _sorted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Every operand is sorted in place, or in a copy, once all are there; so are all results until the last is done."""
+    """The operations of a sort, in place or in copies, once all operands exist; all results live until the last is
+    done.
+    """
     rooms = [
         operations.add(
             "update", (o, *operands[:i], *operands[i + 1 :]), type.shape, type.dtype, ("sort", operations.at, i)
@@ -215,13 +217,13 @@ def _sorted(operations: Operations, node: Node, operands: Sequence[int], results
 
 
 def _by_columns(operations: Operations, operand: int) -> int:
-    """Matrices as LAPACK takes them, column after column."""
+    """The operation of matrices in LAPACK's order, column after column."""
     rank = len(operations[operand].shape)
     return operations.transpose(operand, (*range(rank - 2), rank - 1, rank - 2))
 
 
 def _in_place(operations: Operations, room: int, name: str, *operands: int) -> int:
-    """What a kernel writes over `room`, or over a copy of what is an argument under another name."""
+    """The operation that a kernel writes over `room`, or over a copy of an argument under another name."""
     target = operations[room]
     source = target.operands[0] if target.kind == "bitcast" else room
     if operations[source].kind == "input":
@@ -230,7 +232,7 @@ def _in_place(operations: Operations, room: int, name: str, *operands: int) -> i
 
 
 def _factored(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Reflectors take the place of a copy; R is cut out of it, Q is made in another copy."""
+    """The operations of a QR factorisation: reflectors replace a copy; R is cut out of it, Q takes another copy."""
     orthogonal, triangle = results
     packed = _in_place(operations, _by_columns(operations, operands[0]), "geqrf")
     by_columns = (*orthogonal.shape[:-2], orthogonal.shape[-1], orthogonal.shape[-2])
@@ -243,7 +245,7 @@ def _factored(operations: Operations, node: Node, operands: Sequence[int], resul
 
 
 def _cholesky(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """In the place of a copy, and not a number where there is none."""
+    """The operations of a Cholesky factorisation in a copy, masked where there is none."""
     factored = _in_place(operations, _by_columns(operations, operands[0]), "potrf")
     masked = operations.elementwise(
         "checked", (factored,), TensorType(shape=operations[factored].shape, dtype=results[0].dtype)
@@ -252,13 +254,13 @@ def _cholesky(operations: Operations, node: Node, operands: Sequence[int], resul
 
 
 def _solved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """In the place of the right-hand side."""
+    """The operation of a triangular solve, in the place of the right-hand side."""
     matrix, right = (_by_columns(operations, operand) for operand in operands)
     return [_by_columns(operations, _in_place(operations, right, "trsm", matrix))]
 
 
 def _random(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Two words of a counter for each word of the result go round a loop, copied once, and then become one.
+    """The operations of random bits: two counter words for each word of the result go round a loop, copied once.
 
     Reference: jax.random, threefry2x32 with partitionable counters.
     """
@@ -272,7 +274,7 @@ def _random(operations: Operations, node: Node, operands: Sequence[int], results
 
 
 def _gathered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Where indices may lie outside, what they select is masked."""
+    """The operations of a gather; where indices may lie outside, the result is masked."""
     (type,) = results
     gathered = operations.add("gather", operands, type.shape, type.dtype, repr(node.params))
     if "FILL" not in str(node.params.get("mode")):
@@ -285,7 +287,7 @@ def _scattered(operations: Operations, node: Node, operands: Sequence[int], resu
 
 
 def _reduced(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Nothing to do along dimensions of size 1; a sum of negatives is a negative sum.
+    """The operations of a reduction: none along dimensions of size 1; a sum of negatives is a negative sum.
 
     What is reduced is read as it was before dimensions were joined to a reduced one, or brought into another order.
     """
@@ -330,7 +332,7 @@ def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] 
 
 
 def _convolved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """Batch first and features last, the kernel's spatial dimensions first: whatever lies otherwise is copied."""
+    """The operations of a convolution: batch first and features last; any other layout is copied."""
     numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
     (first, last, *between), (type,) = numbers["out_spec"], results
@@ -343,7 +345,7 @@ def _convolved(operations: Operations, node: Node, operands: Sequence[int], resu
 
 
 def _selected(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The place of every window's choice, found among counters along each dimension, and a scatter to those places."""
+    """The operations of a window's choice: its place, found among counters, and a scatter to it."""
     source, operand = operands
     operand_operation, (type,), windows = operations[operand], results, operations[source]
     counters = [

@@ -1,4 +1,4 @@
-"""How large a heap is in which every buffer has one place for as long as it lives: never less than what lives at once.
+"""The size of a heap in which every buffer has one place for as long as it lives.
 
 XLA places buffers one after another, each in the smallest gap that it fits between those that live when it does: once
 the largest first, once the longest-lived first, and keeps the smaller heap of the two.
@@ -22,7 +22,7 @@ PLACED = 256
 
 
 class Span(NamedTuple):
-    """A buffer from moment `first` to moment `last`, both of which it lives in; `made_by` tells what it is.
+    """A buffer that lives from moment `first` to moment `last`, both included; `made_by` identifies it.
 
     Those of one `chain` stand one after another, each written over the one before.
     """
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 def gaps_nbytes(spans: Sequence[Span]) -> int:
-    """Bytes of the heap of the largest `spans` above those that ever live at once."""
+    """Bytes of the heap of the largest `spans` beyond those that ever live at once."""
     large = sorted(_clocked([span for span in spans if span.nbytes]), key=_spatial)[:PLACED]
     live = live_nbytes(large)
     gaps = heap_nbytes(large) - live
@@ -82,7 +82,7 @@ def heap_nbytes(spans: Sequence[Span]) -> int:
 
 
 def _best_fit(nbytes: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
-    """Where the smallest gap begins that has room, the lowest of equal ones; else behind everything."""
+    """The start of the smallest gap with room, the lowest of equal ones; else the end of the heap."""
     best, best_room, top = -1, 0, 0
     for place in np.argsort(starts, kind="stable"):
         room = int(starts[place]) - top

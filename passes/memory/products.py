@@ -1,4 +1,4 @@
-"""What XLA makes of a product of matrices: operands transposed to where a kernel wants them, and folded."""
+"""The operations of a matrix product: operands transposed into a kernel's layout, and folded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.memory.operations import Operations, Shape
 
 
 def _as_sent(operations: Operations, operand: int) -> int:
-    """An operand of a batch of products, which is read as a collective has laid it out."""
+    """The operand of a batch of products, read in the layout that a collective leaves it in."""
     described = operations[operand]
     if described.kind == "transpose" and operations[described.operands[0]].kind == "collective":
         return operations.add("bitcast", described.operands, described.shape, described.dtype, described.tag)
@@ -62,14 +62,14 @@ def _folded(
 
 
 def _is_laid_out(operations: Operations, operation: int) -> bool:
-    """Whether it is a collective along another dimension than the first, which has brought that to the front."""
+    """Whether an operation is a collective along another dimension than the first, now brought to the front."""
     described = operations[operation]
     return described.kind == "collective" and max(cast("tuple[int, ...]", described.tag)[3:5]) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """How each side of a product is transposed and then read, whether its columns may be, and the shape it makes."""
+    """The transposes of both sides of a product, whether its columns may be transposed, and the resulting shape."""
 
     orders: tuple[Shape, Shape]
     read: tuple[Shape, Shape]
@@ -79,7 +79,7 @@ class _Product:
 
 @lru_cache(maxsize=1024)
 def _product(one: Shape, other: Shape, numbers: tuple[tuple[Shape, Shape], tuple[Shape, Shape]]) -> _Product | None:
-    """The product of two shapes, None where a kernel takes both as they lie; equal layers ask for the same ones."""
+    """The product of two shapes; None where a kernel takes both as they lie."""
     lhs, rhs = (_Side.of(s, c, b) for s, c, b in zip((one, other), *numbers, strict=True))
     if lhs.is_canonical and rhs.is_canonical:
         return None
@@ -112,7 +112,7 @@ class _Side:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is one matrix, or a batch of them one after the other."""
+        """Whether a side is one matrix, or a batch of matrices one after the other."""
         other_dims = [d for d in (*self.free, *self.contracted) if self.shape[d] > 1]
         wide = [d for d in self.batch if self.shape[d] > 1]
         return (
@@ -123,6 +123,6 @@ class _Side:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether a kernel takes it as it lies: dimensions of size 1 count as any other."""
+        """Whether a kernel takes a side as it lies; dimensions of size 1 count as any other."""
         leads = self.batch == tuple(range(len(self.batch)))
         return len(self.contracted) <= 1 and len(self.free) <= 1 and leads

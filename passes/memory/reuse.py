@@ -1,4 +1,4 @@
-"""Which buffers of a step lie where an argument was that is read no more, or where an output is not yet.
+"""The buffers of a step that lie in the place of an argument no longer read, or of an output not written yet.
 
 XLA goes through the buffers from the largest to the smallest, and puts each into the smallest such place that is free
 for as long as it lives. A buffer may end as the output is written if it is written over.
@@ -15,7 +15,7 @@ from passes.memory.packing import Span
 
 
 class Place(NamedTuple):
-    """Where an output belongs: free behind moment `after`, in which its argument is last read, until `before`.
+    """The place of an output: free after moment `after`, when its argument is last read, until `before`.
 
     The output is written in the moment `before`, over the last of one of the chains `over` if that is here.
     """
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
-    """What finds no place, in its order; what is left of a chain is one span wherever it hangs together."""
+    """The spans that find no place, in order; the rest of a chain is one span wherever it is connected."""
     free = sorted((place for place in places if place.before - place.after > 1), key=lambda place: place.nbytes)
     placed = _placed(spans, free) if free else bytearray(len(spans))
     remaining: list[Span] = []
@@ -41,7 +41,7 @@ def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
 
 
 def _placed(spans: Sequence[Span], free: Sequence[Place]) -> bytearray:
-    """Which spans find a place, the smallest first."""
+    """Whether each span finds a place, the smallest first."""
     spans_at: list[list[Span]] = [[] for _ in free]
     placed = bytearray(len(spans))
     for index in sorted(range(len(spans)), key=lambda index: (-spans[index].nbytes, spans[index].first)):

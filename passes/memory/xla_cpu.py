@@ -1,4 +1,4 @@
-"""What XLA's CPU compiler makes of a planned program, as far as memory goes.
+"""The model of XLA's CPU compiler: the memory that it needs for a planned program.
 
 The plan is followed to what the compiler makes of it, and that is where the accuracy comes from:
 
@@ -34,7 +34,7 @@ from passes.placement import Grouping, Layout, Placement, Schedule
 def temporaries(
     graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule, in_place: Mapping[int, int]
 ) -> Temporaries:
-    """What the compiled step needs beside arguments and outputs."""
+    """The bytes that the compiled step needs beside arguments and outputs."""
     region = _Region(graph, grouping, mesh, layout, schedule)
     run = region.run()
     spans = [_aligned(span) for span in unplaced(run.spans, region.places(run, in_place))]
@@ -71,7 +71,7 @@ def _aligned(span: Span) -> Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What lives when in a region, the busiest bodies of its loops included.
+    """The spans of a region, those of the busiest bodies of its loops included.
 
     `sources` are the lines that run, [moments]; kernel k `begins` in moment `begins[k]`, and all end in the last one.
     """
@@ -88,7 +88,7 @@ class _Run:
 
 
 class _Region:
-    """A graph, or a body of one of its loops and branches, and what runs inside those as it is found."""
+    """A graph, or a body of one of its loops and branches, with the regions inside it."""
 
     def __init__(self, graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> None:
         self.graph, self.grouping, self.mesh = graph, grouping, mesh
@@ -98,7 +98,7 @@ class _Region:
         self.phases: list[Phase] = [phase_of(node) for node in graph.nodes]
 
     def run(self, border: Border = WHOLE) -> _Run:
-        """What lives when; a body is told how it hangs on what is around it."""
+        """The spans of the region, given how a body relates to the values around it."""
         context = Context(
             rules=self.grouping.rules, controls=self.grouping.controls, mesh=self.mesh, inside=self._inside
         )
@@ -131,13 +131,13 @@ class _Region:
         )
 
     def _once(self, program: DeviceProgram, moments: int) -> Iterator[Span]:
-        """What a loop does not repeat is there all the while."""
+        """The spans of what a loop does not repeat, which live all the while."""
         for o in program.hoisted:
             buffer = Buffer(operations=(o,), nbytes=program.operations[o].nbytes, first=0, last=moments - 1)
             yield Span(buffer.nbytes, 0, moments - 1, (self, program, None, buffer))
 
     def places(self, run: _Run, in_place: Mapping[int, int]) -> list[Place]:
-        """Where the outputs belong, which take the place of inputs or have their own."""
+        """The places of the outputs, which are those of inputs or their own."""
         allocation, begins = run.lifetimes, run.begins
         places: list[Place] = []
         for output, written in enumerate(allocation.written):
@@ -179,13 +179,13 @@ class _Region:
         return self.phases[node] if 0 <= node < len(self.phases) else "apply"
 
     def _name(self, value: int) -> str:
-        """A value by its input name, or by what made it."""
+        """A value's input name, or the primitive that computes it."""
         if value in self.input_names:
             return self.input_names[value]
         return _maker(self.graph, value)
 
     def _inside(self, index: int, placement: Placement, known: Mapping[int, object]) -> None:
-        """Finds what lives when in a control node's busiest body."""
+        """Adds the spans of a control node's busiest body."""
         control = self.grouping.controls[index]
         bodies = zip(
             control.bodies, self.grouping.bodies[index], placement.bodies, self.schedule.bodies[index], strict=True
@@ -206,7 +206,7 @@ def _members(
 
 
 def _begin(program: DeviceProgram, allocation: Lifetimes, begins: Sequence[int], kernel: int) -> int:
-    """The moment in which a kernel writes what it makes: what a branch makes, it writes last."""
+    """The moment in which a kernel writes its result; a branch writes it last."""
     return begins[kernel + 1] - 1 if program.operations[allocation.order[kernel]].kind == "loop" else begins[kernel]
 
 
@@ -214,7 +214,7 @@ _Made = tuple[_Region, DeviceProgram, Mapping[int, Sequence[int]] | None, Buffer
 
 
 def _maker(graph: Graph, value: int) -> str:
-    """The primitive and the source line that made a value."""
+    """The primitive and the source line that compute a value."""
     if value not in graph.producers:
         return "constant"
     node = graph.nodes[graph.producers[value]]
