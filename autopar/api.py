@@ -23,7 +23,7 @@ from autopar.plan import Plan
 from autopar.rewrite import TracedStep
 from autopar.runtime import Compiled, Lowered
 from passes.cluster import Cluster
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 from passes.plan import PipelinePlan
 from passes.planners import Planner
 from passes.progress import Report
@@ -122,7 +122,7 @@ class ParallelFunction:
 
         Without a `cluster`, JAX is asked which devices there are. Raises PlanningError where no plan is possible.
         """
-        with uncollected():
+        with without_gc():
             return self._compilations.of(args, kwargs).plan()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

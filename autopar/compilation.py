@@ -32,7 +32,7 @@ from autopar.runtime import (
 )
 from passes.cluster import local_cluster
 from passes.errors import OverBudgetError
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 from passes.plan import PipelinePlan
 from passes.transforms import stages
 
@@ -94,7 +94,7 @@ class Compilation:
 
     def start(self, leaves: list[Any]) -> Any:
         """The results of the first call, after which there is what runs the others."""
-        with uncollected():
+        with without_gc():
             self._chosen()
         executable = self._executable(again=True, nested=any(map(is_traced, leaves)))
         if executable is None:

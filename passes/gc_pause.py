@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Generator[None, None, None]:
+def without_gc() -> Generator[None, None, None]:
     """Without the garbage collector, if it is on.
 
     A traced program is hundreds of thousands of objects that stay; the collector would look through them all each time

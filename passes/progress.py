@@ -65,13 +65,14 @@ Best = Callable[[float | None], float | None]
 
 
 def within(outer: str, report: Report, *, best: Best, end: Deadline | None = None) -> Report:
-    """A report of one part of a search: its phases stand behind `outer`, the whole's best plan and time left are told.
+    """The report of one part of a search: its phases are named behind `outer`, with the whole's best plan and time
+    left.
 
     `end` is that of the whole.
     """
 
-    def told(progress: Progress) -> None:
+    def report_part(progress: Progress) -> None:
         left, phase = end.left if end else None, ": ".join(filter(None, (outer, progress.phase)))
         report(replace(progress, phase=phase, best_seconds=best(progress.best_seconds), seconds_left=left))
 
-    return told
+    return report_part

@@ -13,7 +13,7 @@ from autopar import jax_compat
 from autopar.frontend.arguments import Names, Positions, abstract, signature_of
 from autopar.frontend.flattening import Equation, flatten
 from autopar.jax_compat import PyTreeDef
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 from passes.ir import Graph, Phase, StatePairs, TensorType, phase
 
 
@@ -41,7 +41,7 @@ class Traced:
     jaxpr: Any = None
 
 
-@uncollected()
+@without_gc()
 def trace(
     fun: Callable[..., Any],
     args: tuple[Any, ...],

@@ -22,7 +22,7 @@ from autopar.rewrite import step_of
 from benchmarks.published.alike import DeepMegatron
 from benchmarks.published.rows import Answer
 from passes.cluster import Cluster
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 from passes.plan import PipelinePlan, Plan
 from passes.planners import Auto, Planner, PlanOptions, Zero
 from passes.step import Step, Variant
@@ -88,7 +88,7 @@ class Configuration:
 @lru_cache(maxsize=4)
 def _plan(asked: Configuration) -> Plan | PipelinePlan:
     count, stages = asked.microbatches, asked.pipeline * asked.interleave
-    with uncollected():
+    with without_gc():
         return planner(asked).plan(step(asked.job, count, stages, asked.by_work), asked.cluster, PlanOptions()).plan
 
 

@@ -1,6 +1,6 @@
 """A sharding problem with what its nodes stand for, and the placements that an answer to it chooses.
 
-A graph on a mesh is a region: its bundles are nodes, its values live at their borders, its loops and branches hold
+A graph on a mesh is a region: its bundles are nodes, its values live at their sites, its loops and branches hold
 regions of their own.
 """
 
@@ -23,7 +23,7 @@ Specs = tuple[ShardingSpec, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Border:
+class ValueSite:
     """The site at which a value is decided: a node of the problem, and the value's placement under each of its
     strategies.
     """
@@ -33,22 +33,22 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
+class ControlJoin:
     """A loop or branch in the problem: a node for every slot, a region for every body."""
 
     control: Control
-    slots: tuple[Border, ...]
+    slots: tuple[ValueSite, ...]
     bodies: tuple[Region, ...]
 
     def wired(self, wire: Wire, choice: Sequence[int]) -> ShardingSpec:
         """The placement of an operand or result of a loop or branch, which is that of its slot."""
-        border = self.slots[wire.slot]
-        return stacked(border.specs[choice[border.node]], wire)
+        site = self.slots[wire.slot]
+        return stacked(site.specs[choice[site.node]], wire)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """A graph as part of the problem: its bundles are the nodes from `first` on, and `borders[v]` is the site of value
+    """A graph as part of the problem: its bundles are the nodes from `first` on, and `sites[v]` is the site of value
     v.
 
     `tables[b]` holds the strategies of bundle b, whose seconds count `weight` times; `joints` are its loops and
@@ -61,8 +61,8 @@ class Region:
     first: int
     weight: float
     tables: tuple[Table, ...]
-    borders: Mapping[int, Border]
-    joints: Mapping[int, Joint]
+    sites: Mapping[int, ValueSite]
+    joints: Mapping[int, ControlJoin]
 
     def all(self) -> Iterator[Region]:
         """This region and all regions inside it."""
@@ -99,7 +99,7 @@ class Region:
         """The placement of every value, and one of every graph node, under an answer."""
         graph = self.graph
         assigned = self.assigned(choice)
-        specs = {value: border.specs[choice[border.node]] for value, border in self.borders.items()}
+        specs = {value: site.specs[choice[site.node]] for value, site in self.sites.items()}
         specs |= {value: replicated(graph.types[value].rank) for value in (*graph.constants, *graph.literals)}
         placements: list[Placement] = []
         for index, node in enumerate(graph.nodes):
@@ -129,8 +129,8 @@ class Region:
 
     def settled(self, value: int, specs: Mapping[int, ShardingSpec], choice: Sequence[int]) -> ShardingSpec:
         """The placement in which other nodes find a value: as it is produced, or as it is reduced to."""
-        border = self.borders.get(self.grouping.roots.get(value, value))
-        return border.specs[choice[border.node]] if border else specs[value]
+        site = self.sites.get(self.grouping.roots.get(value, value))
+        return site.specs[choice[site.node]] if site else specs[value]
 
     def _passed(
         self, index: int, specs: Mapping[int, ShardingSpec], choice: Sequence[int], assigned: Mapping[int, Placement]
@@ -158,7 +158,7 @@ class Region:
                 operands = zip(self.graph.nodes[reader].inputs, assigned[reader].operands, strict=True)
                 yield from ((reader, spec) for operand, spec in operands if operand == value)
 
-    def inside(self, joint: Joint, body: Body, choice: Sequence[int]) -> Layout:
+    def inside(self, joint: ControlJoin, body: Body, choice: Sequence[int]) -> Layout:
         """The layout of a body, whose inputs and outputs have the placements of their slots."""
         _, placements = self.placed(choice)
         inputs, outputs = (

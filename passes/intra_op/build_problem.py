@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from passes.cluster import Mesh
-from passes.gc_pause import uncollected
-from passes.intra_op.assembly import Assembly, Border, Joint, Region, Specs, full_placements, stacked
+from passes.gc_pause import without_gc
+from passes.intra_op.assembly import Assembly, ControlJoin, Region, Specs, ValueSite, full_placements, stacked
 from passes.intra_op.strategies import Table, Tabulator, outline
 from passes.ir import Control, Graph, Slot, StatePairs, TensorType
 from passes.placement import Bundle, Grouping, weights
@@ -168,13 +168,13 @@ class _Builder:
         self.kinds.append(kind)
         return len(self.seconds) - 1
 
-    def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, Border], weight: float) -> Region:
+    def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, ValueSite], weight: float) -> Region:
         """The region of a graph, whose nodes join the problem; the values in `inputs` are decided elsewhere."""
         leaving = visible(graph, grouping)
         tabulator = self.resharder.kept(Tabulator)
         operators = tabulator.operators(graph, grouping)
         number, self.regions = self.regions, self.regions + 1
-        first, tables, borders = len(self.seconds), list[Table](), dict(inputs)
+        first, tables, sites = len(self.seconds), list[Table](), dict(inputs)
         for bundle in grouping.bundles:
             shape, written, read = outline(bundle, graph, grouping, leaving, operators)
             table = tabulator.table(shape, graph.nodes[min(bundle.members)].source)
@@ -183,11 +183,11 @@ class _Builder:
             tables.append(table)
             self.reads[node], self.ports[node] = read, interface.ports
             for position, specs in interface.makes:
-                borders[written[position]] = Border(node=node, specs=specs)
+                sites[written[position]] = ValueSite(node=node, specs=specs)
         for value in grouping.loose:
-            if value not in borders:
-                borders[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
-        joints: dict[int, Joint] = {}
+            if value not in sites:
+                sites[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
+        joints: dict[int, ControlJoin] = {}
         for index, control in grouping.controls.items():
             results = zip(graph.nodes[index].outputs, control.results, strict=True)
             handed_on = {wire.slot for value, wire in results if value in graph.outputs}
@@ -196,7 +196,7 @@ class _Builder:
             for value, wire in zip(graph.nodes[index].outputs, control.results, strict=True):
                 slot = slots[wire.slot]
                 specs = self.common.interned(tuple(stacked(spec, wire) for spec in slot.specs))
-                borders[value] = Border(node=slot.node, specs=specs)
+                sites[value] = ValueSite(node=slot.node, specs=specs)
         return Region(
             number=number,
             graph=graph,
@@ -204,35 +204,35 @@ class _Builder:
             first=first,
             weight=weight,
             tables=tuple(tables),
-            borders=borders,
+            sites=sites,
             joints=joints,
         )
 
     def _joint(
         self, control: Control, groupings: Sequence[Grouping], weight: float, handed_on: Collection[int]
-    ) -> Joint:
+    ) -> ControlJoin:
         """The nodes of a loop's or branch's slots, and the regions of its bodies.
 
         Nor is what the program hands on from slots as it is: another stage may read it after each iteration.
         """
         slots = {s: slot_placements(slot, self.resharder) for s, slot in enumerate(control.slots)}
-        borders = {s: self._chosen(slot.type, slots[s]) for s, slot in enumerate(control.slots) if not slot.stacked}
+        sites = {s: self._chosen(slot.type, slots[s]) for s, slot in enumerate(control.slots) if not slot.stacked}
         bodies: list[Region] = []
         for body, inner in zip(control.bodies, groupings, strict=True):
-            entering = dict(zip(body.graph.inputs, (borders[s] for s in body.inputs), strict=True))
+            entering = dict(zip(body.graph.inputs, (sites[s] for s in body.inputs), strict=True))
             region = self.lay_out(body.graph, inner, entering, weight * max(body.trips, 1) * body.share)
             bodies.append(region)
             for value, s in zip(body.graph.outputs, body.outputs, strict=True):
-                if s not in borders:
-                    site = region.borders.get(inner.roots.get(value, value))
+                if s not in sites:
+                    site = region.sites.get(inner.roots.get(value, value))
                     sums = site is not None and any(spec.partial for spec in site.specs)
                     specs = [spec for spec in slots[s] if (sums and s not in handed_on) or not spec.partial]
-                    borders[s] = self._chosen(control.slots[s].type, specs)
-        return Joint(control=control, slots=tuple(borders[s] for s in range(len(slots))), bodies=tuple(bodies))
+                    sites[s] = self._chosen(control.slots[s].type, specs)
+        return ControlJoin(control=control, slots=tuple(sites[s] for s in range(len(slots))), bodies=tuple(bodies))
 
-    def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> Border:
+    def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> ValueSite:
         """A new node that decides the placement of one value."""
-        return Border(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.interned(tuple(specs)))
+        return ValueSite(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.interned(tuple(specs)))
 
     def connect(self, region: Region) -> None:
         """Adds the edges of a region and of all regions inside it."""
@@ -262,20 +262,20 @@ class _Builder:
             copies = replicated(type.rank)
             self.seconds[target] += region.weight * np.array([self.resharder.cost(type, copies, s) for s in after])
             return
-        border = region.borders[root]
-        matrix = self.common.matrix(type, border.specs, after)
-        if border.node == target:
+        site = region.sites[root]
+        matrix = self.common.matrix(type, site.specs, after)
+        if site.node == target:
             self.seconds[target] += region.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
-            if root in self._passed(region) and any(spec.partial for spec in border.specs):
+            if root in self._passed(region) and any(spec.partial for spec in site.specs):
                 # What is summed up before a barrier is let through as a sum; anything else is brought again behind it.
-                sums, matrix = self.common.halves(type, border.specs, after)
+                sums, matrix = self.common.halves(type, site.specs, after)
                 group = self.sums.setdefault((region.number, root), len(self.groups) + len(self.sums))
-                self._edge(border.node, target, sums, group, region.weight)
+                self._edge(site.node, target, sums, group, region.weight)
             # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
             readers = (region.number, value, late and value in self._weights(graph))
             group = self.groups.setdefault(readers, len(self.groups) + len(self.sums))
-            self._edge(border.node, target, matrix, group, region.weight)
+            self._edge(site.node, target, matrix, group, region.weight)
 
     def _edge(self, source: int, target: int, matrix: _Matrix, group: int, weight: float) -> None:
         if not matrix.free:
@@ -308,16 +308,16 @@ class _Builder:
         graph, back = root.graph, dict(state_pairs)
         for position, value in enumerate(graph.outputs):
             root_value = root.grouping.roots.get(value, value)
-            if root_value not in root.borders:
+            if root_value not in root.sites:
                 continue
-            border = root.borders[root_value]
+            site = root.sites[root_value]
             if position in back:
-                state = root.borders[graph.inputs[back[position]]]
+                state = root.sites[graph.inputs[back[position]]]
                 self._connect(root, value, state.node, state.specs)
                 continue
             type = graph.types[value]
-            finish_seconds = [0.0 if not s.partial else self._finish_seconds(type, s) for s in border.specs]
-            self.seconds[border.node] += np.array(finish_seconds)
+            finish_seconds = [0.0 if not s.partial else self._finish_seconds(type, s) for s in site.specs]
+            self.seconds[site.node] += np.array(finish_seconds)
         return Assembly(
             mesh=self.mesh,
             root=root,
@@ -353,7 +353,7 @@ def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
     return frozenset(leaving)
 
 
-@uncollected()
+@without_gc()
 def assemble(
     graph: Graph,
     mesh: Mesh,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.computing import compute_seconds
 from passes.ir import PHASES, Graph, Phase, StatePairs
@@ -21,7 +21,7 @@ EQUAL = 1e-6
 """How far seconds that are added up in another order may differ, of themselves."""
 
 
-@uncollected()
+@without_gc()
 def read_off(
     name: str,
     assembly: Assembly,
@@ -68,7 +68,7 @@ def read_off(
     )
 
 
-@uncollected()
+@without_gc()
 def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> Plan:
     """The plan with the collectives, seconds and bytes that follow from its placements, if it says otherwise.
 

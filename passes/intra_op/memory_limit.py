@@ -36,11 +36,11 @@ class Point:
     nbytes: float
 
 
-class HopelessError(OverBudgetError):
+class InfeasibleRowError(OverBudgetError):
     """No answer at all keeps a budget: the smallest strategies of all nodes together do not."""
 
 
-class DearError(OverBudgetError):
+class NotCheaperError(OverBudgetError):
     """No answer that keeps the budgets takes less time than what is known already."""
 
 
@@ -67,15 +67,15 @@ def within(
     Budgets are stated from the first at the places `seen` to be busiest on other meshes, and places found here are
     added.
 
-    Raises OverBudgetError where the program proves that there is none, or comes no nearer; HopelessError where that
-    takes no solver to see; DearError where none takes less than `at_most` seconds.
+    Raises OverBudgetError where the program proves that there is none, or comes no nearer; InfeasibleRowError where
+    that takes no solver to see; NotCheaperError where none takes less than `at_most` seconds.
     """
     options = replace(options, gap=max(options.gap, LOOSE))
     answer, lowest, stalled = first, float("inf"), 0
     rows = {at: replace(row(at), limit=limit) for at in seen}
     problem = replace(program, budgets=tuple(rows.values()))
     if is_hopeless(problem, limit):
-        raise HopelessError("no combination of strategies keeps the memory limit")
+        raise InfeasibleRowError("no combination of strategies keeps the memory limit")
     for _ in range(_ROUNDS):
         point = peak(answer.choice)
         if point.nbytes <= limit:
@@ -90,7 +90,7 @@ def within(
             seen.append(point.at)
         problem = replace(problem, budgets=tuple(rows.values()))
         if is_hopeless(problem, limit):
-            raise HopelessError("no combination of strategies keeps the memory limit")
+            raise InfeasibleRowError("no combination of strategies keeps the memory limit")
         if any(problem.least(one) > one.limit for one in problem.budgets):  # a solver would take long to see it
             raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
         try:
@@ -100,7 +100,7 @@ def within(
         except PlanningError as error:
             raise OverBudgetError(str(error)) from error
         if answer.bound >= at_most:
-            raise DearError("what fits takes more time than another plan")
+            raise NotCheaperError("what fits takes more time than another plan")
     raise OverBudgetError("no plan below the memory limit was found")
 
 

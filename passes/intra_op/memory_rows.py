@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from passes.cluster import Mesh
-from passes.intra_op.assembly import Assembly, Joint, Region
+from passes.intra_op.assembly import Assembly, ControlJoin, Region
 from passes.intra_op.peak_node import Path
 from passes.ir import phase
 from passes.sharding import ShardingSpec
@@ -41,7 +41,7 @@ def live(assembly: Assembly, at: Path, limit: float, offloaded: Sequence[int] = 
     return row
 
 
-def _unsliced(joint: Joint, body: int) -> frozenset[int]:
+def _unsliced(joint: ControlJoin, body: int) -> frozenset[int]:
     """The inputs of a body that are whole arrays of the program around it, not slices."""
     sliced = {wire.slot for wire in joint.control.operands if wire.stacked}
     inside = joint.control.bodies[body]
@@ -67,9 +67,9 @@ class _Live:
     def hold(self, *, whole: bool) -> None:
         """Adds the values to the row; inputs of the `whole` program live as long as it runs."""
         late = {v for v in self.readers if self._is_gradient(v)}
-        for value, border in self.region.borders.items():
+        for value, site in self.region.sites.items():
             if value not in late and value not in self.away and self._is_live(value, whole):
-                self._hold(border.node, value, border.specs)
+                self._hold(site.node, value, site.specs)
         for (number, value, fetched), group in self.assembly.groups.items():
             if number != self.region.number or not (edges := self.assembly.problem.groups.get(group)):
                 continue

@@ -14,7 +14,16 @@ from functools import partial
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError
 from passes.intra_op.by_hand import ByHand, Textbook
-from passes.intra_op.memory_limit import LOOSE, DearError, Fitted, HopelessError, floor, least, tightened, within
+from passes.intra_op.memory_limit import (
+    LOOSE,
+    Fitted,
+    InfeasibleRowError,
+    NotCheaperError,
+    floor,
+    least,
+    tightened,
+    within,
+)
 from passes.intra_op.mesh_problems import MeshProblems, Restriction, Solved
 from passes.intra_op.meshes import allowed
 from passes.ir import Graph, StatePairs
@@ -90,7 +99,7 @@ class MeshSearch:
                 self.solved.append(self._tabulated(mesh, number, len(tried)))
             except NoLegalPlanError as error:
                 illegal.append(error)
-            except HopelessError:
+            except InfeasibleRowError:
                 continue
             except KeyboardInterrupt:
                 if not self.interruptible or not self.solved:
@@ -172,9 +181,9 @@ class MeshSearch:
                     one = replace(one, answer=_better(self._run(one, most, close=False), one.answer))
                 twins = self._twins(one, number, len(self.solved))
                 cheapest = _fitted(self.problems, twins, limit, self.options, most) or cheapest
-            except DearError:
+            except NotCheaperError:
                 dear = dear or cheapest is None
-            except (NoLegalPlanError, HopelessError):
+            except (NoLegalPlanError, InfeasibleRowError):
                 continue
             except KeyboardInterrupt:
                 if not self.interruptible or cheapest is None:
@@ -219,7 +228,7 @@ class MeshSearch:
         one = Solved.unsolved(assembly, self.refetch)
         if self.beneath < math.inf and self.problems.least_nbytes(one) > self.beneath:
             self.hopeless.append(one)
-            raise HopelessError(f"no combination of strategies keeps the memory limit on {mesh}")
+            raise InfeasibleRowError(f"no combination of strategies keeps the memory limit on {mesh}")
         self._tell(f"solve {mesh}", done, total, best)
         one = replace(one, search=Search(assembly.problem, replace(self.options, gap=self._gap)))
         one = replace(one, answer=self._run(one, best.objective if best else math.inf, close=total == 1))
@@ -258,17 +267,17 @@ def _fitted(
 ) -> tuple[Solved, Fitted] | None:
     """The cheapest answer on one mesh that fits, None where none was found.
 
-    Raises HopelessError if none can fit, and DearError if those that can take `at_most` seconds or more.
+    Raises InfeasibleRowError if none can fit, and NotCheaperError if those that can take `at_most` seconds or more.
     """
     best: tuple[Solved, Fitted] | None = None
-    dear: DearError | None = None
+    dear: NotCheaperError | None = None
     for one in twins:
         peak, row = partial(problems.peak, one), partial(problems.row, one)
         try:
             found = within(one.assembly.problem, one.answer, limit, options, peak, row, problems.seen, at_most)
-        except HopelessError:
+        except InfeasibleRowError:
             raise
-        except DearError as error:
+        except NotCheaperError as error:
             dear = error
             continue
         except OverBudgetError:

@@ -78,10 +78,10 @@ def _restrict(
 
     for region in root.all():
         values_at: dict[int, list[tuple[Value, Sequence[ShardingSpec]]]] = defaultdict(list)
-        for value, border in region.borders.items():
-            values_at[border.node].append(((region.number, value), border.specs))
+        for value, site in region.sites.items():
+            values_at[site.node].append(((region.number, value), site.specs))
         for b, table in enumerate(region.tables):
-            absorbed = {v: region.borders[v].specs for v in region.grouping.bundles[b].inputs}
+            absorbed = {v: region.sites[v].specs for v in region.grouping.bundles[b].inputs}
             legal = [allows(region, b, strategy) for strategy in table.strategies]
             fits = [all(allows_input(v, specs[s]) for v, specs in absorbed.items()) for s in range(len(legal))]
             # Where an input cannot lie as it should beside what reads it, as running statistics of a batch that is cut,
@@ -94,20 +94,20 @@ def _restrict(
         for joint in region.joints.values():
             for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
                 for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-                    border, where = joint.slots[slot], (inner.number, value)
-                    kept_strategies = [allows_slot(where, spec) for spec in border.specs]
-                    keep(border.node, kept_strategies, [nbytes_of(where, spec) for spec in border.specs])
+                    site, where = joint.slots[slot], (inner.number, value)
+                    kept_strategies = [allows_slot(where, spec) for spec in site.specs]
+                    keep(site.node, kept_strategies, [nbytes_of(where, spec) for spec in site.specs])
                 for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
-                    border, where = joint.slots[slot], (inner.number, inner.grouping.roots.get(value, value))
+                    site, where = joint.slots[slot], (inner.number, inner.grouping.roots.get(value, value))
                     if joint.control.slots[slot].stacked:
-                        kept_strategies = [allows_stacked(spec) for spec in border.specs]
-                        keep(border.node, kept_strategies, [nbytes_of(where, spec) for spec in border.specs])
+                        kept_strategies = [allows_stacked(spec) for spec in site.specs]
+                        keep(site.node, kept_strategies, [nbytes_of(where, spec) for spec in site.specs])
     for value in root.grouping.loose:
-        border, where = root.borders[value], (root.number, value)
+        site, where = root.sites[value], (root.number, value)
         keep(
-            border.node,
-            [allows_input(value, spec) for spec in border.specs],
-            [nbytes_of(where, s) for s in border.specs],
+            site.node,
+            [allows_input(value, spec) for spec in site.specs],
+            [nbytes_of(where, s) for s in site.specs],
         )
     return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
 
@@ -199,7 +199,7 @@ def _made_of_weights(region: Region, values: Roles) -> Iterator[int]:
         fetched = copied if rule_of(node, graph).casts else copied | uncut
         if not fetched.isdisjoint(node.inputs):
             copied |= light.intersection(node.outputs)
-    for value in sorted((light - copied) & region.borders.keys()):
+    for value in sorted((light - copied) & region.sites.keys()):
         if origin(region, value, weights_here) is not None:
             yield value
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from passes.cluster import Mesh
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 from passes.ir import Graph, StatePairs, phase
 from passes.memory.holders import CAUSES, HOLDERS, Holder, Memory, Temporaries, phase_of
 from passes.memory.xla_cpu import temporaries
@@ -36,7 +36,7 @@ class Model(Protocol):
         ...
 
 
-@uncollected()
+@without_gc()
 def peak(
     graph: Graph,
     grouping: Grouping,

@@ -22,8 +22,8 @@ from passes.intra_op import Assembly, assemble, best, move_seconds
 from passes.ir import PHASES, StatePairs
 from passes.pipeline.assemble import kept, priced
 from passes.pipeline.segments import entering
-from passes.pipeline.structural_hash import likeness
-from passes.pipeline.workers import Crew
+from passes.pipeline.structural_hash import structural_hash
+from passes.pipeline.workers import WorkerPool
 from passes.placement import Grouping, Layout, Schedule, group, moves
 from passes.plan import Plan
 from passes.rules import pinned_mesh
@@ -54,7 +54,7 @@ class Block:
 
     @classmethod
     def of(cls, part: Part, state_pairs: StatePairs, chain: StatePairs = ()) -> Self:
-        return cls(part=part, state_pairs=state_pairs, chain=chain, kind=likeness(part, (*state_pairs, *chain)))
+        return cls(part=part, state_pairs=state_pairs, chain=chain, kind=structural_hash(part, (*state_pairs, *chain)))
 
     def period(self, cost: StageCost) -> float:
         """Seconds of a microbatch with its share of what comes after all of them."""
@@ -63,7 +63,7 @@ class Block:
 
 def alike(parts: Sequence[Part], state_pairs: Sequence[StatePairs]) -> tuple[Block, ...]:
     """The consecutive parts of a step as blocks, chained to what comes before and after them where that is alike."""
-    kinds = [likeness(part, own) for part, own in zip(parts, state_pairs, strict=True)]
+    kinds = [structural_hash(part, own) for part, own in zip(parts, state_pairs, strict=True)]
     found: list[Block] = []
     for at, (part, own) in enumerate(zip(parts, state_pairs, strict=True)):
         inner = 0 < at < len(parts) - 1 and kinds[at] in (kinds[at - 1], kinds[at + 1])
@@ -109,14 +109,14 @@ class Pricer:
     """Prices of blocks on meshes; those of plans as `passes.intra_op.mesh_search` makes them unless `rough`.
 
     With `restrict`, of plans that a planner by hand makes; a block that it refuses cannot be there. Work that can be
-    shared is, with a `crew` of Pricers.
+    shared is, with a `pool` of Pricers.
     """
 
     options: SolverOptions
     rough: bool = True
     restrict: Callable[[Assembly], Assembly] | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
-    crew: Crew | None = None
+    pool: WorkerPool | None = None
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
     _bounds: dict[tuple[str, Mesh], float] = field(default_factory=dict[tuple[str, Mesh], float])
@@ -156,10 +156,10 @@ class Pricer:
     def find(self, asked: Sequence[Wanted]) -> None:
         """Finds the prices that are not known, each as `price` does, sharing the work."""
         left = self.left(asked)
-        crew = self.crew or Crew(self, 1)
+        pool = self.pool or WorkerPool(self, 1)
         # Whoever does it, the first block of a kind is priced: others may have their operators in another order.
         tasks = [(self._first(block).block, mesh, at_most) for block, mesh, at_most in left]
-        for (block, mesh, _), (found, bound) in zip(left, crew.call("cost", tasks), strict=True):
+        for (block, mesh, _), (found, bound) in zip(left, pool.call("cost", tasks), strict=True):
             self._bounds[block.kind, mesh] = bound
             if found or math.isinf(bound):
                 self._prices[block.kind, mesh] = found

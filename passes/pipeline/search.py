@@ -22,7 +22,7 @@ from passes.pipeline.drafts import Draft, evenly
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCosts
 from passes.pipeline.step_blocks import Sample, StepBlocks
-from passes.pipeline.workers import Crew
+from passes.pipeline.workers import WorkerPool
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, Report, silent
 from passes.solver import SolverOptions
@@ -108,14 +108,14 @@ class StagedSearch:
 
     def run(self, beneath: float = math.inf) -> PipelinePlan | None:
         """The cheapest plan in stages; None if none is found that takes less than `beneath` and keeps the limit."""
-        with Crew(self.pricer) as crew:
-            self.pricer.crew = crew
+        with WorkerPool(self.pricer) as pool:
+            self.pricer.pool = pool
             try:
-                return self._run(crew, beneath)
+                return self._run(pool, beneath)
             finally:
-                self.pricer.crew = None
+                self.pricer.pool = None
 
-    def _run(self, crew: Crew, beneath: float) -> PipelinePlan | None:
+    def _run(self, pool: WorkerPool, beneath: float) -> PipelinePlan | None:
         self._tell_price(None)
         self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
         self._seen.clear()
@@ -128,17 +128,19 @@ class StagedSearch:
                 fits = [draft for draft in search.found if draft.peak_nbytes <= limit]
                 if not self.interruptible or not (best or fits):
                     raise
-                return _marked(best or self.plans.plan(min(fits, key=lambda draft: draft.seconds), crew))
-            better, over = self._best(self.drafting.worth(search), search.most, crew)
+                return _marked(best or self.plans.plan(min(fits, key=lambda draft: draft.seconds), pool))
+            better, over = self._best(self.drafting.worth(search), search.most, pool)
             best = better or best
             if over is None or (best is not None and (best.is_interrupted or self.drafting.is_large)):
                 break
             limit *= LESS * min(1.0, self.limit / over)
         if best is None and math.isinf(beneath):
-            best, _ = self._best(self.drafting.leanest(), beneath, crew)
+            best, _ = self._best(self.drafting.leanest(), beneath, pool)
         return best
 
-    def _best(self, drafted: Sequence[Draft], beneath: float, crew: Crew) -> tuple[PipelinePlan | None, int | None]:
+    def _best(
+        self, drafted: Sequence[Draft], beneath: float, pool: WorkerPool
+    ) -> tuple[PipelinePlan | None, int | None]:
         """The best plan of these drafts that fits and takes less than that, as far as they are planned.
 
         With the least that was needed by one that does not fit, None if all that were planned do.
@@ -159,7 +161,7 @@ class StagedSearch:
                 planned += 1
                 self._seen.add(draft.key)
                 try:
-                    plan = self.plans.plan(draft, crew)
+                    plan = self.plans.plan(draft, pool)
                 except PlanningError:
                     continue  # blocks can be where a whole stage cannot
                 if self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes:

@@ -11,7 +11,7 @@ from passes.pipeline.assemble import joined, restated
 from passes.pipeline.drafts import Draft
 from passes.pipeline.segments import Needs
 from passes.pipeline.stage_table import StageCosts
-from passes.pipeline.workers import Crew
+from passes.pipeline.workers import WorkerPool
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, Report
 from passes.solver import SolverOptions
@@ -28,7 +28,7 @@ class StagePlans:
 
     Devices have `limit` bytes.
 
-    Work is shared by a crew on drafts of the `shared` prices.
+    Work is shared by a pool on drafts of the `shared` prices.
     """
 
     step: Step
@@ -47,12 +47,12 @@ class StagePlans:
         self.report(Progress(phase="write the step in microbatches", done=0, total=None))
         return self.step.variant(Variant(microbatches=microbatches, stages=self.stages))
 
-    def plan(self, draft: Draft, crew: Crew) -> PipelinePlan:
+    def plan(self, draft: Draft, pool: WorkerPool) -> PipelinePlan:
         """A draft with its stages planned as they are, under the schedule that is the best then."""
         step, shape = self.written(draft.microbatches), draft.shape
         begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
         cut = stages.cut(step.graph, begins, step.state_pairs)
-        plans = self._stages(draft, step.parts(cut), crew)
+        plans = self._stages(draft, step.parts(cut), pool)
         made = joined(
             "auto",
             step.graph,
@@ -69,7 +69,7 @@ class StagePlans:
         under = (replace(made, schedule_name=name) for name in self.schedules if is_chunked(name) == (made.chunks > 1))
         return min(under, default=made, key=lambda one: (one.peak_nbytes > self.limit, one.step_seconds))
 
-    def _stages(self, draft: Draft, parts: Sequence[Step], crew: Crew) -> list[Plan]:
+    def _stages(self, draft: Draft, parts: Sequence[Step], pool: WorkerPool) -> list[Plan]:
         """The plan of every stage; equal ones are planned once, in this draft or another."""
         count, shape, table = draft.microbatches, draft.shape, draft.table
         ends = (*shape.begins[1:], len(table.step.cuts(count).blocks))
@@ -84,7 +84,7 @@ class StagePlans:
         left = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
         tasks = [(f"stage {at}", parts[at], laid_out[at], options) for at in left.values()]
         is_shared = table is self.shared
-        planned = crew.call("plan", tasks) if is_shared else [table.pricer.plan(*task) for task in tasks]
+        planned = pool.call("plan", tasks) if is_shared else [table.pricer.plan(*task) for task in tasks]
         self._plans |= {key: (parts[at], plan) for (key, at), plan in zip(left.items(), planned, strict=True)}
         plans: list[Plan] = []
         for stage, (key, own) in enumerate(zip(keys, parts, strict=True)):

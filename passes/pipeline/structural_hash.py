@@ -15,7 +15,7 @@ from passes.ir import Graph, Node, StatePairs, phase
 from passes.transforms import Part
 
 
-def likeness(part: Part, state_pairs: StatePairs) -> str:
+def structural_hash(part: Part, state_pairs: StatePairs) -> str:
     """16 hex digits that differ where stages do; `state_pairs` are the (output, input) positions that are one state.
 
     Those of equal digits have the same nodes with the same operands, in the same phases of a step, and send and keep

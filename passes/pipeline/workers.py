@@ -1,7 +1,8 @@
-"""Processes that share work: each has a copy of one object, whose methods are called with arguments of their own.
+"""Worker processes that share work: each has a copy of one object, whose methods are called with arguments of their
+own.
 
 The caller works too, so nothing waits for a process to start, and what is found does not depend on who found it.
-Processes are fresh interpreters that import nothing of the caller's script and nothing of JAX; they end with the crew,
+Processes are fresh interpreters that import nothing of the caller's script and nothing of JAX; they end with the pool,
 or when the caller does.
 """
 
@@ -37,8 +38,8 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
-class Crew:
-    """Copies of `one` in processes of their own, as many as there are processors, the caller's among them.
+class WorkerPool:
+    """Copies of `one` object in processes of their own, as many as there are processors, the caller's among them.
 
     They start when `call` first has enough to share, unless there is one processor; `with` ends them.
     """
@@ -46,12 +47,12 @@ class Crew:
     def __init__(self, one: object, count: int | None = None) -> None:
         self.one = one
         self.count = min(processors() if count is None else count, _MOST) - 1
-        self.members: list[_Member] = []
+        self.members: list[_Worker] = []
 
     def call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
         """`one.method(*task)` of every task, in order. Raises what the first failing one raised."""
         if len(tasks) > 1 and not self.members:
-            self.members = [_Member(self.one) for _ in range(self.count)]
+            self.members = [_Worker(self.one) for _ in range(self.count)]
         turn = _Turn(method, tasks)
         for member in self.members:
             member.join(turn)
@@ -113,7 +114,7 @@ class _Turn:
         return [outcome for _, (_, outcome) in sorted(self.found.items())]
 
 
-class _Member:
+class _Worker:
     """One process, and the thread that talks to it."""
 
     def __init__(self, one: object) -> None:

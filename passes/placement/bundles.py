@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 from passes.ir import Control, Graph, Node, Phase, control_of, phase
 from passes.placement.reshardings import is_free
 from passes.rules import ShardingRule, replicate, rule_of
@@ -282,7 +282,7 @@ class _Grouper:
         self.bundles[guest] = Bundle(phase=source.phase, light=True)
 
 
-@uncollected()
+@without_gc()
 def group(graph: Graph, *, inside: bool = False) -> Grouping:
     """The bundles of a graph, in order of their first member; `inside` a loop or branch no bundle absorbs an input.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from passes.cluster import Collective, Kind, Mesh
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 from passes.ir import Graph, Node, Phase, TensorType, control_of, phase
 from passes.rules import made_anywhere, makes_the_same, rule_of
 from passes.sharding import ShardingSpec, Step, replicated
@@ -114,7 +114,7 @@ class Steps(Protocol):
     def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]: ...
 
 
-@uncollected()
+@without_gc()
 def moves(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = True) -> Schedule:
     """The moves that a layout implies; with `refetch`, weights are gathered again for the backward pass."""
     return _Moving(graph, shared(layout), resharder, refetch).run()

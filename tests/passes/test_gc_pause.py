@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from passes.gc_pause import uncollected
+from passes.gc_pause import without_gc
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -12,13 +12,13 @@ def test_the_collector_is_as_it_was(collects: bool) -> None:
     before = gc.isenabled()
     try:
         (gc.enable if collects else gc.disable)()
-        with uncollected():
+        with without_gc():
             assert not gc.isenabled()
-            with uncollected():
+            with without_gc():
                 pass
             assert not gc.isenabled()
         assert gc.isenabled() == collects
-        with pytest.raises(ValueError, match="inside"), uncollected():
+        with pytest.raises(ValueError, match="inside"), without_gc():
             raise ValueError("inside")
         assert gc.isenabled() == collects
     finally:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from passes.pipeline.segments import homes, piece_of
-from passes.pipeline.structural_hash import likeness
+from passes.pipeline.structural_hash import structural_hash
 from passes.transforms.batch_axis import whole_layout
 from passes.transforms.stages import state_pairs_of
 from tests.passes.transforms.test_stages import APPLY, SIDE, made
@@ -45,7 +45,7 @@ def test_stages_are_alike_up_to_names_and_order(seed: int) -> None:
         turned = replace(
             part, graph=replace(part.graph, inputs=inputs[::-1], input_names=tuple(f"other {v}" for v in inputs))
         )
-        assert likeness(turned, pairs) == likeness(part, pairs)
+        assert structural_hash(turned, pairs) == structural_hash(part, pairs)
         loop = part.graph.nodes[part.loop]
         body = loop.subgraphs[0]
         for index, node in enumerate(body.nodes):
@@ -54,4 +54,6 @@ def test_stages_are_alike_up_to_names_and_order(seed: int) -> None:
             nodes = (*body.nodes[:index], replace(node, primitive="neg"), *body.nodes[index + 1 :])
             changed = replace(loop, subgraphs=(replace(body, nodes=nodes),))
             outer = (*part.graph.nodes[: part.loop], changed, *part.graph.nodes[part.loop + 1 :])
-            assert likeness(replace(part, graph=replace(part.graph, nodes=outer)), pairs) != likeness(part, pairs)
+            assert structural_hash(replace(part, graph=replace(part.graph, nodes=outer)), pairs) != structural_hash(
+                part, pairs
+            )
