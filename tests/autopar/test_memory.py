@@ -47,6 +47,32 @@ SLOW_CASES = (
 )
 
 
+KNOWN = {
+    Case(model="rnn", planner="auto"): "XLA moves an operand of the second loop behind those it hoists: -7.8 %",
+    Case(model="moe", planner="dp", dtype="bfloat16", microbatches=4): "not looked into: -6.2 %",
+    Case(
+        model="moe", planner="dp", remat=True, dtype="bfloat16", microbatches=4
+    ): "narrow weights that loops hoist wide are held in both dtypes here, but not by XLA under recomputation: +15.8 %",
+    Case(model="alexnet", planner="auto", dtype="bfloat16", microbatches=4): "a slice of images is rounded on its own, "
+    "and lies twice: +18.1 %",
+}
+"""What is out of bounds, and why."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))
+        for case, why in KNOWN.items()
+    ],
+    ids=lambda case: f"{case.model}-{case.planner}-{case.dtype}",
+)
+def test_predictions_that_are_known_to_be_out(case: Case):
+    row = measure(case)
+    assert not row.misses
+
+
 @pytest.mark.parametrize(
     "case", [*CASES, *map(slow, SLOW_CASES)], ids=lambda case: f"{case.model}-{case.planner}-{case.dtype}"
 )
