@@ -2,9 +2,8 @@
 collectives.
 
     walk      node by node: bring operands to where the node wants them, bind it, keep its results   `walk`
-    bind      the primitive on pieces
-    autopar/lowering/localize.py move      the planned steps, one `lax` collective each
-            `_STEPS`
+    bind      the primitive on local pieces                                       autopar/lowering/localize.py
+    move      the planned steps, one `lax` collective each                        `_STEPS`
 
 What a step does to a piece is said once, here; which steps are taken was decided by `passes.placement.reshardings`.
 """

@@ -1,37 +1,34 @@
-"""The whole algorithm: group operators, lay out a mesh, tabulate strategies, solve, and read the plan off the answer.
+"""The planner `Auto`: group operators, lay out a mesh, tabulate strategies, solve, and extract the plan.
 
-    group      light operators follow heavy ones                                     passes/placement/bundles.py
-    enter      bodies of loops and branches join the program by slots                passes/ir/control.py
-    lay out    every way to arrange the devices as one or two axes                   passes/cluster/mesh.py
-    tabulate   each bundle's legal shardings, priced; reshardings between them       passes/intra_op/build_problem.py
-    solve      one strategy per bundle at the least total seconds: equal layers      passes/solver/search.py, tying.py
-               made one, a bound of the whole, what is open eliminated               lower_bound.py, elimination.py
-    compare    plans by hand where a gap is left or memory binds                     by_hand.py, restrictions.py
-    read off   placements, then the moves between them, then collectives and bytes   passes/intra_op/extract.py
+Files are of `passes/`:
+
+    group      light operators follow heavy ones                                    placement/bundles.py
+    enter      bodies of loops and branches join the program by slots               ir/control.py
+    lay out    every way to arrange the devices as one or two axes                  cluster/mesh.py
+    tabulate   each bundle's legal shardings, priced; reshardings between them      intra_op/build_problem.py
+    solve      one strategy per bundle at the least total seconds                   solver/search.py
+    compare    plans by hand where a gap is left or memory binds                    intra_op/by_hand.py
+    extract    placements, then the moves between them, then collectives and bytes  intra_op/extract.py
 
 and where that does not fit in memory:
 
-    forbid     what is live at the busiest point becomes a row of the program        passes/intra_op/memory_limit.py,
-    budgets.py vary       more microbatches; layers that keep less and compute again
-    passes/intra_op/variants.py, remat.py explain    how much is missing, what holds it, and what would help
-      passes/planners/infeasible.py
+    forbid     what is live at the peak becomes a row of the program                intra_op/memory_limit.py
+    vary       more microbatches; layers that keep less and compute again           intra_op/variants.py
+    explain    how much is missing, what holds it, and what would help              planners/infeasible.py
 
 and for a pipeline, around that:
 
-    microbatch the batch axis in time: what is once before, a loop, once after       passes/transforms/microbatch.py
-    abridge    equal blocks are found, and prices on a step with few of them         passes/layers/repeats.py,
-    abridge.py layers     runs of blocks, or places in the forward pass that little crosses
-    passes/layers/repeats.py, layers.py price      each block as a stage of its own, on every mesh that may be best
-    passes/pipeline/stage_table.py, pricing.py samples    as many microbatches as are tried at first, and later
-           passes/pipeline/samples.py share      prices and plans of stages are found by several processes
-           passes/pipeline/workers.py
-    partition  layers, submeshes, microbatches and schedules into stages             passes/inter_op/partitions.py
-    draft      those stages and every pipeline by hand, under every schedule         passes/pipeline/drafts.py,
-    staged.py cut        each stage as a program with a loop, planned by the path above
-    passes/transforms/stages.py simulate   tasks in the order of the schedule, transfers between them
-    passes/inter_op/simulator.py
+    microbatch the batch axis in time: what is once before, a loop, once after      transforms/microbatch.py
+    sample     equal blocks are found, and prices on a step with few of them        layers/sample.py
+    layers     runs of blocks, or places in the forward pass that few bytes cross   layers/repeats.py, layers/cuts.py
+    price      each block as a stage of its own, on every mesh that may be best     pipeline/stage_table.py
+    share      prices and plans of stages are found by several processes            pipeline/workers.py
+    partition  layers, submeshes, microbatches and schedules into stages            inter_op/partitions.py
+    draft      those stages and every pipeline by hand, under every schedule        pipeline/drafts.py
+    cut        each stage as a program with a loop, planned by the path above       transforms/stages.py
+    simulate   tasks in the order of the schedule, transfers between them           inter_op/simulator.py
 
-Hand-made planners run the same path on a mesh and under restrictions of their own (passes/intra_op/restrictions.py).
+Planners by hand run the same path on one mesh and under restrictions of their own (intra_op/restrictions.py).
 """
 
 from __future__ import annotations
