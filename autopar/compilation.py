@@ -200,7 +200,7 @@ class Compilation:
     def _present(self) -> tuple[Device, ...]:
         """The devices that the plan runs on. Raises DeviceError if there are too few."""
         plan, devices = self.plan(), tuple(self._devices())
-        size, shape = _extent(plan)
+        size, shape = plan.n_devices, plan.shape
         if len(devices) < size:
             kinds = ", ".join(sorted({d.device_kind for d in devices}))
             raise DeviceError(
@@ -214,13 +214,6 @@ class Compilation:
                 )
             )
         return devices[:size]
-
-
-def _extent(plan: Plan | PipelinePlan) -> tuple[int, str]:
-    """(devices, in words) of a plan."""
-    if isinstance(plan, PipelinePlan):
-        return plan.n_devices, f"{len(plan.stages)} stages"
-    return plan.mesh.size, str(plan.mesh)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,6 +3,7 @@ whether it is legal.
 """
 
 from passes.plan import json, text
+from passes.plan.face import AnyPlan
 from passes.plan.parts import INTERRUPTED, LATE, POINTS, MemoryReport, Operator, Solution, operators
 from passes.plan.pipeline import PipelinePlan, load_plan
 from passes.plan.pipeline_diff import differences
@@ -13,6 +14,7 @@ __all__ = [
     "LATE",
     "POINTS",
     "SCHEMA",
+    "AnyPlan",
     "MemoryReport",
     "Operator",
     "PipelinePlan",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Self
+from typing import Self, TypeVar
 
 from passes.cluster import Cluster, Collective
 from passes.errors import PlanMismatchError, PlanningError, explain
@@ -16,14 +16,17 @@ from passes.inter_op import build as build_schedule
 from passes.ir import Graph, StatePairs
 from passes.plan import json as plan_json
 from passes.plan import text as plan_text
+from passes.plan.face import AnyPlan
 from passes.plan.json import Fields
 from passes.plan.plan import SCHEMA, Plan
 from passes.text import Column, Table, quantities
 from passes.transforms import cut
 
+SomePlan = TypeVar("SomePlan", bound="PipelinePlan")
+
 
 @dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
+class PipelinePlan(AnyPlan):
     """Stages on submeshes and how microbatches run through them.
 
     `stages[k]` plans stage k, which begins at the loop body's forward node `firsts[k]`, on the devices from
@@ -84,6 +87,10 @@ class PipelinePlan:
     @property
     def n_devices(self) -> int:
         return sum(plan.mesh.size for plan in self.stages[: self.groups])
+
+    @property
+    def shape(self) -> str:
+        return f"{len(self.stages)} stages"
 
     @property
     def step_seconds(self) -> float:
@@ -168,50 +175,7 @@ class PipelinePlan:
     @classmethod
     def from_json(cls, data: object) -> Self:
         """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
-        read = plan_json.as_object(data, "the plan")
-        if "pipeline" not in read.data:
-            raise PlanningError("this is not the plan of a pipeline; autopar.Plan.load reads the others")
-        if read.of("schema") != SCHEMA:
-            raise PlanningError(f"the plan has schema {read.of('schema')!r}, and this autopar reads {SCHEMA}")
-        how = read.object("pipeline")
-
-        def numbers(fields: Fields, name: str) -> tuple[int, ...]:
-            return tuple(plan_json.as_int(x, f"{name}[{i}]") for i, x in enumerate(fields.list(name)))
-
-        def texts(name: str) -> tuple[str, ...]:
-            return tuple(plan_json.as_text(x, f"{name}[{i}]") for i, x in enumerate(read.list(name)))
-
-        plan = cls(
-            fingerprint=read.text("fingerprint"),
-            cluster=Cluster.from_json(read.object("cluster").data),
-            planner=how.text("planner"),
-            schedule_name=how.text("schedule"),
-            chunks=how.int("chunks"),
-            microbatches=how.int("microbatches"),
-            firsts=numbers(how, "firsts"),
-            stages=tuple(Plan.from_json(stage) for stage in read.list("stages")),
-            costs=tuple(_cost(plan_json.as_object(c, f"costs[{i}]")) for i, c in enumerate(read.list("costs"))),
-            transfers=tuple(
-                _transfer(plan_json.as_object(t, f"transfers[{i}]")) for i, t in enumerate(read.list("transfers"))
-            ),
-            sent_nbytes=numbers(how, "sent_nbytes"),
-            input_names=texts("input_names"),
-            output_names=texts("output_names"),
-        )
-        plan.verify()
-        return plan
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan; a reader sees the old file or the whole new one. Raises PlanningError where it cannot."""
-        plan_json.write(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The plan in a file. Raises PlanningError, with the place, for a file that holds none."""
-        try:
-            return cls.from_json(plan_json.read(path))
-        except PlanningError as error:
-            raise type(error)(f"{path}: {error}") from error
+        return _read(cls, data)
 
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
         """The pipeline as tables, then each stage's own if `operators`."""
@@ -219,13 +183,6 @@ class PipelinePlan:
         if operators:
             all_tables.extend(table for plan in self.stages for table in plan.tables(operators=True))
         return tuple(all_tables)
-
-    def format(self, *, operators: bool = False, width: int = 80) -> str:
-        """The plan as text of `width` columns."""
-        return "\n\n".join(table.format(width) for table in self.tables(operators=operators))
-
-    def __str__(self) -> str:
-        return self.format()
 
     def _header(self) -> Table:
         facts: Mapping[str, str] = {
@@ -258,6 +215,42 @@ class PipelinePlan:
             for k, (plan, cost, sent) in enumerate(zip(self.stages, self.costs, self.sent_nbytes, strict=True))
         )
         return Table(title="Stages, a microbatch", columns=columns, rows=rows)
+
+
+def _read(kind: type[SomePlan], data: object) -> SomePlan:
+    """The plan that JSON data describe."""
+    read = plan_json.as_object(data, "the plan")
+    if "pipeline" not in read.data:
+        raise PlanningError("this is not the plan of a pipeline; autopar.Plan.load reads the others")
+    if read.of("schema") != SCHEMA:
+        raise PlanningError(f"the plan has schema {read.of('schema')!r}, and this autopar reads {SCHEMA}")
+    how = read.object("pipeline")
+
+    def numbers(fields: Fields, name: str) -> tuple[int, ...]:
+        return tuple(plan_json.as_int(x, f"{name}[{i}]") for i, x in enumerate(fields.list(name)))
+
+    def texts(name: str) -> tuple[str, ...]:
+        return tuple(plan_json.as_text(x, f"{name}[{i}]") for i, x in enumerate(read.list(name)))
+
+    plan = kind(
+        fingerprint=read.text("fingerprint"),
+        cluster=Cluster.from_json(read.object("cluster").data),
+        planner=how.text("planner"),
+        schedule_name=how.text("schedule"),
+        chunks=how.int("chunks"),
+        microbatches=how.int("microbatches"),
+        firsts=numbers(how, "firsts"),
+        stages=tuple(Plan.from_json(stage) for stage in read.list("stages")),
+        costs=tuple(_cost(plan_json.as_object(c, f"costs[{i}]")) for i, c in enumerate(read.list("costs"))),
+        transfers=tuple(
+            _transfer(plan_json.as_object(t, f"transfers[{i}]")) for i, t in enumerate(read.list("transfers"))
+        ),
+        sent_nbytes=numbers(how, "sent_nbytes"),
+        input_names=texts("input_names"),
+        output_names=texts("output_names"),
+    )
+    plan.verify()
+    return plan
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | PipelinePlan:

@@ -6,10 +6,9 @@ A saved plan is a planner: `autopar.Manual("plan.json")` replays it without solv
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Self, TypeVar
 
 from passes.cluster import Cluster, Collective, Mesh
 from passes.errors import InternalError, PlanMismatchError, PlanningError, explain
@@ -20,6 +19,7 @@ from passes.plan import json as plan_json
 from passes.plan import legality
 from passes.plan import text as plan_text
 from passes.plan.diff import PlanDiff
+from passes.plan.face import AnyPlan
 from passes.plan.parts import MemoryReport, Operator, Solution
 from passes.sharding import ShardingSpec
 from passes.text import Table
@@ -29,9 +29,11 @@ __all__ = ["SCHEMA", "MemoryReport", "Operator", "Plan", "PlanDiff", "Solution"]
 SCHEMA = 1
 """The version of a plan's file that is written, and the newest that is read."""
 
+SomePlan = TypeVar("SomePlan", bound="Plan")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(AnyPlan):
     """The placements of every operator, input and output, and what they cost.
 
     `seconds` holds the predicted step time by cause (`compute`, `memory`, `communication`, ...); `nbytes` the peak
@@ -85,6 +87,19 @@ class Plan:
         specs = [[str(spec) for spec in several] for pair in ((self.inputs, self.outputs), *inside) for several in pair]
         how = (str(self.mesh), self.microbatches, self.refetch, self.remat, self.offloaded)
         return hashlib.sha256(repr((how, specs, placements)).encode()).hexdigest()[:16]
+
+    @property
+    def planner(self) -> str:
+        """Who made it."""
+        return self.solution.planner
+
+    @property
+    def n_devices(self) -> int:
+        return self.mesh.size
+
+    @property
+    def shape(self) -> str:
+        return str(self.mesh)
 
     @property
     def is_interrupted(self) -> bool:
@@ -169,41 +184,9 @@ class Plan:
             all_tables.append(plan_text.operators_table(self.operators))
         return tuple(all_tables)
 
-    def format(self, *, operators: bool = False, width: int = 80) -> str:
-        """The plan as text of `width` columns."""
-        return "\n\n".join(table.format(width) for table in self.tables(operators=operators))
-
-    def __str__(self) -> str:
-        return self.format()
-
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to `other`."""
-        mine, theirs = ([op.primitive for op in plan_text.everything(plan.operators)] for plan in (self, other))
-        aligned = mine == theirs
-        tensors, sent = plan_diff.collective_amounts(self.collectives, other.collectives)
-        return PlanDiff(
-            words=plan_diff.changes(
-                {
-                    "program": (self.fingerprint, other.fingerprint),
-                    "cluster": (self.cluster.name, other.cluster.name),
-                    "mesh": (str(self.mesh), str(other.mesh)),
-                    "planner": (self.solution.planner, other.solution.planner),
-                    "solver": (self.solution.status, other.solution.status),
-                    "gap": (plan_text.gap(self.solution), plan_text.gap(other.solution)),
-                    "microbatches": (f"{self.microbatches:,}", f"{other.microbatches:,}"),
-                    "offloaded": (f"{len(self.offloaded)}", f"{len(other.offloaded)}"),
-                    "numbers": (_when_counted(self), _when_counted(other)),
-                    "recomputation": (plan_text.kept(self.remat), plan_text.kept(other.remat)),
-                }
-            ),
-            seconds=plan_diff.amounts(self.seconds, other.seconds),
-            nbytes=plan_diff.amounts(self.nbytes, other.nbytes),
-            tensors=tensors,
-            sent_nbytes=sent,
-            inputs=plan_diff.value_changes((self.input_names, other.input_names), (self.inputs, other.inputs)),
-            operators=plan_diff.operator_changes(self.operators, other.operators) if aligned else (),
-            aligned=aligned,
-        )
+        return _difference(self, other)
 
     def to_json(self) -> dict[str, object]:
         """The plan as JSON data; `from_json` gives an equal plan back."""
@@ -237,66 +220,89 @@ class Plan:
     @classmethod
     def from_json(cls, data: object) -> Self:
         """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
-        read = plan_json.as_object(data, "the plan")
-        if not {"schema", "fingerprint"} <= read.data.keys():
-            raise PlanningError("this is not a plan: it has no schema or no fingerprint; `autopar plan` writes plans")
-        if "pipeline" in read.data:
-            raise PlanningError("this is the plan of a pipeline; autopar.PipelinePlan.load reads it")
-        if read.of("schema") != SCHEMA:
-            writer = read.data.get("autopar", "(unknown)")
-            raise PlanningError(
-                f"the plan has schema {read.of('schema')!r}, written by autopar {writer}; this is autopar "
-                f"{plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use that autopar"
-            )
-        cluster = Cluster.from_json(read.object("cluster").data)
-        mesh = plan_json.mesh_from_json(read.object("mesh"), cluster)
-        inputs = plan_json.values_from_json(read.list("inputs"), mesh, "input")
-        outputs = plan_json.values_from_json(read.list("outputs"), mesh, "output")
-        seconds, nbytes = read.object("seconds"), read.object("nbytes")
-        phases = read.object("phases") if "phases" in read.data else None
-        collectives, replicated = read.list("collectives"), read.list("replicated")
-        remat = read.list("remat") if "remat" in read.data else ()
-        offloaded = read.list("offloaded") if "offloaded" in read.data else ()
-        plan = cls(
-            fingerprint=read.text("fingerprint"),
-            cluster=cluster,
-            mesh=mesh,
-            operators=plan_json.operators_from_json(read.list("operators"), mesh),
-            inputs=inputs.specs,
-            outputs=outputs.specs,
-            input_names=inputs.names,
-            output_names=outputs.names,
-            collectives=tuple(
-                plan_json.collective_from_json(plan_json.as_object(entry, f"collectives[{i}]"))
-                for i, entry in enumerate(collectives)
-            ),
-            seconds={cause: seconds.float(cause) for cause in seconds.data},
-            nbytes={cause: nbytes.int(cause) for cause in nbytes.data},
-            solution=plan_json.solution_from_json(read.object("solution")),
-            replicated=tuple(plan_json.as_text(entry, f"replicated[{i}]") for i, entry in enumerate(replicated)),
-            microbatches=read.int("microbatches"),
-            input_types=inputs.types,
-            output_types=outputs.types,
-            phases={name: phases.float(name) for name in phases.data} if phases else {},
-            refetch=read.data.get("refetch", True) is True,
-            offloaded=plan_json.positions(offloaded, len(inputs.specs), "offloaded"),
-            memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
-            remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
+        return _read(cls, data)
+
+
+def _difference(before: Plan, after: Plan) -> PlanDiff:
+    """What changes from one plan to another."""
+    mine, theirs = ([op.primitive for op in plan_text.everything(plan.operators)] for plan in (before, after))
+    aligned = mine == theirs
+    tensors, sent = plan_diff.collective_amounts(before.collectives, after.collectives)
+    return PlanDiff(
+        words=plan_diff.changes(
+            {
+                "program": (before.fingerprint, after.fingerprint),
+                "cluster": (before.cluster.name, after.cluster.name),
+                "mesh": (str(before.mesh), str(after.mesh)),
+                "planner": (before.solution.planner, after.solution.planner),
+                "solver": (before.solution.status, after.solution.status),
+                "gap": (plan_text.gap(before.solution), plan_text.gap(after.solution)),
+                "microbatches": (f"{before.microbatches:,}", f"{after.microbatches:,}"),
+                "offloaded": (f"{len(before.offloaded)}", f"{len(after.offloaded)}"),
+                "numbers": (_when_counted(before), _when_counted(after)),
+                "recomputation": (plan_text.kept(before.remat), plan_text.kept(after.remat)),
+            }
+        ),
+        seconds=plan_diff.amounts(before.seconds, after.seconds),
+        nbytes=plan_diff.amounts(before.nbytes, after.nbytes),
+        tensors=tensors,
+        sent_nbytes=sent,
+        inputs=plan_diff.value_changes((before.input_names, after.input_names), (before.inputs, after.inputs)),
+        operators=plan_diff.operator_changes(before.operators, after.operators) if aligned else (),
+        aligned=aligned,
+    )
+
+
+def _read(kind: type[SomePlan], data: object) -> SomePlan:
+    """The plan that JSON data describe."""
+    read = plan_json.as_object(data, "the plan")
+    if not {"schema", "fingerprint"} <= read.data.keys():
+        raise PlanningError("this is not a plan: it has no schema or no fingerprint; `autopar plan` writes plans")
+    if "pipeline" in read.data:
+        raise PlanningError("this is the plan of a pipeline; autopar.PipelinePlan.load reads it")
+    if read.of("schema") != SCHEMA:
+        writer = read.data.get("autopar", "(unknown)")
+        raise PlanningError(
+            f"the plan has schema {read.of('schema')!r}, written by autopar {writer}; this is autopar "
+            f"{plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use that autopar"
         )
-        counted_for = read.text("placed") if "placed" in read.data else plan.placed  # files have it since 2026-11
-        return plan if counted_for == plan.placed else replace(plan, counted_for=counted_for)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan; a reader sees the old file or the whole new one. Raises PlanningError where it cannot."""
-        plan_json.write(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The plan in a file. Raises PlanningError, with the place, for a file that holds none."""
-        try:
-            return cls.from_json(plan_json.read(path))
-        except PlanningError as error:
-            raise type(error)(f"{path}: {error}") from error
+    cluster = Cluster.from_json(read.object("cluster").data)
+    mesh = plan_json.mesh_from_json(read.object("mesh"), cluster)
+    inputs = plan_json.values_from_json(read.list("inputs"), mesh, "input")
+    outputs = plan_json.values_from_json(read.list("outputs"), mesh, "output")
+    seconds, nbytes = read.object("seconds"), read.object("nbytes")
+    phases = read.object("phases") if "phases" in read.data else None
+    collectives, replicated = read.list("collectives"), read.list("replicated")
+    remat = read.list("remat") if "remat" in read.data else ()
+    offloaded = read.list("offloaded") if "offloaded" in read.data else ()
+    plan = kind(
+        fingerprint=read.text("fingerprint"),
+        cluster=cluster,
+        mesh=mesh,
+        operators=plan_json.operators_from_json(read.list("operators"), mesh),
+        inputs=inputs.specs,
+        outputs=outputs.specs,
+        input_names=inputs.names,
+        output_names=outputs.names,
+        collectives=tuple(
+            plan_json.collective_from_json(plan_json.as_object(entry, f"collectives[{i}]"))
+            for i, entry in enumerate(collectives)
+        ),
+        seconds={cause: seconds.float(cause) for cause in seconds.data},
+        nbytes={cause: nbytes.int(cause) for cause in nbytes.data},
+        solution=plan_json.solution_from_json(read.object("solution")),
+        replicated=tuple(plan_json.as_text(entry, f"replicated[{i}]") for i, entry in enumerate(replicated)),
+        microbatches=read.int("microbatches"),
+        input_types=inputs.types,
+        output_types=outputs.types,
+        phases={name: phases.float(name) for name in phases.data} if phases else {},
+        refetch=read.data.get("refetch", True) is True,
+        offloaded=plan_json.positions(offloaded, len(inputs.specs), "offloaded"),
+        memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
+        remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
+    )
+    counted_for = read.text("placed") if "placed" in read.data else plan.placed  # files have it since 2026-11
+    return plan if counted_for == plan.placed else replace(plan, counted_for=counted_for)
 
 
 def _when_counted(plan: Plan) -> str:

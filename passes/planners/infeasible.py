@@ -81,12 +81,11 @@ def check(plan: Plan | PipelinePlan, cluster: Cluster, asked: float | None, wher
     limit, description = allowed(cluster, asked)
     if plan.peak_nbytes <= limit:
         return
-    name = plan.planner if isinstance(plan, PipelinePlan) else plan.solution.planner
     needed = f"{plan.peak_nbytes:,} bytes ({nbytes(plan.peak_nbytes)})"
     raise OverBudgetError(
         explain(
             description,
-            f"the plan {name!r} needs {needed} on a device ({held(plan)})",
+            f"the plan {plan.planner!r} needs {needed} on a device ({held(plan)})",
             where,
             "use planner=autopar.Auto(), which looks for a plan that fits, give it more devices or a smaller batch, or "
             f"plan for what is not there with memory_limit={plan.peak_nbytes:,} (bytes)",

@@ -246,15 +246,13 @@ class Manual:
             step = _variant_of(plan, step)
             plan.check(step.graph, step.state_pairs)
             plan = recounted(plan, step.graph, step.state_pairs, step.donated)
-            size, shape = plan.n_devices, f"{len(plan.stages)} stages"
         else:
             step = step.variant(variant_of(plan))
             plan.check(step.graph)
             plan = accounted(plan, step.graph, step.state_pairs, step.donated)
-            size, shape = plan.mesh.size, str(plan.mesh)
-        if size > cluster.n_devices:
+        if plan.n_devices > cluster.n_devices:
             raise PlanMismatchError(
-                f"the plan was made for {size} devices ({shape}), the cluster {cluster.name!r} has "
+                f"the plan was made for {plan.n_devices} devices ({plan.shape}), the cluster {cluster.name!r} has "
                 f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
             )
         return Planned.of(plan, step)

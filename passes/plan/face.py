@@ -1,0 +1,77 @@
+"""What a plan of one mesh and a plan of a pipeline have in common: as text, and in a file."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import Self
+
+from passes.errors import PlanningError
+from passes.plan import json as plan_json
+from passes.text import Table
+
+
+class AnyPlan(ABC):
+    """A plan, of one mesh or of a pipeline: what it is planned for, what a step should cost, and how it is kept.
+
+    `planner` is who made it, `shape` its mesh or its stages in words.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+
+    @property
+    @abstractmethod
+    def peak_nbytes(self) -> int:
+        """Predicted peak bytes on the fullest device."""
+
+    @property
+    @abstractmethod
+    def n_devices(self) -> int:
+        """The devices that it runs on."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> str:
+        """Its mesh or its stages, in words."""
+
+    @property
+    @abstractmethod
+    def is_interrupted(self) -> bool:
+        """Whether it is the best until a search was interrupted."""
+
+    @abstractmethod
+    def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
+        """The plan as tables, header first; `operators` adds every operator and every line that communicates."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, object]:
+        """The plan as JSON data; `from_json` gives an equal plan back."""
+
+    @classmethod
+    @abstractmethod
+    def from_json(cls, data: object) -> Self:
+        """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
+
+    def format(self, *, operators: bool = False, width: int = 80) -> str:
+        """The plan as text of `width` columns."""
+        return "\n\n".join(table.format(width) for table in self.tables(operators=operators))
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan; a reader sees the old file or the whole new one. Raises PlanningError where it cannot."""
+        plan_json.write(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The plan in a file. Raises PlanningError, with the place, for a file that holds none."""
+        try:
+            return cls.from_json(plan_json.read(path))
+        except PlanningError as error:
+            raise type(error)(f"{path}: {error}") from error
