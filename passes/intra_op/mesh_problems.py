@@ -54,9 +54,9 @@ class Solved:
 class MeshProblems:
     """A program with what is known of it on every mesh, and of each answer that was looked at.
 
-    Answers were busiest at the nodes `seen`; `lowest` needs the least bytes of a device. If `offload`, the state at
-    the inputs `offloaded` rests with the host. `resharders` hold what is known of meshes, `phases` the seconds that all
-    of it took.
+    Answers were busiest at the nodes `seen`, the first of them by `scale` more than what is live there; `lowest` needs
+    the least bytes of a device. If `offload`, the state at the inputs `offloaded` rests with the host. `resharders`
+    hold what is known of meshes, `phases` the seconds that all of it took.
     """
 
     graph: Graph
@@ -66,6 +66,7 @@ class MeshProblems:
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     offload: bool = False
     seen: list[Path] = field(default_factory=list[Path])
+    scale: float = 1.0
     lowest: tuple[float, Solved, tuple[int, ...]] | None = None
     offloaded: tuple[int, ...] = field(init=False)
     phases: dict[str, float] = field(init=False)
@@ -152,9 +153,10 @@ class MeshProblems:
 
     def look(self, one: Solved, limit: float) -> None:
         """Sees where an answer is busiest that needs more than the limit, if none was looked at yet."""
-        if not self.seen:
-            point = self.peak(one, one.answer.choice)
-            self.seen.extend([point.at] if point.nbytes > limit else [])
+        if not self.seen and (point := self.peak(one, one.answer.choice)).nbytes > limit:
+            self.seen.append(point.at)
+            used = one.assembly.problem.usage(self.row(one, point.at), one.answer.choice)
+            self.scale = max(1.0, point.nbytes / max(used, 1.0))
 
     @property
     def lowest_nbytes(self) -> float:

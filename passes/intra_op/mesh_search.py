@@ -148,9 +148,9 @@ class MeshSearch:
         return (len(self.solved) + len(self.problems.twins)) * count(self.problems.graph)
 
     @property
-    def floor_nbytes(self) -> float:
-        """Bytes that no plan over these meshes goes below where answers were found to be busiest."""
-        return min(self.problems.least_nbytes(one) for one in (*self.solved, *self.hopeless))
+    def expected_nbytes(self) -> float:
+        """Bytes that plans over these meshes are expected to need at least, by what is live and what peaks were."""
+        return self.problems.scale * min(self.problems.least_nbytes(one) for one in (*self.solved, *self.hopeless))
 
     def again(self, report: Report, *, offload: bool) -> MeshSearch:
         """A search of the same program, with its solved problems, that offloads or does not."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.errors import OverBudgetError, PlanningError
+from passes.intra_op.by_hand import SURELY
 from passes.intra_op.mesh_search import MeshSearch, ended, stopped
 from passes.intra_op.offloading import resting
 from passes.plan import LATE, Plan
@@ -23,9 +24,6 @@ _COUNTS = (1, 2, 4, 8, 16, 32)
 _NEAR = 1.02
 """A plan this close, as a factor of its seconds, to the step without a limit is good enough: leaner forms take longer,
 as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs)."""
-
-_SURELY = 2.0
-"""Numbers of microbatches are left out in which the least that is live is above the limit by this factor or more."""
 
 _LEAN = 4
 """The leanest variants that are kept, to be made leaner where none fits."""
@@ -172,13 +170,13 @@ class VariantSearch:
             return search.within(self.limit, self.best.step_seconds if self.best else float("inf"), self.end)
         except OverBudgetError:
             self.lean = sorted([*self.lean, (variant, search)], key=lambda one: one[1].problems.lowest_nbytes)[:_LEAN]
-            self.floors[replace(variant, microbatches=1)] = search.floor_nbytes * variant.count
+            self.floors[replace(variant, microbatches=1)] = search.expected_nbytes * variant.count
             return None
 
     def _may_fit(self, variant: Variant) -> bool:
         """Whether a variant may keep the limit: in twice as many microbatches at least half as much is needed."""
         least = self.floors.get(replace(variant, microbatches=1), 0.0) / variant.count
-        return least <= _SURELY * self.limit
+        return least <= SURELY * self.limit
 
     def _least(self) -> Plan | None:
         """The leanest plan of the leanest variants: which needs least is seen once each is made as lean as can be."""
