@@ -124,8 +124,14 @@ class PipelinePlan(AnyPlan):
 
     def verify(self) -> None:
         """Raises PlanningError unless stages, costs and devices agree and the schedule can run."""
-        if not len(self.stages) == len(self.firsts) == len(self.costs) == len(self.transfers) + 1:
-            raise PlanningError("a pipeline has a cost for each stage and a transfer between neighbours; plan again")
+        if (
+            len({len(self.stages), len(self.firsts), len(self.costs), len(self.sent_nbytes), len(self.transfers) + 1})
+            > 1
+        ):
+            raise PlanningError(
+                "a pipeline has a first node, a cost and the bytes it sends for each stage, and a transfer between "
+                "neighbours; plan again"
+            )
         if self.chunks < 1 or len(self.stages) % self.chunks:
             raise PlanningError(f"{len(self.stages)} stages in {self.chunks} chunks a submesh; plan again")
         sizes = [plan.mesh.size for plan in self.stages]

@@ -96,6 +96,7 @@ class Searched:
     operators: int = 1
     floor_nbytes: float = 0.0
     lowest_nbytes: int = 15
+    expected_nbytes: float = 15.0
 
     @property
     def problems(self) -> Searched:
