@@ -48,9 +48,11 @@ def _write_round(stage: Stage, stages: Sequence[Stage], listing: Listing, ran: s
     outputs = [(v, s) for v, s in _outputs(stage) if v in computed or v in present]
     if len(runnable) < len(nodes):
         other_stages = [other for other in stages if other is not stage]
-        outputs = [(v, s) for v, s in outputs if any(v in other.part.graph.inputs for other in other_stages)]
-        runnable = _leading_to(graph, runnable, [v for v, _ in outputs])
+        sent = {v for v, _ in outputs if any(v in other.part.graph.inputs for other in other_stages)}
+        runnable = _leading_to(graph, runnable, sent)
         computed = {v for i in runnable for v in graph.nodes[i].outputs}
+        # An output that is met on the way to what is sent is kept now: no later round computes it again.
+        outputs = [(v, s) for v, s in outputs if v in sent | computed]
     remaining = [i for i in nodes if i not in runnable]
     read_later = {v for i in remaining for v in graph.nodes[i].inputs}
     needed: list[Held] = [*((v, specs[v]) for v in sorted(computed & read_later - free)), *outputs]
