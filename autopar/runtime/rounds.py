@@ -52,7 +52,8 @@ def _write_round(stage: Stage, stages: Sequence[Stage], listing: Listing, ran: s
         runnable = _leading_to(graph, runnable, sent)
         computed = {v for i in runnable for v in graph.nodes[i].outputs}
         # An output that is met on the way to what is sent is kept now: no later round computes it again.
-        outputs = [(v, s) for v, s in outputs if v in sent | computed]
+        kept = sent | computed
+        outputs = [(v, s) for v, s in outputs if v in kept]
     remaining = [i for i in nodes if i not in runnable]
     read_later = {v for i in remaining for v in graph.nodes[i].inputs}
     needed: list[Held] = [*((v, specs[v]) for v in sorted(computed & read_later - free)), *outputs]
