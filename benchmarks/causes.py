@@ -16,7 +16,7 @@ from functools import cached_property
 from benchmarks.regions import Region, Value, depend, leaving, placed, spread
 from passes.cluster import Mesh, collectives
 from passes.ir import Graph, Node, TensorType, phase
-from passes.placement import Move, moves
+from passes.placement import Resharding, resharding_plan
 from passes.plan import Plan
 from passes.rules import rule_of
 from passes.sharding import Resharder, ShardingSpec
@@ -86,8 +86,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self.resharder = Resharder(self.plan.mesh)
-        schedule = moves(self.graph, self.plan.layout, self.resharder, refetch=self.plan.refetch)
-        self.root = placed(self.graph, self.plan.layout, schedule, 1, 1.0, "output", [0])
+        reshardings = resharding_plan(self.graph, self.plan.layout, self.resharder, refetch=self.plan.refetch)
+        self.root = placed(self.graph, self.plan.layout, reshardings, 1, 1.0, "output", [0])
 
     @property
     def mesh(self) -> Mesh:
@@ -210,12 +210,12 @@ class Program:
     def sent(self) -> Iterator[Sent]:
         """Every step of every move that sends something."""
         for region in self.root.all():
-            for index, before in enumerate(region.schedule.before):
+            for index, before in enumerate(region.reshardings.before):
                 node = region.graph.nodes[index] if index < len(region.graph.nodes) else None
                 for move in before:
                     yield from self._steps(region, node, move)
 
-    def _steps(self, region: Region, node: Node | None, move: Move) -> Iterator[Sent]:
+    def _steps(self, region: Region, node: Node | None, move: Resharding) -> Iterator[Sent]:
         graph, value = region.graph, (region.number, move.value)
         type, spec = graph.types[move.value], move.before
         role, parameter = self.role(value)

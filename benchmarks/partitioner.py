@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding
 from autopar.frontend import Traced
 from autopar.jax_compat import Device
 from autopar.lowering.localize import Arrays, Cut, rebind
-from autopar.lowering.lower import Program, body_of, build, device_mesh, scheduled, walk
+from autopar.lowering.lower import Program, body_of, build, device_mesh, reshardings_of, walk
 from autopar.plan import partition_spec
 from passes.cluster import Mesh
-from passes.placement import Move
+from passes.placement import Resharding
 from passes.plan import Plan
 from passes.sharding import ShardingSpec
 
@@ -32,13 +32,13 @@ def constrain(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
     if not plan.mesh.axes:
         return build(traced, plan, devices)
     mesh = device_mesh(plan.mesh, devices)
-    body, schedule = body_of(traced), scheduled(traced, plan)
+    body, reshardings = body_of(traced), reshardings_of(traced, plan)
     semantics = OnWholes(mesh, plan.mesh)
     return Program(
-        function=lambda *inputs: walk(body, plan.layout, schedule, semantics, inputs),
+        function=lambda *inputs: walk(body, plan.layout, reshardings, semantics, inputs),
         in_shardings=tuple(NamedSharding(mesh, partition_spec(spec)) for spec in plan.inputs),
         out_shardings=tuple(NamedSharding(mesh, partition_spec(spec)) for spec in plan.outputs),
-        schedule=schedule,
+        reshardings=reshardings,
     )
 
 
@@ -53,7 +53,7 @@ class OnWholes:
         results = rebind(cut, operands)
         return [self._constrain(x, spec) for x, spec in zip(results, cut.placement.results, strict=True)]
 
-    def move(self, array: jax.Array, move: Move) -> jax.Array:
+    def move(self, array: jax.Array, move: Resharding) -> jax.Array:
         spec = move.before
         for step in move.steps:
             spec = step.apply(spec)

@@ -29,7 +29,7 @@ from autopar.plan import partition_spec
 from benchmarks.partitioner import OnWholes
 from passes.cluster import Mesh, parse_cluster
 from passes.ir import TensorType
-from passes.placement import Move
+from passes.placement import Resharding
 from passes.sharding import Resharder, ShardingSpec
 
 TYPE = TensorType(shape=(256, 512, 768), dtype="float32")
@@ -44,7 +44,9 @@ def mesh_of(sizes: tuple[int, ...] = (2, 4), cluster: str = "8:a100-80g") -> Mes
     return Mesh(axes=("x", "y", "z")[: len(sizes)], sizes=sizes, cluster=parse_cluster(cluster))
 
 
-def changes(mesh: Mesh, type: TensorType = TYPE, reduction: str = "add", *, partial: bool = False) -> tuple[Move, ...]:
+def changes(
+    mesh: Mesh, type: TensorType = TYPE, reduction: str = "add", *, partial: bool = False
+) -> tuple[Resharding, ...]:
     """Every change from one placement of `type` to another, numbered; with `partial`, those that sums take part in."""
     resharder = Resharder(mesh)
     placements = resharder.placements(type.rank, reduction)
@@ -57,12 +59,12 @@ def changes(mesh: Mesh, type: TensorType = TYPE, reduction: str = "add", *, part
         and math.isfinite(resharder.cost(type, before, after))
     )
     return tuple(
-        Move(value=i, before=before, after=after, steps=resharder.steps(type, before, after), phase="forward")
+        Resharding(value=i, before=before, after=after, steps=resharder.steps(type, before, after), phase="forward")
         for i, (before, after) in numbered
     )
 
 
-def planned(move: Move, mesh: Mesh, type: TensorType = TYPE) -> Traffic:
+def planned(move: Resharding, mesh: Mesh, type: TensorType = TYPE) -> Traffic:
     """What the steps of a change send."""
     traffic: Traffic = Counter()
     spec = move.before
@@ -73,15 +75,15 @@ def planned(move: Move, mesh: Mesh, type: TensorType = TYPE) -> Traffic:
     return traffic
 
 
-Lowering = Callable[[Sequence[Move], Mesh], jax.stages.Wrapped]
+Lowering = Callable[[Sequence[Resharding], Mesh], jax.stages.Wrapped]
 """A jitted function of one array for each change, which makes them all."""
 
 
-def by_collectives(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
+def by_collectives(moves: Sequence[Resharding], mesh: Mesh) -> jax.stages.Wrapped:
     """Each step a collective; a partial array has its summands in front, one for each device along its partial axes."""
     on_pieces = OnPieces(mesh)
 
-    def change(array: jax.Array, move: Move) -> jax.Array:
+    def change(array: jax.Array, move: Resharding) -> jax.Array:
         array = array[0] if move.before.partial else array
         with jax.named_scope(f"change_{move.value}"):
             array = on_pieces.move(array, move)
@@ -103,24 +105,24 @@ def by_collectives(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
     )
 
 
-def by_constraints(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
+def by_constraints(moves: Sequence[Resharding], mesh: Mesh) -> jax.stages.Wrapped:
     """Each step a sharding constraint."""
     on_wholes = OnWholes(device_mesh(mesh, jax.devices()), mesh)
     return _constrained(moves, mesh, on_wholes.move)
 
 
-def by_one_constraint(moves: Sequence[Move], mesh: Mesh) -> jax.stages.Wrapped:
+def by_one_constraint(moves: Sequence[Resharding], mesh: Mesh) -> jax.stages.Wrapped:
     """Each change a sharding constraint; XLA finds the way."""
     grid = device_mesh(mesh, jax.devices())
 
-    def jump(array: jax.Array, move: Move) -> jax.Array:
+    def jump(array: jax.Array, move: Resharding) -> jax.Array:
         return lax.with_sharding_constraint(array, NamedSharding(grid, partition_spec(move.after)))
 
     return _constrained(moves, mesh, jump)
 
 
 def _constrained(
-    moves: Sequence[Move], mesh: Mesh, change: Callable[[jax.Array, Move], jax.Array]
+    moves: Sequence[Resharding], mesh: Mesh, change: Callable[[jax.Array, Resharding], jax.Array]
 ) -> jax.stages.Wrapped:
     grid = device_mesh(mesh, jax.devices())
     return jax.jit(
@@ -141,7 +143,7 @@ def stacked_shape(spec: ShardingSpec, mesh: Mesh, type: TensorType = TYPE) -> tu
     return (summands, *type.shape) if spec.partial else type.shape
 
 
-def sent(compiled: jax.stages.Compiled, moves: Sequence[Move], mesh: Mesh) -> tuple[Traffic, ...]:
+def sent(compiled: jax.stages.Compiled, moves: Sequence[Resharding], mesh: Mesh) -> tuple[Traffic, ...]:
     """What a compiled program sends for each of its changes, told apart by their scopes."""
     by_change: dict[int, Traffic] = {move.value: Counter() for move in moves}
     for collective in collectives(compiled.as_text() or "", mesh.axes, mesh.sizes):
@@ -151,7 +153,9 @@ def sent(compiled: jax.stages.Compiled, moves: Sequence[Move], mesh: Mesh) -> tu
     return tuple(by_change.values())
 
 
-def compiled(lowering: Lowering, moves: Sequence[Move], mesh: Mesh, type: TensorType = TYPE) -> jax.stages.Compiled:
+def compiled(
+    lowering: Lowering, moves: Sequence[Resharding], mesh: Mesh, type: TensorType = TYPE
+) -> jax.stages.Compiled:
     """The program that makes all the changes, collectives not merged."""
     dtype = np.dtype(type.dtype)
     structs = [jax.ShapeDtypeStruct(stacked_shape(move.before, mesh, type), dtype) for move in moves]
@@ -172,7 +176,7 @@ class Row:
     worst: float
 
 
-def measure(name: str, lowering: Lowering, moves: Sequence[Move], mesh: Mesh) -> Row:
+def measure(name: str, lowering: Lowering, moves: Sequence[Resharding], mesh: Mesh) -> Row:
     """Compiles every change by itself and compares."""
     sent_moves = [sent(compiled(lowering, [move], mesh), [move], mesh)[0] for move in moves]
     planned_moves = [planned(move, mesh) for move in moves]

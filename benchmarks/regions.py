@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.ir import Control, Graph, control_of
-from passes.placement import Layout, Schedule
+from passes.placement import Layout, ReshardingPlan
 from passes.rules import rule_of
 
 Value = tuple[int, int]
@@ -28,7 +28,7 @@ class Region:
     number: int
     graph: Graph
     layout: Layout
-    schedule: Schedule
+    reshardings: ReshardingPlan
     trips: int
     share: float
     end: str
@@ -43,11 +43,11 @@ class Region:
 
 
 def placed(
-    graph: Graph, layout: Layout, schedule: Schedule, trips: int, share: float, end: str, numbers: list[int]
+    graph: Graph, layout: Layout, reshardings: ReshardingPlan, trips: int, share: float, end: str, numbers: list[int]
 ) -> Region:
     number, numbers[0] = numbers[0], numbers[0] + 1
     joints: dict[int, tuple[Control, tuple[Region, ...]]] = {}
-    for index, inner in schedule.bodies.items():
+    for index, inner in reshardings.bodies.items():
         node = graph.nodes[index]
         control = control_of(node, graph)
         if control is None:
@@ -61,7 +61,14 @@ def placed(
             ),
         )
     return Region(
-        number=number, graph=graph, layout=layout, schedule=schedule, trips=trips, share=share, end=end, joints=joints
+        number=number,
+        graph=graph,
+        layout=layout,
+        reshardings=reshardings,
+        trips=trips,
+        share=share,
+        end=end,
+        joints=joints,
     )
 
 

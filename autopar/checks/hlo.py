@@ -40,9 +40,9 @@ again at all. Jaxlib 0.11 keeps them by itself. `test_what_is_recomputed_is_ther
 """
 
 
-def compiler_options(platform: str, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """XLA's options for a planned program on a platform, with those of the user (`asked`) added."""
-    options = dict(asked or {})
+def compiler_options(platform: str, user_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """XLA's options for a planned program on a platform, with those of the user (`user_options`) added."""
+    options = dict(user_options or {})
     if platform == "cpu":
         passes = (options.get("xla_disable_hlo_passes"), BARRIERS_KEPT["xla_disable_hlo_passes"])
         options["xla_disable_hlo_passes"] = ",".join(filter(None, passes))
@@ -158,7 +158,7 @@ def _scan(lines: Iterable[str]) -> tuple[list[tuple[str, str]], Mapping[str, lis
 
 
 def _executions(callers: Mapping[str, list[tuple[str, int]]]) -> Callable[[str], int]:
-    """A function that says how often a computation runs in one call of the entry: over all its callers, and theirs."""
+    """A function from a computation to the number of times that one call of the entry runs it, over all its callers."""
 
     @cache
     def executions(computation: str) -> int:

@@ -45,7 +45,7 @@ _WIDENED: Mapping[str, str] = MappingProxyType(
         "uint4": "uint8",
     }
 )
-"""How XLA's CPU backend sends what its transport cannot: the longest name that a dtype begins with decides."""
+"""The dtypes in which XLA's CPU backend sends those that its transport cannot; the longest prefix of a name decides."""
 
 _MOVE = "/move_"
 """The scope of every collective that `autopar.lowering.lower` makes."""
@@ -188,7 +188,7 @@ def _sent(kind: str, dtype: str, platform: str) -> str:
 
 
 def _is_known(row: Row) -> bool:
-    """Whether a tensor is empty or a single integer."""
+    """Whether a tensor is empty or a single integer, which XLA knows without asking other devices."""
     return not row.nbytes or (row.dtype.startswith(("int", "uint")) and row.nbytes == item_nbytes(row.dtype))
 
 

@@ -30,19 +30,19 @@ from autopar.lowering.localize import Arrays, Cut
 from autopar.plan import partition_specs
 from passes.cluster import Axes, Mesh
 from passes.ir import Graph, Phase, TensorType, phase
-from passes.placement import Layout, Move, Placement, Schedule, is_free, moves
+from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder, ShardingSpec, Step, replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A planned program: `function` takes and returns whole arrays, flat; `schedule` holds the moves it makes."""
+    """A planned program: `function` takes and returns whole arrays, flat; `reshardings` holds the moves it makes."""
 
     function: Callable[..., tuple[Any, ...]]
     in_shardings: tuple[Sharding, ...]
     out_shardings: tuple[Sharding, ...]
-    schedule: Schedule
+    reshardings: ReshardingPlan
 
 
 def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
@@ -50,8 +50,8 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
 
     Raises UnsupportedError where JAX is configured so that random bits cannot be drawn in pieces.
     """
-    schedule = scheduled(traced, plan)
-    run = partial(walk, body_of(traced), plan.layout, schedule, OnPieces(plan.mesh))
+    reshardings = reshardings_of(traced, plan)
+    run = partial(walk, body_of(traced), plan.layout, reshardings, OnPieces(plan.mesh))
     function: Callable[..., tuple[Any, ...]] = lambda *inputs: run(inputs)  # noqa: E731
     if plan.mesh.axes:
         mesh = device_mesh(plan.mesh, devices)
@@ -61,7 +61,7 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
         function=function,
         in_shardings=shardings(plan.inputs, plan.mesh, devices),
         out_shardings=shardings(plan.outputs, plan.mesh, devices),
-        schedule=schedule,
+        reshardings=reshardings,
     )
     return _offloading(program, traced, plan)
 
@@ -99,9 +99,9 @@ def _at_host(sharding: Sharding) -> Sharding:
     return sharding.with_memory_kind("pinned_host")
 
 
-def scheduled(traced: Traced, plan: Plan) -> Schedule:
+def reshardings_of(traced: Traced, plan: Plan) -> ReshardingPlan:
     """The moves of a plan, before each node and after the last."""
-    return moves(traced.graph, plan.layout, Resharder(plan.mesh), refetch=plan.refetch)
+    return resharding_plan(traced.graph, plan.layout, Resharder(plan.mesh), refetch=plan.refetch)
 
 
 def body_of(traced: Traced) -> Body:
@@ -127,7 +127,7 @@ class Semantics(Protocol):
         """The results of a node."""
         ...
 
-    def move(self, array: jax.Array, move: Move) -> jax.Array:
+    def move(self, array: jax.Array, move: Resharding) -> jax.Array:
         """A value in another placement."""
         ...
 
@@ -145,7 +145,7 @@ class OnPieces:
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
         return localize.bind(cut, operands)
 
-    def move(self, array: jax.Array, move: Move) -> jax.Array:
+    def move(self, array: jax.Array, move: Resharding) -> jax.Array:
         for step in move.steps:
             array = take(step, array, move, self.planned)
         return array
@@ -154,16 +154,18 @@ class OnPieces:
         return _keep(array, spec.partial, self.planned) if spec.partial else array
 
 
-def walk(body: Body, layout: Layout, schedule: Schedule, semantics: Semantics, inputs: Arrays) -> tuple[Any, ...]:
+def walk(
+    body: Body, layout: Layout, reshardings: ReshardingPlan, semantics: Semantics, inputs: Arrays
+) -> tuple[Any, ...]:
     """A body's outputs in their planned placements, from its inputs in theirs."""
-    state = _State(body, layout, semantics, inputs, schedule.same)
+    state = _State(body, layout, semantics, inputs, reshardings.same)
     for index, node in enumerate(body.graph.nodes):
-        state.bring(schedule.before[index])
+        state.bring(reshardings.before[index])
         if is_free(body.graph, index):
             state.free.update(dict.fromkeys(node.outputs, index))
         else:
-            state.run(index, layout.placements[index], schedule.bodies.get(index, ()))
-    state.bring(schedule.before[-1])
+            state.run(index, layout.placements[index], reshardings.bodies.get(index, ()))
+    state.bring(reshardings.before[-1])
     outputs = zip(body.graph.outputs, layout.outputs, strict=True)
     return tuple(state.read(value, spec, "forward") for value, spec in outputs)
 
@@ -189,9 +191,9 @@ class _State:
         self.free: dict[int, int] = {}
         self.made: dict[tuple[int, ShardingSpec], Any] = {}
 
-    def bring(self, due: Sequence[Move]) -> None:
+    def bring(self, reshardings: Sequence[Resharding]) -> None:
         """Makes moves, each from its value's home or from where that was reduced to."""
-        for move in due:
+        for move in reshardings:
             array = self.read(move.value, move.before, move.phase)
             with jax.named_scope(f"move_{move.value}"):
                 if move.after_value is not None:
@@ -201,7 +203,7 @@ class _State:
                     )
                 self.moved[move.value, move.after, move.phase] = self.semantics.move(array, move)
 
-    def run(self, index: int, placement: Placement, inside: tuple[Schedule, ...]) -> None:
+    def run(self, index: int, placement: Placement, inside: tuple[ReshardingPlan, ...]) -> None:
         """Binds a node and keeps its results; a loop or branch walks its bodies, on the schedules `inside`."""
         node = self.graph.nodes[index]
         when = phase(node)
@@ -243,20 +245,22 @@ class _State:
         with jax.named_scope(cut.node.scope or cut.node.primitive):
             return self.semantics.bind(cut, operands)
 
-    def _bind_control(self, index: int, placement: Placement, inside: tuple[Schedule, ...], operands: Arrays) -> Arrays:
+    def _bind_control(
+        self, index: int, placement: Placement, inside: tuple[ReshardingPlan, ...], operands: Arrays
+    ) -> Arrays:
         node, equation = self.graph.nodes[index], self.body.equations[index]
         bodies = tuple(
-            partial(_walk_flat, body, layout, schedule, self.semantics)
-            for body, layout, schedule in zip(equation.bodies, placement.bodies, inside, strict=True)
+            partial(_walk_flat, body, layout, reshardings, self.semantics)
+            for body, layout, reshardings in zip(equation.bodies, placement.bodies, inside, strict=True)
         )
         with jax.named_scope(node.scope or node.primitive):
             return bind_control(node.primitive, equation.params, bodies, operands)
 
 
 def _walk_flat(
-    body: Body, layout: Layout, schedule: Schedule, semantics: Semantics, *inputs: jax.Array
+    body: Body, layout: Layout, reshardings: ReshardingPlan, semantics: Semantics, *inputs: jax.Array
 ) -> tuple[Any, ...]:
-    return walk(body, layout, schedule, semantics, inputs)
+    return walk(body, layout, reshardings, semantics, inputs)
 
 
 def literal(value: Any, type: TensorType) -> jax.Array:
@@ -264,7 +268,7 @@ def literal(value: Any, type: TensorType) -> jax.Array:
     return jnp.asarray(value, dtype=jnp.dtype(type.dtype))
 
 
-def take(step: Step, array: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
+def take(step: Step, array: jax.Array, move: Resharding, mesh: Mesh) -> jax.Array:
     """One device's piece after a step of a move."""
     return _STEPS[step.kind](array, step, move.before.reduction if move.before.partial else "add", mesh)
 

@@ -22,7 +22,7 @@ from autopar.frontend import Body, Equation, Traced, flatten
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
 from passes.errors import InternalError
 from passes.ir import LOOP, Graph, Node
-from passes.placement import Layout, Move, Placement, is_free, moves
+from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan
 from passes.sharding import ShardingSpec, Step, replicated
 from passes.transforms import AXIS, Coupling, Split, Time, split, sums_up_front, whole_layout
 
@@ -118,7 +118,7 @@ def _one_microbatch(
         outputs=tuple(spec for _, spec in chosen.carried),
     )
     time = Time(chosen.count)
-    schedule = moves(part.graph, layout, time)
+    schedule = resharding_plan(part.graph, layout, time)
 
     def run(index: Any, cut: Arrays) -> tuple[Any, ...]:
         given = iter(cut)
@@ -154,7 +154,7 @@ def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Map
     part, inputs = _part(body, nodes, outputs, values)
     layout, time = whole_layout(part.graph), Time(1)
     semantics = OnTime(time, jnp.int32(0), "exact")
-    results = walk(part, layout, moves(part.graph, layout, time), semantics, [values[v] for v in inputs])
+    results = walk(part, layout, resharding_plan(part.graph, layout, time), semantics, [values[v] for v in inputs])
     return dict(zip(outputs, results, strict=True))
 
 
@@ -186,7 +186,7 @@ class OnTime:
             return localize.rebind(cut, operands)  # to be run once a step, wherever the plan has it
         return localize.bind(replace(cut, coordinate=lambda axis: self.index), operands)
 
-    def move(self, array: jax.Array, move: Move) -> jax.Array:
+    def move(self, array: jax.Array, move: Resharding) -> jax.Array:
         (step,) = move.steps
         return self._take(step, array)
 

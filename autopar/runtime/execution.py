@@ -185,7 +185,7 @@ class Lowered:
         Raises OverBudgetError where it needs more memory than a device may. A search is given one more try, with as
         much less to plan for as XLA needed more than was planned: `plan` of the executable is the new plan then.
         """
-        options = compiler_options and hlo.compiler_options(self._prepared.platform, asked=compiler_options)
+        options = compiler_options and hlo.compiler_options(self._prepared.platform, user_options=compiler_options)
         compiled = self._lowered.compile(compiler_options=options)  # without any, those of the jitted function
         if self._limit is not None:
             needed = needed_nbytes(self.plan, compiled.memory_analysis())
@@ -201,7 +201,7 @@ class Lowered:
 
         It is compiled once more, to tell collectives apart.
         """
-        options = hlo.compiler_options(self._prepared.platform, asked=hlo.UNCOMBINED)
+        options = hlo.compiler_options(self._prepared.platform, user_options=hlo.UNCOMBINED)
         text = self._lowered.compile(compiler_options=options).as_text()
         graph, plan = self._prepared.traced.graph, self.plan
         flops = product_flops(graph, group(graph), plan.layout.placements, plan.mesh)

@@ -21,7 +21,7 @@ from autopar.plan import partition_spec
 from autopar.runtime.program import Held, Segment
 from passes.ir import Graph, TensorType
 from passes.pipeline import piece_of
-from passes.placement import Layout, Placement, moves
+from passes.placement import Layout, Placement, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder, ShardingSpec
 from passes.transforms import Part
@@ -133,8 +133,8 @@ def _used_constants(body: Body, nodes: Sequence[int], needed: Sequence[Held]) ->
 
 def _function(stage: Stage, piece: Body, layout: Layout) -> Any:
     """The function of a segment on whole arrays, partial sums with an axis in front."""
-    schedule = moves(piece.graph, layout, Resharder(stage.plan.mesh))
-    run = partial(walk, piece, layout, schedule, OnPieces(stage.plan.mesh))
+    reshardings = resharding_plan(piece.graph, layout, Resharder(stage.plan.mesh))
+    run = partial(walk, piece, layout, reshardings, OnPieces(stage.plan.mesh))
     if stage.mesh is None:
         return lambda *inputs: run(inputs)
 

@@ -143,8 +143,8 @@ def table(rows: Sequence[Row]) -> Table:
         "step": lambda row: quantities.seconds(row.step_seconds),
         "RSS": lambda row: quantities.nbytes(row.rss_nbytes),
     }
-    for label, spell in lines.items():
-        shown.add_row(label, *map(spell, rows))
+    for label, cell in lines.items():
+        shown.add_row(label, *map(cell, rows))
     return shown
 
 

@@ -19,7 +19,7 @@ from models import gpt, llama, moe, wide_resnet
 from passes.cluster import Cluster
 from passes.intra_op import assemble, best, named
 from passes.memory import peak
-from passes.placement import group, moves
+from passes.placement import group, resharding_plan
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
 from passes.text import quantities
@@ -114,9 +114,9 @@ def plan(
         answer = solve(assembly.problem, options)
     with phases.timed("placements and moves"):
         layout = assembly.layout(answer.choice)
-        schedule = moves(graph, layout, resharder, refetch=False)
+        reshardings = resharding_plan(graph, layout, resharder, refetch=False)
     with phases.timed("memory"):
-        peak(graph, grouping, mesh, layout, schedule, traced.state_pairs, traced.donated)
+        peak(graph, grouping, mesh, layout, reshardings, traced.state_pairs, traced.donated)
     with phases.timed("whole"):
         full_plan = best("auto", graph, [mesh], traced.state_pairs, traced.donated, options)
     parts = [spent for phase, spent in phases.spent.items() if phase not in ("trace", "whole")]

@@ -11,7 +11,7 @@ from passes.intra_op.assembly import Assembly
 from passes.intra_op.computing import compute_seconds
 from passes.ir import PHASES, Graph, Phase, StatePairs
 from passes.memory import peak
-from passes.placement import Grouping, Schedule, due, group, moves
+from passes.placement import Grouping, ReshardingPlan, group, occurrences, resharding_plan
 from passes.placement import collectives as collectives_of
 from passes.plan import MemoryReport, Plan, Solution, operators
 from passes.sharding import Resharder
@@ -35,11 +35,11 @@ def read_off(
     """The plan of an answer: placements, the moves between them, and the seconds of both."""
     graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
     layout = assembly.layout(answer.choice)
-    schedule = moves(graph, layout, resharder, refetch=refetch)
+    reshardings = resharding_plan(graph, layout, resharder, refetch=refetch)
     donated = donated or (False,) * len(graph.inputs)
     compute = assembly.root.compute_seconds(answer.choice)
-    moving, moved = move_seconds(graph, schedule, resharder)
-    memory = peak(graph, grouping, mesh, layout, schedule, state_pairs, donated)
+    moving, moved = move_seconds(graph, reshardings, resharder)
+    memory = peak(graph, grouping, mesh, layout, reshardings, state_pairs, donated)
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,
@@ -51,7 +51,7 @@ def read_off(
         output_names=graph.output_names,
         input_types=tuple(graph.types[v] for v in graph.inputs),
         output_types=tuple(graph.types[v] for v in graph.outputs),
-        collectives=collectives_of(graph, schedule, mesh),
+        collectives=collectives_of(graph, reshardings, mesh),
         seconds={"compute": sum(compute.values()), **moving},
         phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
         nbytes={cause: size for cause, size in memory.nbytes.items() if size},
@@ -75,16 +75,16 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     An edited plan keeps the numbers of the one that it was made of; how far it is from the best is unknown.
     """
     layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
-    schedule = moves(graph, layout, resharder, refetch=plan.refetch)
-    sent = collectives_of(graph, schedule, mesh)
-    memory = peak(graph, grouping, mesh, layout, schedule, state_pairs, donated or (False,) * len(graph.inputs))
+    reshardings = resharding_plan(graph, layout, resharder, refetch=plan.refetch)
+    sent = collectives_of(graph, reshardings, mesh)
+    memory = peak(graph, grouping, mesh, layout, reshardings, state_pairs, donated or (False,) * len(graph.inputs))
     nbytes = {cause: size for cause, size in memory.nbytes.items() if size}
     away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
     compute = compute_seconds(graph, grouping, mesh, layout)
     same = math.isclose(sum(compute.values()), plan.seconds.get("compute", 0.0), rel_tol=EQUAL)
     if same and sent == plan.collectives and nbytes | away == plan.nbytes:
         return replace(plan, counted_for="") if plan.is_stale else plan
-    moving, moved = move_seconds(graph, schedule, resharder)
+    moving, moved = move_seconds(graph, reshardings, resharder)
     offload_seconds = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
     seconds = {"compute": sum(compute.values()), **offload_seconds, **moving}
     solution = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
@@ -111,11 +111,13 @@ def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
                 yield from _uncut(body.graph, inner)
 
 
-def move_seconds(graph: Graph, schedule: Schedule, resharder: Resharder) -> tuple[dict[str, float], dict[Phase, float]]:
+def move_seconds(
+    graph: Graph, reshardings: ReshardingPlan, resharder: Resharder
+) -> tuple[dict[str, float], dict[Phase, float]]:
     """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
     by_kind: dict[str, float] = {}
     by_phase: dict[Phase, float] = {}
-    for occurrence in due(graph, schedule):
+    for occurrence in occurrences(graph, reshardings):
         spec = occurrence.move.before
         for step in occurrence.move.steps:
             spec_before, spec = spec, step.apply(spec)

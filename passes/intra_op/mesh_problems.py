@@ -20,7 +20,7 @@ from passes.intra_op.offloading import away, held_nbytes, resting
 from passes.intra_op.peak_node import Path, busiest
 from passes.ir import Graph, StatePairs
 from passes.memory import peak
-from passes.placement import Grouping, group, moves
+from passes.placement import Grouping, group, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder
 from passes.solver import Answer, Budget, Search
@@ -145,7 +145,7 @@ class MeshProblems:
     def _peak(self, one: Solved, choice: Sequence[int]) -> Point:
         graph, grouping, mesh = self.graph, self.grouping, one.assembly.mesh
         layout = one.assembly.layout(choice)
-        schedule = moves(graph, layout, self._resharder(mesh), refetch=one.refetch)
+        schedule = resharding_plan(graph, layout, self._resharder(mesh), refetch=one.refetch)
         donated = self.donated or (False,) * len(graph.inputs)
         found = peak(graph, grouping, mesh, layout, schedule, self.state_pairs, donated)
         elsewhere = away(held_nbytes(graph, layout, self.offloaded, mesh))

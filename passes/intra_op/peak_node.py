@@ -10,18 +10,20 @@ from collections.abc import Mapping, Sequence
 
 from passes.cluster import Mesh
 from passes.ir import Graph
-from passes.placement import Grouping, Layout, Move, Placement, Schedule
+from passes.placement import Grouping, Layout, Placement, Resharding, ReshardingPlan
 
 Path = tuple[tuple[int, int], ...]
 """A node, after those that it is inside of: (node, which of its bodies), outermost first; the last is -1, no body."""
 
 
-def busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> Path:
+def busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan) -> Path:
     """The node with the most live bytes, inside loops and branches where it is there."""
-    return _busiest(graph, grouping, mesh, layout, schedule)[1]
+    return _busiest(graph, grouping, mesh, layout, reshardings)[1]
 
 
-def _busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> tuple[int, Path]:
+def _busiest(
+    graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan
+) -> tuple[int, Path]:
     """The most bytes that are live after any node, and that node; loops and branches add the most of their largest
     body.
     """
@@ -35,12 +37,12 @@ def _busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sched
                 nbytes = spec.local_nbytes(graph.types[value], mesh)
                 change[index] += nbytes
                 change[end + 1] -= nbytes
-        for move in schedule.before[index]:
+        for move in reshardings.before[index]:
             nbytes = move.after.local_nbytes(graph.types[move.value], mesh)
             change[index] += nbytes
             change[_last_reader(graph, layout.placements, move, index) + 1] -= nbytes
-        if index in schedule.bodies:
-            inside, paths[index] = _inside(grouping, index, mesh, placement, schedule)
+        if index in reshardings.bodies:
+            inside, paths[index] = _inside(grouping, index, mesh, placement, reshardings)
             change[index] += inside
             change[index + 1] -= inside
     live = _running(change)
@@ -48,16 +50,18 @@ def _busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sched
     return max(live), paths.get(at, ((at, -1),))
 
 
-def _inside(grouping: Grouping, index: int, mesh: Mesh, placement: Placement, schedule: Schedule) -> tuple[int, Path]:
+def _inside(
+    grouping: Grouping, index: int, mesh: Mesh, placement: Placement, reshardings: ReshardingPlan
+) -> tuple[int, Path]:
     """The most that is live in the largest body of a control node, and where."""
     bodies = zip(
         grouping.controls[index].bodies,
         grouping.bodies[index],
         placement.bodies,
-        schedule.bodies[index],
+        reshardings.bodies[index],
         strict=True,
     )
-    peaks = [_busiest(b.graph, inner, mesh, inside, due) for b, inner, inside, due in bodies]
+    peaks = [_busiest(b.graph, inner, mesh, layouts, reshardings) for b, inner, layouts, reshardings in bodies]
     largest = max(range(len(peaks)), key=lambda body: peaks[body][0])
     nbytes, path = peaks[largest]
     return nbytes, ((index, largest), *path)
@@ -89,7 +93,7 @@ def _materialised(graph: Graph, grouping: Grouping, value: int) -> bool:
     return home is not None and any(grouping.bundle_of(reader) != home for reader in readers)
 
 
-def _last_reader(graph: Graph, placements: Sequence[Placement], move: Move, index: int) -> int:
+def _last_reader(graph: Graph, placements: Sequence[Placement], move: Resharding, index: int) -> int:
     last = index
     for reader in graph.consumers.get(move.value, ()):
         node = graph.nodes[reader]

@@ -16,7 +16,7 @@ from passes.gc_pause import without_gc
 from passes.ir import Graph, StatePairs, phase
 from passes.memory.holders import CAUSES, HOLDERS, Holder, Memory, Temporaries, phase_of
 from passes.memory.xla_cpu import temporaries
-from passes.placement import Grouping, Layout, Schedule
+from passes.placement import Grouping, Layout, ReshardingPlan
 
 
 class Model(Protocol):
@@ -28,7 +28,7 @@ class Model(Protocol):
         grouping: Grouping,
         mesh: Mesh,
         layout: Layout,
-        schedule: Schedule,
+        reshardings: ReshardingPlan,
         in_place: Mapping[int, int],
         /,
     ) -> Temporaries:
@@ -42,7 +42,7 @@ def peak(
     grouping: Grouping,
     mesh: Mesh,
     layout: Layout,
-    schedule: Schedule,
+    reshardings: ReshardingPlan,
     state_pairs: StatePairs,
     donated: Sequence[bool],
     *,
@@ -50,7 +50,7 @@ def peak(
 ) -> Memory:
     """The bytes of one device of `mesh` at the busiest moment of a step, by cause.
 
-    `layout` says where the arrays of `graph` lie, `grouping` which rules cut its nodes, and `schedule` the moves
+    `layout` says where the arrays of `graph` lie, `grouping` which rules cut its nodes, and `reshardings` the moves
     between them. `state_pairs` are the (output, input) positions of its state; an output takes no room where its input
     is `donated`, by input position. `model` says what comes and goes between arguments and outputs.
     """
@@ -68,7 +68,7 @@ def peak(
         if position not in in_place:
             name = graph.output_names[position] if graph.output_names else f"output {position}"
             holders.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause="outputs"))
-    predicted = model(graph, grouping, mesh, layout, schedule, in_place)
+    predicted = model(graph, grouping, mesh, layout, reshardings, in_place)
     gaps = Holder(name="gaps between buffers", nbytes=predicted.gaps_nbytes, cause="transients")
     everything = (*holders, *predicted.holders, *((gaps,) if gaps.nbytes else ()))
     resident = sum(holder.nbytes for holder in (*holders, gaps))

@@ -1,4 +1,4 @@
-"""The operations of the steps of a move on one device: collectives, and the layout of what they send."""
+"""The operations of the steps of a resharding on one device: collectives, and the layout of what they send."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from passes.memory.operations import Operations, Shape
 from passes.sharding import Step
 
 PIECES = 8
-"""Into how many pieces an all-to-all is cut at most, for what that does to memory: more change little."""
+"""The pieces into which the model cuts an all-to-all at most: XLA cuts one for each device, which many devices would
+make slow to follow, and beyond eight the peak hardly changes."""
 
 
-def taken(operations: Operations, made: int, step: Step, shape: Shape, reduction: str) -> int:
-    """The operation that holds the result of a step of a move on `made`, of this local shape.
+def stepped(operations: Operations, made: int, step: Step, shape: Shape, reduction: str) -> int:
+    """The operation that holds the result of a step of a resharding of `made`, of this local shape.
 
     The dimension that a collective joins or cuts comes first in memory.
     """

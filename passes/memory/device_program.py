@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from passes.cluster import Mesh
 from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
 from passes.memory.all_reduces import combined
-from passes.memory.collectives import taken
-from passes.memory.lowering_rules import BARRIER, spell
+from passes.memory.collectives import stepped
+from passes.memory.lowering_rules import BARRIER, to_xla
 from passes.memory.operations import Operation, Operations
-from passes.memory.widening import round_to, spell_widened, widen
-from passes.placement import Layout, Move, Placement, Schedule, is_free, shared
+from passes.memory.widening import round_to, to_xla_widened, widen
+from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, replicated
 
@@ -40,7 +40,7 @@ FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "upda
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
 Inside = Callable[[int, Placement, Mapping[int, object]], None]
-"""Sees to the bodies of a control node, by its index, its placement and the numbers that slots hold."""
+"""The handler of a control node's bodies, given its index, its placement and the numbers that its slots hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Border:
+class Interface:
     """The relation of a body's inputs and outputs to the values around it, by position.
 
     Inputs `sliced` are slices of a stack, outputs `stacked` are written into one, `numbers` are what inputs hold in
@@ -70,17 +70,17 @@ class Border:
     repeated: bool = False
 
 
-WHOLE = Border()
-"""The border of a program that is no body."""
+WHOLE = Interface()
+"""The interface of a program that is no body."""
 
 
-def border_of(body: Body, control: Control, known: Mapping[int, object]) -> Border:
-    """The border of a body, given the known contents of its slots."""
+def interface_of(body: Body, control: Control, known: Mapping[int, object]) -> Interface:
+    """The interface of a body, given the known contents of its slots."""
     sliced = {wire.slot for wire in control.operands if wire.stacked}
     stacked = {wire.slot for wire in control.results if wire.stacked}
     entering = {slot: position for position, slot in enumerate(body.inputs)}
     fixed = entering.keys() - sliced - known.keys() - set(body.outputs)
-    return Border(
+    return Interface(
         sliced=frozenset(entering[slot] for slot in sliced if slot in entering),
         stacked=tuple(position for position, slot in enumerate(body.outputs) if slot in stacked),
         numbers={entering[slot]: number for slot, number in known.items() if slot in entering},
@@ -90,29 +90,31 @@ def border_of(body: Body, control: Control, known: Mapping[int, object]) -> Bord
     )
 
 
-def lower(graph: Graph, context: Context, layout: Layout, schedule: Schedule, border: Border = WHOLE) -> DeviceProgram:
+def lower(
+    graph: Graph, context: Context, layout: Layout, reshardings: ReshardingPlan, interface: Interface = WHOLE
+) -> DeviceProgram:
     """The program of a graph, or of the body of a loop or branch."""
     layout = shared(layout)
-    lowering = _Lowering(graph, context, schedule.same)
+    lowering = _Lowering(graph, context, reshardings.same)
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
-        lowering.enter(value, spec, sliced=position in border.sliced, number=border.numbers.get(position))
+        lowering.enter(value, spec, sliced=position in interface.sliced, number=interface.numbers.get(position))
     for value in graph.constants:
         lowering.enter(value, replicated(graph.types[value].rank))
     for index, placement in enumerate(layout.placements):
-        if schedule.before[index]:
-            lowering.bring(index, schedule.before[index])
+        if reshardings.before[index]:
+            lowering.bring(index, reshardings.before[index])
         if is_free(graph, index):
             lowering.free.update(dict.fromkeys(graph.nodes[index].outputs, index))
         else:
             lowering.run(index, placement)
-    lowering.bring(len(graph.nodes), schedule.before[-1])
+    lowering.bring(len(graph.nodes), reshardings.before[-1])
     outputs = [lowering.read(v, s, "forward") for v, s in zip(graph.outputs, layout.outputs, strict=True)]
     outputs = [lowering.written(o) for o in outputs]
-    for position in border.stacked:
+    for position in interface.stacked:
         outputs[position] = lowering.operations.add("update", (outputs[position],), (0,), "bool", ("stack", position))
     operations, moved = lowering.operations.every, list[int]()
-    if border.repeated:
-        operations, moved = _hoisted(operations, {lowering.entered[position] for position in border.fixed}, outputs)
+    if interface.repeated:
+        operations, moved = _hoisted(operations, {lowering.entered[position] for position in interface.fixed}, outputs)
     operations, place = combined(operations)
     entered = [place[o] for o in lowering.entered]
     return DeviceProgram(
@@ -189,10 +191,10 @@ class _Lowering:
             entered = round_to(self.operations, entered, type.dtype)
         self.home[value], self.made[value] = spec, entered
 
-    def bring(self, index: int, due: Sequence[Move]) -> None:
+    def bring(self, index: int, reshardings: Sequence[Resharding]) -> None:
         """Makes moves, each from its value's home or from where that was reduced to."""
         self.operations.at = index
-        for move in due:
+        for move in reshardings:
             self.operations.value = move.value
             operation = self.read(move.value, move.before, move.phase)
             if move.after_value is not None:
@@ -201,7 +203,7 @@ class _Lowering:
                 operation, self.made[move.after_value] = self.operations.barrier(waited)
             self.moved[move.value, move.after, move.phase] = self._moved(operation, move)
 
-    def _moved(self, operation: int, move: Move) -> int:
+    def _moved(self, operation: int, move: Resharding) -> int:
         spec = move.before
         for step in move.steps:
             spec = step.apply(spec)
@@ -211,8 +213,8 @@ class _Lowering:
                 operation = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
             else:
                 wide = widen(self.operations, operation, self.widened)
-                stepped = taken(self.operations, wide, step, type.shape, move.before.reduction)
-                operation = round_to(self.operations, stepped, type.dtype)
+                result = stepped(self.operations, wide, step, type.shape, move.before.reduction)
+                operation = round_to(self.operations, result, type.dtype)
         return operation
 
     def read(self, value: int, spec: ShardingSpec, when: Phase) -> int:
@@ -238,7 +240,7 @@ class _Lowering:
 
     def _make(self, value: int, spec: ShardingSpec) -> int:
         type, node = self._type(value, spec), self.graph.nodes[self.free[value]]
-        (operation,) = spell(self.operations, node, [self.read(v, spec, "forward") for v in node.inputs], [type])
+        (operation,) = to_xla(self.operations, node, [self.read(v, spec, "forward") for v in node.inputs], [type])
         return operation
 
     def run(self, index: int, placement: Placement) -> None:
@@ -256,7 +258,7 @@ class _Lowering:
             if placement.bodies and index in self.context.controls:
                 operations = self._control(index, placement, operands, results)
             else:
-                operations = spell_widened(self.operations, node, operands, results, self.widened)
+                operations = to_xla_widened(self.operations, node, operands, results, self.widened)
         self.made.update(zip(node.outputs, operations, strict=True))
         self.home.update(zip(node.outputs, placement.results, strict=True))
 

@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset({"elementwise", "expensive"})
 ONCE = frozenset({"expensive", "gather", "reduce"})
 REPEATING = frozenset({"broadcast", "gather", "rearrange"})
 LIBRARY_ELEMENTS = 4096
-"""Elements from which XLA's CPU compiler hands a group of operations to its library of kernels."""
+"""Elements from which XLA's CPU compiler hands a group of operations to its library of kernels, as of jaxlib 0.10."""
 
 LIBRARY_DTYPES = frozenset({"float32", "float64"})
 LIBRARY_OPCODES = frozenset(
@@ -35,7 +35,8 @@ LIBRARY_OPCODES = frozenset(
 )
 LIBRARY_SHAPES = frozenset({"bitcast", "broadcast", "transpose", "iota"})
 SEARCHED = 256
-"""How many operations between a producer and its reader are looked at, before they count as in the way."""
+"""Operations between a producer and its reader that are looked at before they count as in the way, which bounds the
+time of a deep program: `benchmarks.settings` halves and doubles it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,9 @@ def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kerne
 
 
 class _Fusion:
-    """The readers of every operation while kernels grow; `members` are those of library kernels, by the operation
-    written.
+    """The operands and readers of every operation while kernels grow.
+
+    An operation is `alive` if it has a kernel of its own, and `flexible` if that kernel may still take others in.
     """
 
     def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], place: Sequence[int]) -> None:
@@ -254,9 +256,7 @@ class _Fusion:
         return tuple(kernels)
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """The sort key of an operation: unfused ones first, in order, then fused ones in reverse, then those wrapped
-        alone.
-        """
+        """The sort key of a kernel: unfused ones in order, then fused ones in reverse, then operations fused alone."""
         if index in self.fused:
             return 1, -self.place[index]
         if self.kinds[index] in PRODUCERS and not (self.flexible[index] and self.kinds[index] == "bitcast"):
@@ -285,7 +285,7 @@ def _rank(operation: Operation) -> int:
 
 
 def _needed(operations: Sequence[Operation], outputs: Iterable[int]) -> list[bool]:
-    """Whether each operation is an input, or something that outputs depend on."""
+    """Flags of the operations that are inputs or that outputs depend on, [operations]."""
     needed = [operation.kind == "input" for operation in operations]
     for index in outputs:
         needed[index] = True

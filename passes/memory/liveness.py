@@ -179,7 +179,7 @@ class _Allocation:
         )
 
     def _is_tied(self, operation: int) -> bool:
-        """Whether an operation must be written over its first operand, and not only may be."""
+        """Whether an operation has to be written over its first operand."""
         described = self.operations[operation]
         return described.kind == "carry" or (described.kind == "update" and described.name != "sort")
 

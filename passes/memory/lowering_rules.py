@@ -2,7 +2,7 @@
 
 The names of primitives end here: what follows speaks of XLA's operations, by their opcodes. What a dot or a
 convolution takes is transposed to where its kernel wants it, quotients by a broadcast become products, logistic
-functions are spelled out, and the transpose of max-pooling finds every window's choice before it scatters.
+functions are expanded, and the transpose of max-pooling finds every window's choice before it scatters.
 
 Reference: XLA's dot decomposer, transpose folding, logistic and select-and-scatter expanders, as of jaxlib 0.10.
 """
@@ -64,16 +64,21 @@ NARROW = frozenset(
 )
 """Primitives that take any dtype as it is: views, what makes no operation, and what would mean something else wider."""
 
+FUSED_JOINS = 8
+ROW_NBYTES, COPIED_NBYTES = 64, 2048
+"""The operands of a concatenation up to which XLA's CPU compiler fuses it, and the bytes of a row and of the whole from
+which it copies rows instead: thresholds of the compiler, read off its programs (jaxlib 0.10; `benchmarks.memory`)."""
+
 CONVERSION = "convert_element_type"
 BARRIER = "optimization_barrier"
 
-Spelling = Callable[[Operations, Node, Sequence[int], Sequence[TensorType]], list[int]]
+ToXla = Callable[[Operations, Node, Sequence[int], Sequence[TensorType]], list[int]]
 
 
-def spell(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations that hold a node's results, given those of its operands, on local types."""
-    if node.primitive in SPELLINGS:
-        return SPELLINGS[node.primitive](operations, node, operands, results)
+def to_xla(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The XLA operations that hold a node's results, given those of its operands, on local types."""
+    if node.primitive in XLA_OPS:
+        return XLA_OPS[node.primitive](operations, node, operands, results)
     if node.primitive in CHEAP or node.primitive in EXPENSIVE:
         expensive = node.primitive in EXPENSIVE
         return [operations.elementwise(opcode(node), operands, type, expensive=expensive) for type in results]
@@ -192,16 +197,15 @@ def joined_by_copies(
     operations: Operations, operands: Sequence[int], shape: Shape, dtype: str, dimension: int, count: int
 ) -> int:
     """The operation of `count` arrays joined: XLA fuses a concatenation unless it joins many arrays, or long rows."""
-    nbytes = math.prod(shape) * item_nbytes(dtype)
-    minor = dimension == len(shape) - 1 and len(shape) > 1 and shape[-1] * item_nbytes(dtype) >= 64
-    kind: Kind = "opaque" if count > 8 or (minor and nbytes >= 2048) else "rearrange"
+    nbytes, row_nbytes = math.prod(shape) * item_nbytes(dtype), shape[-1] * item_nbytes(dtype) if shape else 0
+    long_rows = len(shape) > 1 and dimension == len(shape) - 1 and row_nbytes >= ROW_NBYTES
+    copied = count > FUSED_JOINS or (long_rows and nbytes >= COPIED_NBYTES)
+    kind: Kind = "opaque" if copied else "rearrange"
     return operations.add(kind, operands, shape, dtype, ("concatenate", dimension))
 
 
 def _sorted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a sort, in place or in copies, once all operands exist; all results live until the last is
-    done.
-    """
+    """The operations of a sort, in place or in copies once all operands exist; results live until the last is done."""
     rooms = [
         operations.add(
             "update", (o, *operands[:i], *operands[i + 1 :]), type.shape, type.dtype, ("sort", operations.at, i)
@@ -238,10 +242,8 @@ def _factored(operations: Operations, node: Node, operands: Sequence[int], resul
     by_columns = (*orthogonal.shape[:-2], orthogonal.shape[-1], orthogonal.shape[-2])
     room = operations.add("opaque", (packed,), by_columns, orthogonal.dtype, ("reflectors", operations.at))
     factored = _by_columns(operations, _in_place(operations, room, "orgqr"))
-    return [
-        factored,
-        operations.add("rearrange", (packed,), triangle.shape, triangle.dtype, ("triangle", operations.at)),
-    ]
+    tag = ("triangle", operations.at)
+    return [factored, operations.add("rearrange", (packed,), triangle.shape, triangle.dtype, tag)]
 
 
 def _cholesky(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -291,31 +293,31 @@ def _reduced(operations: Operations, node: Node, operands: Sequence[int], result
 
     What is reduced is read as it was before dimensions were joined to a reduced one, or brought into another order.
     """
-    (type,), held = results, operations[operands[0]]
+    (type,), operation = results, operations[operands[0]]
     axes = sorted(cast("tuple[int, ...]", node.params["axes"]))
-    if all(held.shape[d] == 1 for d in axes):
+    if all(operation.shape[d] == 1 for d in axes):
         return [operations.reshape(operands[0], type.shape)]
-    if node.primitive == "reduce_sum" and held.tag == "negate":
-        reduced = _reduced(operations, node, held.operands, results)
+    if node.primitive == "reduce_sum" and operation.tag == "negate":
+        reduced = _reduced(operations, node, operation.operands, results)
         return [operations.elementwise("negate", reduced, type)]
     (operand,) = operands
-    if held.kind == "bitcast" and held.tag is None:
-        before = _axes_before(operations[held.operands[0]].shape, held.shape, axes)
+    if operation.kind == "bitcast" and operation.tag is None:
+        before = _axes_before(operations[operation.operands[0]].shape, operation.shape, axes)
         if before is not None:
-            operand, axes = held.operands[0], before
-    held = operations[operand]
-    if held.name == "transpose" or held.kind == "transpose":
-        tag = cast("tuple[object, ...]", held.tag)
-        order = cast("Shape", tag[1] if held.kind == "rearrange" else tag)
+            operand, axes = operation.operands[0], before
+    operation = operations[operand]
+    if operation.name == "transpose" or operation.kind == "transpose":
+        tag = cast("tuple[object, ...]", operation.tag)
+        order = cast("Shape", tag[1] if operation.kind == "rearrange" else tag)
         kept_dims = [d for position, d in enumerate(order) if position not in axes]
         if kept_dims == sorted(kept_dims):
-            operand, axes = held.operands[0], sorted(order[d] for d in axes)
+            operand, axes = operation.operands[0], sorted(order[d] for d in axes)
     return [operations.add("reduce", (operand,), type.shape, type.dtype, (opcode(node), tuple(axes)))]
 
 
 def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] | None:
     """The dimensions that were joined to `axes`, and only to those; None where a reshape did anything else."""
-    found: list[int] = []
+    axes_before: list[int] = []
     position = 0
     for dimension, size in enumerate(after):
         joined = [position]
@@ -324,11 +326,11 @@ def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] 
         if position >= len(before) or math.prod(before[d] for d in joined) != size:
             return None
         if dimension in axes:
-            found.extend(joined)
+            axes_before.extend(joined)
         elif len(joined) > 1:
             return None
         position = joined[-1] + 1
-    return found if position == len(before) else None
+    return axes_before if position == len(before) else None
 
 
 def _convolved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -363,18 +365,13 @@ def _selected(operations: Operations, node: Node, operands: Sequence[int], resul
     return [operations.add("update", reads, type.shape, type.dtype, ("scatter", operations.at))]
 
 
-SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
+XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("stop_gradient", "copy", "copy_p", "name", "device_put", "sharding_constraint"),
-            _same,
-        ),
+        **dict.fromkeys(("stop_gradient", "copy", "copy_p", "name", "device_put", "sharding_constraint"), _same),
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
         **dict.fromkeys(("slice", "dynamic_slice", "rev", "pad", "split", "unstack", "stack", "tile"), _rearranged),
         **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
-        **dict.fromkeys(
-            ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scattered
-        ),
+        **dict.fromkeys("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split(), _scattered),
         "bitcast_convert_type": _bits,
         "broadcast_in_dim": _broadcast,
         "cholesky": _cholesky,
@@ -396,4 +393,4 @@ SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
         "triangular_solve": _solved,
     }
 )
-"""What the primitives that are more or less than one operation turn into."""
+"""The lowering of each primitive that becomes more or less than one operation."""

@@ -78,7 +78,7 @@ class Operation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the tag begins with: an opcode, or the kind of a collective."""
+        """The opcode, or the kind of a collective: the first item of the tag."""
         tag = cast("tuple[object, ...]", self.tag) if isinstance(self.tag, tuple) else (self.tag,)
         return str(tag[0]) if tag else ""
 
@@ -115,49 +115,52 @@ class Operations:
         """The operation, or the equal one that is there already."""
         key = (kind, operands := tuple(operands), shape, dtype, tag)
         new = len(self.every)
-        found = self.known.setdefault(key, new)
-        if found == new:
+        index = self.known.setdefault(key, new)
+        if index == new:
             self.every.append(Operation(kind, operands, shape, dtype, self.at, self.value, tag))
             if kind == "literal":
                 self.numbers[new] = cast("tuple[str, object]", tag)[1]
             elif kind == "broadcast" and self.every[operands[0]].kind == "literal":
                 self.numbers[new] = self.numbers[operands[0]]
-        return found
+        return index
 
     def literal(self, value: object, dtype: str) -> int:
         """A scalar known while planning."""
         return self.add("literal", (), (), dtype, (type(value).__name__, value))
 
     def barrier(self, operations: Sequence[int]) -> list[int]:
-        """The operations under other names, once all of them are there; what is made of those is made anew."""
+        """The operations behind an optimization barrier, which all pass at once; nothing is shared across it."""
         tag = ("barrier", len(self.every))
-        held = [(o, self.every[o]) for o in operations]
-        joined = self.add("opaque", (o for o, one in held if one.kind != "literal"), (0,), "bool", tag)
+        passed_on = [(o, self.every[o]) for o in operations]
+        joined = self.add("opaque", (o for o, source in passed_on if source.kind != "literal"), (0,), "bool", tag)
         passed = self.add("opaque", (joined,), (0,), "bool", tag)
         return [
-            o if one.kind == "literal" else self.add("part", (o, passed), one.shape, one.dtype, tag) for o, one in held
+            o if source.kind == "literal" else self.add("part", (o, passed), source.shape, source.dtype, tag)
+            for o, source in passed_on
         ]
 
     def copied(self, operation: int) -> int:
         """An argument in a place of its own; anything else as it is."""
-        held = self.every[operation]
-        return self.add("opaque", (operation,), held.shape, held.dtype, "copy") if held.kind == "input" else operation
+        source = self.every[operation]
+        if source.kind != "input":
+            return operation
+        return self.add("opaque", (operation,), source.shape, source.dtype, "copy")
 
     def number(self, operation: int) -> object:
         """The literal that an operation holds everywhere, None for anything else."""
         return self.numbers.get(operation)
 
     def converted(self, operation: int, dtype: str) -> int:
-        """The operation in another dtype; rounding to bfloat16 takes checks for NaN, which XLA does not do twice."""
-        held = self.every[operation]
-        if held.dtype == dtype:
+        """The operation in another dtype; XLA does not round to bfloat16 twice, as that takes a check for NaN."""
+        source = self.every[operation]
+        if source.dtype == dtype:
             return operation
         if (number := self.numbers.get(operation)) is not None:
             made = self.literal(number, dtype)
-            return made if held.kind == "literal" else self.broadcast(made, held.shape, ())
-        type = TensorType(shape=held.shape, dtype=dtype)
-        narrow = dtype == "bfloat16" and held.dtype == "float32"
-        return self.elementwise(f"convert {held.dtype}", (operation,), type, expensive=narrow)
+            return made if source.kind == "literal" else self.broadcast(made, source.shape, ())
+        type = TensorType(shape=source.shape, dtype=dtype)
+        narrow = dtype == "bfloat16" and source.dtype == "float32"
+        return self.elementwise(f"convert {source.dtype}", (operation,), type, expensive=narrow)
 
     def step(self, operation: int) -> int:
         """An intermediate result of a primitive as the next operation of the same primitive reads it."""
@@ -166,66 +169,66 @@ class Operations:
 
     def reshape(self, operation: int, shape: Shape) -> int:
         """The same bytes under another shape."""
-        held = self.every[operation]
-        if held.kind == "bitcast":
-            operation = held.operands[0]
+        source = self.every[operation]
+        if source.kind == "bitcast":
+            operation = source.operands[0]
         if self.every[operation].shape == shape:
             return operation
-        return self.add("bitcast", (operation,), shape, held.dtype)
+        return self.add("bitcast", (operation,), shape, source.dtype)
 
     def broadcast(self, operation: int, shape: Shape, dims: Sequence[int] | None = None) -> int:
         """The operation with more dimensions, its own being `dims`; only a reshape where its size stays."""
         if self.every[operation].shape == shape:
             return operation
         key = (operation, shape, None if dims is None else tuple(dims))
-        found = self.wide.get(key)
-        if found is None:
-            found = self.wide[key] = self._broadcast(operation, shape, dims)
-        return found
+        made = self.wide.get(key)
+        if made is None:
+            made = self.wide[key] = self._broadcast(operation, shape, dims)
+        return made
 
     def _broadcast(self, operation: int, shape: Shape, dims: Sequence[int] | None) -> int:
-        held = self.every[operation]
-        if held.kind != "literal" and math.prod(shape) == math.prod(held.shape):
+        source = self.every[operation]
+        if source.kind != "literal" and math.prod(shape) == math.prod(source.shape):
             return self.reshape(operation, shape)
-        dims = range(len(shape) - len(held.shape), len(shape)) if dims is None else dims
-        wide = tuple(d for d, size in zip(dims, held.shape, strict=True) if size > 1)
-        if held.kind == "broadcast" and held.shape == tuple(shape[d] for d in dims):
-            inner = cast("tuple[int, ...]", held.tag)
-            wide, operation = tuple(dims[d] for d in inner), held.operands[0]
+        dims = range(len(shape) - len(source.shape), len(shape)) if dims is None else dims
+        wide = tuple(d for d, size in zip(dims, source.shape, strict=True) if size > 1)
+        if source.kind == "broadcast" and source.shape == tuple(shape[d] for d in dims):
+            inner = cast("tuple[int, ...]", source.tag)
+            wide, operation = tuple(dims[d] for d in inner), source.operands[0]
         else:
-            operation = self.reshape(operation, tuple(size for size in held.shape if size > 1))
-        return self.add("broadcast", (operation,), shape, held.dtype, wide)
+            operation = self.reshape(operation, tuple(size for size in source.shape if size > 1))
+        return self.add("broadcast", (operation,), shape, source.dtype, wide)
 
     def transpose(self, operation: int, permutation: Sequence[int]) -> int:
         """Dimensions in another order; two transposes are one, and dimensions of size 1 move for free.
 
         A product of columns with columns is written in whatever order its reader wants, rounded or not.
         """
-        held = self.every[operation]
-        after = tuple(held.shape[d] for d in permutation)
-        moved = [d for d in permutation if held.shape[d] > 1]
+        source = self.every[operation]
+        after = tuple(source.shape[d] for d in permutation)
+        moved = [d for d in permutation if source.shape[d] > 1]
         if moved == sorted(moved):
             return self.reshape(operation, after)
-        if held.kind == "dot" and held.tag == BY_COLUMNS:
-            return self.add("dot", held.operands[::-1], after, held.dtype, BY_COLUMNS)
-        if self._is_rounding(held) and self._is_written_either_way(held.operands[0]):
-            below, type = self.transpose(held.operands[0], permutation), TensorType(shape=after, dtype=held.dtype)
-            return self.elementwise(held.name, (below,), type, expensive=held.kind == "expensive")
-        if held.kind == "transpose":
-            before = cast("tuple[int, ...]", held.tag)
-            return self.transpose(held.operands[0], [before[d] for d in permutation])
-        return self.add("transpose", (operation,), after, held.dtype, tuple(permutation))
+        if source.kind == "dot" and source.tag == BY_COLUMNS:
+            return self.add("dot", source.operands[::-1], after, source.dtype, BY_COLUMNS)
+        if self._is_rounding(source) and self._is_written_either_way(source.operands[0]):
+            below, type = self.transpose(source.operands[0], permutation), TensorType(shape=after, dtype=source.dtype)
+            return self.elementwise(source.name, (below,), type, expensive=source.kind == "expensive")
+        if source.kind == "transpose":
+            before = cast("tuple[int, ...]", source.tag)
+            return self.transpose(source.operands[0], [before[d] for d in permutation])
+        return self.add("transpose", (operation,), after, source.dtype, tuple(permutation))
 
-    def _is_rounding(self, held: Operation) -> bool:
-        """Whether it is another array in another dtype."""
-        return held.kind in ("elementwise", "expensive") and held.name.startswith("convert ")
+    def _is_rounding(self, described: Operation) -> bool:
+        """Whether an operation converts an array to another dtype."""
+        return described.kind in ("elementwise", "expensive") and described.name.startswith("convert ")
 
     def _is_written_either_way(self, operation: int) -> bool:
-        """Whether it is a product of columns with columns, rounded or not."""
-        held = self.every[operation]
-        while self._is_rounding(held):
-            held = self.every[held.operands[0]]
-        return held.kind == "dot" and held.tag == BY_COLUMNS
+        """Whether an operation is a product of columns with columns, converted or not."""
+        described = self.every[operation]
+        while self._is_rounding(described):
+            described = self.every[described.operands[0]]
+        return described.kind == "dot" and described.tag == BY_COLUMNS
 
     def elementwise(self, name: str, operands: Sequence[int], type: TensorType, *, expensive: bool = False) -> int:
         """One operation on every element; what is the same along a dimension is computed once and broadcast."""
@@ -239,18 +242,18 @@ class Operations:
             return self.transpose(made, cast("tuple[int, ...]", laid.tag))
         spread = [o if every[o].shape == shape else self.broadcast(o, shape) for o in operands]
         uniform = [o for o in spread if every[o].kind in UNIFORM]
-        found = None
+        simplified = None
         if uniform or name in SIMPLIFIED:
             numbers = [self.numbers.get(o) for o in spread]
-            found = self._neutral(name, spread, numbers, type)
-            if found is None and uniform:
-                found = self._narrow(name, spread, numbers, type, expensive)
-        if found is None:
-            found = self.add("expensive" if expensive else "elementwise", spread, shape, type.dtype, name)
-        return found
+            simplified = self._neutral(name, spread, numbers, type)
+            if simplified is None and uniform:
+                simplified = self._narrow(name, spread, numbers, type, expensive)
+        if simplified is None:
+            simplified = self.add("expensive" if expensive else "elementwise", spread, shape, type.dtype, name)
+        return simplified
 
     def _neutral(self, name: str, spread: list[int], numbers: Sequence[object], type: TensorType) -> int | None:
-        """What changes nothing, or only where something is written; None for anything else."""
+        """The operand that an operation returns unchanged, or a scatter into the other one; None for anything else."""
         if name in NEUTRAL and len(spread) == 2 and "float" in type.dtype:
             if is_number(numbers[1], NEUTRAL[name]):
                 return spread[0]
@@ -260,33 +263,34 @@ class Operations:
             return spread[1]
         if name == "add" and len(spread) == 2:
             for into, scattered in (spread, spread[::-1]):
-                held = self.every[scattered]
+                update = self.every[scattered]
                 if scattered in self.rounded:  # XLA rounds between the two when it looks for this, and not later
                     continue
-                if held.kind == "update" and is_number(self.number(held.operands[0]), 0.0) and "-add" in str(held.tag):
-                    return self.add("update", (into, *held.operands[1:]), type.shape, type.dtype, held.tag)
+                adds = update.kind == "update" and "-add" in str(update.tag)
+                if adds and is_number(self.number(update.operands[0]), 0.0):
+                    return self.add("update", (into, *update.operands[1:]), type.shape, type.dtype, update.tag)
         return None
 
     def _narrow(
         self, name: str, spread: list[int], numbers: Sequence[object], type: TensorType, expensive: bool
     ) -> int | None:
-        """What is a number, or the same along a dimension, computed before the broadcast; None for anything else."""
+        """The broadcast of an operation on scalars or on one broadcast operand, computed before it; None for others."""
         sources = {o for o, n in zip(spread, numbers, strict=True) if n is None}
         if not sources and type.shape and spread:
             return self.broadcast(self.literal((name, *numbers), type.dtype), type.shape)
         if len(sources) != 1 or self.every[(source := min(sources))].kind != "broadcast":
             return None
-        held = self.every[source]
-        narrow = self.every[held.operands[0]].shape
+        broadcast = self.every[source]
+        narrow = self.every[broadcast.operands[0]].shape
         below = [
-            held.operands[0] if n is None else self.broadcast(self.every[o].operands[0], narrow)
+            broadcast.operands[0] if n is None else self.broadcast(self.every[o].operands[0], narrow)
             for o, n in zip(spread, numbers, strict=True)
         ]
         inner = TensorType(shape=narrow, dtype=type.dtype)
         made = self.elementwise(name, below, inner, expensive=expensive)
-        return self.broadcast(made, type.shape, cast("tuple[int, ...]", held.tag))
+        return self.broadcast(made, type.shape, cast("tuple[int, ...]", broadcast.tag))
 
 
-def is_number(number: object, wanted: float) -> bool:
+def is_number(number: object, value: float) -> bool:
     """Whether a literal is this number."""
-    return isinstance(number, int | float) and float(number) == wanted
+    return isinstance(number, int | float) and float(number) == value

@@ -18,7 +18,8 @@ ALIGNMENT = 64
 """Bytes of which every place in the heap is a multiple, in XLA's CPU client."""
 
 PLACED = 256
-"""How many buffers are placed one by one, the largest: what is left fits between them, or is too small to matter."""
+"""The number of buffers that are placed one by one, the largest; the others fit between them, or are too small to
+matter. Placing takes time with its square: `benchmarks.settings` halves and doubles it."""
 
 
 class Span(NamedTuple):

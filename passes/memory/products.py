@@ -23,7 +23,10 @@ def _as_sent(operations: Operations, operand: int) -> int:
 def contraction(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
-    """Unless each side has at most one dimension of every sort, both are brought to (batch, free, contracted) order."""
+    """The operations of a `dot_general`: sides of several free or contracted dimensions are brought into one order.
+
+    It is (batch, free, contracted) on the left and (batch, contracted, free) on the right, one dimension of each sort.
+    """
     numbers = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", node.params["dimension_numbers"])
     type = results[0]
     if numbers[1][0]:
@@ -78,9 +81,11 @@ class _Product:
 
 
 @lru_cache(maxsize=1024)
-def _product(one: Shape, other: Shape, numbers: tuple[tuple[Shape, Shape], tuple[Shape, Shape]]) -> _Product | None:
+def _product(
+    left_shape: Shape, right_shape: Shape, numbers: tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
+) -> _Product | None:
     """The product of two shapes; None where a kernel takes both as they lie."""
-    lhs, rhs = (_Side.of(s, c, b) for s, c, b in zip((one, other), *numbers, strict=True))
+    lhs, rhs = (_Side.of(s, c, b) for s, c, b in zip((left_shape, right_shape), *numbers, strict=True))
     if lhs.is_canonical and rhs.is_canonical:
         return None
     rows, columns = (lhs.size("free"), lhs.size("contracted")), (rhs.size("contracted"), rhs.size("free"))

@@ -41,7 +41,7 @@ def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
 
 
 def _placed(spans: Sequence[Span], free: Sequence[Place]) -> bytearray:
-    """Whether each span finds a place, the smallest first."""
+    """Flags of the spans that find a place, the largest span first and each in the smallest place, [spans]."""
     spans_at: list[list[Span]] = [[] for _ in free]
     placed = bytearray(len(spans))
     for index in sorted(range(len(spans)), key=lambda index: (-spans[index].nbytes, spans[index].first)):

@@ -1,4 +1,4 @@
-"""What a node turns into on a device whose compiler has no arithmetic for some of its dtypes, but in wider ones only.
+"""The operations of a node on a device whose compiler computes some dtypes in wider ones only.
 
 Every operation that computes or copies reads its operands widened and rounds what it makes back again; what is only
 another view of an array stays as narrow as it is. Where the program itself widens what was just rounded, neither
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from passes.ir import Node, TensorType
-from passes.memory.lowering_rules import CONVERSION, NARROW, spell
+from passes.memory.lowering_rules import CONVERSION, NARROW, to_xla
 from passes.memory.operations import Operations
 
 
-def spell_widened(
+def to_xla_widened(
     operations: Operations,
     node: Node,
     operands: Sequence[int],
@@ -27,23 +27,23 @@ def spell_widened(
     if node.primitive == CONVERSION and widened.get(operations[operands[0]].dtype) == results[0].dtype:
         return [operations.before_rounding.get(operands[0]) or operations.converted(operands[0], results[0].dtype)]
     if node.primitive in NARROW:
-        return spell(operations, node, operands, results)
+        return to_xla(operations, node, operands, results)
     read = [widen(operations, operand, widened) for operand in operands]
     wide = [TensorType(shape=t.shape, dtype=widened.get(t.dtype, t.dtype)) for t in results]
     operations.rounded_to = next((t.dtype for t in results if t.dtype in widened), "")
-    made = spell(operations, node, read, wide)
+    made = to_xla(operations, node, read, wide)
     operations.rounded_to = ""
     return [round_to(operations, o, type.dtype) for o, type in zip(made, results, strict=True)]
 
 
 def widen(operations: Operations, operation: int, widened: Mapping[str, str]) -> int:
-    """An operation as what reads it computes with it."""
+    """The operation in the dtype that its readers compute in."""
     wide = widened.get(operations[operation].dtype)
     return operation if wide is None else operations.converted(operation, wide)
 
 
 def round_to(operations: Operations, operation: int, dtype: str) -> int:
-    """What was computed in a wider dtype, rounded to the one that the program says."""
+    """The result of an operation computed in a wider dtype, rounded to the one of the program."""
     if operations[operation].dtype == dtype:
         return operation
     rounded = operations.converted(operation, dtype)

@@ -2,7 +2,7 @@
 
 The plan is followed to what the compiler makes of it, and that is where the accuracy comes from:
 
-    lower      the graph on local shapes, moves included, in XLA's own operations      passes/memory/device_program.py
+    lower      the graph on local shapes, reshardings included, as XLA's operations    passes/memory/device_program.py
     combine    all-reduces that do not wait for each other are one                     passes/memory/all_reduces.py
     fuse       which results are ever written to memory                                passes/memory/fusion.py
     run        kernels breadth first; each result lives until its last reader          passes/memory/liveness.py
@@ -22,20 +22,25 @@ from numpy.typing import NDArray
 
 from passes.cluster import Mesh
 from passes.ir import Graph, Phase
-from passes.memory.device_program import WHOLE, Border, Context, DeviceProgram, border_of, lower
+from passes.memory.device_program import WHOLE, Context, DeviceProgram, Interface, interface_of, lower
 from passes.memory.fusion import fuse
 from passes.memory.holders import Holder, Temporaries, phase_of
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
 from passes.memory.packing import ALIGNMENT, Span, gaps_nbytes
 from passes.memory.reuse import Place, unplaced
-from passes.placement import Grouping, Layout, Placement, Schedule
+from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 
 
 def temporaries(
-    graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule, in_place: Mapping[int, int]
+    graph: Graph,
+    grouping: Grouping,
+    mesh: Mesh,
+    layout: Layout,
+    reshardings: ReshardingPlan,
+    in_place: Mapping[int, int],
 ) -> Temporaries:
     """The bytes that the compiled step needs beside arguments and outputs."""
-    region = _Region(graph, grouping, mesh, layout, schedule)
+    region = _Region(graph, grouping, mesh, layout, reshardings)
     run = region.run()
     spans = [_aligned(span) for span in unplaced(run.spans, region.places(run, in_place))]
     if not spans:
@@ -90,20 +95,22 @@ class _Run:
 class _Region:
     """A graph, or a body of one of its loops and branches, with the regions inside it."""
 
-    def __init__(self, graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, schedule: Schedule) -> None:
+    def __init__(
+        self, graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan
+    ) -> None:
         self.graph, self.grouping, self.mesh = graph, grouping, mesh
-        self.layout, self.schedule = layout, schedule
+        self.layout, self.reshardings = layout, reshardings
         self.input_names = dict(zip(graph.inputs, graph.input_names, strict=False))
         self.inside: dict[int, _Run] = {}
         self.phases: list[Phase] = [phase_of(node) for node in graph.nodes]
 
-    def run(self, border: Border = WHOLE) -> _Run:
+    def run(self, interface: Interface = WHOLE) -> _Run:
         """The spans of the region, given how a body relates to the values around it."""
         context = Context(
             rules=self.grouping.rules, controls=self.grouping.controls, mesh=self.mesh, inside=self._inside
         )
-        program = lower(self.graph, context, self.layout, self.schedule, border)
-        allocation = lifetimes(program, fuse(program.operations, program.outputs), border.carried)
+        program = lower(self.graph, context, self.layout, self.reshardings, interface)
+        allocation = lifetimes(program, fuse(program.operations, program.outputs), interface.carried)
         begins, inner, sources = list[int](), list[Span](), list[str]()
         for o in allocation.order:
             begins.append(moment := len(sources))
@@ -188,11 +195,11 @@ class _Region:
         """Adds the spans of a control node's busiest body."""
         control = self.grouping.controls[index]
         bodies = zip(
-            control.bodies, self.grouping.bodies[index], placement.bodies, self.schedule.bodies[index], strict=True
+            control.bodies, self.grouping.bodies[index], placement.bodies, self.reshardings.bodies[index], strict=True
         )
         runs = [
-            _Region(body.graph, grouping, self.mesh, layout, schedule).run(border_of(body, control, known))
-            for body, grouping, layout, schedule in bodies
+            _Region(body.graph, grouping, self.mesh, layout, reshardings).run(interface_of(body, control, known))
+            for body, grouping, layout, reshardings in bodies
         ]
         self.inside[index] = max(runs, key=lambda run: run.nbytes)
 

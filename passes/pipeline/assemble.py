@@ -13,7 +13,7 @@ from passes.intra_op import accounted
 from passes.ir import Graph, StatePairs
 from passes.memory import peak
 from passes.pipeline.segments import Needs, needs
-from passes.placement import Layout, collectives, group, is_free, moves
+from passes.placement import Layout, collectives, group, is_free, resharding_plan
 from passes.plan import MemoryReport, PipelinePlan, Plan, operators
 from passes.sharding import Resharder
 from passes.step import Step
@@ -77,7 +77,7 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
         )
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
-    schedule = moves(graph, layout, Resharder(mesh), refetch=plan.refetch)
+    schedule = resharding_plan(graph, layout, Resharder(mesh), refetch=plan.refetch)
     memory = peak(graph, group(graph), mesh, layout, schedule, state_pairs, donated)
     return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(memory))
 

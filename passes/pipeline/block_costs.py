@@ -24,7 +24,7 @@ from passes.pipeline.assemble import kept, priced
 from passes.pipeline.segments import entering
 from passes.pipeline.structural_hash import structural_hash
 from passes.pipeline.workers import WorkerPool
-from passes.placement import Grouping, Layout, Schedule, group, moves
+from passes.placement import Grouping, Layout, ReshardingPlan, group, resharding_plan
 from passes.plan import Plan
 from passes.rules import pinned_mesh
 from passes.sharding import Resharder
@@ -251,7 +251,7 @@ class Pricer:
         if not self.rough or pinned_mesh(graph) is not None:
             plan = best("block", graph, [mesh], state_pairs, (), self.options, self.restrict)
             resharder = Resharder(plan.mesh)
-            schedule = moves(graph, plan.layout, resharder, refetch=plan.refetch)
+            schedule = resharding_plan(graph, plan.layout, resharder, refetch=plan.refetch)
             return _price(block, plan.layout, resharder, schedule, plan.phases), plan.solution.bound
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
         assembly = assemble(graph, mesh, one.grouping, resharder, state_pairs, refetch=False)
@@ -262,7 +262,7 @@ class Pricer:
         if answer.bound >= most:
             return None, answer.bound
         layout = assembly.layout(answer.choice)
-        schedule = moves(graph, layout, resharder, refetch=False)
+        schedule = resharding_plan(graph, layout, resharder, refetch=False)
         _, moved = move_seconds(graph, schedule, resharder)
         compute = assembly.root.compute_seconds(answer.choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}
@@ -270,7 +270,7 @@ class Pricer:
 
 
 def _price(
-    block: Block, layout: Layout, resharder: Resharder, schedule: Schedule, seconds: Mapping[str, float]
+    block: Block, layout: Layout, resharder: Resharder, schedule: ReshardingPlan, seconds: Mapping[str, float]
 ) -> StageCost:
     """What a layout costs, with the copies that the loop reads in place of weights that lie elsewhere."""
     found = priced(block.part, layout, resharder.mesh, _onward(block, schedule, resharder, seconds))
@@ -278,7 +278,9 @@ def _price(
     return replace(found, persistent_nbytes=found.persistent_nbytes + copies)
 
 
-def _onward(block: Block, schedule: Schedule, resharder: Resharder, seconds: Mapping[str, float]) -> dict[str, float]:
+def _onward(
+    block: Block, schedule: ReshardingPlan, resharder: Resharder, seconds: Mapping[str, float]
+) -> dict[str, float]:
     """Seconds by phase, with what brings a block's results to where the next one wants them in the phase they are of.
 
     They stand at the end of the block's program, for all microbatches at once, and are due in each of them.

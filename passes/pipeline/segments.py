@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from passes.cluster import Mesh
 from passes.ir import Graph, StatePairs
 from passes.memory import PERSISTENT, peak
-from passes.placement import Layout, group, is_free, moves
+from passes.placement import Layout, group, is_free, resharding_plan
 from passes.sharding import Resharder, ShardingSpec
 from passes.transforms import Part
 
@@ -139,7 +139,7 @@ def _temporary(piece: Piece, mesh: Mesh, resharder: Resharder, state_pairs: Stat
     graph = piece.graph
     if not graph.nodes:
         return 0
-    schedule = moves(graph, piece.layout, resharder)
+    schedule = resharding_plan(graph, piece.layout, resharder)
     donated = (True,) * len(graph.inputs)
     memory = peak(graph, group(graph), mesh, piece.layout, schedule, state_pairs, donated)
     return sum(nbytes for cause, nbytes in memory.nbytes.items() if cause not in (*PERSISTENT, "outputs"))

@@ -1,6 +1,6 @@
 """The reshardings that a choice of placements implies, in the order in which they run.
 
-Lowering executes these moves and the plan lists their collectives, so the two cannot disagree.
+Lowering executes these reshardings and the plan lists their collectives, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def shared(layout: Layout) -> Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Resharding:
     """A resharding of `value` from `before` to `after` by `steps`, just before the first node that needs it.
 
     `before` is where the value is made or, of one that is made partial, where it was reduced to.
@@ -96,15 +96,14 @@ def weights(graph: Graph) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """The moves `before` each node [nodes + 1], the last of them of the outputs; `bodies` holds those of loops, by
-    node.
+class ReshardingPlan:
+    """The reshardings `before` each node [nodes + 1], last those of outputs; `bodies` has those of loops, by node.
 
     Values that are computed twice move once: `same` has the one that moves for each that does not.
     """
 
-    before: tuple[tuple[Move, ...], ...]
-    bodies: Mapping[int, tuple[Schedule, ...]] = field(default_factory=dict[int, "tuple[Schedule, ...]"])
+    before: tuple[tuple[Resharding, ...], ...]
+    bodies: Mapping[int, tuple[ReshardingPlan, ...]] = field(default_factory=dict[int, "tuple[ReshardingPlan, ...]"])
     same: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
@@ -115,8 +114,8 @@ class Steps(Protocol):
 
 
 @without_gc()
-def moves(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = True) -> Schedule:
-    """The moves that a layout implies; with `refetch`, weights are gathered again for the backward pass."""
+def resharding_plan(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = True) -> ReshardingPlan:
+    """The reshardings that a layout implies; with `refetch`, weights are gathered again for the backward pass."""
     return _Moving(graph, shared(layout), resharder, refetch).run()
 
 
@@ -138,26 +137,26 @@ class _Moving:
         self.known: dict[tuple[object, ...], tuple[int, ...]] = {}
         self.same: dict[int, int] = {}
 
-    def run(self) -> Schedule:
+    def run(self) -> ReshardingPlan:
         graph, layout, placement_of = self.graph, self.layout, self.home
-        schedule: list[tuple[Move, ...]] = []
-        bodies: dict[int, tuple[Schedule, ...]] = {}
+        before: list[tuple[Resharding, ...]] = []
+        bodies: dict[int, tuple[ReshardingPlan, ...]] = {}
         for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
             if is_free(graph, index):
                 self.free.update(node.outputs)
-                schedule.append(())
+                before.append(())
                 continue
             if placement.bodies:
                 inner = zip(node.subgraphs, placement.bodies, strict=True)
                 bodies[index] = tuple(
-                    moves(body, inside, self.resharder, refetch=self.refetch) for body, inside in inner
+                    resharding_plan(body, inside, self.resharder, refetch=self.refetch) for body, inside in inner
                 )
             operands = [
                 (value, spec)
                 for value, spec in zip(node.inputs, placement.operands, strict=True)
                 if (at := placement_of.get(value, spec)) is not spec and at != spec
             ]
-            schedule.append(self._before(node, operands) if operands else ())
+            before.append(self._before(node, operands) if operands else ())
             for value, spec in zip(node.outputs, placement.results, strict=True):
                 placement_of[value] = spec
             self._recognise(node, placement)
@@ -165,7 +164,7 @@ class _Moving:
                 self.backward.update(node.outputs)
         leaving = zip(graph.outputs, layout.outputs, strict=True)
         brought = (self._bring(value, spec, "forward", None) for value, spec in leaving)
-        return Schedule(before=(*schedule, tuple(m for m in brought if m)), bodies=bodies, same=self.same)
+        return ReshardingPlan(before=(*before, tuple(m for m in brought if m)), bodies=bodies, same=self.same)
 
     def _recognise(self, node: Node, placement: Placement) -> None:
         """Records a node that repeats an earlier one in the same placement, which XLA computes only once.
@@ -178,13 +177,13 @@ class _Moving:
         if first is not node.outputs and makes_the_same(node):
             self.same.update(zip(node.outputs, first, strict=True))
 
-    def _before(self, node: Node, operands: Sequence[tuple[int, ShardingSpec]]) -> tuple[Move, ...]:
-        """The moves that a node waits for."""
+    def _before(self, node: Node, operands: Sequence[tuple[int, ShardingSpec]]) -> tuple[Resharding, ...]:
+        """The reshardings that a node waits for."""
         when = phase(node)
         anchor = next((value for value in node.inputs if value in self.backward), None)
         return tuple(move for value, spec in operands if (move := self._bring(value, spec, when, anchor)))
 
-    def _bring(self, value: int, target: ShardingSpec, when: Phase, anchor: int | None) -> Move | None:
+    def _bring(self, value: int, target: ShardingSpec, when: Phase, anchor: int | None) -> Resharding | None:
         when = "backward" if self.refetch and when == "backward" and value in self.weights else "forward"
         value = self.same.get(value, value)
         if value in self.graph.literals or value in self.free:
@@ -199,17 +198,17 @@ class _Moving:
                 self.reduced.setdefault(value, target)
         steps = self.resharder.steps(self.graph.types[value], source, target)
         late = anchor if when == "backward" and not all(step.is_local for step in steps) else None
-        return Move(value=value, before=source, after=target, steps=steps, phase=when, after_value=late)
+        return Resharding(value=value, before=source, after=target, steps=steps, phase=when, after_value=late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
-    """One occurrence of a move: of a value of `type`, before the node at the source line `where`.
+class Occurrence:
+    """One occurrence of a resharding: of a value of `type`, before the node at the source line `where`.
 
     It is made `trips` times a step, each time with probability `share`, in the node's `phase`.
     """
 
-    move: Move
+    move: Resharding
     type: TensorType
     where: str
     phase: Phase
@@ -217,26 +216,28 @@ class Due:
     share: float = 1.0
 
 
-def due(graph: Graph, schedule: Schedule, *, trips: int = 1, share: float = 1.0, end: str = "output") -> Iterator[Due]:
-    """Every occurrence of a move of a schedule, in loops and branches too; `end` is the place where outputs leave."""
-    for index, moves_before in enumerate(schedule.before):
-        if not moves_before and index not in schedule.bodies:
+def occurrences(
+    graph: Graph, reshardings: ReshardingPlan, *, trips: int = 1, share: float = 1.0, end: str = "output"
+) -> Iterator[Occurrence]:
+    """Every occurrence of a resharding, in loops and branches too; `end` is the place where outputs leave."""
+    for index, moves_before in enumerate(reshardings.before):
+        if not moves_before and index not in reshardings.bodies:
             continue
         node = graph.nodes[index] if index < len(graph.nodes) else None
         where, when = (node.source, phase(node)) if node else (end, "apply")
         for move in moves_before:
-            yield Due(move=move, type=graph.types[move.value], where=where, phase=when, trips=trips, share=share)
-        control = control_of(node, graph) if node and index in schedule.bodies else None
+            yield Occurrence(move=move, type=graph.types[move.value], where=where, phase=when, trips=trips, share=share)
+        control = control_of(node, graph) if node and index in reshardings.bodies else None
         if control:
-            for body, inner in zip(control.bodies, schedule.bodies[index], strict=True):
+            for body, inner in zip(control.bodies, reshardings.bodies[index], strict=True):
                 inside, chance = trips * body.trips, share * body.share
-                yield from due(body.graph, inner, trips=inside, share=chance, end=where)
+                yield from occurrences(body.graph, inner, trips=inside, share=chance, end=where)
 
 
-def collectives(graph: Graph, schedule: Schedule, mesh: Mesh) -> tuple[Collective, ...]:
-    """Every collective of the schedule, equal ones of one source line counted together, as often as loops run them."""
+def collectives(graph: Graph, reshardings: ReshardingPlan, mesh: Mesh) -> tuple[Collective, ...]:
+    """Every collective of the reshardings, equal ones of one source line counted together, loops included."""
     counted: dict[tuple[Kind, tuple[str, ...], str, int, str], int] = {}
-    for occurrence in due(graph, schedule):
+    for occurrence in occurrences(graph, reshardings):
         spec = occurrence.move.before
         for step in occurrence.move.steps:
             spec = step.apply(spec)

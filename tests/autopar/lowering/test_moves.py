@@ -16,7 +16,7 @@ from autopar.lowering.lower import Program
 from benchmarks.partitioner import constrain
 from benchmarks.placements import by_collectives, changes, compiled, mesh_of, planned, sent, stacked_shape
 from passes.ir import TensorType
-from passes.placement import Move, Placement, is_free
+from passes.placement import Placement, Resharding, is_free
 from passes.plan import Operator, Plan, Solution
 from passes.planners import Auto, Megatron, Planner, PlanOptions, Zero
 from passes.rules import rule_of
@@ -55,7 +55,7 @@ def test_maxima() -> None:
     assert_moved(MAXIMA[:: 2 * BATCHES])
 
 
-def assert_moved(moves: tuple[Move, ...]) -> None:
+def assert_moved(moves: tuple[Resharding, ...]) -> None:
     """Compiles changes into one program, compares what it sends with the plan, runs it and compares values."""
     program = compiled(by_collectives, moves, MESH, TYPE)
     for move, found in zip(moves, sent(program, moves, MESH), strict=True):

@@ -22,7 +22,7 @@ from passes.intra_op.roles import roles
 from passes.intra_op.strategy_space import subsets
 from passes.ir import Graph, Node, TensorType
 from passes.ir.control import Wire
-from passes.placement import Layout, Placement, group, moves
+from passes.placement import Layout, Placement, group, resharding_plan
 from passes.sharding import Resharder, parse_spec, replicated
 from passes.solver import SolverOptions, solve
 
@@ -141,7 +141,7 @@ def test_state_that_the_update_alone_reads_may_rest_elsewhere() -> None:
 
 def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> None:
     layout = whole()
-    ((at, body),) = busiest(GRAPH, GROUPING, MESH, layout, moves(GRAPH, layout, RESHARDER))
+    ((at, body),) = busiest(GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER))
     assert body == -1
     assert at in (2, 3, 4)  # the product is read for the last time at 2; the update's values leave at 3 and 4
 

@@ -9,9 +9,9 @@ import pytest
 
 import passes.memory
 from passes.ir import Node, TensorType
-from passes.memory.lowering_rules import NARROW, OPCODES, opcode, spell
+from passes.memory.lowering_rules import NARROW, OPCODES, opcode, to_xla
 from passes.memory.operations import Operations
-from passes.memory.widening import spell_widened
+from passes.memory.widening import to_xla_widened
 from passes.rules import known_primitives
 
 ROOM = Path(passes.memory.__file__).parent
@@ -54,7 +54,7 @@ def test_primitives_are_named_in_one_module(path: Path) -> None:
 def test_a_primitive_becomes_what_xla_calls_it(primitive: str, kind: str, name: str) -> None:
     operations = Operations()
     given = [operations.add("input", (), WIDE.shape, WIDE.dtype, i) for i in range(2 if kind == "elementwise" else 1)]
-    (made,) = spell(operations, node(primitive), given, [WIDE])
+    (made,) = to_xla(operations, node(primitive), given, [WIDE])
     assert (operations[made].kind, operations[made].name) == (kind, name)
     assert operations[made].operands == tuple(given)
 
@@ -66,7 +66,7 @@ def test_what_only_looks_at_an_array_otherwise_stays_narrow() -> None:
         operations = Operations()
         given = operations.add("input", (), half.shape, half.dtype, 0)
         shape = (4, 8) if primitive == "reshape" else half.shape
-        spell_widened(operations, node(primitive), [given], [TensorType(shape=shape, dtype=half.dtype)], widened)
+        to_xla_widened(operations, node(primitive), [given], [TensorType(shape=shape, dtype=half.dtype)], widened)
         made = [held.dtype for held in operations.every]
         assert made == (["bfloat16"] * 2 if primitive == "reshape" else dtypes)
 
@@ -77,13 +77,13 @@ def test_powers_are_squares_of_squares_each_rounded(exponent: int, multiplied: i
     operations = Operations()
     half = TensorType(shape=WIDE.shape, dtype="bfloat16")
     given, widened = operations.add("input", (), half.shape, half.dtype, 0), {"bfloat16": "float32"}
-    (made,) = spell_widened(operations, node("integer_pow", y=exponent), [given], [half], widened)
+    (made,) = to_xla_widened(operations, node("integer_pow", y=exponent), [given], [half], widened)
     assert sum(held.name == "multiply" for held in operations.every) == multiplied
     assert operations[made].dtype == half.dtype
     rounded = sum(held.dtype == half.dtype and held.kind == "expensive" for held in operations.every)
     assert rounded == multiplied + (exponent < 0)
     known = len(operations.every)
-    spell_widened(operations, node("integer_pow", y=2), [given], [half], widened)
+    to_xla_widened(operations, node("integer_pow", y=2), [given], [half], widened)
     assert len(operations.every) == known
 
 
@@ -91,7 +91,7 @@ def test_all_that_is_sorted_together_is_there_first() -> None:
     operations = Operations()
     given = [operations.add("input", (), WIDE.shape, dtype, dtype) for dtype in ("float32", "int32")]
     types = [TensorType(shape=WIDE.shape, dtype=dtype) for dtype in ("float32", "int32")]
-    spell(operations, node("sort"), given, types)
+    to_xla(operations, node("sort"), given, types)
     rooms = [held for held in operations.every if held.kind == "update"]
     assert [held.operands for held in rooms] == [tuple(given), tuple(given[::-1])]
 
@@ -99,7 +99,7 @@ def test_all_that_is_sorted_together_is_there_first() -> None:
 def test_bits_under_another_dtype_are_read_where_they_are_needed() -> None:
     operations = Operations()
     given = operations.add("input", (), WIDE.shape, "uint32", 0)
-    (same,) = spell(operations, node("bitcast_convert_type"), [given], [WIDE])
+    (same,) = to_xla(operations, node("bitcast_convert_type"), [given], [WIDE])
     assert operations[same].kind == "elementwise"
-    (split,) = spell(operations, node("bitcast_convert_type"), [given], [TensorType(shape=(8, 4, 2), dtype="uint16")])
+    (split,) = to_xla(operations, node("bitcast_convert_type"), [given], [TensorType(shape=(8, 4, 2), dtype="uint16")])
     assert operations[split].kind == "opaque"

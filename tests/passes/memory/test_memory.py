@@ -14,7 +14,7 @@ from passes.memory.accounting import gradient_nbytes
 from passes.memory.all_reduces import combined
 from passes.memory.holders import CAUSES
 from passes.memory.operations import Operation
-from passes.placement import Layout, Placement, group, moves, shared
+from passes.placement import Layout, Placement, group, resharding_plan, shared
 from passes.sharding import Resharder, ShardingSpec, replicated
 
 LINK = Link(alpha_seconds=5e-6, bytes_per_second=150e9)
@@ -95,7 +95,7 @@ def needed(
     graph: Graph, state_pairs: tuple[tuple[int, int], ...] = (), *, donated: bool = True, layout: Layout | None = None
 ) -> Memory:
     layout = layout or whole(graph)
-    schedule = moves(graph, layout, Resharder(MESH))
+    schedule = resharding_plan(graph, layout, Resharder(MESH))
     given = (graph, group(graph), MESH, layout, schedule, state_pairs, (donated,) * len(graph.inputs))
     memory = peak(*given)
     assert memory.peak_nbytes == max(memory.over_time) == sum(memory.nbytes.values())
@@ -284,7 +284,7 @@ def test_a_model_of_another_compiler_says_what_comes_and_goes():
     program = Program(2)
     graph = program.graph(program.dot(0, 1))
     layout = whole(graph)
-    schedule = moves(graph, layout, Resharder(MESH))
+    schedule = resharding_plan(graph, layout, Resharder(MESH))
 
     def frugal(*given: object) -> Temporaries:
         assert given == (graph, grouping, MESH, layout, schedule, {})

@@ -13,7 +13,7 @@ import pytest
 from passes.ir import Node, TensorType
 from passes.memory.operations import BY_COLUMNS, Operations
 from passes.memory.products import contraction
-from passes.memory.widening import round_to, spell_widened
+from passes.memory.widening import round_to, to_xla_widened
 
 SHAPES = [(), (1,), (4,), (3, 4), (3, 1), (2, 3, 4), (4, 3), (12,), (2, 1, 4)]
 APPLY: dict[str, Any] = {
@@ -202,7 +202,7 @@ def test_what_is_scattered_onto_zeros_and_added_is_scattered_onto_the_sum_unless
     made = operations.add("update", (zeros, rows), wide.shape, wide.dtype, ("scatter-add", 0))
     rounded = round_to(operations, made, dtype)
     conversion = Node(primitive="convert_element_type", inputs=(), outputs=())
-    (again,) = spell_widened(operations, conversion, [rounded], [wide], {"bfloat16": "float32"})
+    (again,) = to_xla_widened(operations, conversion, [rounded], [wide], {"bfloat16": "float32"})
     assert again == made
     summed = operations[operations.elementwise("add", (total, made), wide)]
     assert summed.kind == ("update" if dtype == "float32" else "elementwise")

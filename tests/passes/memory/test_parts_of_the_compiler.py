@@ -5,11 +5,11 @@ import math
 import pytest
 
 from passes.ir import Node, TensorType
-from passes.memory.collectives import taken
+from passes.memory.collectives import stepped
 from passes.memory.operations import Operations
 from passes.memory.products import contraction
 from passes.memory.xla_cpu import temporaries
-from passes.placement import moves
+from passes.placement import resharding_plan
 from passes.sharding import Step
 from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARDER, whole
 
@@ -29,7 +29,7 @@ from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARD
 def test_a_step_leaves_its_local_shape_and_sends_the_cut_dimension_first(step: Step, after: tuple[int, ...]) -> None:
     operations = Operations()
     given = operations.add("input", (), (4, 6), "float32", 0)
-    made = taken(operations, given, step, after, "add")
+    made = stepped(operations, given, step, after, "add")
     assert operations[made].shape == after
     sent = [held for held in operations.every if held.kind == "collective"]
     assert len(sent) == (step.kind != "slice")
@@ -64,7 +64,7 @@ def test_a_product_is_one_kernel_of_as_many_elements(
 
 def test_a_step_holds_the_product_that_its_gradient_reads() -> None:
     layout = whole()
-    memory = temporaries(GRAPH, GROUPING, MESH, layout, moves(GRAPH, layout, RESHARDER), {0: 0})
+    memory = temporaries(GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0})
     product = GRAPH.types[3].nbytes
     assert sum(holder.nbytes for holder in memory.holders) == max(memory.over_time)
     assert max(memory.over_time) >= product

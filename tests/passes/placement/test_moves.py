@@ -10,7 +10,7 @@ import pytest
 
 from passes.cluster import Mesh, parse_cluster
 from passes.ir import Graph, Node, TensorType, phase
-from passes.placement import Layout, Placement, collectives, due, is_free, moves, shared
+from passes.placement import Layout, Placement, collectives, is_free, occurrences, resharding_plan, shared
 from passes.sharding import Resharder, ShardingSpec, replicated
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 4), cluster=parse_cluster("2x4:a100-80g"))
@@ -72,7 +72,7 @@ def brought_again(graph: Graph) -> set[int]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_everything_is_brought_where_it_is_wanted_once(seed: int, refetch: bool) -> None:
     graph, layout = drawn(seed)
-    schedule = moves(graph, layout, RESHARDER, refetch=refetch)
+    schedule = resharding_plan(graph, layout, RESHARDER, refetch=refetch)
     assert len(schedule.before) == len(graph.nodes) + 1
     home = dict(zip(graph.inputs, layout.inputs, strict=True)) | {v: replicated(2) for v in graph.constants}
     anywhere = set(graph.literals) | {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}
@@ -127,13 +127,13 @@ def test_sharing_equal_objects_changes_nothing(seed: int) -> None:
     assert one == layout
     specs = [s for p in one.placements for s in (*p.operands, *p.results)] + [*one.inputs, *one.outputs]
     assert len({id(spec) for spec in specs}) == len(set(specs))
-    assert moves(graph, one, RESHARDER) == moves(graph, layout, RESHARDER)
+    assert resharding_plan(graph, one, RESHARDER) == resharding_plan(graph, layout, RESHARDER)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_collectives_are_those_of_the_steps(seed: int) -> None:
     graph, layout = drawn(seed)
-    schedule = moves(graph, layout, RESHARDER)
+    schedule = resharding_plan(graph, layout, RESHARDER)
     wanted: Counter[tuple[str, tuple[str, ...], int]] = Counter()
     for move in (move for before in schedule.before for move in before):
         spec = move.before
@@ -171,11 +171,11 @@ def looped(primitive: str, trips: int) -> tuple[Graph, Layout]:
 
 def test_what_a_loop_brings_is_brought_in_every_iteration() -> None:
     graph, layout = looped("scan", 5)
-    schedule = moves(graph, layout, RESHARDER)
+    schedule = resharding_plan(graph, layout, RESHARDER)
     assert [len(before) for before in schedule.before] == [0, 0]
     (inner,) = schedule.bodies[0]
     assert [len(before) for before in inner.before] == [1, 1]
-    told = list(due(graph, schedule))
+    told = list(occurrences(graph, schedule))
     assert [(one.trips, one.share, one.where) for one in told] == [(5, 1.0, "body.py:1"), (5, 1.0, "step.py:2")]
     (there, back) = collectives(graph, schedule, MESH)
     assert (there.kind, there.count, there.where) == ("all_to_all", 5, "body.py:1")
@@ -185,7 +185,7 @@ def test_what_a_loop_brings_is_brought_in_every_iteration() -> None:
 
 def test_a_branch_is_taken_with_its_share() -> None:
     graph, layout = looped("cond", 4)
-    told = list(due(graph, moves(graph, layout, RESHARDER), trips=3))
+    told = list(occurrences(graph, resharding_plan(graph, layout, RESHARDER), trips=3))
     assert len(told) == 2 * 4
     assert {(one.trips, one.share) for one in told} == {(3, 0.25)}
 
@@ -202,7 +202,7 @@ def test_a_sum_is_reduced_once_for_all_that_read_it() -> None:
         Placement(operands=(OTHER,), results=(OTHER,)),
     )
     layout = Layout(inputs=(CUT,), placements=(first, second, third), outputs=(CUT, OTHER))
-    found = [move for before in moves(graph, layout, RESHARDER).before for move in before]
+    found = [move for before in resharding_plan(graph, layout, RESHARDER).before for move in before]
     assert [(m.value, m.before, m.after) for m in found] == [(1, PARTIAL, CUT), (1, CUT, OTHER)]
     kinds = [step.kind for move in found for step in move.steps]
     assert sum(kind in ("all_reduce", "reduce_scatter") for kind in kinds) == 1
