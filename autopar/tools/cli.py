@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,50 +18,32 @@ from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.tools import fit, fit_text, targets
+from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.measurement import measure
 from autopar.tools.plot import blank, plot_memory
 from autopar.tools.progress_bar import shown
 from autopar.tools.targets import TARGET, UsageError
-from passes.cluster import Cluster, known, parse_cluster
-from passes.errors import PlanningError, explain
+from passes.cluster import Cluster, parse_cluster
+from passes.errors import PlanningError
 from passes.plan import PipelinePlan, Plan, differences, load_plan
 from passes.plan import json as plan_json
-from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Planner, Zero
+from passes.planners import Auto
 from passes.text import Column, Table, quantities
 
 DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses; 130 is what shells give a program that Ctrl-C ends."""
-
-_PLANNERS = """\
-planners:
-  auto                  the cheapest placements that the solver finds (default)
-  stages                the same, in stages of a pipeline where that is cheaper
-  dp                    data parallel: the batch over all devices
-  zero3                 ZeRO stage 3: cuts parameters and optimizer state too;
-                        zero1 and zero2 cut the optimizer state alone
-  megatron:DATAxTENSOR  the batch over DATA devices, weights over TENSOR
-  pipeline:STAGESxN     STAGES on submeshes, N microbatches one forward, one
-                        backward (1F1B); gpipe:STAGESxN all forwards first
-  manual:PATH           the saved plan in PATH, checked against the function"""
 
 _PLAN_HELP = f"""\
 Plan a train step for a cluster that need not be here, and show the plan.
 
 {TARGET}"""
 
-_CLUSTERS = f"""\
-clusters:
-  8:h100                one host of 8 devices
-  2x8:a100-80g          two hosts of 8
-  PATH                  a JSON file
-  kinds: {textwrap.fill(", ".join(known()), 70, subsequent_indent=" " * 9)}"""
-
 _PLAN_MORE = f"""\
-{_CLUSTERS}
+{CLUSTERS}
 
-{_PLANNERS}
+{PLANNERS}
 
 example:
   autopar plan train:example --cluster 2x8:a100-80g --out plan.json
@@ -101,7 +82,7 @@ a function `presets`, that returns {{name: example}}, smallest first, where an
 example is what FUNCTION returns, or a function that returns it."""
 
 _FIT_MORE = f"""\
-{_CLUSTERS}
+{CLUSTERS}
 
 example:
   autopar fit train:example --cluster 8:a100-80g --memory-limit "40 GiB"
@@ -238,7 +219,7 @@ def cluster_table(cluster: Cluster) -> Table:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    planner = _planner(arguments.planner)
+    planner = planner_of(arguments.planner)
     jax.config.update("jax_platforms", "cpu")
     step, args, kwargs = targets.example(arguments.target)
     with shown(Console(stderr=True, quiet=arguments.json)) as report:
@@ -246,7 +227,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "cluster": arguments.cluster,
             "planner": planner,
             "microbatches": arguments.microbatches,
-            "memory_limit": _limit(arguments.memory_limit),
+            "memory_limit": limit_of(arguments.memory_limit),
             "cache": False if arguments.no_cache else plans_folder(),
             "progress": report,
         }
@@ -282,7 +263,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         blank(arguments.plot)  # what is wrong with it is better known before than after all the planning
     jax.config.update("jax_platforms", "cpu")
     cluster = parse_cluster(arguments.cluster)
-    limit = Auto(memory_limit=_limit(arguments.memory_limit)).limit(cluster)
+    limit = Auto(memory_limit=limit_of(arguments.memory_limit)).limit(cluster)
     setting = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or None)
     rows: list[fit.Row] = []
     largest: list[Largest] = []
@@ -307,15 +288,6 @@ def _fit(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if note else DONE if any(row.fits for row in rows) else DIFFERENT
 
 
-def _limit(written: str | None) -> int | None:
-    """The bytes that `--memory-limit` names. Raises UsageError for what is no size."""
-    nbytes = quantities.parse_nbytes(written) if written else None
-    if written is not None and not nbytes:
-        rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
-        raise UsageError(explain(f"--memory-limit {written!r}", rule, "", "leave it out for the device's own memory"))
-    return None if nbytes is None else int(nbytes)
-
-
 def _save_trace(plan: Plan | PipelinePlan, path: Path) -> None:
     """Writes a pipeline's predicted timeline as a Chrome trace. Raises UsageError where there is none."""
     if not isinstance(plan, PipelinePlan):
@@ -330,32 +302,6 @@ def _diff(arguments: argparse.Namespace) -> int:
     difference = differences(load_plan(arguments.before), load_plan(arguments.after))
     _print(json.dumps(difference.to_json(), indent=2) if arguments.json else difference.tables() or str(difference))
     return DONE if difference.is_empty else DIFFERENT
-
-
-def _planner(written: str) -> Planner:
-    """The planner that `--planner` names. Raises UsageError for a name that is none."""
-    name, _, option = written.partition(":")
-    match name, option:
-        case "auto", "":
-            return Auto(interruptible=True)
-        case "stages", "":
-            return Auto(pipeline=True, interruptible=True)
-        case "dp", "":
-            return DataParallel()
-        case "zero1" | "zero2" | "zero3", "":
-            return Zero(int(name[-1]))
-        case "megatron", sizes:
-            data, _, tensor = sizes.partition("x")
-            if data.isdecimal() and tensor.isdecimal():
-                return Megatron(data=int(data), tensor=int(tensor))
-        case "pipeline" | "gpipe", sizes:
-            stages, _, microbatches = sizes.partition("x")
-            if stages.isdecimal() and microbatches.isdecimal():
-                schedule = "gpipe" if name == "gpipe" else "1f1b"
-                return Pipeline(stages=int(stages), microbatches=int(microbatches), schedule=schedule)
-        case "manual", path if path:
-            return Manual(path)
-    raise UsageError(f"--planner {written!r} is not a planner\n{_PLANNERS}")
 
 
 def _print(output: str | Sequence[Table]) -> None:

@@ -1,0 +1,82 @@
+"""Options of the command line as values: planners, sizes, numbers; what is none says what to write."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from autopar.tools.targets import UsageError
+from passes.cluster import known
+from passes.errors import explain
+from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Planner, Zero
+from passes.text import quantities
+
+PLANNERS = """\
+planners:
+  auto                  the cheapest placements that the solver finds (default)
+  stages                the same, in stages of a pipeline where that is cheaper
+  dp                    data parallel: the batch over all devices
+  zero3                 ZeRO stage 3: cuts parameters and optimizer state too;
+                        zero1 and zero2 cut the optimizer state alone
+  megatron:DATAxTENSOR  the batch over DATA devices, weights over TENSOR
+  pipeline:STAGESxN     STAGES on submeshes, N microbatches one forward, one
+                        backward (1F1B); gpipe:STAGESxN all forwards first
+  manual:PATH           the saved plan in PATH, checked against the function"""
+
+CLUSTERS = f"""\
+clusters:
+  8:h100                one host of 8 devices
+  2x8:a100-80g          two hosts of 8
+  PATH                  a JSON file
+  kinds: {textwrap.fill(", ".join(known()), 70, subsequent_indent=" " * 9)}"""
+
+
+def planner_of(written: str) -> Planner:
+    """The planner that `--planner` names. Raises UsageError for a name that is none."""
+    name, _, option = written.partition(":")
+    match name, option:
+        case "auto", "":
+            return Auto(interruptible=True)
+        case "stages", "":
+            return Auto(pipeline=True, interruptible=True)
+        case "dp", "":
+            return DataParallel()
+        case "zero1" | "zero2" | "zero3", "":
+            return Zero(int(name[-1]))
+        case "megatron", sizes:
+            data, _, tensor = sizes.partition("x")
+            if data.isdecimal() and tensor.isdecimal():
+                return Megatron(data=int(data), tensor=int(tensor))
+        case "pipeline" | "gpipe", sizes:
+            stages, _, microbatches = sizes.partition("x")
+            if stages.isdecimal() and microbatches.isdecimal():
+                schedule = "gpipe" if name == "gpipe" else "1f1b"
+                return Pipeline(stages=int(stages), microbatches=int(microbatches), schedule=schedule)
+        case "manual", path if path:
+            return Manual(path)
+    raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}")
+
+
+def limit_of(written: str | None) -> int | None:
+    """The bytes that `--memory-limit` names. Raises UsageError for what is no size."""
+    nbytes = quantities.parse_nbytes(written) if written else None
+    if written is not None and not nbytes:
+        rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
+        raise UsageError(explain(f"--memory-limit {written!r}", rule, "", "leave it out for the device's own memory"))
+    return None if nbytes is None else int(nbytes)
+
+
+def numbers_of(option: str, written: str | None, *, whole: bool) -> tuple[float, ...]:
+    """The numbers above 0 that an option lists with commas, none where it is left out. Raises UsageError for others."""
+    if written is None:
+        return ()
+    kind = "whole numbers from 1" if whole else "numbers above 0"
+    remedy = f"write, say, {option} {'8,16,64' if whole else '0.5,1,2'}"
+    try:
+        numbers: Sequence[float] = [float(part) for part in written.split(",")]
+    except ValueError:
+        raise UsageError(explain(f"{option} {written!r}", f"these are not {kind}", "", remedy)) from None
+    if any(not 0 < number < math.inf or (whole and number % 1) for number in numbers):
+        raise UsageError(explain(f"{option} {written!r}", f"these are not all {kind}", "", remedy))
+    return tuple(dict.fromkeys(int(number) if whole else number for number in numbers))
