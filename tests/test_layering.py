@@ -37,12 +37,13 @@ MOST_NAMES = 20
 # What could be published alone: all that it may import of passes.
 ALONE = {
     "passes.solver": ("passes.solver", "passes.errors", "passes.gc_pause"),
-    "passes.inter_op": ("passes.inter_op", "passes.errors", "passes.text", "passes.cluster"),
+    "passes.inter_op": ("passes.inter_op", "passes.errors", "passes.progress", "passes.text", "passes.cluster"),
 }
 LIBRARIES = {"highspy", "numpy", "pulp", "scipy"}
 CLOSED_WORLD = sys.stdlib_module_names | LIBRARIES | {"passes"}
 BARRED = {"autopar": {"benchmarks", "models", "tests"}, "models": {"autopar", "passes"}}
 TALKERS = {"autopar.tools.cli"}
+INTERRUPTED, INTERRUPTION = "passes.progress", "KeyboardInterrupt"
 
 Sources = Mapping[str, str]
 Check = Callable[[Sources], list[str]]
@@ -221,6 +222,27 @@ def ambient_state(sources: Sources) -> list[str]:
     ]
 
 
+def handling_interruptions(sources: Sources) -> list[str]:
+    """Complaints about planning modules that catch or raise Ctrl-C themselves."""
+    return [
+        f"{module}:{line} names {INTERRUPTION}; {INTERRUPTED} does that for every search: use its SearchContext"
+        for module, source in sources.items()
+        if is_within(module, "passes") and module != INTERRUPTED
+        for line, name in names_read(source)
+        if name == INTERRUPTION
+    ]
+
+
+def names_read(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every plain name."""
+    for node in ast.walk(tree(source)):
+        match node:
+            case ast.Name(id=name):
+                yield node.lineno, name
+            case _:
+                pass
+
+
 def loaded_after_importing(modules: list[str]) -> set[str]:
     """The top-level modules of a fresh interpreter that has imported `modules`."""
     script = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint(*sys.modules)"
@@ -270,6 +292,12 @@ CAUGHT: list[tuple[Check, Sources, str]] = [
     (ambient_state, {"passes.ir.a": "import os\nos.environ['A']"}, "passes.ir.a:2 uses os.environ"),
     (ambient_state, {"autopar.api": "from os import environ"}, "autopar.api:1 uses os.environ"),
     (ambient_state, {"autopar.api": "print('hello')"}, "autopar.api:1 uses print("),
+    (
+        handling_interruptions,
+        {"passes.ir.a": "try:\n    f()\nexcept KeyboardInterrupt:\n    g()"},
+        "passes.ir.a:3 names KeyboardInterrupt",
+    ),
+    (handling_interruptions, {"passes.ir.a": "raise KeyboardInterrupt"}, "passes.ir.a:1 names KeyboardInterrupt"),
 ]
 CHECKS = list(dict.fromkeys(check for check, _, _ in CAUGHT))
 

@@ -12,7 +12,7 @@ from autopar.tools.fit import PLANNERS, Example, Planned, Room, Row, Said, batch
 from passes.errors import PlanningError
 from passes.intra_op import MOST_OPERATORS, VariantSearch
 from passes.plan import Plan
-from passes.progress import Deadline, Progress
+from passes.progress import Deadline, Progress, SearchContext
 
 MOST_PLANS = 8
 """Plans of one planner in search of its largest batch or preset, where no seconds are given: most need 4 to 7."""
@@ -55,9 +55,10 @@ def _tried(step: TracedStep, room: Room, said: Said) -> Plan:
         step=step,
         limit=room.limit_nbytes,
         most=MOST_OPERATORS // MOST_PLANS,
-        end=end,
-        search=lambda one, offload, beneath, told: room.auto._search(one, room.cluster, told, offload, beneath),
-        report=report,
+        search=lambda variant, offload, most_nbytes, part: room.auto._search(
+            variant, room.cluster, part, offload, most_nbytes
+        ),
+        context=SearchContext(report=report, deadline=end),
     ).run()
 
 
@@ -87,7 +88,7 @@ def largest(
     known = {row.name: row for row in rows}
     for turn, (name, what) in enumerate(turns):
         left = sum(_SHARES.get(other, 1) for other, _ in turns[turn:])
-        until = Deadline(None if end.left is None else end.left * _SHARES.get(name, 1) / left)
+        until = Deadline(None if end.seconds_left is None else end.seconds_left * _SHARES.get(name, 1) / left)
         if what == "preset":
             yield _largest_preset(name, presets, room, until, said)
             continue
@@ -146,7 +147,7 @@ def _largest_preset(
 
 def _stretched(name: str, make: Callable[[], TracedStep], room: Room, end: Deadline, said: Said) -> Row:
     """A row for a step of another size. Raises PlanningError where the user's function takes no such size."""
-    left = replace(room, seconds=end.left)
+    left = replace(room, seconds=end.seconds_left)
     try:
         step = make()
     except PlanningError:
@@ -182,7 +183,7 @@ def reach(
     rows: dict[int, Row] = {}
     at, steps = start, 0
     while high is None or high - low > 1:
-        if rows and (end.is_over() or (end.left is None and len(rows) >= plans)):
+        if rows and (end.is_over() or (end.seconds_left is None and len(rows) >= plans)):
             return Reached(number=low, row=rows.get(low))
         try:
             rows[at] = planned(at)

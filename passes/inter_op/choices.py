@@ -100,10 +100,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """The stages in order, their schedule, and the simulated step; no partition takes less than `bound` seconds.
-
-    Where the search was `interrupted`, others were not looked at.
-    """
+    """The stages in order, their schedule, and the simulated step; no partition takes less than `bound` seconds."""
 
     stages: tuple[StageChoice, ...]
     schedule: str
@@ -111,7 +108,6 @@ class Partition:
     timeline: Timeline
     bound: float
     statistics: Statistics
-    interrupted: bool = False
 
     @property
     def seconds(self) -> float:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise, product, starmap
 
@@ -41,6 +41,7 @@ from passes.inter_op.costs import Costs, Entry, Floats, Problem, boundaries, ent
 from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
 from passes.inter_op.schedule_table import build, is_chunked
 from passes.inter_op.search import CLOSE, Incumbent, branch_and_bound, search_by_period, search_single_stages
+from passes.progress import SearchContext
 from passes.text import count, quantities
 
 LowerBoundOf = Callable[[int, int, Submesh, int], LowerBound]
@@ -90,25 +91,26 @@ def partition(
     idle: bool = True,
     epsilon: float = 0.02,
     proof: int = 2000,
-    cutoff: float = math.inf,
     lower_bound: LowerBoundOf | None = None,
     prefetch: Prefetch | None = None,
-    interruptible: bool = False,
+    context: SearchContext | None = None,
 ) -> Partition | None:
-    """The stages, schedule and number of microbatches with the shortest simulated step; None if none is below `cutoff`.
+    """The stages, schedule and number of microbatches with the shortest simulated step, if that is below the cutoff.
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
     the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most partial
     partitions that the last part of the search extends. `lower_bound` bounds the cost of any candidate; without it
-    every entry is requested. `prefetch` is called with the entries that are requested next. If `interruptible`, Ctrl-C
-    ends the search as soon as there is a partition. Schedules with several stages on a device group are not searched.
-    Raises PlanningError for numbers that make no sense, and where no partition fits in memory.
+    every entry is requested. `prefetch` is called with the entries that are requested next. The `context` has the
+    cutoff, and says whether Ctrl-C ends the search as soon as there is a partition. Schedules with several stages on a
+    device group are not searched. Raises PlanningError for numbers that make no sense, and where no partition fits in
+    memory.
     """
+    context = context or SearchContext()
     numbers = _check(n_layers, n_stages, microbatches, schedules)
     places = place(whole, choices, idle)
     numbers = tuple(p for p in numbers if p <= places.n_slots)
     splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
-    incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, seconds=cutoff)
+    incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, seconds=context.cutoff)
     hops = {m: boundaries(n_layers, places, table, m) for m in dict.fromkeys(microbatches)}
     requests = _Requests(
         places=places,
@@ -127,14 +129,14 @@ def partition(
         return with_bounds(places, costs, m, tuple(name for name in splits if splits[name] == split), numbers)
 
     kinds = tuple(product(hops, dict.fromkeys(splits.values())))
-    problems, interrupted = _searched(requests, partial(starmap, pose, kinds), incumbent, epsilon, interruptible)
+    problems = _searched(requests, partial(starmap, pose, kinds), incumbent, epsilon, context)
     incumbent.asked = sum(map(len, requests.known.values()))
-    bound = 0.0 if interrupted else branch_and_bound(problems, incumbent, proof)
-    if incumbent.best is None and math.isfinite(cutoff):
+    bound = 0.0 if context.is_interrupted else branch_and_bound(problems, incumbent, proof)
+    if incumbent.best is None and math.isfinite(context.cutoff):
         return None
     if incumbent.best is None:
         raise _unfit(problems, places, memory_limit)
-    return replace(incumbent.answer(bound), interrupted=interrupted)
+    return incumbent.answer(bound)
 
 
 def _searched(
@@ -142,22 +144,20 @@ def _searched(
     posed: Callable[[], Iterable[Problem]],
     incumbent: Incumbent,
     epsilon: float,
-    interruptible: bool,
-) -> tuple[list[Problem], bool]:
-    """The problems once no further entries are needed, and whether Ctrl-C ended the search before."""
+    context: SearchContext,
+) -> list[Problem]:
+    """The problems once no further entries are needed, or once the search was interrupted with a partition found."""
     problems: list[Problem] = []
-    try:
+    with context.ending_early():
         while requests.ask(incumbent.seconds):
             problems = sorted(posed(), key=lambda problem: problem.least_seconds)
             for problem in problems:
                 search_single_stages(problem, incumbent)
             for problem in problems:
                 search_by_period(problem, incumbent, epsilon)
-    except KeyboardInterrupt:
-        if not interruptible or incumbent.best is None:
-            raise
-        return problems, True
-    return problems, False
+    if incumbent.best is None:
+        context.raise_if_interrupted()
+    return problems
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from passes.intra_op.mesh_problems import MeshProblems, Restriction, Solved
 from passes.intra_op.meshes import allowed
 from passes.ir import Graph, StatePairs
 from passes.plan import INTERRUPTED, Plan
-from passes.progress import Deadline, Progress, Report, silent
+from passes.progress import Progress, SearchContext
 from passes.sharding import Resharder
 from passes.solver import Answer, Search, SolverOptions
 
@@ -45,7 +45,6 @@ def best(
     options: SolverOptions,
     restrict: Restriction | None = None,
     refetch: bool = False,
-    report: Report = silent,
     resharders: dict[Mesh, Resharder] | None = None,
 ) -> Plan:
     """The cheapest plan over the meshes, whatever memory it needs; `resharders` hold what is known of meshes."""
@@ -56,7 +55,7 @@ def best(
         restrict=restrict,
         resharders={} if resharders is None else resharders,
     )
-    search = MeshSearch(name=name, problems=problems, options=options, refetch=refetch, report=report)
+    search = MeshSearch(name=name, problems=problems, options=options, refetch=refetch)
     search.over(meshes)
     return search.cheapest
 
@@ -65,13 +64,13 @@ def best(
 class MeshSearch:
     """A program with the sharding problems that were solved of it, cheapest first.
 
-    If only plans `beneath` so many bytes are wanted, meshes without any are left out as soon as that is seen, and
+    If only plans of at most `most_nbytes` are wanted, meshes without any are left out as soon as that is seen, and
     others are solved roughly: what fits is brought nearer to the optimum at the end.
 
     No plan is worse than those by hand that `textbook` knows of: they are looked at where a gap is left, or a limit
     binds.
 
-    If `interruptible`, Ctrl-C ends the search as soon as there is an answer, and it is `interrupted`.
+    An interruption that the `context` allows ends the search as soon as there is an answer.
     """
 
     name: str
@@ -79,10 +78,8 @@ class MeshSearch:
     options: SolverOptions
     textbook: Textbook = lambda mesh: ()
     refetch: bool = False
-    beneath: float = math.inf
-    report: Report = silent
-    interruptible: bool = False
-    interrupted: bool = field(default=False, init=False)
+    most_nbytes: float = math.inf
+    context: SearchContext = field(default_factory=SearchContext)
     solved: list[Solved] = field(default_factory=list[Solved])
     hopeless: list[Solved] = field(default_factory=list[Solved])
     by_hand: ByHand = field(init=False)
@@ -91,22 +88,19 @@ class MeshSearch:
         self.by_hand = ByHand(textbook=self.textbook, options=self.options)
 
     def over(self, meshes: Sequence[Mesh]) -> None:
-        """Solves the program on each mesh, whatever memory that needs; not where none keeps `beneath`."""
+        """Solves the program on each mesh, whatever memory that needs; not where none keeps `most_nbytes`."""
         illegal: list[NoLegalPlanError] = []
         tried = allowed(self.problems.graph, meshes)
-        for number, mesh in enumerate(tried):
-            try:
-                self.solved.append(self._tabulated(mesh, number, len(tried)))
-            except NoLegalPlanError as error:
-                illegal.append(error)
-            except InfeasibleRowError:
-                continue
-            except KeyboardInterrupt:
-                if not self.interruptible or not self.solved:
-                    raise
-                self.interrupted = True
-                break
+        with self.context.ending_early():
+            for number, mesh in enumerate(tried):
+                try:
+                    self.solved.append(self._tabulated(mesh, number, len(tried)))
+                except NoLegalPlanError as error:
+                    illegal.append(error)
+                except InfeasibleRowError:
+                    continue
         if not self.solved:
+            self.context.raise_if_interrupted()
             raise illegal[-1]
         self._close(self.solved)
         self.solved.sort(key=lambda one: one.answer.objective)
@@ -115,17 +109,12 @@ class MeshSearch:
         """Closes the gaps that relaxations left, on meshes that may yet have the cheapest plan."""
         for place in sorted(range(len(solved)), key=lambda place: solved[place].answer.bound):
             one, least = solved[place], min(other.answer.objective for other in solved)
-            if one.answer.status == "optimal" or one.answer.bound >= least or self.interrupted:
+            if one.answer.status == "optimal" or one.answer.bound >= least or self.context.is_interrupted:
                 continue
-            try:
+            with self.context.ending_early():
                 self._tell(f"solve {one.assembly.mesh}", place, len(solved), one.answer)
                 answer = self._run(one, least, close=True)
-            except KeyboardInterrupt:
-                if not self.interruptible:
-                    raise
-                self.interrupted = True
-                break
-            solved[place] = replace(one, answer=_better(answer, one.answer))
+                solved[place] = replace(one, answer=_better(answer, one.answer))
         for place, one in enumerate(list(solved)):
             if one.answer.bound < (1 - max(_OPEN, self._gap)) * min(other.answer.objective for other in solved):
                 for base, answer in self.by_hand.answers(self.problems, one):
@@ -152,49 +141,53 @@ class MeshSearch:
         """Bytes that plans over these meshes are expected to need at least, by what is live and what peaks were."""
         return self.problems.scale * min(self.problems.least_nbytes(one) for one in (*self.solved, *self.hopeless))
 
-    def again(self, report: Report, *, offload: bool) -> MeshSearch:
+    def again(self, context: SearchContext, *, offload: bool) -> MeshSearch:
         """A search of the same program, with its solved problems, that offloads or does not."""
         other = copy(self)
-        other.report, other.solved, other.problems = report, list(self.solved), self.problems.offloading(offload)
+        other.context, other.solved, other.problems = context, list(self.solved), self.problems.offloading(offload)
         return other
 
-    def within(self, limit: float, at_most: float = math.inf, end: Deadline | None = None) -> Plan | None:
-        """The cheapest plan that needs at most `limit` bytes on a device, None if it takes `at_most` seconds or more.
+    def within(self, limit: float) -> Plan | None:
+        """The cheapest plan that needs at most `limit` bytes on a device, None if it takes the cutoff or more.
 
-        Weights may be fetched once a step or once a use. No further mesh is tried from `end` on once there is a plan.
-        Raises OverBudgetError where none is found: `lowest` is the leanest plan that was met.
+        Weights may be fetched once a step or once a use. No further mesh is tried from the deadline on once there is a
+        plan. Raises OverBudgetError where none is found: `lowest` is the leanest plan that was met.
         """
+        context = self.context
         self.problems.look(self.solved[0], limit)
-        cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.hopeless], limit, at_most)
+        cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.hopeless], limit, context.cutoff)
         dear = False
-        for number, one in enumerate(self.solved):
-            if one.answer.bound >= (cheapest[1].answer.objective if cheapest else at_most):
-                dear = dear or cheapest is None
-                continue
-            if cheapest is not None and end and end.is_over():
-                break
-            try:
-                best = cheapest[1].answer if cheapest else None
-                self._tell(f"fit {one.assembly.mesh} within memory", number, len(self.solved), best)
-                most = best.objective if best else at_most
-                if one.answer.status != "optimal":  # it was left when it was dearer than another mesh's
-                    one = replace(one, answer=_better(self._run(one, most, close=False), one.answer))
-                twins = self._twins(one, number, len(self.solved))
-                cheapest = _fitted(self.problems, twins, limit, self.options, most) or cheapest
-            except NotCheaperError:
-                dear = dear or cheapest is None
-            except (NoLegalPlanError, InfeasibleRowError):
-                continue
-            except KeyboardInterrupt:
-                if not self.interruptible or cheapest is None:
-                    raise
-                self.interrupted = True
-                break
+        with context.ending_early():
+            for number, one in enumerate(self.solved):
+                if one.answer.bound >= (cheapest[1].answer.objective if cheapest else context.cutoff):
+                    dear = dear or cheapest is None
+                    continue
+                if cheapest is not None and context.deadline.is_over():
+                    break
+                try:
+                    cheapest = self._fitted(one, number, cheapest, limit) or cheapest
+                except NotCheaperError:
+                    dear = dear or cheapest is None
+                except (NoLegalPlanError, InfeasibleRowError):
+                    continue
         if cheapest is not None:
             return self._read_off(*_proven(self.problems, self.solved, cheapest, limit, self.options))
+        context.raise_if_interrupted()
         if dear:
             return None
         raise OverBudgetError("no placements keep the memory limit")
+
+    def _fitted(
+        self, one: Solved, number: int, cheapest: tuple[Solved, Fitted] | None, limit: float
+    ) -> tuple[Solved, Fitted] | None:
+        """The cheapest answer on the mesh of this number that fits and is better than the `cheapest`, if any is."""
+        best = cheapest[1].answer if cheapest else None
+        self._tell(f"fit {one.assembly.mesh} within memory", number, len(self.solved), best)
+        most = best.objective if best else self.context.cutoff
+        if one.answer.status != "optimal":  # it was left when it was dearer than another mesh's
+            one = replace(one, answer=_better(self._run(one, most, close=False), one.answer))
+        twins = self._twins(one, number, len(self.solved))
+        return _fitted(self.problems, twins, limit, self.options, most)
 
     def _twins(self, one: Solved, done: int, total: int) -> Iterator[Solved]:
         """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
@@ -218,7 +211,7 @@ class MeshSearch:
 
     def _tell(self, what: str, done: int, total: int, best: Answer | None = None) -> None:
         seconds = best.objective if best else None
-        self.report(Progress(phase=what, done=done, total=total, best_seconds=seconds))
+        self.context.report(Progress(phase=what, done=done, total=total, best_seconds=seconds))
 
     def _tabulated(self, mesh: Mesh, done: int, total: int) -> Solved:
         """A mesh's problem and an answer to it; `done` of `total` meshes came before."""
@@ -226,14 +219,14 @@ class MeshSearch:
         self._tell(f"tabulate {mesh}", done, total, best)
         assembly = self.problems.assembled(mesh, self.refetch)
         one = Solved.unsolved(assembly, self.refetch)
-        if self.beneath < math.inf and self.problems.least_nbytes(one) > self.beneath:
+        if self.most_nbytes < math.inf and self.problems.least_nbytes(one) > self.most_nbytes:
             self.hopeless.append(one)
             raise InfeasibleRowError(f"no combination of strategies keeps the memory limit on {mesh}")
         self._tell(f"solve {mesh}", done, total, best)
         one = replace(one, search=Search(assembly.problem, replace(self.options, gap=self._gap)))
         one = replace(one, answer=self._run(one, best.objective if best else math.inf, close=total == 1))
-        if self.beneath < math.inf:
-            self.problems.look(one, self.beneath)
+        if self.most_nbytes < math.inf:
+            self.problems.look(one, self.most_nbytes)
         return one
 
     def _run(self, one: Solved, at_most: float, *, close: bool) -> Answer:
@@ -248,7 +241,7 @@ class MeshSearch:
     @property
     def _gap(self) -> float:
         """The relative gap to which a mesh is solved."""
-        return self.options.gap if self.beneath == math.inf else max(self.options.gap, LOOSE)
+        return self.options.gap if self.most_nbytes == math.inf else max(self.options.gap, LOOSE)
 
     def _read_off(self, one: Solved, answer: Answer, least: float | None = None) -> Plan:
         """The plan of an answer; those of other problems take `least` seconds, or what is known without a limit."""
@@ -259,7 +252,7 @@ class MeshSearch:
             late = any(other.status == "time limit" for other in others)
             answer = replace(answer, status="time limit" if late else "near optimal")
         plan = self.problems.plan(self.name, one, answer)
-        return stopped(plan) if self.interrupted else plan
+        return stopped(plan) if self.context.is_interrupted else plan
 
 
 def _fitted(

@@ -14,7 +14,7 @@ from passes.intra_op.by_hand import SURELY
 from passes.intra_op.mesh_search import MeshSearch, ended, stopped
 from passes.intra_op.offloading import resting
 from passes.plan import LATE, Plan
-from passes.progress import Deadline, Report, silent, within
+from passes.progress import SearchContext
 from passes.step import Step, Variant
 from passes.transforms import KEPT, Kept, kept_of
 
@@ -50,16 +50,14 @@ class VariantSearch:
     `search` plans one, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of each
     number of microbatches the leanest variant comes first while none has fitted: if it does not fit, no other will.
     Once one fits, others are tried while all that were planned, on all meshes, have fewer than `most` operators, and
-    until the user's `end`. If `interruptible`, Ctrl-C ends the search as soon as there is a plan.
+    until the deadline of the `context`.
     """
 
     step: Step
     limit: float
-    search: Callable[[Step, bool, float, Report], MeshSearch]
+    search: Callable[[Step, bool, float, SearchContext], MeshSearch]
     most: int = MOST_OPERATORS
-    end: Deadline = field(default_factory=Deadline)
-    report: Report = silent
-    interruptible: bool = False
+    context: SearchContext = field(default_factory=SearchContext)
     best: Plan | None = None
     leanest: Plan | None = None
     lean: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
@@ -71,14 +69,11 @@ class VariantSearch:
     last: tuple[Variant, MeshSearch] | None = None
 
     def run(self) -> Plan:
-        """Raises OverBudgetError with the leanest plan that was met."""
-        try:
-            found = self._run()
-        except KeyboardInterrupt:
-            if not self.interruptible or self.best is None:
-                raise
-            return stopped(self.best)
-        return ended(found, LATE) if self.end.was_met else found
+        """The cheapest plan that fits. Raises OverBudgetError with the leanest plan that was met."""
+        with self.context.ending_early():
+            plan = self._run()
+            return ended(plan, LATE) if self.context.deadline.was_met else plan
+        return stopped(self.context.kept(self.best))
 
     def _run(self) -> Plan:
         refused: PlanningError | None = None
@@ -106,7 +101,7 @@ class VariantSearch:
 
     def _goes_on(self) -> bool:
         """Whether another variant is tried, now that one fits."""
-        return self.operators < self.most and not self.end.is_over()
+        return self.operators < self.most and not self.context.deadline.is_over()
 
     def _tries(self) -> Iterator[Variant]:
         """The variants in the order in which they are tried, as far as is allowed if one fits."""
@@ -132,11 +127,12 @@ class VariantSearch:
 
     def _searched(self, step: Step, variant: Variant) -> MeshSearch:
         """A variant planned without a limit."""
-        told = within(str(variant), self.report, best=self._best_seconds, end=self.end if self.tried else None)
+        cutoff = self.best.step_seconds if self.best else float("inf")
+        context = self.context.part(str(variant), best=self._best_seconds, cutoff=cutoff)
         if self.last is not None and self.last[0] == replace(variant, offload=not variant.offload):
-            search = self.last[1].again(told, offload=variant.offload)
+            search = self.last[1].again(context, offload=variant.offload)
         else:
-            search = self.search(step, variant.offload, self.limit if self.tried else float("inf"), told)
+            search = self.search(step, variant.offload, self.limit if self.tried else float("inf"), context)
             self.last = variant, search
         self.operators += search.operators
         return search
@@ -150,24 +146,23 @@ class VariantSearch:
     def _take(self, search: MeshSearch, variant: Variant) -> bool:
         """Whether the plan of a variant fits and takes less time than the best so far, which it becomes then.
 
-        Raises KeyboardInterrupt if the variant's own search was interrupted.
+        Raises the interruption if that ended the variant's own search.
         """
         plan, best = self._fitting(search, variant), self.best
         is_better = plan is not None and (best is None or plan.step_seconds < best.step_seconds)
         if plan is not None and is_better:
             self.best = _formed(plan, variant)
-        if search.interrupted:
-            raise KeyboardInterrupt
+        self.context.raise_if_interrupted()
         return is_better
 
     def _fitting(self, search: MeshSearch, variant: Variant) -> Plan | None:
         """The cheapest plan of a variant that fits, None if it has none or takes more time than the best so far."""
         self.tried += 1
-        if search.interrupted:
+        if self.context.is_interrupted:
             plan = search.cheapest
             return plan if plan.peak_nbytes <= self.limit else None
         try:
-            return search.within(self.limit, self.best.step_seconds if self.best else float("inf"), self.end)
+            return search.within(self.limit)
         except OverBudgetError:
             self.lean = sorted([*self.lean, (variant, search)], key=lambda one: one[1].problems.lowest_nbytes)[:_LEAN]
             self.floors[replace(variant, microbatches=1)] = search.expected_nbytes * variant.count

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes import inter_op
 from passes.cluster import Cluster
@@ -18,6 +18,7 @@ from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, 
 from passes.pipeline.samples import ANCHORS, anchors, near, sampled
 from passes.pipeline.stage_table import StageCosts
 from passes.pipeline.step_blocks import Sample
+from passes.progress import SearchContext
 from passes.step import Step
 
 RIVAL = 1.1
@@ -50,7 +51,6 @@ class Drafting:
     schedules: Sequence[str]
     limit: float
     table: StageCosts
-    interruptible: bool = False
     _restricted: dict[tuple[int, int], StageCosts] = field(default_factory=dict[tuple[int, int], StageCosts])
 
     @property
@@ -70,20 +70,20 @@ class Drafting:
             leaner=self._leaner,
         )
 
-    def draft(self, search: DraftSearch) -> None:
+    def draft(self, search: DraftSearch, context: SearchContext) -> None:
         """Adds all that is worth planning to the search, and the partition that is the best by its prices if it may be.
 
         Pipelines by hand come first, since what they take bounds the partition; then its stages in numbers of
-        microbatches near to its own; what does not fit is tried in a lean form as well.
+        microbatches near to its own; what does not fit is tried in a lean form as well. Raises the interruption that
+        ended the search for a partition.
         """
         first = ANCHORS[-1 if self.is_large else 1]
         is_tight = self.is_large and search.is_tight(self.cluster.n_devices)
         self._by_hand(search, first, *([max(self._near(first))] if is_tight else []))
-        partition = self._partition(search)
+        partition = self._partition(search, context)
         if partition is not None:
             search.take(drafted(self.table, partition))
-            if partition.interrupted:
-                raise KeyboardInterrupt
+            context.raise_if_interrupted()
         fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
         base = min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
         if partition is not None:
@@ -114,7 +114,7 @@ class Drafting:
         one = self.table.candidate(0, self.layers, self._everything(), 1, beneath=beneath / RIVAL)
         return RIVAL * one.period(1) if one is not None and one.needed_nbytes(1) <= self.limit else beneath
 
-    def _partition(self, search: DraftSearch) -> Partition | None:
+    def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
         """The stages that take least by their prices and keep the limit of a search, if any may be better than its own.
 
         In the number of microbatches that is best for pipelines by hand and, unless the step is large, the first ones.
@@ -138,10 +138,9 @@ class Drafting:
                 dispatch_seconds=self.cluster.group().device.dispatch_seconds,
                 n_stages=range(2, self.layers + 1),
                 idle=False,
-                cutoff=self._whole_seconds(search.beneath),
                 lower_bound=self.table.bounds.of_layers,
                 prefetch=self.table.expect,
-                interruptible=self.interruptible,
+                context=replace(context, cutoff=self._whole_seconds(search.beneath)),
             )
         except OverBudgetError:
             return None

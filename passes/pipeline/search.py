@@ -24,7 +24,7 @@ from passes.pipeline.stage_table import StageCosts
 from passes.pipeline.step_blocks import Sample, StepBlocks
 from passes.pipeline.workers import WorkerPool
 from passes.plan import PipelinePlan, Plan
-from passes.progress import Progress, Report, silent
+from passes.progress import Progress, SearchContext
 from passes.solver import SolverOptions
 from passes.step import Step
 
@@ -49,7 +49,7 @@ class StagedSearch:
     `meshes(n)` lays out n devices. A sample of one microbatch prices the step without stages, too. Of what was planned
     and does not keep the limit, `leanest` needs the least.
 
-    If `interruptible`, Ctrl-C ends the search as soon as there are stages: they are planned, and marked.
+    An interruption that the `context` allows ends the search as soon as there are stages: they are planned, and marked.
     """
 
     step: Step
@@ -61,8 +61,7 @@ class StagedSearch:
     limit: float
     solver: SolverOptions
     meshes: Callable[[int], Sequence[Mesh]]
-    report: Report = silent
-    interruptible: bool = False
+    context: SearchContext = field(default_factory=SearchContext)
     leanest: PipelinePlan | None = None
     pricer: Pricer = field(init=False)
     table: StageCosts = field(init=False)
@@ -88,7 +87,6 @@ class StagedSearch:
             schedules=self.schedules,
             limit=self.limit,
             table=self.table,
-            interruptible=self.interruptible,
         )
         self.plans = StagePlans(
             step=self.step,
@@ -98,7 +96,7 @@ class StagedSearch:
             limit=self.limit,
             solver=self.solver,
             shared=self.table,
-            report=lambda progress: self.report(progress),
+            context=self.context,
         )
 
     @property
@@ -106,51 +104,50 @@ class StagedSearch:
         """Whether blocks are left out of samples, so that prices cost far less than plans."""
         return any(sample.left_out for sample in self.samples.values())
 
-    def run(self, beneath: float = math.inf) -> PipelinePlan | None:
-        """The cheapest plan in stages; None if none is found that takes less than `beneath` and keeps the limit."""
+    def run(self) -> PipelinePlan | None:
+        """The cheapest plan in stages; None if none is found that takes less than the cutoff and keeps the limit."""
         with WorkerPool(self.pricer) as pool:
             self.pricer.pool = pool
             try:
-                return self._run(pool, beneath)
+                return self._run(pool)
             finally:
                 self.pricer.pool = None
 
-    def _run(self, pool: WorkerPool, beneath: float) -> PipelinePlan | None:
+    def _run(self, pool: WorkerPool) -> PipelinePlan | None:
         self._tell_price(None)
         self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
         self._seen.clear()
         limit, best = self.limit, None
         for _ in range(1 + RETRIES):
-            search = self.drafting.search(limit, best.step_seconds if best else beneath, SLACK * limit)
-            try:
-                self.drafting.draft(search)
-            except KeyboardInterrupt:
+            search = self.drafting.search(limit, best.step_seconds if best else self.context.cutoff, SLACK * limit)
+            with self.context.ending_early():
+                self.drafting.draft(search, self.context)
+            if self.context.is_interrupted:
                 fits = [draft for draft in search.found if draft.peak_nbytes <= limit]
-                if not self.interruptible or not (best or fits):
-                    raise
-                return _marked(best or self.plans.plan(min(fits, key=lambda draft: draft.seconds), pool))
+                fastest = self.context.kept(best or min(fits, key=lambda draft: draft.seconds, default=None))
+                return _marked(self.plans.plan(fastest, pool) if isinstance(fastest, Draft) else fastest)
             better, over = self._best(self.drafting.worth(search), search.most, pool)
             best = better or best
-            if over is None or (best is not None and (best.is_interrupted or self.drafting.is_large)):
+            if over is None or (best is not None and (self.context.is_interrupted or self.drafting.is_large)):
                 break
             limit *= LESS * min(1.0, self.limit / over)
-        if best is None and math.isinf(beneath):
-            best, _ = self._best(self.drafting.leanest(), beneath, pool)
+        if best is None and math.isinf(self.context.cutoff):
+            best, _ = self._best(self.drafting.leanest(), self.context.cutoff, pool)
         return best
 
     def _best(
-        self, drafted: Sequence[Draft], beneath: float, pool: WorkerPool
+        self, drafted: Sequence[Draft], cutoff: float, pool: WorkerPool
     ) -> tuple[PipelinePlan | None, int | None]:
-        """The best plan of these drafts that fits and takes less than that, as far as they are planned.
+        """The best plan of these drafts that fits and takes less than the cutoff, as far as they are planned.
 
         With the least that was needed by one that does not fit, None if all that were planned do.
         """
         best: PipelinePlan | None = None
         over: int | None = None
         nodes = planned = 0
-        try:
+        with self.context.ending_early():
             for draft in drafted:
-                if draft.seconds >= (best.step_seconds if best else beneath):
+                if draft.seconds >= (best.step_seconds if best else cutoff):
                     continue
                 if draft.key in self._seen:
                     continue
@@ -168,14 +165,10 @@ class StagedSearch:
                     self.leanest = plan
                 if plan.peak_nbytes > self.limit:
                     over = min(plan.peak_nbytes, over or plan.peak_nbytes)
-                elif plan.step_seconds < (best.step_seconds if best else beneath):
+                elif plan.step_seconds < (best.step_seconds if best else cutoff):
                     best = plan
-        except KeyboardInterrupt:
-            if not self.interruptible or best is None:
-                raise
-            return _marked(best), over
-        return best, over
+        return _marked(self.context.kept(best)) if self.context.is_interrupted else best, over
 
     def _tell_price(self, mesh: Mesh | None) -> None:
         phase = f"price a layer on {mesh}" if mesh else "partition the layers"
-        self.report(Progress(phase=phase, done=self.pricer.solved, total=None))
+        self.context.report(Progress(phase=phase, done=self.pricer.solved, total=None))

@@ -13,7 +13,7 @@ from passes.pipeline.segments import Needs
 from passes.pipeline.stage_table import StageCosts
 from passes.pipeline.workers import WorkerPool
 from passes.plan import PipelinePlan, Plan
-from passes.progress import Progress, Report
+from passes.progress import Progress, SearchContext
 from passes.solver import SolverOptions
 from passes.step import Step, Variant
 from passes.transforms import stages
@@ -38,13 +38,13 @@ class StagePlans:
     limit: float
     solver: SolverOptions
     shared: StageCosts
-    report: Report
+    context: SearchContext
     _needs: dict[object, Needs] = field(default_factory=dict[object, Needs])
     _plans: dict[object, tuple[Step, Plan]] = field(default_factory=dict[object, "tuple[Step, Plan]"])
 
     def written(self, microbatches: int) -> Step:
         """All of the step in so many microbatches."""
-        self.report(Progress(phase="write the step in microbatches", done=0, total=None))
+        self.context.report(Progress(phase="write the step in microbatches", done=0, total=None))
         return self.step.variant(Variant(microbatches=microbatches, stages=self.stages))
 
     def plan(self, draft: Draft, pool: WorkerPool) -> PipelinePlan:
@@ -96,4 +96,4 @@ class StagePlans:
         return plans
 
     def _tell_stage(self, done: int, total: int) -> None:
-        self.report(Progress(phase="plan the stages chosen", done=done, total=total))
+        self.context.report(Progress(phase="plan the stages chosen", done=done, total=total))

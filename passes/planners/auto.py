@@ -42,12 +42,11 @@ from passes.errors import InternalError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
 from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, restrictions, variant_of
 from passes.ir import has_effect
-from passes.pipeline import StagedSearch, interrupted, layers_of, samples_of
+from passes.pipeline import Sample, StagedSearch, interrupted, layers_of, samples_of
 from passes.plan import PipelinePlan, Plan
 from passes.planners.infeasible import leaner, shortage
 from passes.planners.planner import PLAIN, Planned, PlanOptions, limit_nbytes, takes_graphs
-from passes.progress import Deadline, Report, silent
-from passes.progress import within as told_of
+from passes.progress import Deadline, SearchContext
 from passes.solver import SolverOptions
 from passes.step import Step, Variant
 
@@ -102,26 +101,26 @@ class Auto:
         """The cheapest plan of any variant of the step. Raises OverBudgetError, with what would help."""
         asked = limit_nbytes(options.memory_limit, self.memory_limit)
         planner = replace(self, memory_limit=asked)
+        deadline = Deadline(self.seconds)
+        context = SearchContext(report=options.report, deadline=deadline, interruptible=self.interruptible)
         if self.searches(cluster) and not any(map(has_effect, step.graph.nodes)):  # stages have no callbacks
-            plan = planner.search(step, cluster, options.report)
+            plan = planner.search(step, cluster, context)
         else:
-            plan = planner.choose(step, cluster, options.report)
+            plan = planner.choose(step, cluster, context)
         if isinstance(plan, PipelinePlan):
             chosen = Variant(microbatches=plan.microbatches, stages=self.pieces)
         else:
             chosen = variant_of(plan)
         return Planned.of(plan, step.variant(chosen), searched=True, memory_limit=asked)
 
-    def choose(self, step: Step, cluster: Cluster, report: Report = silent) -> Plan:
+    def choose(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan:
         """The cheapest plan of a step, without stages, in any of its variants. Raises OverBudgetError."""
         limit = self.limit(cluster)
         search = VariantSearch(
             step=step,
             limit=limit,
-            end=Deadline(self.seconds),
-            search=lambda one, offload, beneath, told: self._search(one, cluster, told, offload, beneath),
-            report=report,
-            interruptible=self.interruptible,
+            search=lambda step, offload, most_nbytes, part: self._search(step, cluster, part, offload, most_nbytes),
+            context=context,
         )
         try:
             return search.run()
@@ -132,7 +131,7 @@ class Auto:
                 """The leanest variant on another cluster."""
                 one = step.variant(variant_of(lean) if lean else Variant())
                 offload = bool(lean and lean.offloaded)
-                return self._search(one, cluster, report, offload, beneath=limit).within(limit)
+                return self._search(one, cluster, context, offload, most_nbytes=limit).within(limit)
 
             raise shortage(error, limit, cluster, elsewhere) from None
 
@@ -141,9 +140,9 @@ class Auto:
         return limit_nbytes(self.memory_limit) or (1 - RESERVE) * cluster.group().device.memory_nbytes
 
     def _search(
-        self, step: Step, cluster: Cluster, report: Report, offload: bool = False, beneath: float = math.inf
+        self, step: Step, cluster: Cluster, context: SearchContext, offload: bool, most_nbytes: float
     ) -> MeshSearch:
-        """The program on every mesh on which plans beneath so many bytes may be; the limit is not kept."""
+        """The program on every mesh on which plans of at most so many bytes may be; the limit is not kept."""
         if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
@@ -153,52 +152,55 @@ class Auto:
             problems=problems,
             textbook=restrictions.textbook,
             options=self.solver,
-            beneath=beneath,
-            report=report,
-            interruptible=self.interruptible,
+            most_nbytes=most_nbytes,
+            context=context,
         )
         search.over(self._laid_out(cluster, cluster.n_devices))
         return search
 
-    def search(self, step: Step, cluster: Cluster, report: Report = silent) -> Plan | PipelinePlan:
+    def search(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan | PipelinePlan:
         """The cheapest of what `choose` finds, without stages, and what a search over stages of the `step` does.
 
         Raises OverBudgetError where nothing fits, with the leanest plan of all.
         """
-        staging = self._staging(cluster, step, told_of("stages", report, best=lambda _: None))
+        samples = samples_of(step, self.pieces)
+        layers = layers_of(samples, self.layers, LAYERS)
+        if layers < 2:  # it has no batch, or cannot be cut
+            return self.choose(step, cluster, context)
         whole: Plan | None = None
         refused: PlanningError | None = None
         staged: PipelinePlan | None = None
-        if staging is None or not staging.is_deep:
+        is_deep = any(sample.left_out for sample in samples.values())
+        if not is_deep:
             try:
-                whole = self.choose(step, cluster, report)
+                whole = self.choose(step, cluster, context)
             except PlanningError as error:
                 refused = error
-            if staging is None or (whole is not None and whole.is_interrupted):
+            if context.is_interrupted:
                 return _or_raise(whole, refused)
-        best = whole.step_seconds if whole else math.inf
-        staging.report = told_of("stages", report, best=lambda _: best if math.isfinite(best) else None)
-        try:
-            staged = staging.run(beneath=best)
-            if staging.is_deep and (staged is None or staging.drafting.rivals(staged.step_seconds)):
-                whole = self.choose(step, cluster, report)
-        except PlanningError as error:
-            refused = error
-        except KeyboardInterrupt:
-            if not self.interruptible or (whole or staged) is None:
-                raise
-            return interrupted(_or_raise(staged or whole, None))
-        found = [plan for plan in (whole, staged) if plan is not None]
-        if not found and refused is not None:
+        best_seconds, cutoff = (whole.step_seconds, whole.step_seconds) if whole else (None, math.inf)
+        part = context.part("stages", best=lambda _: best_seconds, cutoff=cutoff)
+        staging = self._staging(cluster, step, samples, layers, part)
+        with context.ending_early():
+            try:
+                staged = staging.run()
+                context.raise_if_interrupted()
+                if is_deep and (staged is None or staging.drafting.rivals(staged.step_seconds)):
+                    whole = self.choose(step, cluster, context)
+            except PlanningError as error:
+                refused = error
+        plans = [plan for plan in (whole, staged) if plan is not None]
+        best = min(plans, key=lambda plan: plan.step_seconds, default=None)
+        if context.is_interrupted:
+            return interrupted(context.kept(best))
+        if best is None and refused is not None:
             raise leaner(refused, staging.leanest, self.limit(cluster), cluster)
-        return min(found, key=lambda plan: plan.step_seconds)
+        return _or_raise(best, refused)
 
-    def _staging(self, cluster: Cluster, step: Step, report: Report) -> StagedSearch | None:
-        """The search over stages; None for a step that has no batch, or that cannot be cut."""
-        samples = samples_of(step, self.pieces)
-        layers = layers_of(samples, self.layers, LAYERS)
-        if layers < 2:
-            return None
+    def _staging(
+        self, cluster: Cluster, step: Step, samples: dict[int, Sample], layers: int, context: SearchContext
+    ) -> StagedSearch:
+        """The search over stages of so many layers."""
         return StagedSearch(
             step=step,
             stages=self.pieces,
@@ -209,8 +211,7 @@ class Auto:
             limit=self.limit(cluster),
             solver=self.solver,
             meshes=lambda n_devices: self._laid_out(cluster, n_devices),
-            report=report,
-            interruptible=self.interruptible,
+            context=context,
         )
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:

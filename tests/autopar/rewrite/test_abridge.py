@@ -24,6 +24,7 @@ from passes.pipeline.drafting import Drafting
 from passes.pipeline.samples import finest, sampled
 from passes.pipeline.stage_plans import StagePlans
 from passes.planners import Auto
+from passes.progress import SearchContext
 from passes.solver import SolverOptions
 from passes.step import Variant
 from passes.transforms import cut
@@ -184,6 +185,12 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
 
     traced = language_model(gpt)
     search = searching(traced, {4: sample(gpt)}, 4)
+
+    def run(*, interruptible=True):
+        """What a search finds that was not interrupted before."""
+        search.context = search.plans.context = SearchContext(interruptible=interruptible)
+        return search.run()
+
     uninterrupted = free_plan()
     assert not uninterrupted.is_interrupted
     with monkeypatch.context() as patch:
@@ -191,28 +198,30 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
         patch.setattr(StagePlans, "plan", pressed)
         patch.setattr(staged, "MOST_NODES", 10**9)
         with pytest.raises(KeyboardInterrupt):
-            search.run()
+            run(interruptible=False)
         planned.clear()
-        search.interruptible = True
-        found = search.run()
+        found = run()
         assert found.is_interrupted
         assert found.firsts == uninterrupted.firsts
     looked_for = Drafting._partition
     monkeypatch.setattr(Drafting, "_partition", interrupt)
-    found = search.run()
+    found = run()
     assert found.is_interrupted
     assert found.firsts == uninterrupted.firsts
-    search.interruptible = False
     with pytest.raises(KeyboardInterrupt):
-        search.run()
-    search.interruptible = True
+        run(interruptible=False)
     partition = inter_op.partition
+
+    def pressed_with_a_partition(*args, context, **options):
+        best = partition(*args, context=context, **options)
+        with context.ending_early():
+            raise KeyboardInterrupt
+        return best
+
     monkeypatch.setattr(Drafting, "_partition", looked_for)
     monkeypatch.setattr(Drafting, "_by_hand", lambda *_: None)
-    monkeypatch.setattr(
-        inter_op, "partition", lambda *args, **more: replace(partition(*args, **more), interrupted=True)
-    )
-    found = search.run()
+    monkeypatch.setattr(inter_op, "partition", pressed_with_a_partition)
+    found = run()
     assert found.is_interrupted
     assert len(found.stages) > 1
 

@@ -215,7 +215,7 @@ def test_where_nothing_fits_the_leanest_of_all_is_named() -> None:
 
 def test_a_deep_step_whose_stages_do_not_fit_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     step, args = sgd(plain), ([f(128, 128)] * 12, f(64, 128))
-    monkeypatch.setattr(StagedSearch, "run", lambda self, beneath: None)
+    monkeypatch.setattr(StagedSearch, "run", lambda self: None)
     found = autopar.parallelize(step, cluster="1x4:v100-16g", planner=Auto(pipeline=True)).plan(*args)
     whole = autopar.parallelize(step, cluster="1x4:v100-16g", planner=Auto()).plan(*args)
     assert found.step_seconds == whole.step_seconds

@@ -24,7 +24,7 @@ from passes.errors import OverBudgetError
 from passes.intra_op import VariantSearch
 from passes.ir import Graph
 from passes.plan import Plan
-from passes.progress import Deadline, Report
+from passes.progress import Deadline, Report, SearchContext
 from passes.step import Step, Variant
 from tests.autopar.rewrite.test_remat import arguments
 from tests.autopar.rewrite.test_remat import train_step as deep_step
@@ -88,15 +88,20 @@ class Empty(Step):
 class Searched:
     """A search of one variant as `VariantSearch` sees it: a plan of `seconds` that fits only as `within` has it."""
 
-    report: Report
+    context: SearchContext
     seconds: float
     fits: bool
-    interrupted: bool = False
+    is_pressed: bool = False
     least_seconds: float = 0.1
     operators: int = 1
     floor_nbytes: float = 0.0
     lowest_nbytes: int = 15
     expected_nbytes: float = 15.0
+
+    def __post_init__(self) -> None:
+        with self.context.ending_early():
+            if self.is_pressed:
+                raise KeyboardInterrupt
 
     @property
     def problems(self) -> Searched:
@@ -105,11 +110,11 @@ class Searched:
 
     @property
     def cheapest(self) -> Plan:
-        self.report(Progress(phase="solve", done=0, total=1, best_seconds=0.5))
+        self.context.report(Progress(phase="solve", done=0, total=1, best_seconds=0.5))
         return self.plan(20)
 
-    def within(self, limit: float, at_most: float, end: Deadline) -> Plan:
-        self.report(Progress(phase="fit", done=0, total=1))
+    def within(self, limit: float) -> Plan:
+        self.context.report(Progress(phase="fit", done=0, total=1))
         if not self.fits:
             raise OverBudgetError("none fits", leanest=self.plan(15))
         return self.plan(10)
@@ -125,18 +130,16 @@ def varied(
     """A search among forms of which those tried at the places of `fitting` fit, in so many seconds."""
     places = itertools.count()
 
-    def search(step: Step, offload: bool, beneath: float, told: Report) -> Any:
+    def search(step: Step, offload: bool, most_nbytes: float, context: SearchContext) -> Any:
         at = next(places)
-        return Searched(report=told, seconds=fitting.get(at, 1.0), fits=at in fitting)
+        return Searched(context=context, seconds=fitting.get(at, 1.0), fits=at in fitting)
 
     return VariantSearch(
         step=Empty(graph=GRAPH),
         limit=12,
         most=most,
-        end=Deadline(seconds),
         search=search,
-        report=report,
-        interruptible=interruptible,
+        context=SearchContext(report=report, deadline=Deadline(seconds), interruptible=interruptible),
     )
 
 
@@ -171,7 +174,6 @@ def test_forms_are_named_and_may_have_a_time_budget():
         "4 microbatches, layers keep inputs: fit",
     ]
     assert told[0].best_seconds == 0.5
-    assert told[0].seconds_left is None
     bests = [p.best_seconds for p in told if "fit" in p.phase]
     assert bests == [None, None, None, 0.9, 0.9, 0.8, 0.7, 0.7]
     left = [p.seconds_left for p in told if p.seconds_left is not None]
@@ -268,12 +270,13 @@ def test_a_search_among_forms_without_one_that_fits_has_none():
 
 @pytest.mark.parametrize("fits", [False, True])
 def test_a_form_whose_own_search_was_interrupted_is_the_last(fits: bool):
-    searches = [{"fits": True}, {"fits": fits, "interrupted": True}]
+    searches = [{"fits": True}, {"fits": fits, "is_pressed": True}]
 
-    def search(step: Step, offload: bool, beneath: float, told: Report) -> Any:
-        return Searched(report=told, seconds=1.0 - 0.1 * len(searches), **searches.pop(0))
+    def search(step: Step, offload: bool, most_nbytes: float, context: SearchContext) -> Any:
+        return Searched(context=context, seconds=1.0 - 0.1 * len(searches), **searches.pop(0))
 
-    found = VariantSearch(step=Empty(graph=GRAPH), limit=12, search=search, interruptible=True).run()
+    context = SearchContext(interruptible=True)
+    found = VariantSearch(step=Empty(graph=GRAPH), limit=12, search=search, context=context).run()
     assert found.solution.status == "interrupted"
     assert not searches
     assert not found.remat  # an answer that needs more than the limit is not fitted any more

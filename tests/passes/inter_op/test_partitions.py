@@ -13,6 +13,7 @@ from passes.cluster import Cluster, parse_cluster
 from passes.errors import ClusterError, PlanningError
 from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, even, in_flight, partition, submeshes
 from passes.inter_op.costs import live
+from passes.progress import SearchContext
 from tests.passes.inter_op.test_inter_op import CASES, SCHEDULES, Random, brute_force, host, shaped
 from tests.sample import some
 
@@ -21,9 +22,10 @@ from tests.sample import some
 def test_an_interrupted_search_returns_the_best_until_then(seed: int) -> None:
     n_layers, whole, sizes = CASES[seed % len(CASES)]
 
-    def found(stop: int = 10**9, *, interruptible: bool = True) -> tuple[Partition, int]:
-        """The partition, and how many entries were asked for, Ctrl-C being pressed at the one after `stop`."""
-        table, options = Random(seed=seed), {"microbatches": (4, 6), "interruptible": interruptible}
+    def found(stop: int = 10**9, *, interruptible: bool = True) -> tuple[Partition, int, bool]:
+        """The partition, how many entries were requested, and whether Ctrl-C at the one after `stop` ended that."""
+        table, context = Random(seed=seed), SearchContext(interruptible=interruptible)
+        options = {"microbatches": (4, 6), "context": context}
 
         class Pressed(Random):
             def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
@@ -39,16 +41,17 @@ def test_an_interrupted_search_returns_the_best_until_then(seed: int) -> None:
             return LowerBound(seconds=seconds, period=share * entry.period(key[3]), nbytes=0.0)
 
         pressed = Pressed(seed=seed)
-        return partition(n_layers, whole, shaped(whole, sizes), pressed, lower_bound=least, **options), len(table.asked)
+        best = partition(n_layers, whole, shaped(whole, sizes), pressed, lower_bound=least, **options)
+        return best, len(table.asked), context.is_interrupted
 
-    best, asked = found()
-    assert not best.interrupted
-    stopped = list[Partition]()
+    best, asked, is_interrupted = found()
+    assert not is_interrupted
+    stopped = list[tuple[Partition, int, bool]]()
     for stop in range(asked):
         with suppress(KeyboardInterrupt):  # there was none yet
-            stopped.append(found(stop)[0])
+            stopped.append(found(stop))
     assert stopped
-    assert all(one.interrupted and one.seconds >= best.seconds * (1 - 1e-9) for one in stopped)
+    assert all(ended and one.bound == 0 and one.seconds >= best.seconds * (1 - 1e-9) for one, _, ended in stopped)
     with pytest.raises(KeyboardInterrupt):
         found(asked - 1, interruptible=False)
 
