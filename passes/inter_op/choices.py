@@ -14,6 +14,15 @@ from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
 from passes.inter_op.simulator import StageCost, Timeline
 
+EVERY_SIZE = 8
+"""Devices of a host, or hosts, up to which a submesh may have any number of them, so that stages of unequal work get
+unequal shares; of more, divisors and powers of two, as tables grow with the square of their number. `python -m
+benchmarks.settings` shows what half and double of it find."""
+
+MOST_CUT_HOSTS = 64
+"""Hosts up to which stages may have parts of one: of more, a stage within a host would hold less of the model than a
+sixty-fourth, and places are counted in the smallest size, so that tables grow with hosts times parts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Submesh:
@@ -122,19 +131,19 @@ class Partition:
 def submeshes(cluster: Cluster, *, every: bool | None = None) -> tuple[Submesh, ...]:
     """The shapes that a stage may have, smallest first: parts of a host, then whole hosts.
 
-    Sizes are `every` one, or divisors and powers of two; by default, every one up to 8. More hosts than 64 are not
-    cut below one host. Raises ClusterError for a cluster of several kinds of hosts.
+    Sizes are `every` one, or divisors and powers of two; by default, every one up to `EVERY_SIZE`. More hosts than
+    `MOST_CUT_HOSTS` are not cut below one host. Raises ClusterError for a cluster of several kinds of hosts.
     """
     group = cluster.group()
-    parts = _sizes(group.devices_per_host, every) if group.hosts <= 64 else (group.devices_per_host,)
+    parts = _sizes(group.devices_per_host, every) if group.hosts <= MOST_CUT_HOSTS else (group.devices_per_host,)
     within = (Submesh(hosts=1, devices_per_host=size) for size in parts)
     across = (Submesh(hosts=n, devices_per_host=group.devices_per_host) for n in _sizes(group.hosts, every) if n > 1)
     return (*within, *across)
 
 
 def _sizes(whole: int, every: bool | None) -> tuple[int, ...]:
-    """The sizes up to `n`: all of them, or its divisors and the powers of two."""
-    if every or (every is None and whole <= 8):
+    """The sizes up to `whole`: all of them, or its divisors and the powers of two."""
+    if every or (every is None and whole <= EVERY_SIZE):
         return tuple(range(1, whole + 1))
     return tuple(n for n in range(1, whole + 1) if whole % n == 0 or n & (n - 1) == 0)
 

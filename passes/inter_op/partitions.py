@@ -51,6 +51,17 @@ _WIDER = 1.02
 """Entries whose bounds lie within this factor of the lowest are requested together: one at a time would leave other
 processes idle, and entries far above it may never be asked for."""
 
+_ROUNDING = 1e-9
+"""The share by which equal sums of squares may differ: cuts that differ by less are equal, and the last is taken."""
+
+EPSILON = 0.02
+"""The share by which neighbouring periods differ in the search by period: what is found is at most that far from the
+best of one schedule. `python -m benchmarks.settings` shows what half and double of it find."""
+
+MOST_EXTENDED = 2000
+"""Partial partitions that the branch and bound at the end extends: work, about a second of one processor. It proves
+small problems optimal and leaves large ones a bound. `python -m benchmarks.settings` shows what half and double do."""
+
 __all__ = ["Candidate", "Partition", "StageTable", "Submesh", "even", "partition", "submeshes"]
 
 
@@ -73,7 +84,7 @@ def even(weights: Sequence[float], n_stages: int) -> tuple[tuple[int, int], ...]
     cuts = [0]
     for onward in levels[-2::-1]:
         scores = squares[cuts[-1]] + onward
-        cuts.append(int(np.flatnonzero(scores <= scores.min() * (1 + 1e-9))[-1]))
+        cuts.append(int(np.flatnonzero(scores <= scores.min() * (1 + _ROUNDING))[-1]))
     return tuple(pairwise(cuts))
 
 
@@ -89,8 +100,8 @@ def partition(
     dispatch_seconds: float = 0.0,
     n_stages: Sequence[int] | None = None,
     idle: bool = True,
-    epsilon: float = 0.02,
-    proof: int = 2000,
+    epsilon: float = EPSILON,
+    proof: int = MOST_EXTENDED,
     lower_bound: LowerBoundOf | None = None,
     prefetch: Prefetch | None = None,
     context: SearchContext | None = None,

@@ -15,6 +15,10 @@ from passes.solver import Answer, Budget, ShardingProblem, SolverOptions, leanes
 _ROUNDS = 8
 """Cutting planes that are tried, each with a solve of its own; `python -m benchmarks.memory_limit` shows what fits."""
 
+_LEAST_ROUNDS, _AIM = 2, 0.5
+"""Rounds of looking for the least memory, and the share of a peak that each aims at: too little for any answer, so that
+all of the rows are pushed down. What is found is a lower limit to try and part of a message, and no plan."""
+
 _PROGRESS = 0.99
 """A peak this much below the lowest one so far is progress; two rounds without any are the last."""
 
@@ -141,8 +145,8 @@ def tightened(found: Fitted, least: float, limit: float, options: SolverOptions,
         if closer.objective <= answer.objective and peak(closer.choice).nbytes <= limit:
             answer = closer
         answer = replace(answer, bound=min(bound, answer.objective))
-    closed = answer.objective - answer.bound <= (1 + 1e-9) * options.gap * answer.objective
-    status = answer.status if answer.status == "time limit" else "optimal" if closed else "near optimal"
+    is_closed = answer.is_within(options.gap)
+    status = answer.status if answer.status == "time limit" else "optimal" if is_closed else "near optimal"
     return replace(answer, status=status, solve_seconds=answer.solve_seconds + time.perf_counter() - start)
 
 
@@ -152,11 +156,11 @@ def least(
     """The answer that needs the least memory, and its peak: budgets at the busiest points met so far, minimised."""
     problem, choice = program, first.choice
     best, point = choice, peak(choice)
-    for _ in range(_ROUNDS // 3):
+    for _ in range(_LEAST_ROUNDS):
         there = peak(choice)
         if there.nbytes < point.nbytes:
             best, point = choice, there
-        new = budget(program, row(there.at), choice, there.nbytes, there.nbytes / 2)
+        new = budget(program, row(there.at), choice, there.nbytes, _AIM * there.nbytes)
         problem = replace(problem, budgets=(*problem.budgets, replace(new, limit=max(new.limit, 1.0))))
         choice = leanest(problem, options)
         if choice == best:

@@ -248,7 +248,7 @@ class MeshSearch:
         others = [other.answer for other in self.solved if other.assembly is not one.assembly]
         least = min((other.bound for other in others), default=math.inf) if least is None else least
         answer = replace(answer, bound=min(answer.bound, least, answer.objective))
-        if answer.status == "optimal" and answer.objective - answer.bound > (1 + 1e-9) * self._gap * answer.objective:
+        if answer.status == "optimal" and not answer.is_within(self._gap):
             late = any(other.status == "time limit" for other in others)
             answer = replace(answer, status="time limit" if late else "near optimal")
         plan = self.problems.plan(self.name, one, answer)

@@ -28,6 +28,9 @@ from passes.placement import weights
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec
 
+_ROUNDING = 1e-9
+"""The share by which equal sums of bytes may differ: they are sums over shares, which are not whole."""
+
 
 def check_sizes(sizes: Mapping[str, int], cluster: Cluster) -> None:
     """Raises PlanningError unless the sizes are positive and multiply to the cluster's devices."""
@@ -73,7 +76,7 @@ def _restrict(
     def keep(node: int, is_kept: Sequence[bool], nbytes: Sequence[float]) -> None:
         if any(is_kept):
             smallest = min(n for stays, n in zip(is_kept, nbytes, strict=True) if stays)
-            few = np.array(is_kept) & (np.array(nbytes) <= smallest * (1 + 1e-9))
+            few = np.array(is_kept) & (np.array(nbytes) <= smallest * (1 + _ROUNDING))
             seconds[node] = np.where(few, seconds[node], np.inf)
 
     for region in root.all():

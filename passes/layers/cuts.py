@@ -22,6 +22,10 @@ UNEVEN = ((0.1, 0.25, 0.5), (1.0, 3.0))
 any cut wins. A pipeline is as slow as its slowest stage, so that more bytes are accepted before parts of twice the
 average (`python -m benchmarks.planning --pipeline` shows the stages)."""
 
+MARGIN = 0.02
+"""The share of the work that must lie on both sides of a cut: few bytes cross next to the inputs and the loss, and a
+stage of an embedding or a loss alone would be idle."""
+
 CROSSING = (1.2, 2.0, 8.0, np.inf)
 """Bounds on the bytes that cross a cut, as multiples of the least that cross anywhere, tried in order.
 
@@ -67,7 +71,8 @@ def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
     nodes = forward_nodes(body)
     crossing, flops = crossing_nbytes(body, nodes), work(body, nodes)
     total = np.concatenate([[0.0], np.cumsum(flops)])
-    inner = [i for i in range(1, len(nodes)) if total[i] > 0.02 * total[-1] and total[i] < 0.98 * total[-1]]
+    least, most = MARGIN * total[-1], (1 - MARGIN) * total[-1]
+    inner = [i for i in range(1, len(nodes)) if least < total[i] < most]
     if pattern:
         inner = [i for i in inner if _module(body, nodes[i], pattern) != _module(body, nodes[i - 1], pattern)]
     fewest = min((crossing[i] for i in inner if crossing[i] > 0), default=0.0)

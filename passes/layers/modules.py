@@ -11,16 +11,14 @@ from collections import Counter
 import numpy as np
 
 from passes.ir import Graph, phase
-from passes.layers.cuts import crossing_nbytes, work
+from passes.layers.cuts import MARGIN, crossing_nbytes, work
 from passes.layers.forward import forward_nodes
 
 _PARTS = 8
 _CROSSING = 1.2
-_MARGIN = 0.02
-"""Where no modules are numbered: parts at most, what may cross between two as a multiple of the least that does, and
-the share of the work that must lie on both sides. Few parts keep the choices few; a cut through an attention or a
-feed-forward block crosses with more than 1.2 times the bytes of one between them. `python -m benchmarks.memory_limit`
-shows what steps without numbered modules keep."""
+"""Where no modules are numbered: parts at most, and what may cross between two as a multiple of the least that does.
+Few parts keep the choices few; a cut through an attention or a feed-forward block crosses with more than 1.2 times the
+bytes of one between them. `python -m benchmarks.memory_limit` shows what steps without numbered modules keep."""
 
 _NUMBERED = re.compile(r"(?:^|/)jvp\([^()]*\)/(?:[^/]*/)*?([A-Za-z_.]*?[_.]?)(\d+)(?=/|$)")
 
@@ -48,7 +46,7 @@ def even_parts(graph: Graph) -> tuple[int, ...]:
     nodes = forward_nodes(graph)
     crossing, flops = crossing_nbytes(graph, nodes), work(graph, nodes)
     done = np.cumsum(flops) / max(float(flops.sum()), 1.0)
-    inner = [i for i in range(1, len(nodes)) if crossing[i] > 0 and _MARGIN < done[i - 1] < 1 - _MARGIN]
+    inner = [i for i in range(1, len(nodes)) if crossing[i] > 0 and MARGIN < done[i - 1] < 1 - MARGIN]
     fewest_nbytes = min((crossing[i] for i in inner), default=0.0)
     places = [i for i in inner if crossing[i] <= _CROSSING * fewest_nbytes]
     shares = [k / _PARTS for k in range(1, _PARTS)] if places else []

@@ -28,6 +28,10 @@ COVERED = 0.5
 """The share of the forward pass's work that blocks must hold to be cut there: less, and most of it would lie in the
 first and last stage with what stands around the blocks."""
 
+NEAR_MOST = 0.9
+"""The share of the most work in any repeating stretch from which a stretch is as good: twice the period repeats as well
+but may hold a block less, and the shortest period is the one that is meant."""
+
 RARE = 256
 """Operators that occur more often say little about the period, and comparing each with all others takes the square of
 their number; the deepest model of `benchmarks.planning growth` has 192 blocks."""
@@ -153,7 +157,7 @@ def _run(words: Numbers, flops: Floats) -> tuple[int, int, int] | None:
         if end - begin >= (FEWEST - 1) * period
     }
     most_work = max(work_of.values(), default=0.0)
-    best = [stretch for stretch, covered in work_of.items() if covered >= 0.9 * most_work]
+    best = [stretch for stretch, covered in work_of.items() if covered >= NEAR_MOST * most_work]
     return min(best, key=lambda stretch: stretch[2], default=None)
 
 

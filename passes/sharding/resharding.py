@@ -29,6 +29,11 @@ Indices = NDArray[np.intp]
 
 T = TypeVar("T")
 
+_LOCAL_LAUNCHES = 0.25
+"""Launches of a kernel that a step without a collective costs beside its copy, assumed: XLA fuses most such steps with
+what reads them. It is more than nothing so that of equal ways the one of fewer steps wins. `python -m
+benchmarks.settings` shows that plans hardly depend on it."""
+
 _CACHED = 1 << 16
 """Numbers that fit a processor's cache."""
 
@@ -197,8 +202,7 @@ class Resharder:
         for step, members in moves.routes.classes:
             copied = 2 * payload[members] / device.memory_bytes_per_second
             if step.kind == "slice" or step.kind == "keep":
-                # Assumed: XLA fuses most such steps with what reads them. More than nothing, so that fewer steps win.
-                cost[members] = device.launch_seconds / 4 + copied
+                cost[members] = _LOCAL_LAUNCHES * device.launch_seconds + copied
             else:
                 group = self.mesh.group(step.axes)
                 cost[members] = collectives.seconds(step.kind, payload[members], group) + device.launch_seconds

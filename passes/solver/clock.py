@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+_LEAST_SECONDS = 0.1
+"""Seconds that a solve gets even where none are left: solvers take 0 for no limit."""
+
 
 @dataclass(slots=True)
 class Clock:
@@ -43,4 +46,4 @@ class Clock:
     @property
     def left(self) -> float | None:
         """Seconds until the limit, if there is one."""
-        return None if self.limit is None else max(0.1, self.limit - self.taken)
+        return None if self.limit is None else max(_LEAST_SECONDS, self.limit - self.taken)

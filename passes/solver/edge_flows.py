@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.solver.linear_program import Floats, Indices, LinearProgram
-from passes.solver.problem import Edge, ShardingProblem
+from passes.solver.problem import ROUNDING, Edge, ShardingProblem
 
 _LEG = 1e-6
 """A leg of a way around costs something where it is more than this share of the whole: sums round."""
@@ -223,7 +223,7 @@ def direct(cost: Floats, rows: Indices, columns: Indices, inner: NDArray[np.bool
     if at.size:
         with np.errstate(invalid="ignore"):
             first, second, direct_cost = cost[:, via, None], cost[None, at, :], cost[:, None, :]
-            longer = first + second <= direct_cost * (1 + 1e-9)
+            longer = first + second <= direct_cost * (1 + ROUNDING)
             longer &= first > _LEG * direct_cost
             longer &= second > _LEG * direct_cost
         is_direct &= ~longer.any(axis=1)

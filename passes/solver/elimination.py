@@ -48,6 +48,9 @@ solution: five seconds of one processor, where partial answers took longer and l
 _CLOSE = 5e-3
 """The gap at which no further round is worth its work; each round looks for answers that are better by any gap."""
 
+_MOST_KEY = 2**40
+"""Keys of contexts beyond which they are numbered anew, so that one more factor does not overflow 64 bits."""
+
 _BEYOND = 4.0
 """What is impossible costs this many times what all else can cost together."""
 
@@ -294,7 +297,7 @@ class Beam:
             return np.zeros(0, dtype=np.intp)
         key = np.zeros(seconds.size, dtype=np.intp)
         for classes_of_node in context:
-            if int(key.max()) > 2**40:
+            if int(key.max()) > _MOST_KEY:
                 key = np.unique(key, return_inverse=True)[1].astype(np.intp)
             key = key * (int(classes_of_node.max()) + 1) + classes_of_node
         in_order = np.lexsort((seconds, key))

@@ -24,7 +24,7 @@ import numpy as np
 
 from passes.solver.dual_ascent import Messages, Way
 from passes.solver.factors import Prices
-from passes.solver.problem import Edge, Floats, Indices, ShardingProblem
+from passes.solver.problem import ROUNDING, Edge, Floats, Indices, ShardingProblem
 from passes.solver.symmetry import Tied
 
 _NEGLIGIBLE = 1e-3
@@ -50,7 +50,7 @@ class Bound:
         strategy_seconds: list[Floats] = []
         for node_seconds, reduced in zip(problem.seconds, self.reduced, strict=True):
             spare = upper - self.seconds + reduced.min()
-            strategy_seconds.append(np.where(reduced <= spare + abs(upper) * 1e-9, node_seconds, np.inf))
+            strategy_seconds.append(np.where(reduced <= spare + abs(upper) * ROUNDING, node_seconds, np.inf))
         return ShardingProblem(
             seconds=tuple(strategy_seconds), edges=problem.edges, budgets=problem.budgets, memory=problem.memory
         )

@@ -19,6 +19,14 @@ Indices = NDArray[np.intp]
 
 T = TypeVar("T")
 
+ROUNDING = 1e-9
+"""The share by which seconds may differ that were added up in another order: far more than doubles lose in the longest
+sums, far less than any gap that is asked for."""
+
+_EXCESS = 1e-6
+"""The share by which an answer may exceed a budget: solvers keep rows to about this, and a device's memory is not known
+so well."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edge:
@@ -117,4 +125,9 @@ class ShardingProblem:
 
     def fits(self, choice: Sequence[int]) -> bool:
         """Whether an answer keeps every budget, to a part in a million."""
-        return all(self.usage(budget, choice) <= budget.limit * (1 + 1e-6) for budget in self.budgets)
+        return all(self.usage(budget, choice) <= budget.limit * (1 + _EXCESS) for budget in self.budgets)
+
+
+def meet(objective: float, bound: float, gap: float) -> bool:
+    """Whether an objective is at most a share `gap` of it above a bound, but for rounding."""
+    return objective - bound <= (1 + ROUNDING) * gap * abs(objective)

@@ -37,11 +37,19 @@ from passes.solver.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
 from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import ENOUGH
 from passes.solver.lower_bound import Bound, lifted, loose, raised
-from passes.solver.problem import ShardingProblem
+from passes.solver.problem import ShardingProblem, meet
 from passes.solver.pulp_solver import solver_named
 from passes.solver.symmetry import Tied, tie
 
 Status = Literal["optimal", "near optimal", "time limit"]
+
+_GAP = 1e-4
+"""The relative gap to which a problem is solved: far less than what seconds are predicted to, and most relaxations are
+tight to it, so that less saves no time (`python -m benchmarks.settings`)."""
+
+_RADIUS = 2
+"""Rounds of colour refinement after which nodes of one colour are made one: edges around a node up to which two equal
+ones see the same. One makes nodes of different layers one that then fit worse (`python -m benchmarks.settings`)."""
 
 _PARTS = 4
 """Parts of equal nodes that budgets may treat differently."""
@@ -96,6 +104,10 @@ class Answer:
     solve_seconds: float
     relaxations: int = 0
 
+    def is_within(self, gap: float) -> bool:
+        """Whether the objective is at most this share of it above the bound."""
+        return meet(self.objective, self.bound, gap)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
@@ -112,8 +124,8 @@ class SolverOptions:
 
     solver: str | None = None
     time_limit: float | None = None
-    gap: float = 1e-4
-    tie_radius: int | None = 2
+    gap: float = _GAP
+    tie_radius: int | None = _RADIUS
     untied: int = 1_000
 
     def radius(self, problem: ShardingProblem) -> int | None:
@@ -181,8 +193,8 @@ class Search:
 
     def is_closed(self) -> bool:
         """Whether answer and bound meet, or the answer need not be better."""
-        gap = (1 + 1e-9) * self.options.gap * abs(self.objective)
-        return math.isfinite(self.objective) and (self.objective - self.bound <= gap or self.bound >= self.at_most)
+        is_closed = self.bound >= self.at_most or meet(self.objective, self.bound, self.options.gap)
+        return math.isfinite(self.objective) and is_closed
 
     def relax(self) -> None:
         """The relaxation of the tied problem, with w where readers disagree; answers rounded from it, and a bound."""
@@ -328,7 +340,7 @@ class Search:
                 f"no legal plan was found within {self.options.time_limit:.0f} s; give the solver a longer time_limit"
             )
         self.clock.stop()
-        is_within_gap = self.objective - self.bound <= (1 + 1e-9) * self.options.gap * abs(self.objective)
+        is_within_gap = meet(self.objective, self.bound, self.options.gap)
         return Answer(
             choice=self.best,
             objective=self.objective,
@@ -346,7 +358,7 @@ def leanest(problem: ShardingProblem, options: SolverOptions | None = None) -> t
     The relaxation is rounded and polished; where that leaves more than a percent, the program is branched on.
     """
     options = options or SolverOptions()
-    tied = tie(problem, 2 if options.tie_radius is None else options.tie_radius, _PARTS)
+    tied = tie(problem, _RADIUS if options.tie_radius is None else options.tie_radius, _PARTS)
     program = StrategyProgram(tied.problem, lean=True)
     program.run(gap=options.gap, seconds=options.time_limit)
     if not program.has_values():
