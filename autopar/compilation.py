@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from autopar.errors import DeviceError, UnsupportedError, explain
-from autopar.frontend import Signature, Traced, Type, abstract, trace, types_of
+from autopar.frontend import Signature, Traced, Type, structs_of, trace, types_of
 from autopar.jax_compat import Device, configuration, is_traced
 from autopar.options import Settings
 from autopar.plan import Plan
@@ -241,13 +241,13 @@ class Compilations:
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
         """The compilation for arguments of these types, which may be `jax.ShapeDtypeStruct`s."""
         dynamic, statics = self.signature.split(args, kwargs)
-        leaves, tree = jax.tree.flatten(abstract(dynamic, self.signature, len(args)))
-        key = (tree, statics, types_of(leaves), configuration())
+        structs = structs_of(dynamic, self.signature, len(args))
+        key = (jax.tree.structure(dynamic), statics, types_of(structs), configuration())
         if key not in self.known:
             self.known[key] = Compilation(
                 signature=self.signature,
                 settings=self.settings,
-                structs=tuple(leaves),
+                structs=structs,
                 statics=statics,
                 traced=trace(self.fun, args, kwargs, **self.jit),
             )

@@ -23,6 +23,7 @@ from jax.extend import core as jex_core
 from jax.extend.random import threefry2x32_p
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.lax import convert_element_type_p, optimization_barrier_p
+from jax.sharding import AxisType
 
 from passes.ir import CALLBACKS, CONTROL
 
@@ -43,6 +44,7 @@ __all__ = [
     "configuration",
     "dtype_of",
     "has_ambient_mesh",
+    "has_plain_type",
     "is_array_type",
     "is_concrete",
     "is_jaxpr",
@@ -217,6 +219,13 @@ def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
 def is_traced(x: object) -> bool:
     """Whether `x` stands for an array in a transformation of JAX's."""
     return isinstance(x, Tracer)
+
+
+def has_plain_type(x: object) -> bool:
+    """Whether JAX's type of `x` says nothing of devices: `x` is no transformation's value and on no explicit mesh."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is None
+    return not isinstance(x, Tracer) and set(jax.typeof(x).sharding.mesh.axis_types) <= {AxisType.Auto}
 
 
 def is_staged(x: object) -> bool:

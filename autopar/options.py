@@ -139,14 +139,20 @@ def checked_coupling(coupling: Any) -> Coupling:
 
 
 def checked_devices(devices: Any) -> tuple[Device, ...] | None:
-    """The devices, None for those that are here. Raises ArgumentError for anything that is no sequence of them."""
+    """The devices, None for those that are here.
+
+    Raises ArgumentError for anything that is no sequence of them, and for one that is named twice.
+    """
     if devices is None:
         return None
-    found = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else None
-    if found and all(hasattr(device, "device_kind") for device in found):
-        return found
-    rule = "devices are a sequence of one jax.Device or more"
-    raise ArgumentError(explain(f"devices={devices!r:.60}", rule, "", "write, say, devices=jax.devices()[:8]"))
+    listed = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else ()
+    shown, remedy = f"devices={devices!r:.60}", "write, say, devices=jax.devices()[:8]"
+    if not listed or not all(hasattr(device, "device_kind") for device in listed):
+        raise ArgumentError(explain(shown, "devices are a sequence of one jax.Device or more", "", remedy))
+    if twice := sorted({str(device) for device in listed if listed.count(device) > 1}):
+        rule = f"a device is named once, and {', '.join(twice)} more often"
+        raise ArgumentError(explain(shown, rule, "", remedy))
+    return listed
 
 
 _CHECKS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(

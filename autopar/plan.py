@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-import jax
 from jax.sharding import PartitionSpec
 
 import passes.plan
 from autopar.errors import UnboundPlanError, explain
+from autopar.frontend import unflattened
 from autopar.jax_compat import PyTreeDef
 from passes.sharding import ShardingSpec
 
@@ -38,7 +38,7 @@ class Plan(passes.plan.Plan):
     def shardings(self) -> tuple[Any, Any]:
         """(inputs, outputs): a PartitionSpec for each array; inputs as the pair (args, kwargs), statics left out.
 
-        Raises UnboundPlanError for a plan that was loaded from a file.
+        Raises UnboundPlanError for a plan that was loaded from a file, ArgumentError for a pytree of arrays alone.
         """
         if self.in_tree is None or self.out_tree is None:
             raise UnboundPlanError(
@@ -50,8 +50,8 @@ class Plan(passes.plan.Plan):
                     "or read plan.inputs beside plan.input_names",
                 )
             )
-        inputs = jax.tree.unflatten(self.in_tree, partition_specs(self.inputs))
-        return inputs, jax.tree.unflatten(self.out_tree, partition_specs(self.outputs))
+        inputs = unflattened(self.in_tree, partition_specs(self.inputs), "plan.shardings")
+        return inputs, unflattened(self.out_tree, partition_specs(self.outputs), "plan.shardings")
 
 
 def partition_specs(specs: Sequence[ShardingSpec]) -> tuple[PartitionSpec, ...]:

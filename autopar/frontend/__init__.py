@@ -1,6 +1,15 @@
 """The JAX function and its arguments as a traced program: call signatures, argument types and the planner's graph."""
 
-from autopar.frontend.arguments import Names, Positions, Signature, Type, abstract, signature_of, types_of
+from autopar.frontend.arguments import (
+    Names,
+    Positions,
+    Signature,
+    Type,
+    signature_of,
+    structs_of,
+    types_of,
+    unflattened,
+)
 from autopar.frontend.flattening import Body, Equation, flatten
 from autopar.frontend.primitives import plain_params
 from autopar.frontend.tracing import Traced, trace
@@ -13,10 +22,11 @@ __all__ = [
     "Signature",
     "Traced",
     "Type",
-    "abstract",
     "flatten",
     "plain_params",
     "signature_of",
+    "structs_of",
     "trace",
     "types_of",
+    "unflattened",
 ]

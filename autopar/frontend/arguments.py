@@ -71,14 +71,34 @@ class Signature:
 
         `n_args` counts the call's positional arguments, static ones included.
         """
-        static = self._positions(n_args)
-        positions = [i for i in range(n_args) if i not in static]
-        named: list[str] = []
+        positions = self._dynamic_positions(n_args)
+        paths: list[str] = []
         for path, _ in tree_flatten_with_path(dynamic)[0]:
             side, argument, *inner = cast("tuple[Any, ...]", path)
             argument_name = self.name(positions[argument.idx]) if side.idx == 0 else argument.key
-            named.append(argument_name + keystr(tuple(inner)))
-        return tuple(named)
+            paths.append(argument_name + keystr(tuple(inner)))
+        return tuple(paths)
+
+    def donated(self, dynamic: Any, donation: Signature, n_args: int) -> tuple[bool, ...]:
+        """Whether each leaf of the dynamic arguments is part of one that `donation` names, as this names static ones.
+
+        Positions from the end donate nothing, as under `jax.jit`.
+        """
+        positions = self._dynamic_positions(n_args)
+        flags: list[bool] = []
+        for path, _ in tree_flatten_with_path(dynamic)[0]:
+            side, argument, *_ = cast("tuple[Any, ...]", path)
+            named = (
+                argument.key in donation.static_names
+                if side.idx
+                else positions[argument.idx] in donation.static_positions
+            )
+            flags.append(named)
+        return tuple(flags)
+
+    def _dynamic_positions(self, n_args: int) -> list[int]:
+        static = self._positions(n_args)
+        return [i for i in range(n_args) if i not in static]
 
     def _positions(self, n_args: int) -> tuple[int, ...]:
         counted = (i if i >= 0 else n_args + i for i in self.static_positions)
@@ -133,12 +153,12 @@ def types_of(leaves: Sequence[Any]) -> tuple[Type | None, ...]:
         return tuple(map(_type_of, leaves))
 
 
-def abstract(dynamic: Any, signature: Signature, n_args: int) -> Any:
-    """The dynamic arguments with a plain `jax.ShapeDtypeStruct` for each leaf: shape, dtype, weakness, no sharding.
+def structs_of(dynamic: Any, signature: Signature, n_args: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The type of each leaf of the dynamic arguments: shape, dtype and weakness, no sharding.
 
     Raises ArgumentError, with the argument's path, for a leaf that is no array.
     """
-    leaves, tree = jax.tree.flatten(dynamic)
+    leaves = jax.tree.leaves(dynamic)
     structs: list[jax.ShapeDtypeStruct] = []
     for index, leaf in enumerate(leaves):
         aval = _typeof(leaf)
@@ -153,7 +173,31 @@ def abstract(dynamic: Any, signature: Signature, n_args: int) -> Any:
                 )
             )
         structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type))
-    return jax.tree.unflatten(tree, structs)
+    return tuple(structs)
+
+
+def traceable(dynamic: Any, signature: Signature, n_args: int) -> Any:
+    """The dynamic arguments as `jax.jit` may trace them: with leaves whose types say shape, dtype and weakness alone.
+
+    Arrays stay in the pytree that the caller built, whose nodes may take nothing else. If a leaf is a transformation's
+    or lies on an explicit mesh, all become plain `jax.ShapeDtypeStruct`s. Raises ArgumentError for what is no array.
+    """
+    structs = structs_of(dynamic, signature, n_args)
+    leaves, tree = jax.tree.flatten(dynamic)
+    return dynamic if all(map(jax_compat.has_plain_type, leaves)) else jax.tree.unflatten(tree, structs)
+
+
+def unflattened(tree: jax_compat.PyTreeDef, leaves: Sequence[Any], what: str) -> Any:
+    """The leaves, which are no arrays, in a function's own pytree.
+
+    Raises ArgumentError, naming `what` they are, where a node of it takes nothing but arrays.
+    """
+    try:
+        return jax.tree.unflatten(tree, leaves)
+    except Exception as error:  # a node of the user's may raise anything
+        rule = f"a node of the function's pytree takes no {type(leaves[0]).__name__}: {error}"
+        remedy = "read plan.inputs and plan.outputs, which are flat, or let the node's unflatten take any leaf"
+        raise ArgumentError(explain(what, rule, f"its tree is {tree}", remedy)) from error
 
 
 def _typeof(leaf: Any) -> Any:

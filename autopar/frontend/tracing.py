@@ -10,7 +10,7 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import jax_compat
-from autopar.frontend.arguments import Names, Positions, abstract, signature_of
+from autopar.frontend.arguments import Names, Positions, signature_of, traceable
 from autopar.frontend.flattening import Equation, flatten
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import without_gc
@@ -59,7 +59,7 @@ def trace(
     """
     signature = signature_of(fun, static_argnums, static_argnames)
     dynamic, _ = signature.split(args, kwargs)
-    args, kwargs = signature.merge(abstract(dynamic, signature, len(args)), args, kwargs)
+    args, kwargs = signature.merge(traceable(dynamic, signature, len(args)), args, kwargs)
     jitted = jax.jit(
         fun,
         static_argnums=static_argnums,
@@ -69,15 +69,13 @@ def trace(
     )
     with jax_compat.no_mesh():
         traced = jitted.trace(*args, **kwargs)
-    paths = tree_flatten_with_path(traced.out_info)[0]
     body = flatten(
         traced.jaxpr,
         input_names=signature.names(dynamic, len(args)),
-        output_names=tuple("out" + keystr(path) for path, _ in paths),
+        output_names=_output_names(traced.out_tree),
     )
-    in_tree = jax.tree.structure(dynamic)
-    out_tree = jax.tree.structure(traced.out_info)
-    donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
+    in_tree, out_tree = jax.tree.structure(dynamic), traced.out_tree
+    donated = signature.donated(dynamic, signature_of(fun, donate_argnums, donate_argnames), len(args))
     return Traced(
         graph=body.graph,
         equations=body.equations,
@@ -89,6 +87,15 @@ def trace(
         state_pairs=_state_pairs(body.graph, in_tree, out_tree, donated),
         jaxpr=traced.jaxpr,
     )
+
+
+def _output_names(tree: PyTreeDef) -> tuple[str, ...]:
+    """The path of each result, such as `out[0].params['wte']`; its number, where a node takes nothing but arrays."""
+    try:
+        paths = tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]
+    except Exception:  # a node of the user's may raise anything
+        return tuple(f"out[{index}]" for index in range(tree.num_leaves))
+    return tuple("out" + keystr(path) for path, _ in paths)
 
 
 @dataclass(frozen=True, slots=True)

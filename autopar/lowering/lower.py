@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.frontend import Body, Traced
 from autopar.jax_compat import Device
@@ -56,7 +56,9 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
     if plan.mesh.axes:
         mesh = device_mesh(plan.mesh, devices)
         in_specs, out_specs = partition_specs(plan.inputs), partition_specs(plan.outputs)
-        function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        has_empty = any(0 in traced.graph.types[value].shape for value in traced.graph.inputs)
+        mapped = _mapped_with_number if has_empty else jax.shard_map
+        function = mapped(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     program = Program(
         function=function,
         in_shardings=shardings(plan.inputs, plan.mesh, devices),
@@ -64,6 +66,17 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
         reshardings=reshardings,
     )
     return _offloading(program, traced, plan)
+
+
+def _mapped_with_number(function: Callable[..., tuple[Any, ...]], **mapping: Any) -> Callable[..., tuple[Any, ...]]:
+    """`jax.shard_map` of the function with a number among its operands and results.
+
+    XLA's Shardy export loses operands that are empty, and fails where a program reads no other (jaxlib 0.10.2).
+    """
+    for side in ("in_specs", "out_specs"):
+        mapping[side] = (PartitionSpec(), *mapping[side])
+    mapped = jax.shard_map(lambda number, *inputs: (number, *function(*inputs)), **mapping)
+    return lambda *inputs: tuple(lax.optimization_barrier(mapped(jnp.zeros(()), *inputs))[1:])
 
 
 def shardings(specs: Sequence[ShardingSpec], mesh: Mesh, devices: Sequence[Device]) -> tuple[Sharding, ...]:

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from autopar import jax_compat
 from autopar.checks import Verification, hlo, verify
 from autopar.errors import ArgumentError, explain
-from autopar.frontend import Signature, Traced, Type, types_of
+from autopar.frontend import Signature, Traced, Type, types_of, unflattened
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.lowering import build, shardings
 from autopar.plan import Plan
@@ -236,12 +236,12 @@ class Compiled:
     @property
     def input_shardings(self) -> tuple[Any, Any]:
         """The sharding of each argument, as the pair (args, kwargs) without static arguments."""
-        return jax.tree.unflatten(self._prepared.traced.in_tree, self._prepared.in_shardings)
+        return unflattened(self._prepared.traced.in_tree, self._prepared.in_shardings, "input_shardings")
 
     @property
     def output_shardings(self) -> Any:
         """The sharding of each result, in the function's own pytree."""
-        return jax.tree.unflatten(self._prepared.traced.out_tree, self._prepared.out_shardings)
+        return unflattened(self._prepared.traced.out_tree, self._prepared.out_shardings, "output_shardings")
 
     def as_text(self) -> str:
         """The optimized HLO."""

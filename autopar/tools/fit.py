@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 import jax
 
 from autopar.api import ParallelFunction, parallelize
-from autopar.frontend import abstract
+from autopar.frontend import structs_of
 from autopar.rewrite import TracedStep
 from passes.cluster import Cluster, HostGroup
 from passes.errors import OverBudgetError, PlanningError
@@ -99,9 +99,10 @@ def traced_step(example: Example, rows: Mapping[int, int] | None = None) -> Trac
     if not rows:
         return step.replan().step(*example.args, **example.kwargs)
     dynamic, _ = step.signature.split(example.args, dict(example.kwargs))
-    leaves, tree = jax.tree.flatten(abstract(dynamic, step.signature, len(example.args)))
+    structs = structs_of(dynamic, step.signature, len(example.args))
+    leaves, tree = jax.tree.flatten(dynamic)
     for position, extent in rows.items():
-        leaf = leaves[position]
+        leaf = structs[position]
         leaves[position] = jax.ShapeDtypeStruct((extent, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
     args, kwargs = step.signature.merge(jax.tree.unflatten(tree, leaves), example.args, dict(example.kwargs))
     return step.replan().step(*args, **kwargs)  # of a fresh function, which is gone with the step

@@ -198,6 +198,7 @@ CALLS = {
         "here(step, devices=[]).plan(PARAMS, BATCH)",
         "here(step, devices=8)",
         "here(step, devices=['cpu:0']).plan(PARAMS, BATCH)",
+        "here(step, devices=jax.devices()[:2] * 2).plan(PARAMS, BATCH)",
     ],
     "planners": [
         "here(step, planner='dp').plan(PARAMS, BATCH)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -13,10 +14,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import Partial
 
+import autopar
 from autopar.errors import ArgumentError, UnsupportedError
 from autopar.frontend import trace
 from passes.ir import phase
 from tests.autopar.frontend.test_trace import F32, ROOT, only, primitives, run, struct, traced
+from tests.autopar.jit_cases.values import Checked
 
 
 def test_while_and_cond_have_two_bodies():
@@ -162,6 +165,35 @@ def test_shardings_of_arguments_and_ambient_meshes_do_not_get_in(ambient: bool):
         return
     with jax.set_mesh(mesh):
         assert traced(f, x, placed).graph == plain
+
+
+def test_nodes_that_take_arrays_alone():
+    """As under jit, no node is built of anything but tracers; what has to be built of specs says why it is not."""
+    planned = autopar.parallelize(lambda checked: (Checked(checked.array * 2), {"twice": checked.array + 1}))
+    plan = planned.plan(Checked(jnp.ones(8)))
+    assert plan.input_names == ("checked.array",)
+    assert plan.output_names == ("out[0]", "out[1]")
+    for shardings in (lambda: plan.shardings, lambda: planned.lower(Checked(jnp.ones(8))).compile().input_shardings):
+        with pytest.raises(ArgumentError, match=r"takes no \w+: an array"):
+            shardings()
+
+
+def test_donated_leaves_are_those_of_jit():
+    def f(a, /, b, *rest, c, d=None, **more):
+        return jax.tree.leaves((a, b, rest, c, d, more))
+
+    x = struct(4)
+    calls = (((x, (x, x), x), {"c": x, "e": [x]}), ((x,), {"b": x, "c": [x, x], "d": x}))
+    options = (
+        {"donate_argnums": 0},
+        {"donate_argnums": (1, -1)},
+        {"donate_argnames": "b"},
+        {"donate_argnames": ("c", "e")},
+        {"donate_argnums": 0, "donate_argnames": ("d", "c")},
+    )
+    for (args, kwargs), chosen in itertools.product(calls, options):
+        expected = jax.tree.leaves(jax.jit(f, **chosen).trace(*args, **kwargs).args_info)
+        assert trace(f, args, kwargs, **chosen).donated == tuple(info.donated for info in expected)
 
 
 def test_keyword_and_static_arguments():
