@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 from jax.sharding import PartitionSpec
 
 import passes.plan
-from autopar.errors import UnboundPlanError, explain
-from autopar.frontend import unflattened
+from autopar.errors import ArgumentError, UnboundPlanError, explain
 from autopar.jax_compat import PyTreeDef
 from passes.sharding import ShardingSpec
 
@@ -52,6 +52,19 @@ class Plan(passes.plan.Plan):
             )
         inputs = unflattened(self.in_tree, partition_specs(self.inputs), "plan.shardings")
         return inputs, unflattened(self.out_tree, partition_specs(self.outputs), "plan.shardings")
+
+
+def unflattened(tree: PyTreeDef, leaves: Sequence[Any], what: str) -> Any:
+    """The leaves, which are no arrays, in a function's own pytree.
+
+    Raises ArgumentError, naming `what` they are, where a node of it takes nothing but arrays.
+    """
+    try:
+        return jax.tree.unflatten(tree, leaves)
+    except Exception as error:  # a node of the user's may raise anything
+        rule = f"a node of the function's pytree takes no {type(leaves[0]).__name__}: {error}"
+        remedy = "read plan.inputs and plan.outputs, which are flat, or let the node's unflatten take any leaf"
+        raise ArgumentError(explain(what, rule, f"its tree is {tree}", remedy)) from error
 
 
 def partition_specs(specs: Sequence[ShardingSpec]) -> tuple[PartitionSpec, ...]:

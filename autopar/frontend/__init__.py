@@ -28,5 +28,4 @@ __all__ = [
     "structs_of",
     "trace",
     "types_of",
-    "unflattened",
 ]

@@ -187,19 +187,6 @@ def traceable(dynamic: Any, signature: Signature, n_args: int) -> Any:
     return dynamic if all(map(jax_compat.has_plain_type, leaves)) else jax.tree.unflatten(tree, structs)
 
 
-def unflattened(tree: jax_compat.PyTreeDef, leaves: Sequence[Any], what: str) -> Any:
-    """The leaves, which are no arrays, in a function's own pytree.
-
-    Raises ArgumentError, naming `what` they are, where a node of it takes nothing but arrays.
-    """
-    try:
-        return jax.tree.unflatten(tree, leaves)
-    except Exception as error:  # a node of the user's may raise anything
-        rule = f"a node of the function's pytree takes no {type(leaves[0]).__name__}: {error}"
-        remedy = "read plan.inputs and plan.outputs, which are flat, or let the node's unflatten take any leaf"
-        raise ArgumentError(explain(what, rule, f"its tree is {tree}", remedy)) from error
-
-
 def _typeof(leaf: Any) -> Any:
     """JAX's type of an array or of anything that JAX takes for one; None for anything else."""
     try:

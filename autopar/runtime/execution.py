@@ -14,10 +14,10 @@ from jax.sharding import Sharding
 from autopar import jax_compat
 from autopar.checks import Verification, hlo, verify
 from autopar.errors import ArgumentError, explain
-from autopar.frontend import Signature, Traced, Type, types_of, unflattened
+from autopar.frontend import Signature, Traced, Type, types_of
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.lowering import build, shardings
-from autopar.plan import Plan
+from autopar.plan import Plan, unflattened
 from autopar.runtime.donation import reused
 from autopar.runtime.footprint import Limit, needed_nbytes
 from autopar.runtime.program import Donation
