@@ -8,7 +8,6 @@ from autopar.frontend.arguments import (
     signature_of,
     structs_of,
     types_of,
-    unflattened,
 )
 from autopar.frontend.flattening import Body, Equation, flatten
 from autopar.frontend.primitives import plain_params
