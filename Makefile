@@ -1,6 +1,9 @@
 PYTHON ?= python3
+comma := ,
 BIN := .venv/bin
-READY := .venv/.ready
+# More of autopar's extras, as in EXTRAS=,gpu-compiler; the environment is made ready again for them.
+EXTRAS ?=
+READY := .venv/.ready$(subst $(comma),-,$(EXTRAS))
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint types
@@ -28,5 +31,5 @@ $(READY): pyproject.toml
 	    echo 'autopar needs Python 3.11 or newer, which "$(PYTHON)" is not; name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }; \
 	  $(PYTHON) -m venv .venv; }
 	@echo 'Installing into .venv (minutes the first time)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev$(EXTRAS)]'
 	@touch $@

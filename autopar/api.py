@@ -125,8 +125,12 @@ class ParallelFunction:
         with without_gc():
             return self._compilations.of(args, kwargs).plan()
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The program of `fun(*args, **kwargs)` for the plan's devices, which must be here; `.compile()` comes next."""
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The program of `fun(*args, **kwargs)` for the plan's devices, a `Lowered`; of a pipeline, a
+        `LoweredPipeline`.
+
+        The devices must be here, or be described by `autopar.topology`. `.compile()` comes next.
+        """
         return self._compilations.of(args, kwargs).lower()
 
     def replan(
@@ -134,6 +138,7 @@ class ParallelFunction:
         *,
         cluster: str | os.PathLike[str] | Cluster | None = None,
         planner: Planner | None = None,
+        devices: Sequence[Device] | None = None,
         microbatches: int | None = None,
         memory_limit: int | str | None = None,
         cache: str | os.PathLike[str] | PlanCache | Literal[False] | None = None,
@@ -146,6 +151,7 @@ class ParallelFunction:
         options = {
             "cluster": cluster,
             "planner": planner,
+            "devices": devices,
             "microbatches": microbatches,
             "memory_limit": memory_limit,
             "cache": cache,

@@ -20,8 +20,10 @@ from autopar.runtime import (
     Joined,
     Limit,
     Lowered,
+    LoweredPipeline,
     Pipeline,
     Prepared,
+    Program,
     build,
     limit_of,
     load,
@@ -31,7 +33,7 @@ from autopar.runtime import (
     prepare,
 )
 from passes.cluster import local_cluster
-from passes.errors import OverBudgetError
+from passes.errors import InternalError, OverBudgetError
 from passes.gc_pause import without_gc
 from passes.plan import PipelinePlan
 from passes.transforms import stages
@@ -76,18 +78,18 @@ class Compilation:
         """The plan. Raises PlanningError where none is possible."""
         return self._chosen().plan
 
-    def lower(self, *, again: bool = True) -> Lowered:
+    def lower(self, *, again: bool = True) -> Lowered | LoweredPipeline:
         """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
+        plan = self.plan()
+        if isinstance(plan, PipelinePlan):
+            return self._lowered_pipeline(plan)
         lowered = lower(self._prepared(), self.structs, self.statics)
         limit = self._limit()
         if limit is None:
             return lowered
 
-        def tightened(needed: int) -> Lowered:
-            before = self.plan()
+        def tightened(needed: int) -> Lowered | LoweredPipeline:
             self._tighten(limit, needed)
-            if isinstance(self.plan(), PipelinePlan):  # which has no lowered form
-                raise limit.error(before, needed)
             return self.lower(again=False)
 
         return replace(lowered, _limit=limit, _again=tightened if again and limit.searched else None)
@@ -153,11 +155,9 @@ class Compilation:
         """
         plan, limit = self.plan(), self._limit()
         if isinstance(plan, PipelinePlan):
-            found = pipeline = self._pipeline(plan)
+            pipeline = self._pipeline(self._program(plan))
             needed = pipeline_nbytes(pipeline.program, pipeline.executables) if limit else 0
-            if (pieces := self._chosen().pieces) is not None:
-                donation = pieces.donation(pipeline.program.donation)
-                found = Joined(pipeline, pieces, self.traced.out_tree, donation)
+            found = self._joined(pipeline)
         elif limit is None:
             return self._prepared().executable()
         elif nested:
@@ -172,25 +172,41 @@ class Compilation:
         self._tighten(limit, needed)
         return self._executable(again=False)
 
-    def _pipeline(self, plan: PipelinePlan) -> Pipeline:
-        """A pipeline's program, compiled."""
+    def _program(self, plan: PipelinePlan) -> Program:
+        """A pipeline's program."""
         traced = self._chosen().traced
         cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
+        return build(traced, plan, cut, self._present())
+
+    def _pipeline(self, program: Program, executables: tuple[Any, ...] | None = None) -> Pipeline:
+        """A pipeline's program, compiled."""
+        traced = self._chosen().traced
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
-        return load(build(traced, plan, cut, self._present()), rows, traced.out_tree, traced.weak)
+        return load(program, rows, traced.out_tree, traced.weak, executables)
+
+    def _joined(self, pipeline: Pipeline) -> Pipeline | Joined:
+        """What runs a pipeline on the caller's own arrays, which its stages may hold in pieces."""
+        pieces = self._chosen().pieces
+        if pieces is None:
+            return pipeline
+        return Joined(pipeline, pieces, self.traced.out_tree, pieces.donation(pipeline.program.donation))
+
+    def _lowered_pipeline(self, plan: PipelinePlan) -> LoweredPipeline:
+        """A pipeline's program, lowered a segment at a time."""
+        program = self._program(plan)
+        return LoweredPipeline(
+            plan=plan,
+            signature=self.signature,
+            program=program,
+            load=lambda executables: self._joined(self._pipeline(program, executables)),
+            limit=self._limit(),
+        )
 
     def _prepared(self) -> Prepared:
         if self.prepared is None:
             plan = self.plan()
             if isinstance(plan, PipelinePlan):
-                raise UnsupportedError(
-                    explain(
-                        "lower() of a pipeline",
-                        "a pipeline is many programs on several submeshes",
-                        self.signature.source,
-                        "call the function itself, which compiles and runs them all",
-                    )
-                )
+                raise InternalError("a pipeline is lowered a segment at a time")
             self.prepared = prepare(self.signature, self._chosen().traced, plan, self._present())
         return self.prepared
 

@@ -42,7 +42,8 @@ ALONE = {
 LIBRARIES = {"highspy", "numpy", "pulp", "scipy"}
 CLOSED_WORLD = sys.stdlib_module_names | LIBRARIES | {"passes"}
 BARRED = {"autopar": {"benchmarks", "models", "tests"}, "models": {"autopar", "passes"}}
-TALKERS = {"autopar.tools.cli"}
+TALKERS = {"autopar.tools.cli", "autopar.tools.topologies"}
+"""The command line; and libtpu off a TPU takes what it must know from the environment alone."""
 INTERRUPTED, INTERRUPTION = "passes.progress", "KeyboardInterrupt"
 
 Sources = Mapping[str, str]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -67,6 +67,12 @@ _HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) [({]")
 _CALLEES = re.compile(r"(?:body|condition|to_apply|calls|_computations?)=(?:\{([^}]*)\}|%?([\w.\-]+))")
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 
+_CHAIN = re.compile(r'frontend_attributes=\{[^}]*chain_id="(\d+)"')
+"""The number of a collective that XLA:TPU runs in pieces, each of which names it."""
+
+_SCATTER = re.compile(r"%?all-reduce-scatter[\w.]* \(.*\) -> (\w+\[[\d,]*\]\S*) \{")
+"""The header of a computation that XLA:TPU made of a reduce-scatter."""
+
 _TYPE_TOKEN = re.compile(r"\(|\)|(\w+)\[([^\]]*)\](?:\{[^}]*\})?")
 _FLOAT = re.compile(r"f(\d+)(e\w+)?")
 _PREFIXES = {"s": "int", "u": "uint", "c": "complex"}
@@ -91,7 +97,7 @@ class HloCollective:
     or `UNKNOWN`. `shape` and `nbytes` are the result's on one device; an all-to-all that HLO spells as n pieces has
     the pieces' shape with n in front. `count` is how often it runs: the product of the trip counts of the loops
     around it, an unknown trip count being 1, and each branch of a conditional being taken. `source` is the user's
-    `file:line (function)` where XLA knows it.
+    `file:line (function)` where XLA knows it. `is_padded`: the result has room for what does not divide evenly.
     """
 
     kind: str
@@ -102,6 +108,7 @@ class HloCollective:
     count: int
     op_name: str
     source: str
+    is_padded: bool = False
 
     def __str__(self) -> str:
         repeated = f" x{self.count}" if self.count != 1 else ""
@@ -112,18 +119,34 @@ class HloCollective:
 def collectives(hlo_text: str, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[HloCollective, ...]:
     """Every tensor that `hlo_text` sends between the devices of a mesh, in the order of the text.
 
-    Collectives among groups of one device move nothing and are left out. Raises InternalError for a collective
-    that cannot be read.
+    Collectives among groups of one device move nothing and are left out. XLA:TPU names one that runs in pieces, beside
+    other work, in the computation of every piece: it is one. A sum of a padded array of which each device keeps its
+    part, which is how it spells some reduce-scatters, is a reduce-scatter. Raises InternalError for a collective that
+    cannot be read.
     """
     lines = hlo_text.split("\n")
     sources = _sources(lines)
     mentions, callers = _scan(lines)
     executions = _executions(callers)
-    return tuple(
-        collective
-        for computation, line in mentions
-        for collective in _read(line, axes, sizes, executions(computation), sources)
-    )
+    chains: set[str] = set()
+    read: list[HloCollective] = []
+    for computation, line in mentions:
+        if chain := _CHAIN.search(line):
+            if chain[1] in chains:
+                continue
+            chains.add(chain[1])
+        tensors = _read(line, axes, sizes, executions(computation[0]), sources)
+        read += [_scattered(tensor, computation[1]) for tensor in tensors]
+    return tuple(read)
+
+
+def _scattered(tensor: HloCollective, header: str) -> HloCollective:
+    """The tensor, as a reduce-scatter's where the computation under this header sums it and keeps a part."""
+    scatter = _SCATTER.match(header)
+    if not scatter or tensor.kind != "all_reduce":
+        return tensor
+    (part,) = _leaves(_parse_type(scatter[1]))
+    return replace(tensor, kind="reduce_scatter", shape=part.shape, nbytes=part.nbytes, is_padded=True)
 
 
 def instructions(hlo_text: str) -> Iterator[tuple[str, int]]:
@@ -138,18 +161,22 @@ def instructions(hlo_text: str) -> Iterator[tuple[str, int]]:
             yield line, executions(computation)
 
 
-def _scan(lines: Iterable[str]) -> tuple[list[tuple[str, str]], Mapping[str, list[tuple[str, int]]]]:
-    """Each (computation, line) that mentions a collective, and each computation's (caller, trip count)s."""
-    mentions: list[tuple[str, str]] = []
+def _scan(
+    lines: Iterable[str],
+) -> tuple[list[tuple[tuple[str, str], str]], Mapping[str, list[tuple[str, int]]]]:
+    """Each line that mentions a collective, with its computation's name and header, and each computation's (caller,
+    trip count)s.
+    """
+    mentions: list[tuple[tuple[str, str], str]] = []
     callers: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
-    computation = ""
+    computation = heading = ""
     for line in lines:
         if line.endswith("{") and (header := _HEADER.match(line)):
-            computation = header[1]
+            computation, heading = header[1], line
             continue
         called = line.partition(", metadata=")[0]
         if _MENTION.search(called):
-            mentions.append((computation, line))
+            mentions.append(((computation, heading), line))
         trips = _TRIPS.search(line) if " while(" in called else None
         for several, single in _CALLEES.findall(called):
             for callee in several.split(",") if several else (single,):

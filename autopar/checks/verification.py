@@ -2,6 +2,7 @@
 
     promised    the plan's collectives, in the types in which a platform sends them        `_promised`
     compiled    the program's collectives, from its optimized HLO                          autopar/checks/hlo.py
+    undo        what an accelerator's compiler rewrites, so that bytes can be compared     autopar/checks/rewrites.py
     compare     tensors of equal kind, axes, dtype and bytes; XLA may send fewer           `verify`
     count       flops of products, so that what is computed again is seen to be            autopar/checks/hlo_flops.py
 
@@ -17,23 +18,23 @@ Python 3.11 with jax 0.10.2 and Python 3.12 with jax 0.11.2 widen alike.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from autopar.checks import hlo
 from autopar.checks.hlo import HloCollective
 from autopar.checks.hlo_flops import product_flops
+from autopar.checks.rewrites import Key, Moved, Undoing, moved
 from autopar.lowering import USERS_OWN
-from passes.cluster import Collective
+from passes.cluster import Collective, Mesh
 from passes.errors import InternalError
 from passes.ir import item_nbytes
 from passes.plan import Plan
 from passes.text import Column, Table, quantities
-
-_Key = tuple[str, tuple[str, ...], str, int]
-"""The kind, axes, dtype and bytes that equal collectives share."""
 
 _WIDENED: Mapping[str, str] = MappingProxyType(
     {
@@ -52,8 +53,19 @@ _MOVE = "/move_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """The optimized HLO of a program, which one step runs so many times."""
+
+    text: str
+    runs: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Tensors of one kind, over the same axes, of one dtype and `nbytes` each (the result on one device)."""
+    """Tensors of one kind, over the same axes, of one dtype and `nbytes` each (the result on one device).
+
+    Where there are more or fewer than planned, `rewritten` names what the compiler did, if that accounts for it.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -61,6 +73,7 @@ class Row:
     nbytes: int
     planned: int
     compiled: int
+    rewritten: str = ""
 
     def __str__(self) -> str:
         sort = f"{self.kind}@{'+'.join(self.axes)} {self.dtype} {quantities.nbytes(self.nbytes)}"
@@ -77,8 +90,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The comparison of one step: `rows` by falling bytes, and collectives of the program that no plan holds
-    (`unplanned`).
+    """The comparison of one step: `rows` by falling bytes, the same by kind and axes (`moved`), and collectives of the
+    program that no plan holds (`unplanned`).
 
     `count` of an unplanned collective is how often it runs beyond the plan. The flops are those of one device's matrix
     products and convolutions; `planned_flops` is None where the plan's program was not at hand.
@@ -86,6 +99,7 @@ class Verification:
 
     rows: tuple[Row, ...]
     unplanned: tuple[HloCollective, ...]
+    moved: tuple[Moved, ...] = ()
     compiled_flops: float = 0.0
     planned_flops: float | None = None
 
@@ -95,7 +109,8 @@ class Verification:
 
         A single integer counts a loop's iterations, as a rule, and XLA knows those without asking.
         """
-        return tuple(row for row in self.rows if row.planned and not row.compiled and not _is_known(row))
+        absent = (row for row in self.rows if row.planned and not row.compiled and not row.rewritten)
+        return tuple(row for row in absent if not _is_known(row))
 
     @property
     def ok(self) -> bool:
@@ -104,7 +119,13 @@ class Verification:
 
     def tables(self) -> tuple[Table, ...]:
         """The tables of planned and compiled tensors and, if there are any, of unplanned ones."""
-        tables = (_rows_table(self.rows), _unplanned_table(self.unplanned), self._flops_table())
+        rewritten = self.moved if any(row.rewritten for row in self.rows) else ()
+        tables = (
+            _rows_table(self.rows),
+            _moved_table(rewritten),
+            _unplanned_table(self.unplanned),
+            self._flops_table(),
+        )
         return tuple(table for table in tables if table.rows or table is tables[0])
 
     def _flops_table(self) -> Table:
@@ -138,36 +159,71 @@ class Verification:
             )
 
 
-def verify(plan: Plan, hlo_text: str, *, platform: str = "cpu", planned_flops: float | None = None) -> Verification:
-    """The comparison of a plan with the optimized HLO of its program, compiled for `platform` with `hlo.UNCOMBINED`.
+def verify(
+    plan: Plan,
+    emitted: str | Sequence[Emitted],
+    *,
+    platform: str = "cpu",
+    planned_flops: float | None = None,
+) -> Verification:
+    """The comparison of a plan with the optimized HLO of its program, or of the programs that a step runs.
 
+    They are compiled for `platform`, for CPU with `hlo.UNCOMBINED`; what other compilers rewrite is undone first.
     `planned_flops` are those of the program's products on one device (`passes.intra_op.flops`), to be told beside
     XLA's. What the user's own `shard_map`s send is left out. Raises InternalError for a collective that cannot be
     read.
     """
-    every = hlo.collectives(hlo_text, plan.mesh.axes, plan.mesh.sizes)
-    emitted = [collective for collective in every if USERS_OWN not in collective.op_name]
-    compiled: Counter[_Key] = Counter()
-    for collective in emitted:
+    programs = (Emitted(text=emitted),) if isinstance(emitted, str) else emitted
+    sent = [
+        replace(collective, count=collective.count * program.runs)
+        for program in programs
+        for collective in hlo.collectives(program.text, plan.mesh.axes, plan.mesh.sizes)
+        if USERS_OWN not in collective.op_name
+    ]
+    compiled: Counter[Key] = Counter()
+    for collective in sent:
         compiled[_key(collective)] += collective.count
     planned = _merged(_promised(plan.collectives, platform), compiled)
-    rows = [
-        Row(kind=kind, axes=axes, dtype=dtype, nbytes=nbytes, planned=planned[key], compiled=compiled[key])
-        for key in planned | compiled
-        for kind, axes, dtype, nbytes in (key,)
-    ]
-    rows.sort(key=lambda row: (-max(row.planned_nbytes, row.compiled_nbytes), row.kind, row.axes, row.dtype))
+    undoing = Undoing(planned, compiled, {_key(c) for c in sent if c.is_padded}, partial(_ranks, plan.mesh))
+    if platform != "cpu":
+        undoing.undo()
     return Verification(
-        rows=tuple(rows),
-        unplanned=tuple(_beyond(planned, emitted)),
-        compiled_flops=product_flops(hlo_text),
+        rows=_rows(planned, compiled, undoing.rewritten),
+        unplanned=tuple(_beyond(undoing.compiled, sent)),
+        moved=moved(planned, compiled, undoing),
+        compiled_flops=sum(program.runs * product_flops(program.text) for program in programs),
         planned_flops=planned_flops,
     )
 
 
-def _promised(collectives: Iterable[Collective], platform: str) -> Counter[_Key]:
+def _rows(planned: Counter[Key], compiled: Counter[Key], rewritten: Mapping[Key, str]) -> tuple[Row, ...]:
+    """The tensors of both sides, by falling bytes."""
+    rows = [
+        Row(
+            kind=kind,
+            axes=axes,
+            dtype=dtype,
+            nbytes=nbytes,
+            planned=planned[key],
+            compiled=compiled[key],
+            rewritten=rewritten.get(key, ""),
+        )
+        for key in planned | compiled
+        for kind, axes, dtype, nbytes in (key,)
+    ]
+    rows.sort(key=lambda row: (-max(row.planned_nbytes, row.compiled_nbytes), row.kind, row.axes, row.dtype))
+    return tuple(rows)
+
+
+def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """The number of devices along axes; 1 for those that no mesh has."""
+    sizes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    return math.prod(sizes[axis] for axis in axes) if all(axis in sizes for axis in axes) else 1
+
+
+def _promised(collectives: Iterable[Collective], platform: str) -> Counter[Key]:
     """The number of tensors of each type that a plan sends."""
-    promised: Counter[_Key] = Counter()
+    promised: Counter[Key] = Counter()
     for collective in collectives:
         dtype = _sent(collective.kind, collective.dtype, platform)
         nbytes = collective.nbytes // item_nbytes(collective.dtype) * item_nbytes(dtype)
@@ -192,7 +248,7 @@ def _is_known(row: Row) -> bool:
     return not row.nbytes or (row.dtype.startswith(("int", "uint")) and row.nbytes == item_nbytes(row.dtype))
 
 
-def _merged(planned: Counter[_Key], compiled: Counter[_Key]) -> Counter[_Key]:
+def _merged(planned: Counter[Key], compiled: Counter[Key]) -> Counter[Key]:
     """The promise, with all-reduces over single axes counted as one over all of them where XLA merged them so."""
     planned = Counter(planned)
     for key in compiled - planned:
@@ -215,14 +271,14 @@ def _partitions(axes: tuple[str, ...]) -> list[tuple[tuple[str, ...], ...]]:
     return [parts for parts in tuples if sorted(itertools.chain(*parts)) == sorted(axes)]
 
 
-def _beyond(planned: Mapping[_Key, int], compiled: Iterable[HloCollective]) -> list[HloCollective]:
-    """The collectives beyond those that the plan accounts for, which are first of all those that lowering made."""
-    alike: defaultdict[_Key, list[HloCollective]] = defaultdict(list)
+def _beyond(unaccounted: Mapping[Key, int], compiled: Iterable[HloCollective]) -> list[HloCollective]:
+    """The collectives that the plan does not account for, which are last of all those that lowering made."""
+    alike: defaultdict[Key, list[HloCollective]] = defaultdict(list)
     for collective in compiled:
         alike[_key(collective)].append(collective)
     beyond: list[HloCollective] = []
     for key, collectives in alike.items():
-        planned_count = planned.get(key, 0)
+        planned_count = sum(c.count for c in collectives) - unaccounted.get(key, 0)
         for collective in sorted(collectives, key=lambda c: _MOVE not in c.op_name):
             extra = max(0, collective.count - planned_count)
             planned_count = max(0, planned_count - collective.count)
@@ -231,7 +287,7 @@ def _beyond(planned: Mapping[_Key, int], compiled: Iterable[HloCollective]) -> l
     return beyond
 
 
-def _key(collective: HloCollective) -> _Key:
+def _key(collective: HloCollective) -> Key:
     return collective.kind, collective.axes, collective.dtype, collective.nbytes
 
 
@@ -269,7 +325,32 @@ def _rows_table(rows: tuple[Row, ...]) -> Table:
                 quantities.nbytes(row.nbytes),
                 f"{row.planned:,}",
                 f"{row.compiled:,}",
-                "unplanned" if row.compiled > row.planned else "fewer" if row.compiled < row.planned else "",
+                row.rewritten
+                or ("unplanned" if row.compiled > row.planned else "fewer" if row.compiled < row.planned else ""),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _moved_table(rows: tuple[Moved, ...]) -> Table:
+    """The table of bytes by kind and axes, rewrites undone."""
+    return Table(
+        title="what moves, with the compiler's rewrites undone",
+        columns=(
+            Column(heading="kind"),
+            Column(heading="axes"),
+            Column(heading="planned", right=True),
+            Column(heading="compiled", right=True),
+            Column(heading="", flexible=True),
+        ),
+        rows=tuple(
+            (
+                row.kind,
+                "+".join(row.axes),
+                quantities.nbytes(row.planned_nbytes),
+                quantities.nbytes(row.compiled_nbytes),
+                ", ".join(row.rewrites),
             )
             for row in rows
         ),

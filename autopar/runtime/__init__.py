@@ -5,17 +5,22 @@ from autopar.runtime.execution import Compiled, Executable, Lowered, Prepared, l
 from autopar.runtime.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
 from autopar.runtime.instructions import build
 from autopar.runtime.joined import Joined, Pieces
+from autopar.runtime.lowered_pipeline import CompiledPipeline, LoweredPipeline
+from autopar.runtime.program import Program
 from autopar.runtime.runtime import Pipeline, load
 
 __all__ = [
     "Compiled",
+    "CompiledPipeline",
     "Executable",
     "Joined",
     "Limit",
     "Lowered",
+    "LoweredPipeline",
     "Pieces",
     "Pipeline",
     "Prepared",
+    "Program",
     "build",
     "limit_of",
     "load",

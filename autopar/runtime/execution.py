@@ -19,7 +19,7 @@ from autopar.jax_compat import Device, PyTreeDef
 from autopar.lowering import build, shardings
 from autopar.plan import Plan, unflattened
 from autopar.runtime.donation import reused
-from autopar.runtime.footprint import Limit, needed_nbytes
+from autopar.runtime.footprint import CPU, Limit, needed_nbytes
 from autopar.runtime.program import Donation
 from autopar.runtime.transforms import own_function, transformable
 from passes.intra_op import product_flops
@@ -179,6 +179,10 @@ class Lowered:
         """The StableHLO."""
         return self._lowered.as_text()
 
+    def unlimited(self) -> Lowered:
+        """The same program, free to need any memory."""
+        return replace(self, _limit=None, _again=None)
+
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """The executable; `compiler_options` are XLA's.
 
@@ -202,7 +206,9 @@ class Lowered:
         It is compiled once more, to tell collectives apart.
         """
         options = hlo.compiler_options(self._prepared.platform, user_options=hlo.UNCOMBINED)
-        text = self._lowered.compile(compiler_options=options).as_text()
+        return self._verify(self._lowered.compile(compiler_options=options).as_text())
+
+    def _verify(self, text: str) -> Verification:
         graph, plan = self._prepared.traced.graph, self.plan
         flops = product_flops(graph, group(graph), plan.layout.placements, plan.mesh)
         return verify(plan, text, platform=self._prepared.platform, planned_flops=flops)
@@ -250,17 +256,28 @@ class Compiled:
     def verify(self) -> Verification:
         """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
 
-        It is compiled once more, to tell collectives apart.
+        On CPU it is compiled once more, to tell collectives apart.
         """
-        return self._lowered.verify()
+        if self._prepared.platform == CPU:
+            return self._lowered.verify()
+        return self._lowered._verify(self.as_text())
 
     def memory_analysis(self) -> Any:
         """XLA's account of one device's memory, as from `jax.stages.Compiled`."""
         return self._compiled.memory_analysis()
 
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes that one device needs by XLA's count, without what lies in the host's memory."""
+        return needed_nbytes(self.plan, self.memory_analysis())
+
     def memory_report(self) -> str:
         """The plan's bytes of one device beside those that XLA counts, as text: what is predicted, XLA's, the ratio."""
-        return memory_table(self.plan, self.memory_analysis()).format()
+        return self.memory_table().format()
+
+    def memory_table(self) -> Table:
+        """The table of `memory_report`."""
+        return memory_table(self.plan, self.memory_analysis())
 
     def executable(self) -> Executable:
         """The program on flat arguments; inside another transformation it is traced anew."""

@@ -79,7 +79,12 @@ def limit_of(
 
 
 def pipeline_nbytes(program: Program, executables: Sequence[Any]) -> int:
-    """The peak of the fullest device in a pipeline's step: the arrays there, and what its segments need, in order.
+    """The peak of the fullest device in a pipeline's step."""
+    return max(pipeline_peaks(program, executables).values(), default=0)
+
+
+def pipeline_peaks(program: Program, executables: Sequence[Any]) -> Mapping[int, int]:
+    """The peaks of a pipeline's stages, each on one device, by the first device's id: arrays and what segments need.
 
     Arguments that are not donated stay all the while, results from where they are made.
     """
@@ -93,7 +98,7 @@ def pipeline_nbytes(program: Program, executables: Sequence[Any]) -> int:
             case Free():
                 for slot in instruction.slots:
                     walk.leave(slot)
-    return max(walk.peaks.values(), default=0)
+    return walk.peaks
 
 
 class _Walk:

@@ -42,8 +42,8 @@ class Segment:
     donated: tuple[int, ...] = ()
     platform: str = "cpu"
 
-    def compile(self) -> Any:
-        """The executable."""
+    def lower(self) -> Any:
+        """The segment in StableHLO."""
         jitted = jax.jit(
             self.function,
             in_shardings=self.in_shardings,
@@ -52,7 +52,7 @@ class Segment:
             compiler_options=hlo.compiler_options(self.platform),
         )
         with jax_compat.no_mesh():
-            return jitted.lower(*self.in_structs).compile()
+            return jitted.lower(*self.in_structs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

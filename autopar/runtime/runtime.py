@@ -173,13 +173,21 @@ def _free(freed: tuple[int, ...]) -> Step:
     return step
 
 
-def load(program: Program, rows: dict[int, int], out_tree: PyTreeDef, weak: Sequence[bool] = ()) -> Pipeline:
-    """The program compiled; `rows` are the rows of a microbatch for each argument that is a batch.
+def load(
+    program: Program,
+    rows: dict[int, int],
+    out_tree: PyTreeDef,
+    weak: Sequence[bool] = (),
+    executables: tuple[Any, ...] | None = None,
+) -> Pipeline:
+    """The program with its `executables`, compiled here if they are not given.
 
-    `weak` says of each output whether it is of weak type.
+    `rows` are the rows of a microbatch for each argument that is a batch, and `weak` says of each output whether it is
+    of weak type.
     """
     constants = tuple((slot, jax.device_put(value, sharding)) for slot, value, sharding in program.constants)
-    executables = tuple(segment.compile() for segment in program.segments)
+    if executables is None:
+        executables = tuple(segment.lower().compile() for segment in program.segments)
     return Pipeline(
         program=program,
         executables=executables,

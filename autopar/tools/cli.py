@@ -17,7 +17,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
-from autopar.tools import fit, fit_text, targets
+from autopar.errors import DeviceError
+from autopar.tools import compiled, fit, fit_text, targets
 from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (PlanningError, UsageError) as error:
+    except (PlanningError, DeviceError, UsageError) as error:
         _tell(f"autopar {arguments.command}: {error}")
         return TROUBLE
     except KeyboardInterrupt:
@@ -154,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg)")
     _add_fit(add)
+    _add_compile(add)
     measured = add(
         "measure",
         _measure,
@@ -182,6 +184,33 @@ def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     fits.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step (png, svg)")
     fits.add_argument("--json", action="store_true", help="print JSON; seconds and bytes are numbers")
+
+
+def _add_compile(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds the arguments of `compile`."""
+    command = add("compile", _compile, "compile for an accelerator that is not here", compiled.HELP, compiled.MORE)
+    command.add_argument("target", metavar="MODULE:FUNCTION", help="what to compile; see above")
+    command.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
+    command.add_argument("--planner", default="auto", help="who plans; see below")
+    command.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
+    command.add_argument("--memory-limit", metavar="SIZE", help="of one device, as '40 GiB' (default: all of it)")
+    command.add_argument("--json", action="store_true", help="print JSON; bytes are numbers")
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    planner = planner_of(arguments.planner)
+    jax.config.update("jax_platforms", "cpu")
+    options: dict[str, Any] = {
+        "planner": planner,
+        "microbatches": arguments.microbatches,
+        "memory_limit": limit_of(arguments.memory_limit),
+        "cache": plans_folder(),
+    }
+    cluster = parse_cluster(arguments.cluster)
+    with Console(stderr=True, highlight=False).status("tracing") as status:
+        judgement = compiled.judge(*targets.example(arguments.target), cluster, options, status.update)
+    _print(json.dumps(judgement.to_json(), indent=1) if arguments.json else judgement.tables())
+    return DONE if judgement.fits else DIFFERENT
 
 
 def _measure(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,172 @@
+"""A step compiled for devices that need not be here, by their own compiler: what it needs beside what was predicted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from autopar.api import ParallelFunction, parallelize
+from autopar.checks import Verification
+from autopar.plan import Plan
+from autopar.runtime import CompiledPipeline
+from autopar.tools.command_options import CLUSTERS, PLANNERS
+from autopar.tools.targets import TARGET
+from autopar.tools.topologies import topology
+from passes.cluster import Cluster
+from passes.plan import PipelinePlan
+from passes.planners import allowed
+from passes.text import Column, Table, quantities
+
+HELP = f"""\
+Compile a train step with an accelerator's own compiler, which runs on the CPU:
+does it compile there, and fit? Shows predicted beside compiled memory, bytes
+that devices send each other, and flops. Nothing is run.
+
+{TARGET}"""
+
+MORE = f"""\
+{CLUSTERS}
+
+{PLANNERS}
+
+The compilers are extras: pip install 'autopar[gpu-compiler]' for NVIDIA's GPUs,
+'autopar[tpu-compiler]' for TPUs. A TPU's takes a minute for a few layers.
+
+example:
+  autopar compile train:example --cluster 8:h100 --planner zero3
+
+exit status: 0 it fits, 1 it does not, 2 it could not be planned or compiled."""
+
+Said = Callable[[str], None]
+"""Hears what is being done."""
+
+_REFUSED = "RESOURCE_EXHAUSTED"
+_NEEDS = re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The verdict of an accelerator's compiler: bytes of the fullest device, and each program's collectives and flops.
+
+    `refused` is the compiler's message where it ran out of memory itself; there is nothing else then.
+    """
+
+    plan: Plan | PipelinePlan
+    limit_nbytes: float
+    compiler: str
+    needed_nbytes: int = 0
+    memory: Table | None = None
+    verifications: Mapping[str, Verification] | None = None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler made a program that keeps the limit."""
+        return not self.refused and self.needed_nbytes <= self.limit_nbytes
+
+    def tables(self) -> tuple[Table, ...]:
+        """The verdict as tables."""
+        facts = {
+            "plan": f"{self.plan.shape} by {planner_of(self.plan)} for {self.plan.cluster.name}",
+            "compiler": self.compiler,
+            "a device needs": self.refused or quantities.nbytes(self.needed_nbytes),
+            "a device may need": quantities.nbytes(int(self.limit_nbytes)),
+            "verdict": "it fits" if self.fits else "it does not fit",
+        }
+        columns = (Column(heading=""), Column(heading="", flexible=True))
+        verdict = Table(title="compiled", columns=columns, rows=tuple(facts.items()))
+        tables = [verdict, *([self.memory] if self.memory else [])]
+        for name, verification in (self.verifications or {}).items():
+            tables += [_titled(table, name) for table in verification.tables()]
+        return tuple(tables)
+
+    def to_json(self) -> dict[str, object]:
+        """The verdict as JSON data, bytes as numbers."""
+        return {
+            "cluster": self.plan.cluster.name,
+            "planner": planner_of(self.plan),
+            "compiler": self.compiler,
+            "fits": self.fits,
+            "limit_nbytes": self.limit_nbytes,
+            "predicted_nbytes": self.plan.peak_nbytes,
+            "compiled_nbytes": self.needed_nbytes,
+            "refused": self.refused,
+            "moved": [
+                {"program": name, **moved.to_json()}
+                for name, verification in (self.verifications or {}).items()
+                for moved in verification.moved
+            ],
+            "flops": [
+                {"program": name, "planned": v.planned_flops, "compiled": v.compiled_flops}
+                for name, v in (self.verifications or {}).items()
+            ],
+        }
+
+
+def planner_of(plan: Plan | PipelinePlan) -> str:
+    """The name of the planner that made a plan."""
+    return plan.planner if isinstance(plan, PipelinePlan) else plan.solution.planner
+
+
+def judge(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    cluster: Cluster,
+    options: Mapping[str, Any],
+    report: Said = lambda _: None,
+) -> Judgement:
+    """The verdict of the compiler for a cluster's devices on a step, planned with `options` of `parallelize`.
+
+    Raises DeviceError where that compiler is not installed, and PlanningError where nothing can be planned.
+    """
+    devices = topology(cluster)
+    given = {**options, "cluster": cluster, "devices": devices}
+    parallel = step.replan(**given) if isinstance(step, ParallelFunction) else parallelize(step, **given)
+    report("planning")
+    plan = parallel.plan(*args, **kwargs)
+    limit, _ = allowed(plan.cluster, options.get("memory_limit"))
+    compiler = f"{devices[0].device_kind}, jax {jax.__version__}, {_version(devices[0].platform)}"
+    report(f"compiling for {plan.cluster.name}")
+    try:
+        compiled = parallel.lower(*args, **kwargs).unlimited().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if _REFUSED not in str(error):
+            raise
+        return Judgement(plan=plan, limit_nbytes=limit, compiler=compiler, refused=_words(str(error)))
+    report("reading what it made")
+    if isinstance(compiled, CompiledPipeline):
+        verifications = {f"stage {number}": v for number, v in enumerate(compiled.verify())}
+        needed, memory = max(compiled.peaks.values(), default=0), compiled.memory_table()
+    else:
+        verifications = {"": compiled.verify()}
+        needed, memory = compiled.needed_nbytes, compiled.memory_table()
+    return Judgement(
+        plan=plan,
+        limit_nbytes=limit,
+        compiler=compiler,
+        needed_nbytes=needed,
+        memory=memory,
+        verifications=verifications,
+    )
+
+
+def _version(platform: str) -> str:
+    """The package that holds a platform's compiler, and its version."""
+    package = "jax-cuda12-pjrt" if platform == "gpu" else "libtpu"
+    return f"{package} {version(package)}"
+
+
+def _words(message: str) -> str:
+    """What a compiler says that ran out of memory, in a line."""
+    needs = _NEEDS.search(message)
+    return f"{needs[1]} of {needs[2]} (the compiler gave up)" if needs else message.split("\n")[0]
+
+
+def _titled(table: Table, name: str) -> Table:
+    return replace(table, title=f"{name}: {table.title}") if name else table

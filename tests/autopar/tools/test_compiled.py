@@ -1,0 +1,142 @@
+"""Steps compiled by accelerators' own compilers: where those are installed, for GPUs that nobody here has."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+from autopar.tools import topologies
+from autopar.tools.cli import main
+from autopar.tools.compiled import judge
+from autopar.tools.gpu_targets import GPU_TARGETS
+from autopar.tools.topologies import EXTRAS, torus
+from benchmarks.trainings import MODELS, make_state, make_step
+from passes.cluster import known, parse_cluster
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not topologies._is_installed(EXTRAS["gpu"][0]), reason="needs pip install 'autopar[gpu-compiler]'"
+)
+GPUS = parse_cluster("8:h100")
+PLANNERS = {
+    "dp": autopar.DataParallel(),
+    "zero": autopar.Zero(3),
+    "megatron": autopar.Megatron(data=2, tensor=4),
+    "auto": autopar.Auto(),
+}
+
+
+def mlp() -> tuple[Any, tuple[Any, ...]]:
+    """Two layers, plain SGD, in bfloat16."""
+
+    def train_step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            hidden = batch
+            for layer in params:
+                hidden = jnp.tanh(hidden @ layer["up"]) @ layer["down"]
+            return jnp.mean(jnp.square(hidden.astype(jnp.float32)))
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    half = partial(jax.ShapeDtypeStruct, dtype="bfloat16")
+    return train_step, ([{"up": half((256, 1024)), "down": half((1024, 256))}] * 2, half((512, 256)))
+
+
+def model(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """The least size of a model of the zoo."""
+    chosen, optimizer = MODELS[name], optax.sgd(0.1)
+    state = jax.eval_shape(partial(make_state, chosen.module, chosen.least, optimizer), jax.random.key(0))
+    batch = jax.eval_shape(partial(chosen.module.example_batch, chosen.least, chosen.least_batch), jax.random.key(1))
+    return make_step(chosen.module, chosen.least, optimizer), (state, batch)
+
+
+CASES = [("mlp", planner) for planner in PLANNERS]
+CASES += [("gpt", "zero"), ("dlrm", "auto")]
+LONG = [("moe", "auto"), ("gpt-scan", "zero")]
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("name", "planner"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)])
+def test_what_a_gpus_compiler_sends_was_planned(name: str, planner: str, as_users_compile: None):
+    """Bytes by kind and axes are equal, whatever was combined; so are arguments."""
+    step, args = mlp() if name == "mlp" else model(name)
+    judgement = judge(step, args, {}, GPUS, {"planner": PLANNERS[planner]})
+    assert judgement.fits
+    (verification,) = (judgement.verifications or {}).values()
+    verification.check()
+    assert all(m.planned_nbytes == m.compiled_nbytes for m in verification.moved if m.planned_nbytes > 8)
+    assert judgement.memory is not None
+    assert judgement.memory.rows[0][-1] == "1.000"
+
+
+@needs_gpu_compiler
+def test_a_pipeline_is_compiled_stage_by_stage(as_users_compile: None):
+    step, args = mlp()
+    judgement = judge(step, args, {}, GPUS, {"planner": autopar.Pipeline(stages=2, microbatches=2)})
+    assert judgement.fits
+    assert set(judgement.verifications or {}) == {"stage 0", "stage 1"}
+    assert judgement.memory is not None
+    assert len(judgement.memory.rows) == 2
+    assert judgement.needed_nbytes > 0
+
+
+@needs_gpu_compiler
+def test_the_command_says_whether_it_fits(tmp_path: Any, monkeypatch: Any, capsys: Any):
+    (tmp_path / "compiled_example.py").write_text(
+        "import jax\ndef example():\n    return (lambda x: x @ x), (jax.ShapeDtypeStruct((512, 512), 'float32'),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    command = ["compile", "compiled_example:example", "--cluster", "2:a100-80g", "--planner", "dp"]
+    assert main([*command, "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["fits"]
+    assert verdict["compiled_nbytes"] >= 2 * 512 * 512 * 4
+    assert main([*command, "--memory-limit", "1 GiB"]) == 0
+    assert "it fits" in capsys.readouterr().out
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("kind", GPU_TARGETS)
+def test_every_gpu_has_devices_under_its_own_name(kind: str):
+    devices = autopar.topology(f"2x4:{kind}")
+    assert len(devices) == 8
+    assert {device.device_kind for device in devices} == {GPU_TARGETS[kind].description}
+    cluster = parse_cluster(f"4:{kind}").group().device
+    assert abs(GPU_TARGETS[kind].memory_nbytes / cluster.memory_nbytes - 1) < 0.08
+    assert abs(GPU_TARGETS[kind].memory_bytes_per_second / cluster.memory_bytes_per_second - 1) < 0.05
+
+
+def test_every_known_device_but_the_cpu_has_a_compiler():
+    assert set(known()) - {"cpu"} == {*GPU_TARGETS, *topologies._TPUS}
+
+
+@pytest.mark.parametrize(("cluster", "packages"), [("8:h100", "jax-cuda12-pjrt"), ("8:tpu-v5e", "libtpu")])
+def test_a_compiler_that_is_not_installed_is_named(cluster: str, packages: str, monkeypatch: Any, capsys: Any):
+    monkeypatch.setattr(topologies, "_is_installed", lambda module: False)
+    with pytest.raises(autopar.DeviceError, match=rf"(?s){packages}.*pip install 'autopar\[.*-compiler\]'"):
+        autopar.topology(cluster)
+
+
+def test_devices_that_no_compiler_knows_are_refused():
+    with pytest.raises(autopar.DeviceError, match="no compiler here knows cpu"):
+        autopar.topology("8:cpu")
+
+
+@pytest.mark.parametrize(
+    ("chips", "rank", "extents"),
+    [(1, 2, (1, 1)), (4, 2, (2, 2)), (8, 2, (2, 4)), (256, 2, (16, 16)), (4, 3, (2, 2, 1)), (8, 3, (2, 2, 2))],
+)
+def test_slices_are_squares_and_cubes_or_nearly(chips: int, rank: int, extents: tuple[int, ...]):
+    assert torus(chips, rank) == extents
+
+
+def test_no_slice_has_three_chips():
+    with pytest.raises(ValueError, match="power of two of chips, not 3"):
+        torus(3, 2)
