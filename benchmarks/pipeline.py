@@ -24,7 +24,7 @@ from benchmarks.dispatch import BOUNDS, YARDSTICK_NBYTES, dispatch, dispatch_tab
 from benchmarks.loaded_pipeline import Loaded, live_activations, load, mlp
 from benchmarks.overlap import SHARE, Overlap, overlap, overlap_table
 from benchmarks.trainings import MODELS, Training
-from passes.inter_op import in_flight
+from passes.inter_op.schedules import in_flight
 from passes.text import quantities
 
 DEVICES = 8

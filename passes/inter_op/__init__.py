@@ -3,9 +3,10 @@ It knows neither graphs nor meshes.
 """
 
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Submesh, submeshes
+from passes.inter_op.makespan import task_numbers
 from passes.inter_op.partitions import even, partition
 from passes.inter_op.schedule_table import SCHEDULES, build, is_chunked, register
-from passes.inter_op.schedules import Schedule, Task, in_flight
+from passes.inter_op.schedules import Schedule, Task
 from passes.inter_op.simulator import StageCost, Timeline, Transfer, peaks, simulate
 
 __all__ = [
@@ -21,11 +22,11 @@ __all__ = [
     "Transfer",
     "build",
     "even",
-    "in_flight",
     "is_chunked",
     "partition",
     "peaks",
     "register",
     "simulate",
     "submeshes",
+    "task_numbers",
 ]

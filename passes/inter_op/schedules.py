@@ -210,14 +210,14 @@ def _peak(tasks: Sequence[Task], weights: Sequence[int]) -> int:
     return peak
 
 
-_MADE: Mapping[Kind, int] = {"forward": 0, "backward": 1, "input_gradient": 1, "weight_gradient": 2}
-_NOTHING = -1
+MADE: Mapping[Kind, int] = {"forward": 0, "backward": 1, "input_gradient": 1, "weight_gradient": 2}
+NOTHING = -1
 """What is made: outputs, then gradients of inputs, then of weights [3, stages, microbatches], flat; -1 is nothing."""
 
 
 def _made(schedule: Schedule, task: Task) -> int:
     """The number of the result of a task."""
-    return (_MADE[task.kind] * schedule.n_stages + task.stage) * schedule.microbatches + task.microbatch
+    return (MADE[task.kind] * schedule.n_stages + task.stage) * schedule.microbatches + task.microbatch
 
 
 def _needs(schedule: Schedule, task: Task) -> tuple[int, int]:
@@ -226,16 +226,16 @@ def _needs(schedule: Schedule, task: Task) -> tuple[int, int]:
     output = task.stage * microbatches + task.microbatch
     gradient = output + n_stages * microbatches
     if task.kind == "forward":
-        return _NOTHING, output - microbatches if task.stage else _NOTHING
+        return NOTHING, output - microbatches if task.stage else NOTHING
     if task.kind == "weight_gradient":
-        return gradient, _NOTHING
-    return output, gradient + microbatches if task.stage + 1 < n_stages else _NOTHING
+        return gradient, NOTHING
+    return output, gradient + microbatches if task.stage + 1 < n_stages else NOTHING
 
 
 def _stuck(schedule: Schedule, at: Sequence[int]) -> PlanningError:
     """The error that names the tasks that wait for each other, given each group's position."""
     lists = list(zip(at, schedule.groups, strict=True))
-    results = {_NOTHING, *(_made(schedule, task) for position, tasks in lists for task in tasks[:position])}
+    results = {NOTHING, *(_made(schedule, task) for position, tasks in lists for task in tasks[:position])}
     group = next(group for group, (position, tasks) in enumerate(lists) if position < len(tasks))
     chain: dict[int, str] = {}
     while group not in chain and at[group] < len(schedule.groups[group]):

@@ -17,9 +17,10 @@ from itertools import pairwise
 import numpy as np
 
 from passes.errors import InternalError
-from passes.inter_op.choices import Partition, Places, StageChoice, Statistics
+from passes.inter_op.choices import Candidate, Partition, Places, StageChoice, Statistics
 from passes.inter_op.costs import Entry, Problem
 from passes.inter_op.dynamic_program import Stages, levels, prune, trace
+from passes.inter_op.makespan import task_numbers
 from passes.inter_op.schedule_table import build
 from passes.inter_op.simulator import Timeline, Transfer, simulate
 
@@ -58,25 +59,24 @@ class Incumbent:
         if key in self.seen or not fits or _least(problem, self.places, stages) >= self.seconds * CLOSE:
             return
         self.seen.add(key)
-        seconds = self.simulate(problem, schedule, stages).seconds
+        tasks = task_numbers(schedule, len(stages), problem.microbatches)
+        seconds = tasks.seconds(*self._costs(problem, stages), self.dispatch_seconds)
         if seconds < self.seconds:
             self.seconds, self.best = seconds, (problem, schedule, stages)
 
     def simulate(self, problem: Problem, schedule: str, stages: tuple[Entry, ...]) -> Timeline:
         """The timeline of a partition."""
+        pipeline = build(schedule, len(stages), problem.microbatches)
+        return simulate(pipeline, *self._costs(problem, stages), dispatch_seconds=self.dispatch_seconds)
+
+    def _costs(self, problem: Problem, stages: tuple[Entry, ...]) -> tuple[list[Candidate], list[Transfer]]:
+        """The costs of the stages of a partition, and of the transfers between them."""
         costs = problem.costs
-        return simulate(
-            build(schedule, len(stages), problem.microbatches),
-            [costs.candidates[entry] for entry in stages],
-            [
-                Transfer(
-                    forward_seconds=float(costs.onward[hop]),
-                    backward_seconds=float(costs.back[hop]),
-                )
-                for hop in _hops(self.places, stages)
-            ],
-            dispatch_seconds=self.dispatch_seconds,
-        )
+        hops = [
+            Transfer(forward_seconds=float(costs.onward[hop]), backward_seconds=float(costs.back[hop]))
+            for hop in _hops(self.places, stages)
+        ]
+        return [costs.candidates[entry] for entry in stages], hops
 
     def answer(self, bound: float) -> Partition:
         """The best partition found, with its lower bound."""

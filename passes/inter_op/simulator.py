@@ -196,7 +196,7 @@ def simulate(
     if len(stages) != schedule.n_stages or len(transfers) not in (0, schedule.n_stages - 1):
         raise InternalError(f"{len(stages)} stage costs and {len(transfers)} transfers for {schedule}")
     durations = {kind: [dispatch_seconds + stage.seconds(kind) for stage in stages] for kind in _kinds(schedule)}
-    hops = _hops(transfers if len(schedule.groups) > 1 else (), schedule.n_stages)
+    hops = hops_of(transfers if len(schedule.groups) > 1 else (), schedule.n_stages)
     spans = play(
         schedule,
         lambda task: durations[task.kind][task.stage],
@@ -225,7 +225,11 @@ def simulate(
 
 def peaks(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[dict[str, int], ...]:
     """Peak bytes of a device of each group [groups] by cause: while tasks run or, if more, at the end of the step."""
-    saved = in_flight(schedule, [stage.in_flight_nbytes for stage in stages])
+    return peaks_of(in_flight(schedule, [stage.in_flight_nbytes for stage in stages]), stages)
+
+
+def peaks_of(saved: Sequence[int], stages: Sequence[StageCost]) -> tuple[dict[str, int], ...]:
+    """As `peaks`, of stages of which microbatches save so many bytes at most on each group [groups]."""
     by_cause: list[dict[str, int]] = []
     for group, saved_nbytes in enumerate(saved):
         stages_of_group = stages[group :: len(saved)]
@@ -247,7 +251,7 @@ def _kinds(schedule: Schedule) -> list[Kind]:
     return [kind for kind in LETTERS if kind in kinds]
 
 
-def _hops(transfers: Sequence[Transfer], n_stages: int) -> dict[Kind, list[float]]:
+def hops_of(transfers: Sequence[Transfer], n_stages: int) -> dict[Kind, list[float]]:
     """Seconds from the end of a task of each kind to the arrival of its result on the neighbouring stage [stages]."""
     if not transfers:
         nothing = [0.0] * n_stages

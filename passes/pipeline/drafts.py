@@ -23,7 +23,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from passes.cluster import HostGroup, boundary_seconds
-from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, in_flight, is_chunked, simulate
+from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, is_chunked, task_numbers
 from passes.pipeline.stage_table import StageCosts
 
 CHUNKS = (1, 2, 3, 4)
@@ -186,7 +186,7 @@ class DraftSearch:
         runs, groups = _runs(shape, self.table, count), len(shape.devices)
         held = [self.table.bounds.of_blocks(*run, count).nbytes for run in runs]
         each = [self.table.kept_nbytes(*run, count) for run in runs]
-        flying = in_flight(build(schedule, len(runs), count, shape.chunks), each)
+        flying = task_numbers(schedule, len(runs), count, shape.chunks).in_flight(each)
         return max(nbytes + sum(held[group::groups]) for group, nbytes in enumerate(flying))
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
@@ -250,20 +250,20 @@ def drafts(
     if costs is None:
         return
     transfers = _transfers(shape, table, microbatches, microbatches)
+    floors = [LowerBound(one.forward_seconds + one.backward_seconds, one.period(microbatches), 0.0) for one in costs]
+    if least_seconds(floors, transfers, shape, microbatches, _splits(schedules[0])) >= beneath:
+        return
+    dispatch_seconds = table.cluster.group().device.dispatch_seconds
     for schedule in schedules:
-        timeline = simulate(
-            build(schedule, len(shape.begins), microbatches, shape.chunks),
-            costs,
-            transfers,
-            dispatch_seconds=table.cluster.group().device.dispatch_seconds,
-        )
-        if timeline.seconds < beneath:
+        tasks = task_numbers(schedule, len(shape.begins), microbatches, shape.chunks)
+        seconds = tasks.seconds(costs, transfers, dispatch_seconds)
+        if seconds < beneath:
             yield Draft(
                 shape=shape,
                 microbatches=microbatches,
                 schedule=schedule,
-                seconds=timeline.seconds,
-                peak_nbytes=max(timeline.peak_nbytes),
+                seconds=seconds,
+                peak_nbytes=tasks.peak_nbytes(costs),
                 table=table,
             )
 

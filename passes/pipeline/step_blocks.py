@@ -44,6 +44,7 @@ class StepBlocks:
     _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
         default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
     )
+    _sent: dict[str, int] = field(default_factory=dict[str, int])
 
     def cuts(self, microbatches: int) -> Cuts:
         """The step in so many microbatches, in blocks and layers."""
@@ -100,7 +101,10 @@ class StepBlocks:
 
     def edge_nbytes(self, block: int, microbatches: int) -> int:
         """Bytes of one microbatch that a block is sent by the one before it."""
-        part = self.blocks(microbatches)[block - 1].part
-        onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
-        sent = (inner for v, inner in part.streams.items() if v in part.graph.outputs and inner in onward)
-        return sum(part.body.types[inner].nbytes for inner in sent)
+        sender = self.blocks(microbatches)[block - 1]
+        if sender.kind not in self._sent:
+            part, body = sender.part, sender.part.body
+            onward = {value for i in part.forward for value in body.nodes[i].outputs}
+            sent = (inner for v, inner in part.streams.items() if v in part.graph.outputs and inner in onward)
+            self._sent[sender.kind] = sum(body.types[inner].nbytes for inner in sent)
+        return self._sent[sender.kind]

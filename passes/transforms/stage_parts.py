@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from passes.errors import InternalError
@@ -29,7 +30,7 @@ class Part:
     forward: frozenset[int]
     streams: Mapping[int, int]
 
-    @property
+    @cached_property
     def loop(self) -> int:
         """The node that is the loop over microbatches."""
         index = loop_of(self.graph)
@@ -37,7 +38,7 @@ class Part:
             raise InternalError("a stage without a loop over microbatches")
         return index
 
-    @property
+    @cached_property
     def scan(self) -> Scan:
         """The loop's operands in their order, and how often it runs."""
         scan = scan_of(self.graph.nodes[self.loop])

@@ -18,7 +18,7 @@ from autopar.runtime.program import Send
 from benchmarks.loaded_pipeline import live_activations
 from benchmarks.trainings import MODELS, QUICK
 from passes.errors import PlanningError
-from passes.inter_op import in_flight
+from passes.inter_op.schedules import in_flight
 from passes.transforms import loop_of, stages
 from tests.sample import slow
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanningError
-from passes.inter_op import Candidate, LowerBound, Partition, Submesh, Transfer, build, in_flight, partition, simulate
+from passes.inter_op import Candidate, LowerBound, Partition, Submesh, Transfer, build, partition, simulate
+from passes.inter_op.schedules import in_flight
 from tests.sample import some
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1")

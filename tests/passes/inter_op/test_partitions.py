@@ -11,8 +11,9 @@ import pytest
 
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import ClusterError, PlanningError
-from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, even, in_flight, partition, submeshes
+from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, even, partition, submeshes
 from passes.inter_op.costs import live
+from passes.inter_op.schedules import in_flight
 from passes.progress import SearchContext
 from tests.passes.inter_op.test_inter_op import CASES, SCHEDULES, Random, brute_force, host, shaped
 from tests.sample import some

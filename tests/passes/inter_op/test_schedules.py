@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 
 from passes.errors import PlanningError
-from passes.inter_op import SCHEDULES, Schedule, Task, build, in_flight, register, schedule_table
+from passes.inter_op import SCHEDULES, Schedule, Task, build, register, schedule_table
 from passes.inter_op.schedule_table import eager_one_f_one_b, gpipe, interleaved, one_f_one_b, zero_bubble_h1
-from passes.inter_op.schedules import Kind, order, play
+from passes.inter_op.schedules import Kind, in_flight, order, play
 
 GROUPS = range(1, 9)
 MICROBATCHES = range(1, 17)

@@ -1,10 +1,11 @@
 """Bounds of pipelines are never above what the simulator says of them."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from passes.inter_op import SCHEDULES, LowerBound, StageCost, Transfer, build, is_chunked, simulate
+from passes.inter_op import SCHEDULES, LowerBound, StageCost, Transfer, build, is_chunked, simulate, task_numbers
 from passes.pipeline.drafts import Shape, least_seconds
 from tests.sample import some
 
@@ -51,3 +52,14 @@ def test_the_bound_of_equal_stages_without_transfers_is_what_they_take(name: str
     shape = Shape(begins=(0, 1, 2, 3), devices=(1,) * 4)
     seconds = simulate(build(name, 4, 8, 1), [cost] * 4, [hop] * 3).seconds
     assert bound(shape, 8, [cost] * 4, [hop] * 3, name) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("seed", some(range(60), 20))
+def test_seconds_and_bytes_without_a_timeline_are_those_of_the_timeline(seed: int, name: str) -> None:
+    shape, count, costs, hops = drawn(seed, name)
+    costs = [replace(one, in_flight_nbytes=7 * at + 3, persistent_nbytes=at % 3) for at, one in enumerate(costs)]
+    timeline = simulate(build(name, len(costs), count, shape.chunks), costs, hops, dispatch_seconds=0.125)
+    tasks = task_numbers(name, len(costs), count, shape.chunks)
+    assert tasks.seconds(costs, hops, 0.125) == timeline.seconds
+    assert tasks.peak_nbytes(costs) == max(timeline.peak_nbytes)

@@ -1,0 +1,136 @@
+"""The seconds and peak bytes of a schedule without its timeline, for searches that compare very many.
+
+Tasks are numbers here: which results each needs, which it makes, and whose seconds it takes. Of each task apart,
+`passes.inter_op.simulator` says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.errors import InternalError
+from passes.inter_op.schedule_table import SCHEDULES, Builder, build
+from passes.inter_op.schedules import LETTERS, MADE, NOTHING, Kind, Schedule
+from passes.inter_op.simulator import StageCost, Transfer, hops_of, peaks_of
+
+Integers = NDArray[np.int64]
+
+_KINDS: tuple[Kind, ...] = tuple(LETTERS)
+_KEPT = 4
+"""Schedules that are kept as numbers: a search asks again for those of the shape that it is at, under each name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskNumbers:
+    """The tasks of each group of a schedule in order [groups][tasks].
+
+    `tasks` are (result of its own stage, result of a neighbour, its own result, its kind and stage) of each; results
+    are numbered as `passes.inter_op.schedules` numbers them. `stages` are those of the tasks, `live` is 1 for what
+    begins to be in flight with a task, -1 for what no longer is after it, and 0.
+    """
+
+    n_stages: int
+    n_results: int
+    kinds: frozenset[Kind]
+    tasks: tuple[tuple[tuple[int, int, int, int], ...], ...]
+    stages: tuple[Integers, ...]
+    live: tuple[Integers, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> TaskNumbers:
+        """The tasks of a schedule."""
+        columns = [_columns(schedule, group) for group in range(len(schedule.groups))]
+        kinds = np.unique(np.concatenate([kind for kind, _, _ in columns]))
+        return cls(
+            n_stages=schedule.n_stages,
+            n_results=3 * schedule.n_stages * schedule.microbatches,
+            kinds=frozenset(_KINDS[kind] for kind in kinds.tolist()),
+            tasks=tuple(_numbered(schedule, *group) for group in columns),
+            stages=tuple(stage for _, stage, _ in columns),
+            live=tuple(np.array([1, -1, 0, -1])[kind] for kind, _, _ in columns),
+        )
+
+    def in_flight(self, each: Sequence[int]) -> list[int]:
+        """The most that is in flight on each group, as `schedules.in_flight` has it for `each` [stages]."""
+        nbytes = np.array(each, dtype=np.int64)
+        pairs = zip(self.stages, self.live, strict=True)
+        return [max(0, int(np.cumsum(nbytes[stages] * live).max())) for stages, live in pairs]
+
+    def seconds(self, costs: Sequence[StageCost], transfers: Sequence[Transfer], dispatch_seconds: float) -> float:
+        """Seconds of the step, as `simulate` has them."""
+        groups, n_stages = range(len(self.tasks)), self.n_stages
+        hops = hops_of(transfers if len(groups) > 1 else (), n_stages)
+        spent = [dispatch_seconds + one.seconds(k) if k in self.kinds else 0.0 for k in _KINDS for one in costs]
+        on_the_way = [seconds for kind in _KINDS for seconds in hops[kind]]
+        ends = [-1.0] * self.n_results + [0.0]
+        arrivals = ends.copy()
+        free, at = [0.0] * len(groups), [0] * len(groups)
+        waiting: dict[int, list[int]] = {}
+        ready = list(groups)
+        while ready:
+            group = ready.pop()
+            now, tasks = free[group], self.tasks[group]
+            for position in range(at[group], len(tasks)):
+                own, other, result, number = tasks[position]
+                if ends[own] < 0.0 or arrivals[other] < 0.0:
+                    waiting.setdefault(own if ends[own] < 0.0 else other, []).append(group)
+                    at[group] = position
+                    break
+                now = max(now, ends[own], arrivals[other]) + spent[number]
+                ends[result] = now
+                arrivals[result] = now + on_the_way[number]
+                if result in waiting:
+                    ready += waiting.pop(result)
+            else:
+                at[group] = len(tasks)
+            free[group] = now
+        if any(position < len(tasks) for position, tasks in zip(at, self.tasks, strict=True)):
+            raise InternalError("a schedule that was registered does not come to an end")
+        return max(free[group] + sum(one.finish_seconds for one in costs[group :: len(groups)]) for group in groups)
+
+    def peak_nbytes(self, costs: Sequence[StageCost]) -> int:
+        """Peak bytes of the device that needs most, as the timeline has them."""
+        each = self.in_flight([one.in_flight_nbytes for one in costs])
+        return max(sum(causes.values()) for causes in peaks_of(each, costs))
+
+
+def task_numbers(name: str, stages: int, microbatches: int, chunks: int = 1) -> TaskNumbers:
+    """The tasks of the schedule of that name, as numbers."""
+    return _built(SCHEDULES[name], name, stages, microbatches, chunks)
+
+
+@lru_cache(_KEPT)
+def _built(builder: Builder, name: str, stages: int, microbatches: int, chunks: int) -> TaskNumbers:
+    """As `task_numbers`; the `builder` is what that name stands for."""
+    del builder
+    return TaskNumbers.of(build(name, stages, microbatches, chunks))
+
+
+def _columns(schedule: Schedule, group: int) -> tuple[Integers, Integers, Integers]:
+    """The kinds, stages and microbatches of a group's tasks [tasks]."""
+    tasks, numbers = schedule.groups[group], {kind: number for number, kind in enumerate(_KINDS)}
+    kinds = np.fromiter((numbers[task.kind] for task in tasks), np.int64, len(tasks))
+    stages = np.fromiter((task.stage for task in tasks), np.int64, len(tasks))
+    return kinds, stages, np.fromiter((task.microbatch for task in tasks), np.int64, len(tasks))
+
+
+def _numbered(
+    schedule: Schedule, kinds: Integers, stages: Integers, microbatches: Integers
+) -> tuple[tuple[int, int, int, int], ...]:
+    """(needed of its own stage, needed of a neighbour, made, kind and stage) of each task."""
+    width, height = schedule.microbatches, schedule.n_stages * schedule.microbatches
+    output = stages * width + microbatches
+    gradient = output + height
+    is_forward, is_weight = kinds == _KINDS.index("forward"), kinds == _KINDS.index("weight_gradient")
+    made = output + np.array([MADE[kind] for kind in _KINDS])[kinds] * height
+    own = np.where(is_forward, NOTHING, np.where(is_weight, gradient, output))
+    before = np.where(stages > 0, output - width, NOTHING)
+    after = np.where((stages + 1 < schedule.n_stages) & ~is_weight, gradient + width, NOTHING)
+    other = np.where(is_forward, before, after)
+    columns = (own, other, made, kinds * schedule.n_stages + stages)
+    return tuple(zip(*(column.tolist() for column in columns), strict=True))
