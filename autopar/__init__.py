@@ -5,7 +5,7 @@ from autopar.cache import PlanCache
 from autopar.errors import ArgumentError, DeviceError, UnboundPlanError, UnsupportedError
 from autopar.lowering import register_rule
 from autopar.plan import Plan
-from autopar.tools import measure, topology
+from autopar.tools import Simulation, measure, simulate, topology
 from passes.cluster import Cluster, DeviceSpec, HostGroup, HostSpec, Link, register_device
 from passes.errors import ClusterError, InternalError, OverBudgetError, PlanMismatchError, PlanningError
 from passes.inter_op import SCHEDULES, Schedule, Task
@@ -56,6 +56,7 @@ __all__ = [
     "PlanningError",
     "Progress",
     "Schedule",
+    "Simulation",
     "SolverOptions",
     "Step",
     "Task",
@@ -68,5 +69,6 @@ __all__ = [
     "register_device",
     "register_rule",
     "register_schedule",
+    "simulate",
     "topology",
 ]

@@ -66,7 +66,7 @@ def layer_of(scope: str) -> str:
 
 def when(node: Node) -> str:
     """`forward`, `recomputed`, `backward` or `apply`: what a node belongs to."""
-    return "recomputed" if "rematted_computation" in node.scope else phase(node)
+    return "recomputed" if node.is_recomputed else phase(node)
 
 
 def is_early(node: Node) -> bool:

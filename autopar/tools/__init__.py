@@ -2,5 +2,6 @@
 
 from autopar.tools.measurement import measure
 from autopar.tools.topologies import topology
+from autopar.tools.what_if import Simulation, simulate
 
-__all__ = ["measure", "topology"]
+__all__ = ["Simulation", "measure", "simulate", "topology"]

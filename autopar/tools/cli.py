@@ -18,7 +18,7 @@ from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.errors import DeviceError
-from autopar.tools import compiled, fit, fit_text, targets
+from autopar.tools import compiled, fit, fit_text, simulate_command, targets
 from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
@@ -156,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg)")
     _add_fit(add)
     _add_compile(add)
+    simulated = add("simulate", _simulate, "show what if", simulate_command.HELP, simulate_command.MORE)
+    simulate_command.add_arguments(simulated)
     measured = add(
         "measure",
         _measure,
@@ -268,6 +270,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         plan.save(arguments.out)
     _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables())
     return DONE
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    with Console(stderr=True, highlight=False).status("tracing") as status:
+        output, is_partial = simulate_command.run(arguments, plans_folder(), status.update)
+    _print(output)
+    return INTERRUPTED if is_partial else DONE
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ No device is touched. `autopar.tools.largest` stretches them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
 import jax
@@ -39,6 +39,11 @@ class Example:
     def of(cls, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
         """An example from its parts."""
         return cls(step=step, args=args, kwargs=kwargs)
+
+    @property
+    def function(self) -> ParallelFunction:
+        """The step as one that plans itself."""
+        return self.step if isinstance(self.step, ParallelFunction) else parallelize(self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +100,23 @@ class Row:
 
 def traced_step(example: Example, rows: Mapping[int, int] | None = None) -> TracedStep:
     """An example as planners take it, with the leading dimensions of the flat arguments at `rows` as they say."""
-    step = example.step if isinstance(example.step, ParallelFunction) else parallelize(example.step)
+    example = with_rows(example, rows or {})
+    return example.function.replan().step(*example.args, **example.kwargs)  # of a function that is gone with the step
+
+
+def with_rows(example: Example, rows: Mapping[int, int]) -> Example:
+    """An example with the leading dimensions of the flat arguments at `rows` as they say."""
     if not rows:
-        return step.replan().step(*example.args, **example.kwargs)
-    dynamic, _ = step.signature.split(example.args, dict(example.kwargs))
-    structs = structs_of(dynamic, step.signature, len(example.args))
+        return example
+    signature = example.function.signature
+    dynamic, _ = signature.split(example.args, dict(example.kwargs))
+    structs = structs_of(dynamic, signature, len(example.args))
     leaves, tree = jax.tree.flatten(dynamic)
     for position, extent in rows.items():
         leaf = structs[position]
         leaves[position] = jax.ShapeDtypeStruct((extent, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
-    args, kwargs = step.signature.merge(jax.tree.unflatten(tree, leaves), example.args, dict(example.kwargs))
-    return step.replan().step(*args, **kwargs)  # of a fresh function, which is gone with the step
+    args, kwargs = signature.merge(jax.tree.unflatten(tree, leaves), example.args, dict(example.kwargs))
+    return replace(example, args=tuple(args), kwargs=kwargs)
 
 
 def batch_of(step: TracedStep) -> tuple[int, ...]:

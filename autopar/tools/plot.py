@@ -51,6 +51,11 @@ def plot_memory(plans: Mapping[str, Plan], path: str | os.PathLike[str], limit_n
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.15)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a figure into a file. Raises PlanningError where it cannot."""
     try:
         figure.savefig(path)
     except OSError as error:

@@ -2,7 +2,7 @@
 collectives and arrays sent between neighbours take there.
 """
 
-from passes.cluster import collectives
+from passes.cluster import collectives, what_if
 from passes.cluster.accelerators import CPU, HostSpec
 from passes.cluster.boundaries import boundary_seconds
 from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Link, Measured
@@ -29,4 +29,5 @@ __all__ = [
     "parse_cluster",
     "register_device",
     "shapes",
+    "what_if",
 ]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from passes.gc_pause import without_gc
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.computing import compute_seconds
+from passes.intra_op.flops import model_flops
 from passes.ir import PHASES, Graph, Phase, StatePairs
 from passes.memory import peak
 from passes.placement import Grouping, ReshardingPlan, group, occurrences, resharding_plan
@@ -54,6 +55,8 @@ def read_off(
         collectives=collectives_of(graph, reshardings, mesh),
         seconds={"compute": sum(compute.values()), **moving},
         phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
+        computing={name: compute[name] for name in PHASES if name in compute},
+        flops=model_flops(graph, grouping),
         nbytes={cause: size for cause, size in memory.nbytes.items() if size},
         memory=MemoryReport.of(memory),
         solution=Solution(
@@ -81,12 +84,16 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     nbytes = {cause: size for cause, size in memory.nbytes.items() if size}
     away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
     compute = compute_seconds(graph, grouping, mesh, layout)
-    same = math.isclose(sum(compute.values()), plan.seconds.get("compute", 0.0), rel_tol=EQUAL)
-    if same and sent == plan.collectives and nbytes | away == plan.nbytes:
-        return replace(plan, counted_for="") if plan.is_stale else plan
+    computing = {name: compute[name] for name in PHASES if name in compute}
+    plan = replace(plan, computing=computing, flops=model_flops(graph, grouping))
     moving, moved = move_seconds(graph, reshardings, resharder)
     offload_seconds = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
     seconds = {"compute": sum(compute.values()), **offload_seconds, **moving}
+    same = all(
+        math.isclose(seconds.get(c, 0.0), plan.seconds.get(c, 0.0), rel_tol=EQUAL) for c in (*seconds, *plan.seconds)
+    )
+    if same and sent == plan.collectives and nbytes | away == plan.nbytes:
+        return replace(plan, counted_for="") if plan.is_stale else plan
     solution = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
     report = MemoryReport.of(memory)
     return replace(

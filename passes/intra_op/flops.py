@@ -1,4 +1,4 @@
-"""The work that a plan gives one device: flops of its products, each on the parts of the operands that are there."""
+"""The flops of a step's matrix products: as the model asks for them, and as a plan gives them to one device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,29 @@ from passes.cluster import Mesh
 from passes.ir import Graph
 from passes.placement import Grouping, Placement
 from passes.rules import ShardingRule
+
+
+def model_flops(graph: Graph, grouping: Grouping) -> dict[str, float]:
+    """Flops of one step's matrix products and convolutions on all devices, by dtype of what is multiplied.
+
+    What is computed again because it was not kept counts once; a multiply-add counts as two, attention in full whatever
+    its mask. Of a branch, what its share of the runs takes; a loop of unknown length counts once.
+
+    Reference: Chowdhery et al., "PaLM" (2022), appendix B; Korthikanti et al., "Reducing Activation Recomputation in
+    Large Transformer Models" (2022), section 6: model flops, as against hardware flops.
+    """
+    flops: dict[str, float] = {}
+    for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
+        if node.is_recomputed:
+            continue
+        if index in grouping.controls:
+            for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
+                for dtype, inside in model_flops(body.graph, inner).items():
+                    flops[dtype] = flops.get(dtype, 0.0) + max(body.trips, 1) * body.share * inside
+        elif rule.is_product:
+            dtype = graph.types[node.inputs[0]].dtype
+            flops[dtype] = flops.get(dtype, 0.0) + rule.flops
+    return flops
 
 
 def product_flops(graph: Graph, grouping: Grouping, placements: Sequence[Placement], mesh: Mesh) -> float:

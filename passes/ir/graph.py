@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from passes.errors import InternalError
 
@@ -67,8 +68,11 @@ def item_nbytes(dtype: str) -> int:
 class Node:
     """One operation: a primitive by name, the values it reads and writes, and its plain-data parameters.
 
-    `source` is the user's `file:line (function)`; `scope` is JAX's name stack, from which phases are read.
+    `source` is the user's `file:line (function)`; `scope` is JAX's name stack, from which phases are read. What
+    computes again what was not kept has RECOMPUTED in it, as `jax.checkpoint` writes it.
     """
+
+    RECOMPUTED: ClassVar[str] = "rematted_computation"
 
     primitive: str
     inputs: tuple[int, ...]
@@ -77,6 +81,11 @@ class Node:
     subgraphs: tuple[Graph, ...] = ()
     source: str = ""
     scope: str = ""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether it computes again what was not kept."""
+        return self.RECOMPUTED in self.scope
 
 
 @dataclass(frozen=True, kw_only=True)

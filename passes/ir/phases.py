@@ -21,6 +21,6 @@ def phase(node: Node) -> Phase:
     transposes and `rematted_computation` on what `jax.checkpoint` computes again. A step without a gradient is all
     `apply`.
     """
-    if "transpose(" in node.scope or "rematted_computation" in node.scope:
+    if "transpose(" in node.scope or node.is_recomputed:
         return "backward"
     return "forward" if "jvp(" in node.scope else "apply"

@@ -12,8 +12,8 @@ _TRANSPOSED = re.compile(r"transpose\((jvp\([^()]*\))\)")
 
 
 def forward_scope(scope: str) -> str:
-    """The name stack of the forward operator that a transposed one is the gradient of."""
-    return _TRANSPOSED.sub(r"\1", scope)
+    """The name stack of the forward operator that a transposed one is the gradient of, or that is run again."""
+    return _TRANSPOSED.sub(r"\1", scope.removesuffix(f"/{Node.RECOMPUTED}"))
 
 
 def forward_nodes(body: Graph) -> tuple[int, ...]:

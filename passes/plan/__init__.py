@@ -3,6 +3,7 @@ whether it is legal.
 """
 
 from passes.plan import json, text
+from passes.plan.estimate import Estimate
 from passes.plan.face import AnyPlan
 from passes.plan.parts import INTERRUPTED, LATE, POINTS, MemoryReport, Operator, Solution, operators
 from passes.plan.pipeline import PipelinePlan, load_plan
@@ -15,6 +16,7 @@ __all__ = [
     "POINTS",
     "SCHEMA",
     "AnyPlan",
+    "Estimate",
     "MemoryReport",
     "Operator",
     "PipelinePlan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -56,8 +56,12 @@ class PipelinePlan(AnyPlan):
     @cached_property
     def timeline(self) -> Timeline:
         """When each task runs, as simulated."""
+        return self.simulated(self.costs, self.transfers)
+
+    def simulated(self, costs: Sequence[StageCost], transfers: Sequence[Transfer]) -> Timeline:
+        """When each task would run if stages and transfers cost that much."""
         dispatch = self.cluster.group().device.dispatch_seconds
-        return simulate(self.schedule, self.costs, self.transfers, dispatch_seconds=dispatch)
+        return simulate(self.schedule, costs, transfers, dispatch_seconds=dispatch)
 
     @property
     def is_interrupted(self) -> bool:

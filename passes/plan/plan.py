@@ -39,7 +39,9 @@ class Plan(AnyPlan):
     `seconds` holds the predicted step time by cause (`compute`, `memory`, `communication`, ...); `nbytes` the peak
     bytes of one device by cause. `replicated` names operators that had no rule, as `primitive at source`.
     `input_names` and `output_names` are argument paths in the user's words; `input_types` and `output_types` are for
-    people, and empty where the planner did not keep them. `phases` are the same seconds by phase of the step. With
+    people, and empty where the planner did not keep them. `phases` are the same seconds by phase of the step, of which
+    `computing` are spent on operators and not on moving arrays. `flops` are what the model asks all devices together
+    for, by dtype: its products without what is computed again (passes/intra_op/flops.py). With
     `refetch`, the backward pass brings weights to where it wants them anew, and nothing keeps them in between. `remat`
     is what each layer keeps for the backward pass (passes/transforms/remat.py), empty for the step as it was written.
     The inputs at `offloaded` stay in the host's memory between steps. `memory` is what more there is to say of one
@@ -64,6 +66,8 @@ class Plan(AnyPlan):
     input_types: tuple[TensorType, ...] = ()
     output_types: tuple[TensorType, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict[str, float])
+    computing: Mapping[str, float] = field(default_factory=dict[str, float])
+    flops: Mapping[str, float] = field(default_factory=dict[str, float])
     refetch: bool = True
     remat: tuple[str, ...] = ()
     offloaded: tuple[int, ...] = ()
@@ -192,7 +196,7 @@ class Plan(AnyPlan):
         """The plan as JSON data; `from_json` gives an equal plan back."""
         if self.mesh.cluster != self.cluster:
             raise InternalError("a plan's mesh lies on another cluster than the plan")
-        phases = {name: plan_json.number(value) for name, value in self.phases.items()}
+        numbers = {"phases": self.phases, "computing": self.computing, "flops": self.flops}
         return {
             "autopar": plan_json.version(),
             "schema": SCHEMA,
@@ -206,8 +210,8 @@ class Plan(AnyPlan):
             **({"offloaded": list(self.offloaded)} if self.offloaded else {}),
             "placed": self.counted_for or self.placed,
             **({"edited": True} if self.is_stale else {}),
-            "seconds": {cause: plan_json.number(value) for cause, value in self.seconds.items()},
-            **({"phases": phases} if phases else {}),
+            "seconds": _numbers(self.seconds),
+            **{name: _numbers(values) for name, values in numbers.items() if values},
             "nbytes": dict(self.nbytes),
             **({"memory": plan_json.memory_to_json(self.memory)} if self.memory else {}),
             "inputs": plan_json.values_to_json(self.input_names, self.input_types, self.inputs),
@@ -271,7 +275,6 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
     inputs = plan_json.values_from_json(read.list("inputs"), mesh, "input")
     outputs = plan_json.values_from_json(read.list("outputs"), mesh, "output")
     seconds, nbytes = read.object("seconds"), read.object("nbytes")
-    phases = read.object("phases") if "phases" in read.data else None
     collectives, replicated = read.list("collectives"), read.list("replicated")
     remat = read.list("remat") if "remat" in read.data else ()
     offloaded = read.list("offloaded") if "offloaded" in read.data else ()
@@ -295,7 +298,9 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
         microbatches=read.int("microbatches"),
         input_types=inputs.types,
         output_types=outputs.types,
-        phases={name: phases.float(name) for name in phases.data} if phases else {},
+        phases=_floats(read, "phases"),
+        computing=_floats(read, "computing"),
+        flops=_floats(read, "flops"),
         refetch=read.data.get("refetch", True) is True,
         offloaded=plan_json.positions(offloaded, len(inputs.specs), "offloaded"),
         memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
@@ -303,6 +308,16 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
     )
     counted_for = read.text("placed") if "placed" in read.data else plan.placed  # files have it since 2026-11
     return plan if counted_for == plan.placed else replace(plan, counted_for=counted_for)
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: plan_json.number(value) for name, value in values.items()}
+
+
+def _floats(read: plan_json.Fields, name: str) -> dict[str, float]:
+    """The numbers of a field by name; none where a file does not have it."""
+    values = read.object(name) if name in read.data else None
+    return {key: values.float(key) for key in values.data} if values else {}
 
 
 def _when_counted(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -250,12 +250,19 @@ class Manual:
             step = step.variant(variant_of(plan))
             plan.check(step.graph)
             plan = accounted(plan, step.graph, step.state_pairs, step.donated)
-        if plan.n_devices > cluster.n_devices:
-            raise PlanMismatchError(
-                f"the plan was made for {plan.n_devices} devices ({plan.shape}), the cluster {cluster.name!r} has "
-                f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
-            )
+        _check_devices(plan, cluster)
         return Planned.of(plan, step)
+
+    def on(self, cluster: Cluster) -> Manual:
+        """The same placements on the first devices of another cluster, by whose rates they are then counted.
+
+        Raises PlanningError where there is no plan, or more devices are needed than there are.
+        """
+        plan = self._read()
+        _check_devices(plan, cluster)
+        if isinstance(plan, PipelinePlan):
+            return Manual(replace(plan, cluster=cluster, stages=tuple(_on(stage, cluster) for stage in plan.stages)))
+        return Manual(_on(plan, cluster))
 
     def _read(self) -> Plan | PipelinePlan:
         if not isinstance(cast(object, self.source), str | Path | Plan | PipelinePlan):
@@ -263,6 +270,19 @@ class Manual:
             remedy = "pass what plan.save(path) wrote, or the plan itself"
             raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
         return load_plan(self.source) if isinstance(self.source, str | Path) else self.source
+
+
+def _check_devices(plan: Plan | PipelinePlan, cluster: Cluster) -> None:
+    """Raises PlanMismatchError for a cluster of fewer devices than the plan has."""
+    if plan.n_devices > cluster.n_devices:
+        raise PlanMismatchError(
+            f"the plan was made for {plan.n_devices} devices ({plan.shape}), the cluster {cluster.name!r} has "
+            f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
+        )
+
+
+def _on(plan: Plan, cluster: Cluster) -> Plan:
+    return replace(plan, cluster=cluster, mesh=replace(plan.mesh, cluster=cluster))
 
 
 def _variant_of(plan: PipelinePlan, step: Step) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args
 
-from passes.ir import Graph, has_effect
+from passes.ir import Graph, Node, has_effect
 from passes.placement import is_free
 from passes.rules import rule_of
 
@@ -30,6 +30,8 @@ def is_kept(graph: Graph, index: int, kept: Kept) -> bool:
 
 
 def transposed(scope: str) -> str:
-    """The name stack that the backward pass of a forward operator has, by which its stage is found."""
-    renamed = _DIFFERENTIATED.sub(lambda match: f"transpose({match[0]})", scope, count=1)
-    return renamed if renamed != scope else f"{scope}/rematted_computation"
+    """The name stack of a forward operator that the backward pass runs again, by which its stage is found.
+
+    It is named as `jax.checkpoint` names its own, by which it is known that it computes nothing new.
+    """
+    return f"{_DIFFERENTIATED.sub(lambda match: f'transpose({match[0]})', scope, count=1)}/{Node.RECOMPUTED}"

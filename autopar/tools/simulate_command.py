@@ -1,0 +1,142 @@
+"""The command `autopar simulate`: its options, and what they come to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.tools import targets
+from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, numbers_of, planner_of
+from autopar.tools.fit import Example
+from autopar.tools.plot import blank
+from autopar.tools.simulation import Request, Row, Sweep, rows, saved
+from autopar.tools.targets import TARGET, UsageError
+from autopar.tools.what_if import Simulation
+from passes.cluster import parse_cluster
+from passes.errors import explain
+from passes.plan import load_plan
+from passes.text import Table
+
+HELP = f"""\
+Show what a train step would take on clusters that need not be here: the step,
+model flops per second and their share of the peak (MFU), the pipeline's bubble,
+exposed communication, memory, days and cost. Options that list several values
+with commas, or are given several times, are swept: every combination is a row.
+
+{TARGET}
+It may be a saved plan instead (PATH.json), which is shown as it is."""
+
+MORE = f"""\
+{CLUSTERS}
+
+{PLANNERS}
+
+example:
+  autopar simulate train:example --cluster 8x8:h100 --planner zero3 \\
+      --devices 8,16,64 --tokens 300e9 --price-per-device-hour 2.5
+
+exit status: 0 a row has a plan, 2 none has, or an option cannot be read,
+130 ended by Ctrl-C, after the rows planned by then are printed."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the options of `simulate`."""
+    command.add_argument("target", metavar="TARGET", help="MODULE:FUNCTION, or a saved plan; see above")
+    command.add_argument("--cluster", action="append", default=[], help="hosts x devices of each, and their kind")
+    command.add_argument("--planner", action="append", default=[], help="who plans (default: auto); see below")
+    command.add_argument("--devices", metavar="N,N", help="so many of the cluster's devices, whole hosts or a part")
+    command.add_argument("--bandwidth", metavar="X,X", help="every link gives X times its bytes per second")
+    command.add_argument("--network", metavar="X,X", help="links between hosts give X times theirs, beside that")
+    command.add_argument("--batch", metavar="N,N", help="rows of the batch")
+    command.add_argument("--microbatches", metavar="N,N", help="compute the batch in N parts")
+    command.add_argument(
+        "--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)'
+    )
+    command.add_argument("--tokens", type=float, metavar="N", help="of the whole training: days that it takes")
+    command.add_argument("--tokens-per-step", type=float, metavar="N", help="(default: the batch's integers)")
+    command.add_argument("--price-per-device-hour", type=float, metavar="P", help="with --tokens: what it costs")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweep (png, svg, pdf)")
+    command.add_argument("--json", action="store_true", help="print JSON: seconds, bytes and flops are numbers")
+    command.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")
+
+
+def run(
+    arguments: argparse.Namespace, cache: str, progress: Callable[[str], None]
+) -> tuple[str | tuple[Table, ...], bool]:
+    """(what to print, whether it was ended early). Raises UsageError or PlanningError for what cannot be simulated."""
+    if arguments.plot:
+        blank(arguments.plot)
+    _check_numbers(arguments)
+    simulated: list[Row] = []
+    note = ""
+    if Path(arguments.target).suffix == ".json":
+        simulated.append(_saved(arguments))
+    else:
+        sweep = _sweep(arguments)
+        jax.config.update("jax_platforms", "cpu")
+        example = Example.of(*targets.example(arguments.target))
+        request = Request(
+            memory_limit=limit_of(arguments.memory_limit),
+            cache=None if arguments.no_cache else cache,
+            tokens_per_step=arguments.tokens_per_step,
+        )
+        try:
+            simulated.extend(rows(example, sweep, request, progress))
+        except KeyboardInterrupt:
+            note = "Ended by Ctrl-C: rows are missing."
+    if simulated and simulated[-1].is_interrupted:
+        note = "Ended by Ctrl-C: the last row has the best plan until then, and more are missing."
+    if not simulated:
+        raise KeyboardInterrupt
+    if not any(row.estimate for row in simulated):
+        raise UsageError(simulated[0].refusal)
+    result = Simulation(
+        rows=tuple(simulated), tokens=arguments.tokens, price_per_device_hour=arguments.price_per_device_hour
+    )
+    if arguments.plot:
+        result.plot(arguments.plot)
+    return json.dumps(result.to_json(), indent=1) if arguments.json else result.tables(note), bool(note)
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for a number of tokens or a price that is not above 0, and for a price without tokens."""
+    for name in ("tokens", "tokens_per_step", "price_per_device_hour"):
+        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(explain(f"{option} {value:g}", "this is a number above 0", "", "leave it out if unknown"))
+    if arguments.price_per_device_hour is not None and arguments.tokens is None:
+        remedy = "add, say, --tokens 300e9"
+        raise UsageError(explain("--price-per-device-hour", "it is the price of a training of --tokens", "", remedy))
+
+
+SWEPT = ("cluster", "planner", "devices", "bandwidth", "network", "batch", "microbatches")
+
+
+def _saved(arguments: argparse.Namespace) -> Row:
+    """The row of a saved plan. Raises UsageError where something is to be varied."""
+    for name in SWEPT:
+        if getattr(arguments, name):
+            rule = "a saved plan is of one step on one cluster, and is shown as it is"
+            remedy = f"name the step: autopar simulate MODULE:FUNCTION --planner manual:{arguments.target} --{name} ..."
+            raise UsageError(explain(f"--{name} with {arguments.target}", rule, "", remedy))
+    return saved(load_plan(arguments.target), arguments.tokens_per_step)
+
+
+def _sweep(arguments: argparse.Namespace) -> Sweep:
+    """What the options vary. Raises UsageError or ClusterError."""
+    if not arguments.cluster:
+        raise UsageError(explain("--cluster", "a step is simulated on one", "", "write, say, --cluster 8x8:h100"))
+    numbers: dict[str, Any] = {
+        name: numbers_of(f"--{name}", getattr(arguments, name), whole=name not in ("bandwidth", "network"))
+        for name in SWEPT[2:]
+    }
+    return Sweep(
+        clusters=tuple(map(parse_cluster, arguments.cluster)),
+        planners={name: planner_of(name) for name in arguments.planner or ["auto"]},
+        **numbers,
+    )

@@ -1,0 +1,220 @@
+"""What if: a step planned for other clusters, batches and microbatches than the ones at hand, in comparable figures.
+
+No device is touched. Every point of a sweep is planned as `autopar plan` would, on the path that every plan takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+
+from autopar.cache import PlanCache
+from autopar.compilation import Compilation
+from autopar.tools.fit import Example, batch_of, quiet, with_rows
+from passes.cluster import Cluster, what_if
+from passes.errors import OverBudgetError, PlanningError
+from passes.plan import Estimate, PipelinePlan, Plan
+from passes.planners import Auto, Manual, Planner
+from passes.progress import Progress
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One point of a sweep: what is planned for, and by whom.
+
+    `batch` and `microbatches` are None for those of the step as it is; links give `bandwidth` times what they do, those
+    between hosts `network` times that.
+    """
+
+    cluster: Cluster
+    planner: Planner
+    planner_name: str
+    batch: int | None = None
+    microbatches: int | None = None
+    bandwidth: float = 1.0
+    network: float = 1.0
+
+    @property
+    def values(self) -> dict[str, float | str]:
+        """What may be swept, by name, as the command line calls it."""
+        return {
+            "cluster": self.cluster.name,
+            "devices": self.cluster.n_devices,
+            "bandwidth": self.bandwidth,
+            "network": self.network,
+            "batch": "as is" if self.batch is None else self.batch,
+            "microbatches": "as planned" if self.microbatches is None else self.microbatches,
+            "planner": self.planner_name,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What came of a scenario: the plan's `estimate`, or of the leanest plan where none fits; else why there is none.
+
+    `scenario` is None for a saved plan; a device may need `limit_nbytes`. `tokens_per_step` is None if it is unknown.
+    """
+
+    limit_nbytes: float
+    scenario: Scenario | None = None
+    estimate: Estimate | None = None
+    tokens_per_step: float | None = None
+    refusal: str = ""
+    is_interrupted: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate is not None and self.estimate.peak_nbytes <= self.limit_nbytes
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all devices together."""
+        if self.estimate is None or self.tokens_per_step is None or not self.estimate.step_seconds:
+            return None
+        return self.tokens_per_step / self.estimate.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What is varied; every combination is planned. An empty dimension stays as it is."""
+
+    clusters: tuple[Cluster, ...]
+    planners: Mapping[str, Planner]
+    devices: tuple[int, ...] = ()
+    bandwidth: tuple[float, ...] = ()
+    network: tuple[float, ...] = ()
+    batch: tuple[int, ...] = ()
+    microbatches: tuple[int, ...] = ()
+
+    def scenarios(self) -> Iterator[Scenario]:
+        """Every combination; those of one batch and number of microbatches in a row."""
+        for batch, microbatches in itertools.product(self.batch or (None,), self.microbatches or (None,)):
+            every = (self.devices or (None,), self.bandwidth or (1.0,), self.network or (1.0,), self.planners.items())
+            for cluster, devices, bandwidth, network, named in itertools.product(self.clusters, *every):
+                name, planner = named
+                if microbatches and _takes_microbatches(planner):
+                    planner = replace(cast("Any", planner), microbatches=microbatches)
+                yield Scenario(
+                    cluster=what_if.resized(cluster, devices) if devices else cluster,
+                    planner=planner,
+                    planner_name=name,
+                    batch=batch,
+                    microbatches=microbatches,
+                    bandwidth=bandwidth,
+                    network=network,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A limit and a cache as in `autopar.parallelize`, and the tokens of a step where they are known."""
+
+    memory_limit: int | str | None = None
+    cache: str | os.PathLike[str] | PlanCache | None = None
+    tokens_per_step: float | None = None
+
+
+def rows(example: Example, sweep: Sweep, request: Request, progress: Callable[[str], None] = quiet) -> Iterator[Row]:
+    """A row for each combination; `progress` hears what is planned now. Ends early with a plan that was interrupted."""
+    compilation, known = None, (0, 0)
+    step = example.function.replan(cache=False)
+    base = step.step(*example.args, **example.kwargs)
+    places = batch_of(base) if sweep.batch else ()
+    whole = base.structs[places[0]].shape[0] if places else 1
+    tokens = _tokens(base.structs) if request.tokens_per_step is None else request.tokens_per_step
+    for scenario in sweep.scenarios():
+        if compilation is None or known != (scenario.batch, scenario.microbatches):
+            known = (scenario.batch, scenario.microbatches)
+            progress("tracing")
+            resized = with_rows(example, dict.fromkeys(places, scenario.batch) if scenario.batch else {})
+            function = step.replan(microbatches=scenario.microbatches)
+            compilation = function._compilations.of(resized.args, dict(resized.kwargs))
+        share = scenario.batch / whole if scenario.batch else 1.0
+        row = _row(compilation, scenario, request, progress)
+        yield replace(row, tokens_per_step=tokens and tokens * share)
+        if row.is_interrupted:
+            return
+
+
+def _row(compilation: Compilation, scenario: Scenario, request: Request, progress: Callable[[str], None]) -> Row:
+    """What comes of one scenario."""
+    about = ", ".join(f"{name} {value}" for name, value in scenario.values.items() if name in ("planner", "cluster"))
+    limit = Auto(memory_limit=request.memory_limit).limit(scenario.cluster)
+    plan: object = None
+    refusal = ""
+
+    def report(now: Progress) -> None:
+        progress(f"planning {about}: {now.phase}")
+
+    progress(f"planning {about}")
+    try:
+        cluster = what_if.with_bandwidth(scenario.cluster, scenario.bandwidth, scenario.network)
+        planner = scenario.planner.on(cluster) if isinstance(scenario.planner, Manual) else scenario.planner
+        options = {
+            "cluster": cluster,
+            "planner": planner,
+            "memory_limit": request.memory_limit,
+            "cache": request.cache,
+            "progress": report,
+        }
+        plan = replace(compilation, settings=compilation.settings.but(options), chosen=None).plan()
+    except OverBudgetError as error:
+        plan, refusal = error.leanest, str(error)
+    except PlanningError as error:
+        refusal = str(error)
+    if not isinstance(plan, Plan | PipelinePlan):
+        return Row(scenario=scenario, limit_nbytes=limit, refusal=refusal)
+    return Row(
+        scenario=scenario,
+        limit_nbytes=limit,
+        estimate=Estimate.of(plan),
+        refusal=refusal,
+        is_interrupted=plan.is_interrupted,
+    )
+
+
+def saved(plan: Plan | PipelinePlan, tokens_per_step: float | None = None) -> Row:
+    """The row of a saved plan, on the cluster that it was made for."""
+    limit = Auto().limit(plan.cluster)
+    return Row(estimate=Estimate.of(plan), limit_nbytes=limit, tokens_per_step=tokens_per_step)
+
+
+def _tokens(structs: Sequence[jax.ShapeDtypeStruct]) -> float | None:
+    """The elements of the largest array of integers, None where there is none of a rank above 0."""
+    sizes = [float(np.prod(s.shape)) for s in structs if s.shape and jax.numpy.issubdtype(s.dtype, np.integer)]
+    return max(sizes, default=None)
+
+
+def _takes_microbatches(planner: Planner) -> bool:
+    return is_dataclass(planner) and any(field.name == "microbatches" for field in fields(planner))
+
+
+def named(planner: Planner) -> str:
+    """A planner as it would be written, what is as usual left out: `Megatron(data=4, tensor=2)`."""
+    if not is_dataclass(planner):
+        return type(planner).__name__
+    usual = {field.name: field.default for field in fields(planner)}
+    factories = {field.name: field.default_factory for field in fields(planner)}
+    words = [
+        f"{name}={value!r}"
+        for name, value in ((field.name, getattr(planner, field.name)) for field in fields(planner))
+        if value != usual[name] and not (callable(make := factories[name]) and make() == value)
+    ]
+    return f"{type(planner).__name__}({', '.join(words)})"
+
+
+def several(value: Value | Sequence[Value] | None) -> tuple[Value, ...]:
+    """One value or several as several, in order and each once."""
+    if value is None:
+        return ()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(dict.fromkeys(cast("Sequence[Value]", value)))
+    return (cast("Value", value),)

@@ -1,0 +1,53 @@
+"""Clusters that differ from one that is there in one respect: more devices of its kind, faster links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from passes.cluster.cluster import Cluster, Link, Measured
+from passes.errors import ClusterError, explain
+
+
+def resized(cluster: Cluster, devices: int) -> Cluster:
+    """The cluster of so many devices on hosts like these: a part of one host, or whole ones.
+
+    Raises ClusterError for devices that are neither.
+    """
+    group = cluster.group()
+    hosts, rest = divmod(devices, group.devices_per_host)
+    if devices < 1 or (hosts and rest):
+        rule = f"hosts of {group.devices_per_host} are taken whole, or one of them in part"
+        remedy = f"take a multiple of {group.devices_per_host}, or describe the hosts that you mean by cluster="
+        raise ClusterError(explain(f"{devices} devices of cluster {cluster.name!r}", rule, "", remedy))
+    per_host = group.devices_per_host if hosts else devices
+    hosts = hosts or 1
+    name = f"{hosts}x{per_host}:{group.device.name}" if hosts > 1 else f"{per_host}:{group.device.name}"
+    return replace(cluster, name=name, groups=(replace(group, hosts=hosts, devices_per_host=per_host),))
+
+
+def with_bandwidth(cluster: Cluster, factor: float = 1.0, network_factor: float = 1.0) -> Cluster:
+    """The cluster whose links give `factor` times the bytes per second, and those between hosts `network_factor` times
+    that; latencies are the same.
+
+    Raises ClusterError for factors that are not above 0.
+    """
+    if not min(factor, network_factor) > 0:
+        rule = "a link's bytes per second can be multiplied by a number above 0"
+        raise ClusterError(explain(f"bandwidth times {min(factor, network_factor):g}", rule, "", "write, say, 0.5"))
+    group = cluster.group()
+
+    def faster(link: Link, times: float) -> Link:
+        return replace(link, bytes_per_second=times * link.bytes_per_second)
+
+    def measured(seen: Measured) -> Measured:
+        return replace(seen, bytes_per_second=factor * seen.bytes_per_second)
+
+    scaled = replace(
+        group,
+        intra=faster(group.intra, factor),
+        inter=faster(group.inter, factor * network_factor),
+        measured=tuple(map(measured, group.measured)),
+    )
+    words = [f"links x {factor:g}"] if factor != 1 else []
+    words += [f"network x {network_factor:g}"] if network_factor != 1 else []
+    return replace(cluster, name=", ".join([cluster.name, *words]), groups=(scaled,))
