@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from passes.cluster import Cluster, HostGroup, parse_cluster
-from passes.cluster.accelerators import LINK_SHARE
 from passes.cluster.cluster import Link
+from passes.cluster.devices import host_spec
+from passes.cluster.links import NETWORK_SHARE
 
 DGX2_DEVICES = 16
 DGX_NETWORK = 100e9
@@ -14,6 +15,21 @@ DGX_NETWORK = 100e9
 
 DGX2H_FLOPS = 39e12 / 0.30
 """The peak of a V100 at 450 W, of which the Megatron paper calls 39 TFLOP/s 30 %."""
+
+AWS_P5_LINK = replace(host_spec("h100").inter, bytes_per_second=296e9, congestion=0.59)
+"""Of a host in nanotron's shared cluster on 1 to 64 AWS p5 hosts, whose network is congested: of the exponents from 0
+up, the one nearest to its 21 medians of collectives of 256 MB (`python -m benchmarks.collectives --fit`)."""
+
+
+SELENE_LINK = replace(host_spec("a100-80g").inter, bytes_per_second=84e9)
+"""Of a DGX A100 in NVIDIA's Selene: the geometric mean of what gradients reach there, 163 GB/s where one group of a
+host sums them, 57, 53 and 85 where 2, 4 and 8 do at once (Megatron-LM SC 2021, Figs. 14 and 15, by the difference of
+batches) and 101 in the largest model (section 5.9: 12.9 TB/s over 1,024 adapters)."""
+
+
+def aws_p5(devices: int) -> Cluster:
+    """So many H100 of nanotron's cluster."""
+    return _with_network(hosts_of("h100", devices), AWS_P5_LINK)
 
 
 def hosts_of(device: str, devices: int, each: int = 8) -> Cluster:
@@ -29,8 +45,9 @@ def machine(gpu: str, devices: int) -> Cluster | None:
     """The cluster of so many devices that a source calls `gpu`; None for a device that the table does not have."""
     name = gpu.lower()
     if "a100" in name and "40gb" in name:  # in a DGX, whose network is that of the larger card's
-        large, small = hosts_of("a100-80g", devices), hosts_of("a100-40g", devices)
-        return _grouped(small, replace(small.group(), inter=large.group().inter))
+        return _with_network(hosts_of("a100-40g", devices), SELENE_LINK)
+    if "a100" in name and "dgx" in name:
+        return _with_network(hosts_of("a100-80g", devices), SELENE_LINK)
     if "a100" in name:
         return hosts_of("a100-80g", devices)
     if "h100" in name:
@@ -46,11 +63,16 @@ def _dgx2(devices: int, *, fast: bool) -> Cluster:
     """DGX-2 hosts of 16 V100 with 32 GB, or DGX-2H, whose cards take more power."""
     found = hosts_of("v100-32g", devices, DGX2_DEVICES)
     group = found.group()
-    inter = Link(alpha_seconds=group.inter.alpha_seconds, bytes_per_second=LINK_SHARE * DGX_NETWORK)
+    inter = replace(group.inter, bytes_per_second=NETWORK_SHARE * DGX_NETWORK)
     device = group.device
     if fast:
         device = replace(device, flops_per_second={**device.flops_per_second, "float16": DGX2H_FLOPS})
-    return _grouped(found, replace(group, inter=inter, device=device))
+    return _grouped(found, replace(group, inter=inter, adapters=8, wiring="switch", device=device))
+
+
+def _with_network(cluster: Cluster, inter: Link) -> Cluster:
+    """The cluster with other links between hosts, each of eight adapters."""
+    return _grouped(cluster, replace(cluster.group(), inter=inter, adapters=8))
 
 
 def _grouped(cluster: Cluster, group: HostGroup) -> Cluster:

@@ -2,9 +2,10 @@
 
 Peaks of matrix units and memory are data-sheet values. What is reached of them, and what links give, is measured:
 
-- Inside a host: bandwidth fitted where a collective was measured, else `LINK_SHARE` of the data sheet.
-- Between hosts: `LINK_SHARE` of the data sheet on a fabric without congestion, except for H100, where both are fitted.
-- Latency: 10 us a hop. From 5 to 15 us the published measurements fit about equally well.
+- Inside a host: bandwidth fitted where a collective was measured, else a share of the data sheet (`links`).
+- Between hosts: a share of the data sheet, on a fabric without congestion. What one cluster was seen to give is for a
+  description of that cluster (a JSON file; for published ones, benchmarks/published/machines.py).
+- Latency: as NCCL counts it.
 
 `python -m benchmarks.collectives --fit` fits them again, to measurements that papers and repositories have published.
 """
@@ -14,34 +15,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Link
+from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Link, Wiring
+from passes.cluster.links import (
+    ICI_ALPHA_SECONDS,
+    ICI_SHARE,
+    LINK_SHARE,
+    PCIE_SHARE,
+    SEND_SECONDS,
+    gpu_link,
+    network,
+    plain,
+)
 
 MATMUL_EFFICIENCY = 0.80
 """Where it was not measured: the median of where it was (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
-
-
-LINK_SHARE = 0.74
-"""What collectives get of a link's data sheet: H200 0.81, B200 0.76, A100 0.68 on NVLink, H100 0.74 between hosts."""
-
-
-ALPHA_SECONDS = 10e-6
-"""Of a message on NVLink or between hosts: published measurements fit 5 to 15 us about equally well
-(`python -m benchmarks.collectives --fit`)."""
-
-
-PCIE_SHARE = 0.5
-"""Of PCIe without peer access, assumed: what one device sends another crosses the host's memory."""
-
-
-ICI_SHARE = 0.65
-"""Of all of a TPU's links: 236 of 360 GB/s, psum on 256 v6e chips (AI-Hypercomputer/tpu-recipes), as bus bandwidth.
-
-An axis of the mesh that rides on one dimension of the torus has a half (2D) or a third (3D) of it: not modelled.
-"""
-
-
-ICI_ALPHA_SECONDS = 1e-6
-"""Of a hop between chips, about (jax-ml/scaling-book, sharding.md)."""
 
 
 CPU = "cpu"
@@ -65,12 +52,20 @@ class HostSpec:
     intra: Link
     inter: Link
     kinds: tuple[str, ...] = ()
+    adapters: int = 1
+    wiring: Wiring = "switch"
 
     def cluster(self, hosts: int, devices_per_host: int | None = None, name: str = "") -> Cluster:
         """The cluster of `hosts` such hosts, named `2x8:h100` unless `name` is given."""
         per_host = devices_per_host or self.devices_per_host
         group = HostGroup(
-            hosts=hosts, devices_per_host=per_host, device=self.device, intra=self.intra, inter=self.inter
+            hosts=hosts,
+            devices_per_host=per_host,
+            device=self.device,
+            intra=self.intra,
+            inter=self.inter,
+            adapters=self.adapters,
+            wiring=self.wiring,
         )
         text = f"{per_host}:{self.device.name}" if hosts == 1 else f"{hosts}x{per_host}:{self.device.name}"
         return Cluster(name=name or text, groups=(group,))
@@ -92,15 +87,6 @@ def virtual_cpu(cores: int, memory_nbytes: int, devices: int) -> DeviceSpec:
     )
 
 
-def _link(gb_per_second: float, *, alpha_seconds: float = ALPHA_SECONDS, reduces: bool = False) -> Link:
-    return Link(alpha_seconds=alpha_seconds, bytes_per_second=gb_per_second * 1e9, reduces=reduces)
-
-
-def _network(gb_per_second: float) -> Link:
-    """A host's link according to its data sheet, on a fabric that gives every host its own."""
-    return _link(LINK_SHARE * gb_per_second)
-
-
 def _gpu(
     name: str,
     *kinds: str,
@@ -112,6 +98,9 @@ def _gpu(
     source: str,
     matmul_efficiency: float = MATMUL_EFFICIENCY,
     devices_per_host: int = 8,
+    adapters: int = 1,
+    wiring: Wiring = "switch",
+    send_seconds: float = SEND_SECONDS,
     launch_seconds: float = 3e-6,  # a short kernel on V100: 2.9 us, 3.4 in a graph (Gray, "CUDA Graphs", NVIDIA 2019)
 ) -> HostSpec:
     return HostSpec(
@@ -122,12 +111,15 @@ def _gpu(
             memory_nbytes=memory_gib * 2**30,
             memory_bytes_per_second=memory_gb_per_second * 1e9,
             launch_seconds=launch_seconds,
+            send_seconds=send_seconds,
             source=source,
         ),
         devices_per_host=devices_per_host,
         intra=intra,
         inter=inter,
         kinds=kinds,
+        adapters=adapters,
+        wiring=wiring,
     )
 
 
@@ -145,6 +137,7 @@ def _tpu(
     memory_gb_per_second: float,
     ici_gb_per_second: float,
     devices_per_host: int,
+    wiring: Wiring,
     source: str,
     matmul_efficiency: float = MATMUL_EFFICIENCY,
 ) -> HostSpec:
@@ -156,18 +149,15 @@ def _tpu(
         tflops={"bfloat16": tflops, "float32": tflops},
         memory_gib=memory_gib,
         memory_gb_per_second=memory_gb_per_second,
-        intra=_link(ici, alpha_seconds=ICI_ALPHA_SECONDS),
-        inter=_link(ici * devices_per_host, alpha_seconds=ICI_ALPHA_SECONDS),
+        intra=plain(ici, ICI_ALPHA_SECONDS),
+        inter=plain(ici * devices_per_host, ICI_ALPHA_SECONDS),
+        wiring=wiring,
+        send_seconds=0.0,
         source=source,
         matmul_efficiency=matmul_efficiency,
         devices_per_host=devices_per_host,
         launch_seconds=1.6e-6,  # assumed: we know of no publication that times it
     )
-
-
-_H100_NETWORK = Link(alpha_seconds=ALPHA_SECONDS, bytes_per_second=296e9, congestion=0.57)
-"""Of a host's eight 400 Gbit/s adapters: bandwidth and congestion are fitted (`python -m benchmarks.collectives
---fit`)."""
 
 
 TABLE = (
@@ -177,8 +167,9 @@ TABLE = (
         tflops={"float16": 125, "float32": 15.7},
         memory_gib=16,
         memory_gb_per_second=900,
-        intra=_link(LINK_SHARE * 150),
-        inter=_network(3.125),
+        intra=gpu_link(LINK_SHARE * 150),
+        wiring="hybrid cube mesh",
+        inter=network(3.125),
         source="data sheet; AWS p3.16xlarge (25 Gb/s); no bfloat16 units, so bfloat16 runs at the float32 rate",
     ),
     _gpu(
@@ -188,8 +179,9 @@ TABLE = (
         tflops={"float16": 125, "float32": 15.7},
         memory_gib=32,
         memory_gb_per_second=900,
-        intra=_link(LINK_SHARE * 150),
-        inter=_network(12.5),
+        intra=gpu_link(LINK_SHARE * 150),
+        wiring="hybrid cube mesh",
+        inter=network(12.5),
         source="data sheet; AWS p3dn.24xlarge (100 Gb/s); no bfloat16 units, so bfloat16 runs at the float32 rate",
     ),
     _gpu(
@@ -198,8 +190,9 @@ TABLE = (
         tflops=_tensor_cores(312, 156),
         memory_gib=40,
         memory_gb_per_second=1555,
-        intra=_link(204),
-        inter=_network(50),
+        intra=gpu_link(204),
+        inter=network(50),
+        adapters=4,
         source="data sheet; AWS p4d.24xlarge (4 x 100 Gb/s); matmul 271.2 TFLOP/s: stas00/ml-engineering; "
         "NVLink fitted: Galvatron's 8-GPU nodes",
         matmul_efficiency=271.2 / 312,
@@ -210,8 +203,9 @@ TABLE = (
         tflops=_tensor_cores(312, 156),
         memory_gib=80,
         memory_gb_per_second=2039,
-        intra=_link(204),
-        inter=_network(200),
+        intra=gpu_link(204),
+        inter=network(200),
+        adapters=8,
         source="data sheet; DGX A100 (8 x 200 Gb/s); matmul 271.2 TFLOP/s: stas00/ml-engineering; "
         "NVLink fitted: Galvatron's 8-GPU nodes",
         matmul_efficiency=271.2 / 312,
@@ -222,10 +216,11 @@ TABLE = (
         tflops=_tensor_cores(989, 494.5, 1979),
         memory_gib=80,
         memory_gb_per_second=3350,
-        intra=_link(366, reduces=True),
-        inter=_H100_NETWORK,
-        source="data sheet; matmul 794.5 TFLOP/s: stas00/ml-engineering; NVLink as on H200; network fitted: nanotron "
-        "playbook, medians on 1 to 64 AWS p5 hosts of a shared cluster, which is congested",
+        intra=gpu_link(366, reduces=True),
+        inter=network(400),
+        adapters=8,
+        source="data sheet; DGX H100, AWS p5.48xlarge (3200 Gb/s); matmul 794.5 TFLOP/s: stas00/ml-engineering; "
+        "NVLink as on H200",
         matmul_efficiency=794.5 / 989,
     ),
     _gpu(
@@ -234,8 +229,9 @@ TABLE = (
         tflops=_tensor_cores(989, 494.5, 1979),
         memory_gib=140,
         memory_gb_per_second=4800,
-        intra=_link(366, reduces=True),
-        inter=_network(400),
+        intra=gpu_link(366, reduces=True),
+        inter=network(400),
+        adapters=8,
         source="data sheet; AWS p5en.48xlarge (3200 Gb/s); matmul as on H100; NVLink fitted: stas00/ml-engineering",
         matmul_efficiency=794.5 / 989,
     ),
@@ -245,8 +241,9 @@ TABLE = (
         tflops=_tensor_cores(2250, 1125, 4500),
         memory_gib=179,
         memory_gb_per_second=8000,
-        intra=_link(680, reduces=True),
-        inter=_network(400),
+        intra=gpu_link(680, reduces=True),
+        inter=network(400),
+        adapters=8,
         source="data sheet; AWS p6-b200.48xlarge (3200 Gb/s); matmul 1745 TFLOP/s and NVLink (fitted): "
         "stas00/ml-engineering",
         matmul_efficiency=1745 / 2250,
@@ -257,8 +254,9 @@ TABLE = (
         tflops=_tensor_cores(2500, 1250, 5000),
         memory_gib=185,
         memory_gb_per_second=8000,
-        intra=_link(680, reduces=True),
-        inter=_link(4 * 680),
+        intra=gpu_link(680, reduces=True),
+        inter=gpu_link(4 * 680),
+        adapters=4,
         source="data sheet; matmul 1822 TFLOP/s: stas00/ml-engineering; NVLink as on B200, also between the trays of "
         "an NVL72 (18), which is as far as this entry reaches",
         matmul_efficiency=1822 / 2500,
@@ -270,8 +268,9 @@ TABLE = (
         tflops=_tensor_cores(2500, 1250, 5000),
         memory_gib=277,
         memory_gb_per_second=8000,
-        intra=_link(680, reduces=True),
-        inter=_link(4 * 680),
+        intra=gpu_link(680, reduces=True),
+        inter=gpu_link(4 * 680),
+        adapters=4,
         source="data sheet, memory of B300 assumed; matmul and NVLink as on GB200, up to one NVL72",
         matmul_efficiency=1822 / 2500,
         devices_per_host=4,
@@ -282,8 +281,8 @@ TABLE = (
         tflops=_tensor_cores(121, 60, 242.5),
         memory_gib=22,
         memory_gb_per_second=300,
-        intra=_link(PCIE_SHARE * 31),
-        inter=_network(12.5),
+        intra=gpu_link(PCIE_SHARE * 31),
+        inter=network(12.5),
         source="data sheet; AWS g6.48xlarge (100 Gb/s); half of the peak assumed: a 72 W card does not sustain it",
         matmul_efficiency=0.5,
     ),
@@ -293,8 +292,8 @@ TABLE = (
         tflops=_tensor_cores(70, 35),
         memory_gib=22,
         memory_gb_per_second=600,
-        intra=_link(PCIE_SHARE * 31),
-        inter=_network(12.5),
+        intra=gpu_link(PCIE_SHARE * 31),
+        inter=network(12.5),
         source="data sheet (70 TFLOP/s; the A10's says 125); AWS g5.48xlarge (100 Gb/s)",
     ),
     _gpu(
@@ -303,8 +302,8 @@ TABLE = (
         tflops=_tensor_cores(165.2, 82.6, 330.3),
         memory_gib=24,
         memory_gb_per_second=1008,
-        intra=_link(PCIE_SHARE * 31),
-        inter=_network(1.25),
+        intra=gpu_link(PCIE_SHARE * 31),
+        inter=network(1.25),
         source="NVIDIA Ada white paper; no peer access, so data goes through the host; 10 Gb/s Ethernet assumed",
     ),
     _tpu(
@@ -315,6 +314,7 @@ TABLE = (
         memory_gb_per_second=450,
         ici_gb_per_second=200,
         devices_per_host=8,
+        wiring="2d torus of 16",
         source="vendor figures, halved: each of a chip's two cores is a JAX device",
     ),
     _tpu(
@@ -325,6 +325,7 @@ TABLE = (
         memory_gb_per_second=1200,
         ici_gb_per_second=270,
         devices_per_host=4,
+        wiring="3d torus of 4",
         source="vendor figures: jax-ml/scaling-book, tpus.md",
     ),
     _tpu(
@@ -336,6 +337,7 @@ TABLE = (
         memory_gb_per_second=810,
         ici_gb_per_second=180,
         devices_per_host=8,
+        wiring="2d torus of 16",
         source="vendor figures: jax-ml/scaling-book, tpus.md",
     ),
     _tpu(
@@ -347,6 +349,7 @@ TABLE = (
         memory_gb_per_second=2765,
         ici_gb_per_second=540,
         devices_per_host=4,
+        wiring="3d torus of 4",
         source="vendor figures: jax-ml/scaling-book, tpus.md",
     ),
     _tpu(
@@ -358,6 +361,7 @@ TABLE = (
         memory_gb_per_second=1640,
         ici_gb_per_second=360,
         devices_per_host=8,
+        wiring="2d torus of 16",
         source="vendor figures: jax-ml/scaling-book, tpus.md; matmul 827.5 TFLOP/s: AI-Hypercomputer/tpu-recipes",
         matmul_efficiency=827.5 / 918,
     ),
@@ -370,6 +374,7 @@ TABLE = (
         memory_gb_per_second=3690,
         ici_gb_per_second=300,
         devices_per_host=8,
+        wiring="3d torus of 4",
         source="vendor figures, halved: each half of a chip is a JAX device; matmul 956 TFLOP/s: "
         "AI-Hypercomputer/tpu-recipes",
         matmul_efficiency=956 / 1153.5,
@@ -377,8 +382,8 @@ TABLE = (
     HostSpec(
         device=virtual_cpu(cores=2, memory_nbytes=16 * 2**30, devices=8),
         devices_per_host=8,
-        intra=_link(0.93, alpha_seconds=15e-6),
-        inter=_link(1, alpha_seconds=100e-6),
+        intra=plain(0.93, 15e-6),
+        inter=plain(1, 100e-6),
         kinds=("cpu",),
     ),
 )

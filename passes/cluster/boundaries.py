@@ -3,20 +3,25 @@
 Sender i of s holds the i-th of s equal shares, receiver j of r wants the j-th of r, and everything crosses once. With
 f_d the share of the array that device d sends or receives, and g_h the share that leaves or enters host h, n bytes take
 
-    a_i + max f_d n / w_i                                        on one host
-    a_x + max(max f_d n / w_i, max g_h n / w_x)                  else: a host's devices share its link
+    s + a_i + max f_d n / w_i                                    on one host
+    s + a_x + max(max f_d n / w_i, max g_h n / w_x)              else: a host's devices share its link
 
-for links of latency a and bandwidth w (`i` inside a host, `x` across), w_x falling with the hosts that talk.
+for links of latency a and bandwidth w (`i` inside a host, `x` across), w_x falling with the hosts that talk. Of w_i
+counts what the wiring has between two devices; of w_x, the adapters of those that send; of both, what one array reaches
+(`Link.sent`). s is `DeviceSpec.send_seconds`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 from passes.cluster.cluster import HostGroup
 from passes.cluster.collectives import Cost
+from passes.cluster.wiring import is_torus, reach
 
 
 def boundary_seconds(hosts: HostGroup, senders: range, receivers: range, nbytes: int) -> float:
@@ -31,27 +36,64 @@ def boundary_seconds(hosts: HostGroup, senders: range, receivers: range, nbytes:
 @lru_cache(maxsize=65536)
 def boundary_cost(hosts: HostGroup, senders: range, receivers: range) -> Cost:
     """The latency of sending an array, and seconds for every byte of it."""
-    device = max(1 / len(senders), 1 / len(receivers)) / hosts.intra.bytes_per_second
-    leaving, entering = _between_hosts(hosts.devices_per_host, senders, receivers)
-    if not leaving:
-        return Cost(latency_seconds=hosts.intra.alpha_seconds, seconds_per_byte=device)
-    rate = hosts.inter.bytes_per_second * len({*leaving, *entering}) ** -hosts.inter.congestion
-    host = max(*leaving.values(), *entering.values()) / rate
-    return Cost(latency_seconds=hosts.inter.alpha_seconds, seconds_per_byte=max(device, host))
+    pieces = _pieces(senders, receivers)
+    torus = is_torus(hosts.wiring)
+    crossing = [] if torus else [p for p in pieces if _host(hosts, p.sender) != _host(hosts, p.receiver)]
+    near = {(p.sender, p.receiver) for p in pieces if p.sender != p.receiver} - {
+        (p.sender, p.receiver) for p in crossing
+    }
+    share = 1.0 if hosts.wiring == "switch" else min((reach(hosts, pair).share for pair in near), default=1.0)
+    rate = hosts.intra.bytes_per_second * hosts.intra.sent * share
+    device = max(1 / len(senders), 1 / len(receivers)) / rate
+    start = hosts.device.send_seconds
+    if not crossing:
+        return Cost(latency_seconds=start + hosts.intra.alpha_seconds, seconds_per_byte=device)
+    return Cost(
+        latency_seconds=start + hosts.inter.alpha_seconds,
+        seconds_per_byte=max(device, _crossing_seconds(hosts, crossing)),
+    )
 
 
-def _between_hosts(per_host: int, senders: range, receivers: range) -> tuple[dict[int, float], dict[int, float]]:
-    """The share of the array that leaves each host, and the share that enters each."""
-    leaving, entering = defaultdict[int, float](float), defaultdict[int, float](float)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A part of an array that one device sends to another: its share of the array."""
+
+    sender: int
+    receiver: int
+    share: float
+
+
+def _pieces(senders: range, receivers: range) -> list[_Piece]:
+    """What every device sends to every other."""
     n_senders, n_receivers = len(senders), len(receivers)
     ends = sorted({i * n_receivers for i in range(n_senders + 1)} | {j * n_senders for j in range(n_receivers + 1)})
-    for start, end in pairwise(ends):
-        source = senders[start // n_receivers] // per_host
-        target = receivers[start // n_senders] // per_host
-        if source != target:
-            leaving[source] += (end - start) / (n_senders * n_receivers)
-            entering[target] += (end - start) / (n_senders * n_receivers)
-    return leaving, entering
+    return [
+        _Piece(
+            sender=senders[start // n_receivers],
+            receiver=receivers[start // n_senders],
+            share=(end - start) / (n_senders * n_receivers),
+        )
+        for start, end in pairwise(ends)
+    ]
+
+
+def _crossing_seconds(hosts: HostGroup, crossing: Sequence[_Piece]) -> float:
+    """Seconds for every byte of the array on the busiest link of a host, over the adapters of the devices that send
+    there or receive.
+    """
+    ends = [("out", _host(hosts, p.sender), p.sender, p.share) for p in crossing]
+    ends += [("in", _host(hosts, p.receiver), p.receiver, p.share) for p in crossing]
+    talking = {host for _, host, _, _ in ends}
+    rate = hosts.inter.bytes_per_second * hosts.inter.sent * len(talking) ** -hosts.inter.congestion
+    shares, devices = defaultdict[tuple[str, int], float](float), defaultdict[tuple[str, int], set[int]](set)
+    for way, host, device, share in ends:
+        shares[way, host] += share
+        devices[way, host].add(device)
+    return max(share / (rate * hosts.adapted(len(devices[link]))) for link, share in shares.items())
+
+
+def _host(hosts: HostGroup, device: int) -> int:
+    return device // hosts.devices_per_host
 
 
 def _before(devices: range, first: int) -> range:

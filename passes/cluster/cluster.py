@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Self, cast
+from typing import Literal, Self, cast, get_args
 
 from passes.errors import ClusterError, close, explain
 
@@ -13,15 +13,26 @@ from passes.errors import ClusterError, close, explain
 class Link:
     """A network under the alpha-beta model: `alpha_seconds` a message, then `bytes_per_second` in one direction.
 
-    `reduces`: the switch adds what passes through it (NVLink SHARP). `congestion` is the exponent by which a shared
-    network slows as more hosts talk at once: over h hosts, h^-congestion of the bandwidth is left; 0 is a full fabric.
+    `reduces`: the switch adds what passes through it (NVLink SHARP). `low_latency`: short messages may take protocols
+    of less latency and bandwidth (`collectives.PROTOCOLS`). `congestion` is the exponent by which a shared network
+    slows as more hosts talk at once: over h hosts, h^-congestion of the bandwidth is left; 0 is a full fabric. One
+    array sent from device to device, as between stages, reaches `sent` of the bandwidth.
     """
 
     alpha_seconds: float
     bytes_per_second: float
     reduces: bool = False
+    low_latency: bool = False
     congestion: float = 0.0
+    sent: float = 1.0
 
+
+Wiring = Literal["switch", "hybrid cube mesh", "2d torus of 16", "3d torus of 4"]
+"""The devices that links join. `switch`: any two at full bandwidth. `hybrid cube mesh`: 8 devices of 6 links, of which
+two devices share 2, 1 or none. A torus: the devices of all hosts in a grid, nearest ones joined; a dimension of the
+whole pod's 16 wraps around, or, of 4, every multiple of it."""
+
+WIRINGS: tuple[Wiring, ...] = get_args(Wiring)
 
 HOST_BYTES_PER_SECOND = 12e9
 """What PCI Express 3 x16 gives, of 15.75 GB/s."""
@@ -42,7 +53,8 @@ class DeviceSpec:
     dimension than the leading one rearranges its larger side at `strided_bytes_per_second` (0: at no cost).
     Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
     no accelerator of the table has a slower link. 0 says that there is no way.
-    A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle.
+    A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle;
+    an array sent to the next stage takes `send_seconds` more than its bytes.
     `widened` maps dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
     """
 
@@ -57,6 +69,7 @@ class DeviceSpec:
     strided_bytes_per_second: float = 0.0
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
     dispatch_seconds: float = DISPATCH_SECONDS
+    send_seconds: float = 0.0
     widened: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     def matmul_flops_per_second(self, dtype: str) -> float:
@@ -82,8 +95,9 @@ class Measured:
 class HostGroup:
     """`hosts` equal machines of `devices_per_host` devices.
 
-    `intra` is a device's link to the others on its host; `inter` is one host's link to the network, shared by its
-    devices. Where collectives in the host were `measured`, that counts and `intra` does not.
+    `intra` is all links of a device to the others on its host, `wiring` which devices they join; `inter` is one host's
+    link to the network, shared by its devices, of so many `adapters`: a device has one, or a part of one. Where
+    collectives in the host were `measured`, that counts and `intra` does not.
     """
 
     hosts: int
@@ -91,7 +105,13 @@ class HostGroup:
     device: DeviceSpec
     intra: Link
     inter: Link
+    adapters: int = 1
+    wiring: Wiring = "switch"
     measured: tuple[Measured, ...] = ()
+
+    def adapted(self, devices: int) -> float:
+        """The part of a host's link that so many of its devices reach over their adapters, of which there is one."""
+        return min(1.0, max(1, devices * self.adapters // self.devices_per_host) / self.adapters)
 
     @property
     def n_devices(self) -> int:
@@ -123,7 +143,7 @@ class Cluster:
     def from_json(cls, data: object) -> Self:
         """The cluster that `to_json` described. Raises ClusterError, naming the field, for anything that is not one."""
         read = _Fields.of(data, "the cluster", ("name", "groups"))
-        groups = read.objects("groups", ("hosts", "devices_per_host", "device", "intra", "inter"), ("measured",))
+        groups = read.objects("groups", ("hosts", "devices_per_host", "device", "intra", "inter"), _OPTIONAL)
         if not groups:
             raise read.wrong("groups", "should be a list of at least one group of hosts", "write [{...}]")
         return cls(name=read.text("name"), groups=tuple(map(_host_group, groups)))
@@ -188,6 +208,13 @@ class _Fields:
             raise self.wrong(name, "should be a finite number from 0", "give it in seconds, bytes or flops, unscaled")
         return value
 
+    def share(self, name: str, default: float) -> float:
+        """A number above 0 and at most 1."""
+        value = self.at_least_0(name, default)
+        if not 0 < value <= 1:
+            raise self.wrong(name, "should be above 0 and at most 1", "give the part of the bandwidth that is left")
+        return value
+
     def objects(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[_Fields]:
         value = self.data.get(name, ())
         if not isinstance(value, list | tuple):
@@ -206,6 +233,12 @@ def _group_json(group: HostGroup) -> dict[str, object]:
     """A group as plain dictionaries and lists; what was not measured is not mentioned."""
     written: dict[str, object] = asdict(group)
     del written["measured"]
+    for name, usual in (("adapters", 1), ("wiring", "switch")):
+        if written[name] == usual:
+            del written[name]
+    for name, link in (("intra", group.intra), ("inter", group.inter)):
+        usual = asdict(Link(alpha_seconds=link.alpha_seconds, bytes_per_second=link.bytes_per_second))
+        written[name] = {key: value for key, value in asdict(link).items() if key in _LINK or value != usual[key]}
     written["device"] = {
         name: value for name, value in asdict(group.device).items() if name not in _SEEN or value != _usual(name)
     }
@@ -225,8 +258,17 @@ def _host_group(read: _Fields) -> HostGroup:
         device=_device(read.object("device", _DEVICE, _SEEN)),
         intra=_link(read, "intra"),
         inter=_link(read, "inter"),
+        adapters=read.count("adapters") if "adapters" in read.data else 1,
+        wiring=_wiring(read) if "wiring" in read.data else "switch",
         measured=tuple(map(_measured, read.objects("measured", tuple(Measured.__dataclass_fields__)))),
     )
+
+
+def _wiring(read: _Fields) -> Wiring:
+    name = read.text("wiring")
+    if name not in WIRINGS:
+        raise read.wrong("wiring", f"should be one of: {', '.join(WIRINGS)}", close(name, WIRINGS) or "leave it out")
+    return name
 
 
 def _measured(read: _Fields) -> Measured:
@@ -238,7 +280,9 @@ def _measured(read: _Fields) -> Measured:
     )
 
 
-_RATES = ("half_extent", "strided_bytes_per_second", "host_bytes_per_second", "dispatch_seconds")
+_LINK = ("alpha_seconds", "bytes_per_second")
+_OPTIONAL = ("adapters", "wiring", "measured")
+_RATES = ("half_extent", "strided_bytes_per_second", "host_bytes_per_second", "dispatch_seconds", "send_seconds")
 _SEEN = (*_RATES, "widened")
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 
@@ -270,10 +314,12 @@ def _texts(parent: _Fields, name: str) -> dict[str, str]:
 
 
 def _link(parent: _Fields, name: str) -> Link:
-    read = parent.object(name, ("alpha_seconds", "bytes_per_second"), ("reduces", "congestion"))
+    read = parent.object(name, _LINK, tuple(n for n in Link.__dataclass_fields__ if n not in _LINK))
     return Link(
         alpha_seconds=read.at_least_0("alpha_seconds"),
         bytes_per_second=read.rate("bytes_per_second"),
         reduces=read.flag("reduces", False),
+        low_latency=read.flag("low_latency", False),
         congestion=read.at_least_0("congestion"),
+        sent=read.share("sent", 1.0),
     )

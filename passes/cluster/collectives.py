@@ -1,30 +1,35 @@
 """Seconds of a collective under the alpha-beta model: one small function an algorithm, the cheapest wins, as in NCCL.
 
 Every algorithm is a line over B, the bytes on the larger side of one device's buffer. With n ranks over h hosts,
-r = n / h on each, links of latency a and bandwidth w (`i` inside a host; `x` across hosts, shared by a host's ranks),
-and w the slower of the two that are used:
+r = n / h on each, links of latency a and bandwidth w (`i` inside a host; `x` across hosts, a host's ranks together),
+w the slower of the two that are used, and k = r - 1 hops past a host's ranks (fewer on a torus):
 
-    ring          all-reduce      2 S + 2 (n-1)/n B / w               S = (n-h) a_i + (h-1) a_x
-                  all-gather      S + (n-1)/n B / w                   and reduce-scatter
-    tree          all-reduce      2 log2(r) a_i + 2 log2(h) a_x + 2 B / w
+    ring          all-gather      S + (n-1)/n B / w                   S = h k a_i + (h-1) a_x; and reduce-scatter
+    doubling      all-gather      log2(h) a_x + (n-1)/n B / w_x       one rank a host; and reduce-scatter
+    halves        all-reduce      a reduce-scatter, then an all-gather: twice the above
+    tree          all-reduce      2 k a_i + 2 log2(h) a_x + 2 B / (0.75 w)
     one-shot      all-reduce      a_i + (n-1) B / w_i                 on one host: everybody sends everything
     switch        all-reduce      2 a_i + B / (0.72 w_i)              on one host whose switch adds (NVLink SHARP)
-    hierarchical  all-reduce      reduce-scatter in the host, all-reduce across, all-gather in the host, as a
-                                  pipeline: latencies add up, the slowest stage sets the rate
-    pairwise      all-to-all      (r-1) a_i + (h-1) a_x + max((n-1)/n B / w_i, r (n-r)/n B / w_x)
+    hierarchical  all-reduce      switches add in hosts, which halve and double between, as a pipeline:
+                                  2 a_i + 2 log2(h) a_x + max(B / (0.72 w_i), 2 (h-1)/h B / w_x)
+    all-reduce    all-gather      of zeros beside one's own part; reduce-scatter: an all-reduce of which a part is kept
+    pairwise      all-to-all      k a_i + (h-1) a_x + max((n-1)/n B / w_i, r (n-r)/n B / w_x)
     direct        permute         a + B / w
 
-Where a network is congested, w_x falls with h (see `Link`). The launch of the kernel comes on top.
+so that a reduce-scatter or an all-gather never costs more than the all-reduce, and that never more than both. There is
+no hierarchical all-gather or reduce-scatter: NCCL has none, and measured ones follow the ring; over two axes of a mesh
+they are two steps of a plan. Links with `low_latency` run each of these under every protocol, which short messages
+profit from. Where a network is congested, w_x falls with h (see `Link`). The launch of the kernel comes on top.
 
 Reference: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005), sections
 3 and 4; Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); NCCL,
-src/graph/tuning.cc, which adds up hops inside and between hosts in the same way.
+src/graph/tuning.cc, which adds up hops inside and between hosts in the same way, and chooses a protocol by size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, overload
@@ -32,6 +37,7 @@ from typing import Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.cluster.cluster import Link
 from passes.cluster.mesh import Group, Mesh
 from passes.text import quantities
 
@@ -44,6 +50,9 @@ SWITCH_EFFICIENCY = 0.72
 
 Source: stas00/ml-engineering, network/README.md, 8 GiB over 8 devices, SHARP on and off.
 """
+
+TREE_EFFICIENCY = 0.75
+"""Of a ring's bandwidth to a tree: 0.9, of which 1 to 64 MB reach 0.5 to 0.9 (NCCL, src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,23 +107,79 @@ class Cost:
     seconds_per_byte: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocol:
+    """A way to send: the time to start, and the parts of a link's latency and bandwidth that it has."""
+
+    start_seconds: float
+    latency: float
+    bandwidth: float
+
+
+PROTOCOLS = (
+    Protocol(start_seconds=8e-6, latency=1.0, bandwidth=1.0),
+    Protocol(start_seconds=8e-6, latency=0.4, bandwidth=0.85),
+    Protocol(start_seconds=4e-6, latency=0.2, bandwidth=0.25),
+)
+"""NCCL's Simple, LL128 and LL. Of src/graph/tuning.cc: 8.4, 10 to 14 and 3.6 to 6.6 us to start; 3.4 (times 1.9 for
+long messages over several hosts), 1.9 and 0.6 us a hop on NVLink, 9.6 to 14, 4 to 8.5 and 2.7 to 5 us between hosts;
+bandwidth whole, 0.92 (less where 16.7 GB/s a channel are fewer) and 1/4 to 1/3."""
+
+
 @lru_cache(maxsize=4096)
 def costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
-    """The cost of each algorithm that can run `kind` over this group, or of a measurement with about as many ranks."""
+    """The costs of the algorithms that run `kind` over this group fastest for some number of bytes, by rising latency;
+    or that of a measurement with about as many ranks.
+    """
     if group.ranks == 1:
         return (Cost(latency_seconds=0.0, seconds_per_byte=0.0),)
     measured = [m for m in group.measured if m.kind == kind] if group.hosts == 1 else []
     if measured:
         nearest = min(measured, key=lambda m: abs(m.ranks - group.ranks))
         return (Cost(latency_seconds=nearest.alpha_seconds, seconds_per_byte=1 / nearest.bytes_per_second),)
-    candidates = (algorithm(group) for algorithm in ALGORITHMS[kind])
-    return tuple(cost for cost in candidates if cost is not None)
+    return _fastest(
+        replace(cost, latency_seconds=start + cost.latency_seconds)
+        for start, way in _protocols(group)
+        for cost in ALGORITHMS[kind](way)
+    )
 
 
-def ring_all_reduce(group: Group) -> Cost:
-    """The cost of an all-reduce as a reduce-scatter ring, then an all-gather ring."""
-    once = ring(group)
-    return Cost(latency_seconds=2 * once.latency_seconds, seconds_per_byte=2 * once.seconds_per_byte)
+def _protocols(group: Group) -> Iterator[tuple[float, Group]]:
+    """Seconds to start, and the group with the links that it then has: as they are, or under each protocol."""
+    links = (group.intra, group.inter) if group.hosts > 1 else (group.intra,)
+    if not any(link.low_latency for link in links):
+        yield 0.0, group
+        return
+    for protocol in PROTOCOLS:
+        yield (
+            protocol.start_seconds,
+            replace(group, intra=_under(protocol, group.intra), inter=_under(protocol, group.inter)),
+        )
+
+
+def _under(protocol: Protocol, link: Link) -> Link:
+    """The link under a protocol, if it has protocols."""
+    if not link.low_latency:
+        return link
+    alpha, rate = link.alpha_seconds * protocol.latency, link.bytes_per_second * protocol.bandwidth
+    return replace(link, alpha_seconds=alpha, bytes_per_second=rate)
+
+
+def _fastest(costs: Iterable[Cost]) -> tuple[Cost, ...]:
+    """The costs that are least for some number of bytes, by rising latency: the lower envelope of their lines."""
+    kept: list[Cost] = []
+    for line in sorted(costs, key=lambda cost: (cost.latency_seconds, cost.seconds_per_byte)):
+        if kept and line.seconds_per_byte >= kept[-1].seconds_per_byte:
+            continue
+        while len(kept) > 1 and _meet(kept[-2], line) <= _meet(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append(line)
+    return tuple(kept)
+
+
+def _meet(one: Cost, other: Cost) -> float:
+    """The bytes from which the cost of more latency and fewer seconds a byte is the lower."""
+    return (other.latency_seconds - one.latency_seconds) / (one.seconds_per_byte - other.seconds_per_byte)
 
 
 def ring(group: Group) -> Cost:
@@ -122,19 +187,29 @@ def ring(group: Group) -> Cost:
     between hosts.
     """
     n, h = group.ranks, group.hosts
-    hops = (n - h) * group.intra.alpha_seconds + (h - 1) * group.inter.alpha_seconds
+    hops = h * group.hops * group.intra.alpha_seconds + (h - 1) * group.inter.alpha_seconds
     return Cost(latency_seconds=hops, seconds_per_byte=(n - 1) / n / _slowest(group))
 
 
+def doubling(group: Group) -> Cost | None:
+    """The cost of an all-gather by doubling, or of a reduce-scatter by halving, among hosts with one rank each: NCCL's
+    PAT, which has no form for several.
+    """
+    n = group.ranks
+    if group.hosts < n or n == 1:
+        return None
+    return Cost(latency_seconds=_log2(n) * group.inter.alpha_seconds, seconds_per_byte=(n - 1) / n / _slowest(group))
+
+
 def tree(group: Group) -> Cost:
-    """The cost of a double binary tree: up and down, in the host and across, each half of the data on its tree."""
-    up = _log2(_ranks_per_host(group)) * group.intra.alpha_seconds + _log2(group.hosts) * group.inter.alpha_seconds
-    return Cost(latency_seconds=2 * up, seconds_per_byte=2 / _slowest(group))
+    """The cost of a double binary tree between hosts of chains in them: up and down, half of the data on each tree."""
+    up = group.hops * group.intra.alpha_seconds + _log2(group.hosts) * group.inter.alpha_seconds
+    return Cost(latency_seconds=2 * up, seconds_per_byte=2 / (TREE_EFFICIENCY * _slowest(group)))
 
 
 def one_shot(group: Group) -> Cost | None:
     """The cost where every rank sends everything to every other: the least latency, n - 1 times the bytes."""
-    if group.hosts > 1:
+    if group.hosts > 1 or not group.direct:
         return None
     return Cost(
         latency_seconds=group.intra.alpha_seconds,
@@ -150,14 +225,16 @@ def switched(group: Group) -> Cost | None:
     return Cost(latency_seconds=2 * group.intra.alpha_seconds, seconds_per_byte=1 / rate)
 
 
-def hierarchical_ring(group: Group) -> Cost | None:
-    """The cost of an all-reduce in the host with a ring across hosts between its two halves."""
-    return _hierarchical(group, ring_all_reduce)
-
-
-def hierarchical_tree(group: Group) -> Cost | None:
-    """The cost of an all-reduce in the host with a tree across hosts between its two halves."""
-    return _hierarchical(group, tree)
+def switched_hosts(group: Group) -> Cost | None:
+    """The cost where switches add in the hosts and, between their halves, hosts halve and double."""
+    inside = switched(replace(group, hosts=1))
+    if group.hosts == 1 or _ranks_per_host(group) == 1 or inside is None:
+        return None
+    across = 2 * (group.hosts - 1) / group.hosts / _across(group)
+    return Cost(
+        latency_seconds=inside.latency_seconds + 2 * _log2(group.hosts) * group.inter.alpha_seconds,
+        seconds_per_byte=max(inside.seconds_per_byte, across),
+    )
 
 
 def pairwise(group: Group) -> Cost:
@@ -165,7 +242,7 @@ def pairwise(group: Group) -> Cost:
     once).
     """
     n, h, r = group.ranks, group.hosts, _ranks_per_host(group)
-    hops = (r - 1) * group.intra.alpha_seconds + (h - 1) * group.inter.alpha_seconds
+    hops = group.hops * group.intra.alpha_seconds + (h - 1) * group.inter.alpha_seconds
     leaving = r * (n - r) / n / _across(group) if h > 1 else 0.0
     return Cost(latency_seconds=hops, seconds_per_byte=max((n - 1) / n / group.intra.bytes_per_second, leaving))
 
@@ -176,29 +253,39 @@ def direct(group: Group) -> Cost:
     return Cost(latency_seconds=link.alpha_seconds, seconds_per_byte=1 / _slowest(group))
 
 
-Algorithm = Callable[[Group], Cost | None]
+def halves(group: Group) -> list[Cost]:
+    """The costs of a reduce-scatter, or of an all-gather, which takes the same steps backwards."""
+    return _of(group, (ring, doubling))
 
-ALGORITHMS: Mapping[Kind, tuple[Algorithm, ...]] = {
-    "all_reduce": (ring_all_reduce, tree, one_shot, switched, hierarchical_ring, hierarchical_tree),
-    "all_gather": (ring,),
-    "reduce_scatter": (ring,),
-    "all_to_all": (pairwise,),
-    "permute": (direct,),
+
+def reductions(group: Group) -> list[Cost]:
+    """The costs of an all-reduce, in two halves or at once."""
+    in_two = [
+        Cost(latency_seconds=2 * half.latency_seconds, seconds_per_byte=2 * half.seconds_per_byte)
+        for half in halves(group)
+    ]
+    return in_two + _of(group, (tree, one_shot, switched, switched_hosts))
+
+
+def _half(group: Group) -> list[Cost]:
+    """The costs of a half of an all-reduce: where a whole one costs less, a part of that is kept."""
+    return halves(group) + reductions(group)
+
+
+Algorithms = Callable[[Group], list[Cost]]
+
+ALGORITHMS: Mapping[Kind, Algorithms] = {
+    "all_reduce": reductions,
+    "all_gather": _half,
+    "reduce_scatter": _half,
+    "all_to_all": lambda group: [pairwise(group)],
+    "permute": lambda group: [direct(group)],
 }
 
 
-def _hierarchical(group: Group, across: Callable[[Group], Cost]) -> Cost | None:
-    """The cost of the three stages as a pipeline; each of a host's r ranks sends 1/r of the data across."""
-    r = _ranks_per_host(group)
-    if group.hosts == 1 or r == 1:
-        return None
-    host = replace(group, ranks=r, hosts=1)
-    inside = switched(host) or ring_all_reduce(host)
-    between = across(replace(group, ranks=group.hosts, intra=group.inter))
-    return Cost(
-        latency_seconds=inside.latency_seconds + between.latency_seconds,
-        seconds_per_byte=max(inside.seconds_per_byte, between.seconds_per_byte),
-    )
+def _of(group: Group, algorithms: Iterable[Callable[[Group], Cost | None]]) -> list[Cost]:
+    """The costs of those that can run over the group."""
+    return [cost for algorithm in algorithms if (cost := algorithm(group)) is not None]
 
 
 def _ranks_per_host(group: Group) -> int:

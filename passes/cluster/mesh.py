@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from passes.cluster.cluster import Cluster, Link, Measured
+from passes.cluster.cluster import Cluster, HostGroup, Link, Measured
+from passes.cluster.wiring import is_torus, reach
 from passes.errors import InternalError
 
 
@@ -18,15 +21,25 @@ from passes.errors import InternalError
 class Group:
     """A group of devices that run one collective together.
 
-    `ranks` devices over `hosts` hosts; `intra` is a device's link inside its host; `inter` is the group's share of one
-    host's network link when all groups of the mesh communicate at once. `measured` is what was seen inside a host.
+    `ranks` devices over `hosts` hosts; `intra` is what a device's links give to the others inside its host, of which a
+    message passes all in `hops`, or any in one if `direct`; `inter` is the group's share of one host's network link
+    when all groups of the mesh communicate at once. `measured` is what was seen inside a host. A torus of several hosts
+    counts as one.
     """
 
     ranks: int
     hosts: int
     intra: Link
     inter: Link
+    hops: int
+    direct: bool = True
     measured: tuple[Measured, ...] = ()
+
+    @classmethod
+    def of(cls, ranks: int, hosts: int, intra: Link, inter: Link, measured: tuple[Measured, ...] = ()) -> Group:
+        """The group whose devices are one hop from each other inside a host."""
+        inside = -(-ranks // hosts) - 1
+        return cls(ranks=ranks, hosts=hosts, intra=intra, inter=inter, hops=inside, measured=measured)
 
 
 class Axes(Protocol):
@@ -77,14 +90,45 @@ def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """The widest of the groups along `axes`: they need not fall on hosts alike, and the mesh waits for the slowest."""
     hosts = mesh.cluster.group()
     ranks = math.prod(mesh.axis_size(axis) for axis in axes)
-    host_of = (np.arange(mesh.size) // hosts.devices_per_host).reshape(mesh.sizes)
     last = range(-len(axes), 0)
-    rows = np.moveaxis(host_of, [mesh.axes.index(axis) for axis in axes], list(last)).reshape(-1, ranks)
-    spans = [set(row.tolist()) for row in rows]
-    talkers = Counter(host for span in spans if len(span) > 1 for host in span)
-    sharing = max(talkers.values(), default=1)
-    inter = replace(hosts.inter, bytes_per_second=hosts.inter.bytes_per_second / sharing)
-    return Group(ranks=ranks, hosts=max(map(len, spans)), intra=hosts.intra, inter=inter, measured=hosts.measured)
+    devices = np.arange(mesh.size).reshape(mesh.sizes)
+    rows = np.moveaxis(devices, [mesh.axes.index(axis) for axis in axes], list(last)).reshape(-1, ranks)
+    if is_torus(hosts.wiring):
+        intra, hops = _inside(hosts, rows.tolist())
+        return Group(
+            ranks=ranks, hosts=1, intra=intra, inter=hosts.inter, hops=hops, direct=False, measured=hosts.measured
+        )
+    spans = [Counter[int](row.tolist()) for row in rows // hosts.devices_per_host]
+    widest = max(map(len, spans))
+    inter = replace(hosts.inter, bytes_per_second=_across(hosts, [span for span in spans if len(span) > 1]))
+    intra = hosts.intra if hosts.wiring == "switch" else _inside(hosts, _by_host(hosts, rows))[0]
+    hops = -(-ranks // widest) - 1
+    return Group(ranks=ranks, hosts=widest, intra=intra, inter=inter, hops=hops, measured=hosts.measured)
+
+
+def _across(hosts: HostGroup, spans: Sequence[Counter[int]]) -> float:
+    """Bytes a second of each group's part of a host's link, given the members of each crossing group by host."""
+    whole = hosts.inter.bytes_per_second
+    if not spans:
+        return whole
+    sharing = max(Counter(host for span in spans for host in span).values())
+    fewest = min(members for span in spans for members in span.values())
+    return whole * min(1 / sharing, hosts.adapted(fewest))
+
+
+def _inside(hosts: HostGroup, groups: Iterable[list[int]]) -> tuple[Link, int]:
+    """The link of the group that is wired worst, and the most hops."""
+    reaches = [reach(hosts, group) for group in groups if len(group) > 1]
+    share = min((one.share for one in reaches), default=1.0)
+    link = replace(hosts.intra, bytes_per_second=hosts.intra.bytes_per_second * share)
+    return link, max((one.hops for one in reaches), default=0)
+
+
+def _by_host(hosts: HostGroup, rows: NDArray[np.int_]) -> list[list[int]]:
+    """The devices of each group on each host, numbered from the first of the host."""
+    size = hosts.devices_per_host
+    parts = {tuple((row[row // size == host] % size).tolist()) for row in rows for host in np.unique(row // size)}
+    return [list(part) for part in parts]
 
 
 def shapes(n_devices: int, *, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:

@@ -274,7 +274,9 @@ def _multiplied(region: Region, values: Roles) -> set[Value]:
 
 
 def _weight_classes(region: Region, values: Roles) -> Iterator[tuple[int, frozenset[int]]]:
-    """Every bundle of a region, with the classes of its heavy members that stand for dimensions of a weight matrix."""
+    """Every bundle of a region, with the classes of its heavy members that stand for dimensions of a weight matrix, or
+    of the gradient of one: what sums over the batch.
+    """
     graph, grouping = region.graph, region.grouping
     weights = {value: rank for (where, value), rank in values.weights.items() if where == region.number}
     for index, bundle in enumerate(grouping.bundles):
@@ -285,4 +287,10 @@ def _weight_classes(region: Region, values: Roles) -> Iterator[tuple[int, frozen
             for value, factors in operands:
                 if graph.types[value].rank > 1 and origin(region, value, weights) is not None:
                     classes |= {own[f] for f in factors if f >= 0}
+            kept = {own[f] for factors in grouping.rules[member].results for f in factors if f >= 0}
+            if (
+                not (batch := values.batch_classes.get(region.first + index, frozenset())).isdisjoint(own)
+                and not batch & kept
+            ):
+                classes |= kept
         yield index, frozenset(classes)

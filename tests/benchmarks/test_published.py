@@ -156,7 +156,7 @@ def test_machines_are_the_sources_own():
     assert found.group().device.flops_per_second["float16"] == pytest.approx(130e12)
     dgx = machine("A100-40GB (DGX A100)", 1024)
     assert dgx is not None
-    assert dgx.group().inter == machine("A100-SXM4-80GB", 16).group().inter  # pyright: ignore[reportOptionalMemberAccess]
+    assert dgx.group().inter == machine("A100-SXM4-80GB (DGX A100)", 16).group().inter  # pyright: ignore[reportOptionalMemberAccess]
     assert dgx.group().device.memory_nbytes == 40 * 2**30
     assert machine("Abacus", 8) is None
 

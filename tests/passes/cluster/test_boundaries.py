@@ -1,7 +1,10 @@
 """What crosses from stage to stage takes as long as arithmetic says, of links of devices and of hosts."""
 
+from dataclasses import replace
+
 import pytest
 
+from benchmarks.published.machines import machine
 from passes.cluster import HostGroup, boundary_seconds, parse_cluster
 from passes.cluster.cluster import Link
 
@@ -10,7 +13,7 @@ ALPHA = 1e-6
 
 def hosts(*, per_host: int = 4, congestion: float = 0.0) -> HostGroup:
     """Hosts whose devices have 100 GB/s each among them, and 10 GB/s together to the network."""
-    group = parse_cluster(f"4x{per_host}:v100-16g").group()
+    group = parse_cluster(f"4x{per_host}:tpu-v5e").group()
     return HostGroup(
         hosts=4,
         devices_per_host=per_host,
@@ -75,3 +78,36 @@ def test_eight_lanes_do_not_make_a_hosts_link_eight_times_as_fast() -> None:
     group = parse_cluster("2x8:v100-16g").group()
     seconds = boundary_seconds(group, range(8), range(8, 16), 41_943_040)
     assert seconds >= 41_943_040 / group.inter.bytes_per_second
+
+
+def test_one_device_reaches_one_adapter_of_its_host() -> None:
+    whole = replace(hosts(), adapters=4)
+    one, two, four = (boundary_seconds(whole, range(4 - n, 4), range(4, 4 + n), NBYTES) for n in (1, 2, 4))
+    assert one == pytest.approx(2 * ALPHA + 4 * 40e6 / 10e9)
+    assert two == pytest.approx(2 * ALPHA + 2 * 40e6 / 10e9)
+    assert four == boundary_seconds(hosts(), range(4), range(4, 8), NBYTES)
+
+
+def test_an_array_that_is_sent_has_its_part_of_the_bandwidth_and_its_start() -> None:
+    group = hosts()
+    device = replace(group.device, send_seconds=1e-4)
+    slower = replace(group, device=device, intra=replace(group.intra, sent=0.5), inter=replace(group.inter, sent=0.25))
+    assert boundary_seconds(slower, range(1), range(1, 2), NBYTES) == pytest.approx(1e-4 + ALPHA + 2 * 40e6 / 100e9)
+    assert boundary_seconds(slower, range(4), range(4, 8), NBYTES) == pytest.approx(1e-4 + 2 * ALPHA + 4 * 40e6 / 10e9)
+
+
+def test_devices_without_a_link_of_their_own_are_further_apart() -> None:
+    """Of a hybrid cube mesh: 0 and 3 share two links, 0 and 1 one, 0 and 5 none."""
+    mesh = replace(hosts(per_host=8), wiring="hybrid cube mesh")
+    two, one, none = (boundary_seconds(mesh, range(1), range(to, to + 1), NBYTES) for to in (3, 1, 5))
+    assert two == pytest.approx(ALPHA + 40e6 / 100e9 * 6 / 2)
+    assert one == pytest.approx(ALPHA + 40e6 / 100e9 * 6)
+    assert none > 2 * one
+
+
+def test_transfers_of_a_published_pipeline_take_what_was_measured() -> None:
+    """25 to 28 MB between neighbours of 8 A100 took 0.53 to 0.63 ms; 10.5 MB to another host about 1 ms."""
+    group = machine("A100-SXM4-80GB, RoCE", 16).group()
+    assert boundary_seconds(group, range(1), range(1, 2), 25_165_824) == pytest.approx(0.535e-3, rel=0.1)
+    assert boundary_seconds(group, range(1), range(1, 2), 28_311_552) == pytest.approx(0.61e-3, rel=0.1)
+    assert boundary_seconds(group, range(7, 8), range(8, 9), 10_485_760) == pytest.approx(1.0e-3, rel=0.4)

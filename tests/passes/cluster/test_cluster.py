@@ -19,7 +19,7 @@ from passes.cluster import (
     parse_cluster,
     register_device,
 )
-from passes.cluster.cluster import Link
+from passes.cluster.cluster import WIRINGS, Link
 from passes.cluster.devices import host_spec
 from passes.cluster.mesh import Group
 from passes.errors import ClusterError
@@ -81,7 +81,9 @@ links = st.builds(
     alpha_seconds=st.floats(min_value=0, max_value=1),
     bytes_per_second=numbers,
     reduces=st.booleans(),
+    low_latency=st.booleans(),
     congestion=st.floats(min_value=0, max_value=1),
+    sent=st.floats(min_value=1e-3, max_value=1),
 )
 device_specs = st.builds(
     DeviceSpec,
@@ -95,9 +97,19 @@ device_specs = st.builds(
     half_extent=st.floats(min_value=0, max_value=512),
     host_bytes_per_second=st.floats(min_value=0, max_value=1e12),
     dispatch_seconds=st.floats(min_value=0, max_value=1),
+    send_seconds=st.floats(min_value=0, max_value=1),
 )
 counts = st.integers(min_value=1, max_value=4096)
-host_groups = st.builds(HostGroup, hosts=counts, devices_per_host=counts, device=device_specs, intra=links, inter=links)
+host_groups = st.builds(
+    HostGroup,
+    hosts=counts,
+    devices_per_host=counts,
+    device=device_specs,
+    intra=links,
+    inter=links,
+    adapters=counts,
+    wiring=st.sampled_from(WIRINGS),
+)
 clusters = st.builds(Cluster, name=st.text(), groups=st.lists(host_groups, min_size=1, max_size=3).map(tuple))
 
 
@@ -149,6 +161,14 @@ BROKEN = [
     (
         '{"name": "x", "groups": [{"device": "h100", "hosts": 0}]}',
         ("groups[0].hosts", "whole number from 1", "it is 0"),
+    ),
+    (
+        '{"name": "x", "groups": [{"device": "h100", "wiring": "hybrid cube mash"}]}',
+        ("groups[0].wiring", "should be one of: switch, hybrid cube mesh", "'hybrid cube mesh'"),
+    ),
+    (
+        '{"name": "", "groups": [{"device": "h100", "inter": {"alpha_seconds": 0, "bytes_per_second": 9, "sent": 2}}]}',
+        ("groups[0].inter.sent", "should be above 0 and at most 1", "it is 2"),
     ),
     (
         '{"name": "x", "groups": [{"device": "h100", "intra": {"alpha_seconds": 0, "bytes_per_second": "fast"}}]}',
@@ -246,4 +266,12 @@ def test_a_mesh_waits_for_the_group_that_spans_most_hosts() -> None:
 
 
 def test_a_group_keeps_what_else_the_network_is() -> None:
-    assert group_of("4x8:h100", (4, 8), "x").inter.congestion == host_spec("h100").inter.congestion > 0
+    cluster = parse_cluster("4x8:h100")
+    group = replace(cluster.group(), inter=replace(cluster.group().inter, congestion=0.5))
+    mesh = Mesh(axes=("x", "y"), sizes=(4, 8), cluster=replace(cluster, groups=(group,)))
+    assert mesh.group(("x",)).inter.congestion == 0.5
+
+
+def test_no_device_of_the_table_is_congested() -> None:
+    """That is a property of one cluster, on one day."""
+    assert all(host_spec(name).inter.congestion == host_spec(name).intra.congestion == 0 for name in known())

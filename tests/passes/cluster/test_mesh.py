@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from passes.cluster import Mesh, parse_cluster, shapes
+from passes.cluster.mesh import Group
+from passes.cluster.wiring import torus
 from passes.errors import InternalError
 from passes.ir import TensorType
 from passes.sharding import Resharder, ShardingSpec, parse_spec
@@ -18,9 +20,9 @@ MESHES = [
     (("x",), (8,), "2x4:a100-80g"),
     (("x", "y"), (4, 2), "2x4:a100-80g"),
     (("x", "y"), (2, 4), "4x2:a100-80g"),
-    (("x", "y"), (2, 3), "3x2:v100-16g"),
-    (("x", "y"), (3, 2), "2x3:v100-16g"),
-    (("x", "y", "z"), (2, 3, 2), "3x4:v100-16g"),
+    (("x", "y"), (2, 3), "3x2:a100-40g"),
+    (("x", "y"), (3, 2), "2x3:a100-40g"),
+    (("x", "y", "z"), (2, 3, 2), "3x4:a100-40g"),
     (("x", "y", "z"), (2, 2, 2), "8:h100"),
     (("x",), (6,), "2x4:a100-80g"),
 ]
@@ -35,16 +37,78 @@ def test_groups_are_counted_device_by_device(axes: tuple[str, ...], sizes: tuple
     for n in range(1, len(axes) + 1):
         for along in itertools.permutations(axes, n):
             fixed = [i for i, axis in enumerate(axes) if axis not in along]
-            groups: dict[tuple[int, ...], set[int]] = {}
+            groups: dict[tuple[int, ...], Counter[int]] = {}
             for place in places:
-                groups.setdefault(tuple(place[i] for i in fixed), set()).add(host_of[place])
-            crossing = Counter(host for spanned in groups.values() if len(spanned) > 1 for host in spanned)
+                groups.setdefault(tuple(place[i] for i in fixed), Counter())[host_of[place]] += 1
+            crossing = [spanned for spanned in groups.values() if len(spanned) > 1]
+            talkers = Counter(host for spanned in crossing for host in spanned)
             group = mesh.group(along)
             assert group.ranks == math.prod(mesh.axis_size(axis) for axis in along)
             assert group.hosts == max(map(len, groups.values()))
-            share = max(crossing.values(), default=1)
-            assert group.inter.bytes_per_second == pytest.approx(hosts.inter.bytes_per_second / share)
+            sharing, adapters = max(talkers.values(), default=1), hosts.adapters / hosts.devices_per_host
+            fewest = min((n for spanned in crossing for n in spanned.values()), default=hosts.devices_per_host)
+            share = min(1 / sharing, max(1, int(fewest * adapters)) / hosts.adapters)
+            assert group.inter.bytes_per_second == pytest.approx(hosts.inter.bytes_per_second * share)
             assert group.intra == hosts.intra
+
+
+def group_of(text: str, sizes: tuple[int, ...], *axes: int) -> Group:
+    mesh = Mesh(axes=tuple("xyz"[: len(sizes)]), sizes=sizes, cluster=parse_cluster(text))
+    return mesh.group(tuple("xyz"[axis] for axis in axes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "share"),
+    [
+        ((8,), (0,), 1.0),  # a host alone: all of it
+        ((2, 4), (0,), 1 / 4),  # four pairs share it
+        ((2, 2), (0,), 1 / 2),  # two pairs share it
+        ((2,), (0,), 1.0),  # in one host
+    ],
+)
+def test_groups_share_a_hosts_link(sizes: tuple[int, ...], axes: tuple[int, ...], share: float) -> None:
+    group = group_of("2x4:a100-80g" if math.prod(sizes) == 8 else "2x2:a100-80g", sizes, *axes)
+    assert group.inter.bytes_per_second == pytest.approx(
+        share * parse_cluster("1:a100-80g").group().inter.bytes_per_second
+    )
+
+
+@pytest.mark.parametrize(("sizes", "axis", "links"), [((8,), 0, 6), ((2, 4), 1, 4), ((4, 2), 1, 1), ((2, 4), 0, 1)])
+def test_pairs_of_a_hybrid_cube_mesh_have_what_links_they_have(sizes: tuple[int, ...], axis: int, links: int) -> None:
+    """All 8 devices use 6 links each, a half of the host 4; 0 and 1 share one, as 2 and 6 do."""
+    whole = parse_cluster("8:v100-16g").group().intra.bytes_per_second
+    assert group_of("8:v100-16g", sizes, axis).intra.bytes_per_second == pytest.approx(whole * links / 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "axis", "links"),
+    [
+        ("8:tpu-v5e", (8,), 0, 2),  # 2 x 4: corners have two of four links
+        ("8:tpu-v5e", (2, 4), 1, 1),  # a line, which does not wrap around
+        ("32x8:tpu-v5e", (16, 16), 1, 2),  # a ring of the whole pod
+        ("32x8:tpu-v5e", (16, 16), 0, 2),
+        ("32x8:tpu-v5e", (256,), 0, 4),
+        ("32x8:tpu-v5e", (8, 32), 0, 1),  # every other row: one link, shared with the row between, on both sides
+        ("16x4:tpu-v5p", (4, 4, 4), 1, 2),
+        ("16x4:tpu-v5p", (64,), 0, 6),
+    ],
+)
+def test_axes_of_a_torus_have_the_links_of_their_dimensions(
+    text: str, sizes: tuple[int, ...], axis: int, links: int
+) -> None:
+    cluster = parse_cluster(text).group()
+    group = group_of(text, sizes, axis)
+    every = 6 if "v5p" in text else 4
+    assert group.hosts == 1
+    assert group.intra.bytes_per_second == pytest.approx(cluster.intra.bytes_per_second * links / every)
+
+
+def test_a_grid_is_as_even_as_it_can_be_and_wraps_where_it_is_whole() -> None:
+    assert torus("2d torus of 16", 8) == ((2, 4), (False, False))
+    assert torus("2d torus of 16", 128) == ((8, 16), (False, True))
+    assert torus("2d torus of 16", 256) == ((16, 16), (True, True))
+    assert torus("3d torus of 4", 8) == ((2, 2, 2), (False, False, False))
+    assert torus("3d torus of 4", 128) == ((4, 4, 8), (True, True, True))
 
 
 def test_shapes_are_all_ordered_factorisations() -> None:

@@ -1,0 +1,68 @@
+"""What links reach of their data sheets, and the time of a hop, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from passes.cluster.cluster import Link
+
+LINK_SHARE = 0.74
+"""What collectives get of a link's data sheet: H200 0.81, B200 0.76, A100 0.68 on NVLink."""
+
+
+ALPHA_SECONDS = 5e-6
+"""Of a hop on NVLink or PCI Express with long messages: 3.4 and 5.7 us in a host, up to 1.9 times that in rings over
+several (NCCL, src/graph/tuning.cc, ring and Simple)."""
+
+
+NETWORK_ALPHA_SECONDS = 14e-6
+"""Of a hop between hosts with long messages (NCCL, src/graph/tuning.cc, Simple: 9.6 us in 2.8, 14 since)."""
+
+
+NETWORK_SHARE = 0.55
+"""What collectives get of the data sheet of a host's adapters, in training: 0.42 on Selene (57, 53 and 85 GB/s of 200
+where 2, 4 and 8 groups a host sum gradients, 163 where one does, 101 for the largest model: Megatron-LM SC 2021, Figs.
+14 and 15 and section 5.9), 0.45 to 0.65 on Galvatron's hosts, 0.74 and less the more hosts there are on AWS p5."""
+
+
+SENT_INSIDE = 0.36
+SENT_ACROSS = 0.85
+"""Of collectives' bandwidth to one array sent from stage to stage: NCCL's send and receive use few channels. 73 of 204
+GB/s on NVLink (Zero Bubble, table 6, hosts of 8 A100: 10.5 to 28.3 MB take 0.19 ms and 73 GB/s); 9.3 of 11 GB/s of an
+adapter (Megatron-LM SC 2021, section 5.9: 892 GB/s both ways over the 48 adapters of a bisection)."""
+
+
+SEND_SECONDS = 190e-6
+"""Of an array from stage to stage, beside its bytes: of the same fit to Zero Bubble's table 6."""
+
+
+PCIE_SHARE = 0.5
+"""Of PCIe without peer access, assumed: what one device sends another crosses the host's memory."""
+
+
+ICI_SHARE = 0.65
+"""Of all of a TPU's links: 236 of 360 GB/s, psum on 256 v6e chips (AI-Hypercomputer/tpu-recipes), as bus bandwidth.
+
+An axis of the mesh that rides on one dimension of the torus has a half (2D) or a third (3D) of it, and half of that
+again where the dimension does not wrap around (`wiring.reach`).
+"""
+
+
+ICI_ALPHA_SECONDS = 1e-6
+"""Of a hop between chips, about (jax-ml/scaling-book, sharding.md)."""
+
+
+def plain(gb_per_second: float, alpha_seconds: float) -> Link:
+    return Link(alpha_seconds=alpha_seconds, bytes_per_second=gb_per_second * 1e9)
+
+
+def gpu_link(gb_per_second: float, *, reduces: bool = False) -> Link:
+    """A device's links in its host, driven by NCCL."""
+    link = plain(gb_per_second, ALPHA_SECONDS)
+    return replace(link, reduces=reduces, low_latency=True, sent=SENT_INSIDE)
+
+
+def network(gb_per_second: float) -> Link:
+    """A host's link according to its data sheet, on a fabric that gives every host its own."""
+    link = plain(NETWORK_SHARE * gb_per_second, NETWORK_ALPHA_SECONDS)
+    return replace(link, low_latency=True, sent=SENT_ACROSS)

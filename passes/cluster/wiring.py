@@ -1,0 +1,129 @@
+"""The part of a device's links that reaches others of its group, by how the devices of hosts are wired.
+
+A group talks at the rate of its worst member: the links from it to members next to it, of all links that a device has.
+Members that are not next to each other are reached through devices in between, whose own traffic shares the way, so
+links count 1 / distance on a torus; on a hybrid cube mesh there is PCI Express between the halves of such a pair.
+
+Reference: NVIDIA, "DGX-1 with Tesla V100 system architecture", fig. 4 (links of the hybrid cube mesh); jax-ml/
+scaling-book, tpus.md (grids of pods, and which dimensions wrap around).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from passes.cluster.cluster import HostGroup, Wiring
+
+CUBE_MESH = (
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+"""NVLinks between two of the 8 devices of a DGX-1 or AWS p3 host; every device has 6."""
+
+CUBE_MESH_LINKS = 6
+
+PCIE_LINKS = 0.4
+"""Where there is no NVLink: PCI Express 3 x16 through the host, assumed to give half of 15.75 GB/s, of 18.5 a link."""
+
+Place = tuple[int, ...]
+
+_DIMENSIONS: dict[Wiring, Literal[2, 3]] = {"2d torus of 16": 2, "3d torus of 4": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What a group's links inside a host, or inside a torus, come to: the part of a device's `share` of bandwidth, and
+    the hops that a message takes past all members in a row.
+    """
+
+    share: float
+    hops: int
+
+
+def reach(hosts: HostGroup, devices: Sequence[int]) -> Reach:
+    """The reach of a group of devices of one host or torus, numbered from the first of all."""
+    return _reach(hosts.wiring, hosts.devices_per_host, hosts.hosts, tuple(devices))
+
+
+def is_torus(wiring: Wiring) -> bool:
+    """The same links join devices of one host and of several."""
+    return wiring in _DIMENSIONS
+
+
+@lru_cache(maxsize=4096)
+def _reach(wiring: Wiring, per_host: int, hosts: int, devices: tuple[int, ...]) -> Reach:
+    whole = Reach(share=1.0, hops=len(devices) - 1)
+    if wiring == "switch" or len(devices) < 2:
+        return whole
+    if wiring == "hybrid cube mesh":
+        places = [device % per_host for device in devices]
+        if max(places) >= len(CUBE_MESH):
+            return whole
+        links = min(sum(CUBE_MESH[one][other] for other in places) or PCIE_LINKS for one in places)
+        return Reach(share=links / CUBE_MESH_LINKS, hops=len(devices) - 1)
+    grid, wraps = torus(wiring, per_host * hosts)
+    members = {_place(device, grid) for device in devices}
+    extents = [max(line) - min(line) for line in zip(*members, strict=True)]
+    links = min(len(members & _beside(one, grid, wraps)) for one in members)
+    share = (links or _nearest(members, grid, wraps)) / (2 * len(grid))
+    return Reach(share=share, hops=max(1, sum(extents)))
+
+
+def torus(wiring: Wiring, n_devices: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """The sizes of the grid that so many devices are sold as, as even as can be, largest last; which wrap around."""
+    dimensions = _DIMENSIONS[wiring]
+    whole = 16 if dimensions == 2 else 4
+    shapes = [s for s in itertools.product(_divisors(n_devices), repeat=dimensions) if math.prod(s) == n_devices]
+    grid = min((tuple(sorted(shape)) for shape in shapes), key=lambda sizes: (sum(sizes), sizes))
+    wraps = tuple(size == whole if dimensions == 2 else size % whole == 0 for size in grid)
+    return grid, wraps
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _place(device: int, grid: Place) -> Place:
+    """Coordinates of a device; the last ones join neighbours."""
+    place: list[int] = []
+    for size in reversed(grid):
+        device, at = divmod(device, size)
+        place.append(at)
+    return tuple(reversed(place))
+
+
+def _beside(one: Place, grid: Place, wraps: tuple[bool, ...]) -> set[Place]:
+    """The places next to one."""
+    found: set[Place] = set()
+    for d, (size, wrap) in enumerate(zip(grid, wraps, strict=True)):
+        for at in (one[d] - 1, one[d] + 1):
+            if wrap or 0 <= at < size:
+                found.add((*one[:d], at % size, *one[d + 1 :]))
+    return found
+
+
+def _nearest(members: set[Place], grid: Place, wraps: tuple[bool, ...]) -> float:
+    """Links of a member of a group none of whose members are next to each other: as many as there are nearest ones,
+    each shared with those in between.
+    """
+    one, *others = sorted(members)
+    distances = [
+        sum(
+            min(abs(a - b), size - abs(a - b)) if wrap else abs(a - b)
+            for a, b, size, wrap in zip(one, other, grid, wraps, strict=True)
+        )
+        for other in others
+    ]
+    nearest = min(distances)
+    return distances.count(nearest) / nearest
