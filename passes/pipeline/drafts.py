@@ -24,6 +24,7 @@ from itertools import accumulate, pairwise
 
 from passes.cluster import HostGroup, boundary_seconds
 from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, is_chunked, task_numbers
+from passes.pipeline.lower_bounds import SLACK
 from passes.pipeline.stage_table import StageCosts
 
 CHUNKS = (1, 2, 3, 4)
@@ -246,12 +247,9 @@ def drafts(
     shape: Shape, table: StageCosts, microbatches: int, schedules: Sequence[str], beneath: float
 ) -> Iterator[Draft]:
     """A shape under each of these schedules; none once it is seen that it takes `beneath` seconds or more."""
-    costs = _costs(shape, table, microbatches, beneath)
-    if costs is None:
-        return
     transfers = _transfers(shape, table, microbatches, microbatches)
-    floors = [LowerBound(one.forward_seconds + one.backward_seconds, one.period(microbatches), 0.0) for one in costs]
-    if least_seconds(floors, transfers, shape, microbatches, _splits(schedules[0])) >= beneath:
+    costs = _costs(shape, table, microbatches, transfers, _splits(schedules[0]), beneath)
+    if costs is None:
         return
     dispatch_seconds = table.cluster.group().device.dispatch_seconds
     for schedule in schedules:
@@ -268,15 +266,38 @@ def drafts(
             )
 
 
-def _costs(shape: Shape, table: StageCosts, microbatches: int, beneath: float) -> list[StageCost] | None:
-    """What each stage costs; None once one of them cannot be had, or takes too long for all microbatches."""
-    costs: list[StageCost] = []
-    for begin, end, n_devices in _runs(shape, table, microbatches):
-        stage_found = table.stage(begin, end, n_devices, microbatches, beneath / microbatches)
-        if stage_found is None:
+def _costs(
+    shape: Shape, table: StageCosts, microbatches: int, transfers: Sequence[Transfer], split: bool, beneath: float
+) -> list[StageCost] | None:
+    """The cost of each stage; None once a stage cannot be had, or all that is known of them takes `beneath` seconds.
+
+    Stages of the group that has most to do are priced first: a pipeline that takes too long is mostly seen to there.
+    Each may take what the others of its group leave.
+    """
+    runs, groups = _runs(shape, table, microbatches), len(shape.devices)
+    costs: dict[int, StageCost] = {}
+
+    def least() -> list[LowerBound]:
+        """The least that each stage takes, by what is known of it."""
+        bounds = [table.bounds.of_blocks(*run, microbatches) for run in runs]
+        for stage, cost in costs.items():
+            busy = cost.forward_seconds + cost.backward_seconds
+            bounds[stage] = LowerBound(busy, cost.period(microbatches), 0.0)
+        return bounds
+
+    periods = [bound.period for bound in least()]
+    for stage in sorted(range(len(runs)), key=lambda stage: (-sum(periods[stage % groups :: groups]), stage)):
+        bounds = least()
+        if least_seconds(bounds, transfers, shape, microbatches, split) >= beneath:
             return None
-        costs.append(stage_found)
-    return costs
+        others = sum(bound.period for bound in bounds[stage % groups :: groups]) - bounds[stage].period
+        cost = table.stage(*runs[stage], microbatches, SLACK * (beneath / microbatches - others))
+        if cost is None:
+            return None
+        costs[stage] = cost
+    if least_seconds(least(), transfers, shape, microbatches, split) >= beneath:
+        return None
+    return [costs[stage] for stage in range(len(runs))]
 
 
 def _transfers(shape: Shape, table: StageCosts, known: int, microbatches: int) -> list[Transfer]:
