@@ -1,0 +1,361 @@
+"""The numbers that steer planning, each halved and doubled: `python -m benchmarks.settings --help`.
+
+A number that trades quality against time is right where half of it finds dearer plans or looser bounds, and double of
+it takes longer and finds nothing. Every numeric constant of `passes` is varied but for those of `FIXED`, which says
+why. Factors and shares near one are varied by their distance from it: half of 1.1 is 1.05, double of 0.95 is 0.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import jax
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.rewrite import TracedStep, step_of
+from benchmarks.networks import drawn
+from benchmarks.trainings import make_state, make_step
+from models import gpt
+from passes.cluster import parse_cluster
+from passes.errors import PlanningError
+from passes.pipeline import workers
+
+ROOT = Path(__file__).parents[1] / "passes"
+ROOMS = (
+    "layers", "transforms", "placement", "sharding", "memory", "solver", "intra_op", "inter_op", "pipeline", "planners",
+)  # fmt: skip
+"""Rooms of `passes` whose numbers steer planning; others describe devices and operators, or lay out text."""
+
+FIXED: Mapping[str, str] = dict.fromkeys(
+    (
+        "inter_op.partitions._ROUNDING", "inter_op.search.CLOSE", "intra_op.extract.EQUAL",
+        "intra_op.restrictions._ROUNDING", "pipeline.lower_bounds.SLACK", "solver.dominance._ROUNDING",
+        "solver.edge_flows._LEG", "solver.elimination._MOST_KEY", "solver.formulation._TOLERANCE",
+        "solver.problem.ROUNDING", "solver.problem._EXCESS",
+    ),
+    "what double precision or a solver loses",
+) | dict.fromkeys(
+    (
+        "memory.packing.ALIGNMENT", "memory.fusion.LIBRARY_ELEMENTS", "memory.lowering_rules.FUSED_JOINS",
+        "memory.lowering_rules.ROW_NBYTES", "memory.lowering_rules.COPIED_NBYTES",
+    ),
+    "imitates XLA",
+) | dict.fromkeys(("inter_op.simulator.MICROSECONDS", "solver.formulation._MICROSECONDS"), "a unit") | dict.fromkeys(
+    (
+        "intra_op.forms.PARTIAL", "inter_op.schedules._NOTHING", "layers.sample.OUTSIDE", "solver.formulation.UNUSED",
+        "solver.dual_ascent._FORBIDDEN", "solver.elimination._BEYOND",
+    ),
+    "stands for none, or for infinity",
+) | {
+    "layers.sample.KEPT": "two blocks at each end, which the code goes by",
+    "memory.holders.HOLDERS": "lines of a report",
+    "pipeline.workers._GOODBYE_SECONDS": "no plan waits for it",
+    "pipeline.workers._MOST": "what is found does not depend on it; one process works here",
+    "planners.infeasible._MOST": "only what a message proposes",
+    "planners.manual.LARGE": "only where a warning begins",
+    "planners.manual.WORTHWHILE": "only of plans by hand",
+    "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",
+    "solver.search._RADIUS": "varied by `python -m benchmarks.tying`",
+}  # fmt: skip
+"""Numbers that are not varied, and why."""
+
+HOST, PAIR = "2x2:a100-80g", "2:a100-80g"
+
+FACTORS = (0.5, 2.0)
+NEAR_ONE = (0.75, 2.0)
+"""Floating-point numbers in this range are factors or shares of a whole, of which the distance from one is varied."""
+
+Number = int | float
+Value = Number | tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A train step with the cluster and planner that it is planned for."""
+
+    step: Callable[..., Any]
+    arguments: tuple[Any, Any]
+    cluster: str
+    planner: autopar.Auto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A numeric constant of a module of `passes`, named without that prefix."""
+
+    module: str
+    name: str
+    value: Value
+
+    def __str__(self) -> str:
+        return f"{self.module.removeprefix('passes.')}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One planning: seconds of the planned step, its gap, and CPU seconds; infinite where no plan was found."""
+
+    step_seconds: float
+    gap: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A setting multiplied by `factor`: ratios to the plans with the setting as it is, [networks].
+
+    `slower` are of step seconds, `cpu` of CPU seconds; `looser` are differences of the gap."""
+
+    setting: str
+    value: Value
+    factor: float
+    networks: tuple[str, ...]
+    slower: tuple[float, ...]
+    looser: tuple[float, ...]
+    cpu: tuple[float, ...]
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.settings",
+        description="Halve and double every number that steers planning and plan a fixed set of networks again: step "
+        "seconds of the worst plan by those with the number as it is, the largest change of the gap, and CPU seconds "
+        "(median and worst ratio). One process plans; on a busy machine only ratios far from 1 mean something.",
+        epilog="example: python -m benchmarks.settings --only solver.search --network moe",
+    )
+    parser.add_argument("--only", action="append", metavar="NAME", help="a setting or its module (default: all); again")
+    parser.add_argument(
+        "--network", action="append", choices=NETWORKS, help="(default: those of the room); again for more"
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, a line each")
+    parser.add_argument("--list", action="store_true", help="print the settings and plan nothing")
+    return parser.parse_args(argv)
+
+
+def _gpt(layers: int, cluster: str, planner: autopar.Auto) -> Network:
+    """The Adam step of a GPT, from shapes alone."""
+    config = gpt.Config(vocab_size=4096, sequence_length=256, hidden=1024, layers=layers, heads=16)
+    optimizer = optax.adam(1e-3)
+    state = jax.eval_shape(partial(make_state, gpt, config, optimizer), jax.random.key(0))
+    batch = jax.eval_shape(partial(gpt.example_batch, config, 32), jax.random.key(0))
+    return Network(step=make_step(gpt, config, optimizer), arguments=(state, batch), cluster=cluster, planner=planner)
+
+
+def _random(number: int, cluster: str, planner: autopar.Auto) -> Network:
+    """A network of `benchmarks.networks`, of seed 1."""
+    network = drawn(1, number).network()
+    return Network(step=network.step, arguments=(network.state, network.batch), cluster=cluster, planner=planner)
+
+
+NETWORKS: Mapping[str, Callable[[], Network]] = {
+    "attention": lambda: _random(4, HOST, autopar.Auto()),
+    "shared": lambda: _random(0, HOST, autopar.Auto()),
+    "skip": lambda: _random(9, HOST, autopar.Auto()),
+    "siamese": lambda: _random(12, HOST, autopar.Auto()),
+    "limit": lambda: _random(13, PAIR, autopar.Auto(memory_limit="420 MB")),
+    "stages": lambda: _random(8, "2x1:v100-16g", autopar.Auto(pipeline=True, layers=4)),
+    "gpt": lambda: _gpt(4, HOST, autopar.Auto()),
+    "gpt limit": lambda: _gpt(2, HOST, autopar.Auto(memory_limit="700 MB")),
+    "gpt stages": lambda: _gpt(8, "2x1:v100-16g", autopar.Auto(pipeline=True)),
+}
+"""Networks by what they exercise. The random ones take about a second: a tight relaxation, dense edges, a loose
+relaxation whose rest is eliminated, two towers of equal nodes, memory rows and variants, stages. The others are what
+people plan, and take minutes."""
+
+FREE = ("attention", "shared", "skip", "siamese")
+DEFAULT: Mapping[str, tuple[str, ...]] = {
+    "solver": FREE,
+    "sharding": FREE,
+    "intra_op": ("limit", "skip"),
+    "memory": ("limit", "attention"),
+    "planners": ("limit", "stages"),
+    **dict.fromkeys(("layers", "inter_op", "pipeline"), ("stages",)),
+}
+"""The networks that a room's settings are tried on."""
+
+
+def settings() -> Iterator[Setting]:
+    """The numeric constants of the rooms that steer planning, fixed ones included."""
+    for room in ROOMS:
+        for file in sorted((ROOT / room).rglob("*.py")):
+            module = ".".join(("passes", *file.relative_to(ROOT).with_suffix("").parts))
+            for name in _assigned(ast.parse(file.read_text())):
+                value = getattr(importlib.import_module(module), name)
+                if is_number(value):
+                    yield Setting(module=module, name=name, value=value)
+
+
+def _assigned(tree: ast.Module) -> Iterator[str]:
+    """The names that a module assigns at its top level."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number or a tuple of numbers."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(is_number, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def scaled(value: Value, factor: float) -> Value:
+    """The value times a factor; whole numbers stay whole and above 0, and factors near one change their distance."""
+    if isinstance(value, tuple):
+        return tuple(scaled(part, factor) for part in value)
+    if isinstance(value, int):
+        return max(1, round(value * factor))
+    low, high = NEAR_ONE
+    return 1 + factor * (value - 1) if low < value < high else value * factor
+
+
+@contextmanager
+def changed(setting: Setting, value: Value) -> Iterator[None]:
+    """Plans with another value of a setting, wherever it was imported to or is the default of an argument."""
+    undo: list[Callable[[], None]] = []
+    for name, module in list(sys.modules.items()):
+        if name == setting.module or (name.startswith("passes.") and _imports(module, setting)):
+            undo.append(_set(module, setting.name, value))
+        if name.startswith("passes."):
+            undo.extend(_set_defaults(module, setting.value, value))
+    try:
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _imports(module: ModuleType, setting: Setting) -> bool:
+    """Whether a module has imported a setting: the same object under that name, which it does not assign itself."""
+    if module.__dict__.get(setting.name) is not setting.value or module.__file__ is None:
+        return False
+    return setting.name not in set(_assigned(ast.parse(Path(module.__file__).read_text())))
+
+
+def _set(module: ModuleType, name: str, value: Value) -> Callable[[], None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return lambda: setattr(module, name, before)
+
+
+def _set_defaults(module: ModuleType, before: Value, value: Value) -> Iterator[Callable[[], None]]:
+    """Sets the defaults of keyword arguments that are the very object `before`; small integers are shared objects."""
+    if isinstance(before, int) and -5 <= before <= 256:
+        return
+    for member in list(module.__dict__.values()):
+        function = member.__init__ if isinstance(member, type) else member
+        if not isinstance(function, FunctionType) or member.__module__ != module.__name__:
+            continue
+        defaults = function.__kwdefaults__ or {}
+        for name in [name for name, default in defaults.items() if default is before]:
+            defaults[name] = value
+            yield lambda defaults=defaults, name=name: defaults.update({name: before})
+
+
+def _of(name: str, known: dict[str, tuple[TracedStep, Network, Run]]) -> tuple[TracedStep, Network, Run]:
+    """A network, traced, with the planning of it as it is: the second one, as the first fills caches."""
+    if name not in known:
+        network = NETWORKS[name]()
+        function = autopar.parallelize(network.step, cluster=network.cluster, donate_argnums=(0,))
+        step = function.step(*network.arguments)
+        planned(step, network)
+        known[name] = step, network, planned(step, network)
+    return known[name]
+
+
+def planned(step: TracedStep, network: Network) -> Run:
+    """One planning of a step that knows none of its variants yet."""
+    fresh = step_of(step.written, step.structs)
+    start = time.process_time()
+    try:
+        plan = network.planner.plan(fresh, parse_cluster(network.cluster)).plan
+    except PlanningError:
+        return Run(step_seconds=math.inf, gap=math.inf, cpu_seconds=time.process_time() - start)
+    return Run(step_seconds=plan.step_seconds, gap=plan.gap, cpu_seconds=time.process_time() - start)
+
+
+def rows(chosen: Sequence[Setting], names: Sequence[str]) -> Iterator[Row]:
+    """The rows of settings on the networks of those names, by default on those of their room."""
+    known: dict[str, tuple[TracedStep, Network, Run]] = {}
+    for setting in chosen:
+        networks = {name: _of(name, known) for name in names or DEFAULT[str(setting).split(".")[0]]}
+        for factor in FACTORS:
+            value = scaled(setting.value, factor)
+            if value == setting.value:
+                continue
+            with changed(setting, value):
+                pairs = [(before, planned(step, network)) for step, network, before in networks.values()]
+            yield Row(
+                setting=str(setting),
+                value=setting.value,
+                factor=factor,
+                networks=tuple(networks),
+                slower=tuple(new.step_seconds / old.step_seconds for old, new in pairs),
+                looser=tuple(new.gap - old.gap for old, new in pairs),
+                cpu=tuple(new.cpu_seconds / old.cpu_seconds for old, new in pairs),
+            )
+
+
+def table(found: Sequence[Row]) -> Table:
+    """The rows as a table."""
+    columns = ("setting", "is", "times", "plans", "slowest plan", "fastest plan", "gap", "CPU median", "CPU worst")
+    printed = Table(*columns, title="planning with settings halved and doubled", title_justify="left")
+    for row in found:
+        printed.add_row(
+            row.setting,
+            " ".join(f"{number:g}" for number in (row.value if isinstance(row.value, tuple) else (row.value,))),
+            f"{row.factor:g}",
+            f"{sum(ratio != 1 for ratio in row.slower)} of {len(row.slower)} differ",
+            f"{100 * (max(row.slower) - 1):+.2f} %",
+            f"{100 * (min(row.slower) - 1):+.2f} %",
+            f"{100 * max(row.looser, key=abs):+.2f} %",
+            f"{statistics.median(row.cpu):.2f}",
+            f"{max(row.cpu):.2f}",
+        )
+    return printed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what the command line asks for."""
+    args = arguments(argv)
+    jax.config.update("jax_platforms", "cpu")
+    workers._MOST = 1
+    chosen = [setting for setting in settings() if str(setting) not in FIXED]
+    if args.only:
+        chosen = [setting for setting in chosen if any(str(setting).startswith(name) for name in args.only)]
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if args.list:
+        for setting in chosen:
+            console.print(f"{setting} = {setting.value}")
+        return 0
+    found: list[Row] = []
+    for row in rows(chosen, args.network or ()):
+        found.append(row)
+        if args.json:
+            print(json.dumps(asdict(row)), flush=True)
+    if not args.json:
+        console.print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
