@@ -105,10 +105,9 @@ class _Family:
     def _count(self, wanted: int | None) -> int:
         """How many microbatches. Raises ArgumentError where others were asked for."""
         if wanted and self.asked and wanted != self.asked:
-            rule = f"the plan was made for {wanted}"
-            raise ArgumentError(
-                explain(f"microbatches={self.asked}", rule, "", "leave microbatches out, or plan again")
-            )
+            rule = f"the planner, or the saved plan, says {wanted}"
+            remedy = "leave microbatches= out, or give the planner the same number"
+            raise ArgumentError(explain(f"microbatches={self.asked}", rule, "", remedy))
         return wanted or self.asked or 1
 
     def _chunked(self, kept: tuple[Kept, ...], stages: int) -> tuple[Traced, Pieces | None]:

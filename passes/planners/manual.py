@@ -135,7 +135,7 @@ class Megatron:
     """The batch over `data` devices, every weight matrix over `tensor` devices; which dimension is cut is solved for.
 
     With `pipeline` submeshes, each is laid out so and has `interleave` stages in turn, through which `microbatches` run
-    by `schedule`, or interleaved.
+    by `schedule`, or interleaved. `microbatches` are those of `parallelize` by default, else one.
 
     Reference: Shoeybi et al., "Megatron-LM" (2019), section 3; Narayanan et al. (SC 2021), section 3.
     """
@@ -144,7 +144,7 @@ class Megatron:
     tensor: int
     pipeline: int = 1
     interleave: int = 1
-    microbatches: int = 1
+    microbatches: int | None = None
     schedule: str = "1f1b"
     solver: SolverOptions = field(default_factory=SolverOptions)
 

@@ -41,10 +41,12 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     selected = _selected(numbers["start_index_map"], numbers["collapsed_slice_dims"]) if summable else {}
     for in_operand, label in selected.items():
         source[in_operand] = label
+    fills = "FILL" in str(node.params["mode"])  # with a number in place of what is beyond, of each summand
     base = build(
         [(operand, source), (indices, index)],
         [(results[0], result)],
         reduce=dict.fromkeys(selected.values(), "add"),
+        linear=((0,),) if summable and not fills else (),
         light=False,
         sparse=(0,),
     )
@@ -101,6 +103,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         [(results[0], target)],
         reduce=reduced,
         partial=dict.fromkeys(reduced, (0,)) if kind == "add" else {},
+        linear=((0, 2),) if kind == "add" else (),
         flops=float(updates.size),
         light=False,
     )
@@ -117,7 +120,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     pairs = zip(operands[0].shape, results[0].shape, strict=True)
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
     starts = [(t, ()) for t in operands[1:]]
-    base = build([(operands[0], labels), *starts], [(results[0], labels)], flops=0.0, sparse=(0,))
+    base = build([(operands[0], labels), *starts], [(results[0], labels)], linear=((0,),), flops=0.0, sparse=(0,))
     return replace(base, localized=True, shape_parameter="slice_sizes")
 
 
@@ -126,4 +129,5 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     pairs = zip(operands[0].shape, operands[1].shape, strict=True)
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
     starts = [(t, ()) for t in operands[2:]]
-    return build([(operands[0], labels), (operands[1], labels), *starts], [(results[0], labels)], flops=0.0)
+    updated = [(operands[0], labels), (operands[1], labels), *starts]
+    return build(updated, [(results[0], labels)], linear=((0, 1),), flops=0.0)

@@ -101,6 +101,10 @@ LOSSES: dict[str, Callable[[Any, Any], jax.Array]] = {
         jax.random.bernoulli(jax.random.key(1), 0.5, b["x"].shape) * b["x"] @ p["a"] @ p["b"] * b["y"]
     ),
     "checkpoint": lambda p, b: jnp.sum(jax.checkpoint(predict)(p, b["x"]) * b["y"]),
+    "looked up by position": lambda p, b: jnp.sum((b["x"] + p["a"].T[jnp.arange(16) % 5].sum(0)) @ p["a"] @ p["b"]),
+    "sliced at a place": lambda p, b: jnp.sum(
+        b["x"] @ p["a"] * jax.lax.dynamic_slice_in_dim(p["b"], jnp.asarray(2), 1, axis=1).T
+    ),
     "vmap": lambda p, b: jnp.mean(jax.vmap(lambda x, y: jnp.dot(predict(p, x[None])[0], y))(b["x"], b["y"])),
 }
 
@@ -127,6 +131,15 @@ def test_losses_take_the_step_of_the_whole_batch(name: str, count: int):
         step = mlp_step(LOSSES[name])
         parallel = autopar.parallelize(step, devices=jax.devices()[:1], microbatches=count)
         assert_close(parallel(params, batch), whole_step(name))
+
+
+def test_megatron_computes_in_the_microbatches_that_were_asked_for():
+    params, batch = mlp()
+    step, devices = mlp_step(LOSSES["sum"]), jax.devices()[:4]
+    parallel = autopar.parallelize(step, planner=autopar.Megatron(data=2, tensor=2), devices=devices, microbatches=4)
+    assert parallel.plan(params, batch).microbatches == 4
+    with pytest.raises(ArgumentError, match=r"microbatches=4.*says 2"):
+        parallel.replan(planner=autopar.Megatron(data=2, tensor=2, microbatches=2)).plan(params, batch)
 
 
 def test_gradients_are_reduced_once_a_step():
@@ -277,5 +290,5 @@ def test_a_saved_plan_brings_its_microbatches(tmp_path: Any):
     assert replayed.plan(params, batch).microbatches == 4
     assert_close(replayed(params, batch), jax.jit(step)(params, batch), 1e-5)
     other = autopar.parallelize(step, planner=autopar.Manual(path), microbatches=2)
-    with pytest.raises(ArgumentError, match="made for 4"):
+    with pytest.raises(ArgumentError, match="says 4"):
         other.plan(params, batch)
