@@ -145,11 +145,13 @@ def signature_of(fun: Callable[..., Any], static_argnums: Positions, static_argn
 def types_of(leaves: Sequence[Any]) -> tuple[Type | None, ...]:
     """The type of each leaf, as `jax.jit` tells types apart; None for a leaf that is no array.
 
-    Fast for arrays, which are most of what a step takes.
+    Fast for arrays, which are most of what a step takes: JAX keeps the type of one.
     """
+    known = [getattr(leaf, "aval", None) for leaf in leaves]
     try:
-        return tuple(map(_TYPE, leaves))
-    except AttributeError:
+        pairs = zip(leaves, known, strict=True)
+        return tuple([_type_of(leaf) if aval is None else _TYPE(aval) for leaf, aval in pairs])
+    except AttributeError:  # the type of something that is no array
         return tuple(map(_type_of, leaves))
 
 
