@@ -1,4 +1,4 @@
-"""A schedule of given times through the library's simulator, as pipelines are simulated in a search."""
+"""A pipeline schedule simulated with times that a source gives."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 from benchmarks.published.rows import Answer
 from passes.inter_op import StageCost, Timeline, Transfer, build, simulate
+from passes.inter_op.schedules import Task, play
+
+NEVER_WAITED_FOR = -1e9
+"""Seconds of a transfer whose result is there before any step starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A schedule of `pipeline` groups with `chunks` equal stages each.
+    """A schedule of `pipeline` groups with `chunks` stages each.
 
-    Seconds of a group: forward, gradient of inputs, gradient of weights, all for one microbatch; a transfer. With
-    `blocking`, who sends waits. With `longest`, the step is the longest time of any group from its start to its end,
-    as the authors of Zero Bubble count; else it is from the first start to the last end.
+    Seconds of a group: forward, gradient of inputs, gradient of weights, all for one microbatch; a transfer. They are
+    means: `work` are the shares of the stages in theirs, `ways` those of the boundaries [stages - 1], by default equal.
+    Who sends computes during the part `overlap` of a transfer.
     """
 
     schedule: str
@@ -25,21 +29,58 @@ class Simulated:
     weight_seconds: float
     transfer_seconds: float
     chunks: int = 1
-    blocking: bool = False
-    longest: bool = False
+    overlap: float = 1.0
+    work: tuple[float, ...] = ()
+    ways: tuple[float, ...] = ()
+
+    @property
+    def costs(self) -> list[StageCost]:
+        """The cost of each stage."""
+        n = self.chunks
+        each = self.forward_seconds / n, self.input_seconds / n, self.weight_seconds / n
+        shares = self.work or (1.0,) * (self.pipeline * n)
+        return [StageCost.split(*(share * seconds for seconds in each)) for share in shares]
 
     def timeline(self) -> Timeline:
         """The timeline. Raises PlanningError for a schedule that there is not."""
-        stages, n = self.pipeline * self.chunks, self.chunks
-        cost = StageCost.split(self.forward_seconds / n, self.input_seconds / n, self.weight_seconds / n)
-        hop = Transfer(forward_seconds=self.transfer_seconds, backward_seconds=self.transfer_seconds)
+        stages = self.pipeline * self.chunks
+        times = [self.transfer_seconds * share for share in self.ways or (1.0,) * (stages - 1)]
+        hops = [Transfer(forward_seconds=spent, backward_seconds=spent) for spent in times]
         schedule = build(self.schedule, stages, self.microbatches, self.chunks)
-        return simulate(schedule, [cost] * stages, [hop] * (stages - 1), blocking=self.blocking)
+        return simulate(schedule, self.costs, hops, overlap=self.overlap)
 
     def answer(self) -> Answer:
         """Seconds of the step. Raises PlanningError for a schedule that there is not."""
-        found = self.timeline()
-        if not self.longest:
-            return Answer(seconds=found.seconds)
-        spans = zip(found.start_seconds, found.end_seconds, strict=True)
-        return Answer(seconds=max(end - start for start, end in spans))
+        return Answer(seconds=self.timeline().seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsAuthors:
+    """What the simulator of Zero Bubble's authors makes of a schedule of equal stages.
+
+    The step is the longest time of any group from its start to its end. Where a microbatch goes round from the last
+    group to the first, or back, only the first of each round of `pipeline` microbatches is waited for.
+
+    Reference: sail-sg/zero-bubble-pipeline-parallelism, megatron/core/pipeline_parallel/efficiency.py.
+    """
+
+    simulated: Simulated
+
+    def answer(self) -> Answer:
+        """Seconds of the step. Raises PlanningError for a schedule that there is not."""
+        asked, costs = self.simulated, self.simulated.costs
+        groups = asked.pipeline
+        schedule = build(asked.schedule, groups * asked.chunks, asked.microbatches, asked.chunks)
+
+        def hop(task: Task) -> float:
+            last = groups - 1 if task.kind == "forward" else 0
+            goes_round = schedule.group_of(task.stage) == last
+            return NEVER_WAITED_FOR if goes_round and task.microbatch % groups else asked.transfer_seconds
+
+        spans = play(schedule, lambda task: costs[task.stage].seconds(task.kind), hop)
+        starts, ends = dict[int, float](), dict[int, float]()
+        for span in spans:
+            group = schedule.group_of(span.task.stage)
+            starts.setdefault(group, span.start_seconds)
+            ends[group] = span.end_seconds
+        return Answer(seconds=max(ends[group] - start for group, start in starts.items()))

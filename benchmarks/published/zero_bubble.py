@@ -20,7 +20,8 @@ from benchmarks.published.machines import machine
 from benchmarks.published.megatron import gpt_job
 from benchmarks.published.planned import Configuration
 from benchmarks.published.rows import Answer, Fields, Row, Source, number, whole
-from benchmarks.published.schedules import Simulated
+from benchmarks.published.schedules import AsAuthors, Simulated
+from passes.cluster import boundary_seconds
 from passes.errors import PlanningError
 from passes.plan import PipelinePlan
 
@@ -115,18 +116,42 @@ def _table_4(fields: Fields, times: Fields | None) -> Iterator[Row]:
         yield replace(row, why=f"no device of the table is called {fields['gpu']!r}")
     else:
         yield replace(row, question=asked) if known else replace(row, why=missing)
-    for source, blocking in (("zero-bubble-times", False), ("zero-bubble-times-blocking", True)):
+    for source, overlap in (("zero-bubble-times", 1.0), ("zero-bubble-times-blocking", 0.0)):
         given = replace(row, source=source, nbytes=None)
         if not known:
             yield replace(given, why=missing)
         elif times is None:
             yield replace(given, why="no times are given for it")
         else:
-            yield replace(given, question=_simulated(fields, times, blocking=blocking))
+            yield replace(given, question=_as_laid_out(fields, _simulated(fields, times), overlap))
 
 
-def _simulated(fields: Fields, times: Fields, *, blocking: bool = False, longest: bool = False) -> Simulated:
-    """The schedule of a row, with the profiled times of its model."""
+def _as_laid_out(fields: Fields, equal: Simulated, overlap: float) -> Simulated:
+    """The schedule with stages and boundaries as they differ, given their means.
+
+    The first stage has an embedding for a layer, which computes nothing, and the last one the head, which counts as
+    one; a transfer takes longer to another host, as predicted for a neighbour there and on the same one.
+    """
+    groups, stages = equal.pipeline, equal.pipeline * equal.chunks
+    layers = [(whole(fields, "layers") + 2) / stages] * stages
+    layers[0] -= 1
+    work = tuple(count / statistics.fmean(layers) for count in layers)
+    cluster = machine(fields["gpu"], whole(fields, "num_gpus"))
+    if cluster is None:
+        return replace(equal, overlap=overlap, work=work)
+    nbytes = 2 * whole(fields, "microbatch_seqs") * whole(fields, "seq_len") * whole(fields, "hidden")
+
+    def sent(stage: int) -> float:
+        sender, receiver = stage % groups, (stage + 1) % groups
+        return boundary_seconds(cluster.group(), range(sender, sender + 1), range(receiver, receiver + 1), nbytes)
+
+    mean = statistics.fmean(sent(stage) for stage in range(groups - 1))
+    ways = tuple(sent(stage) / mean for stage in range(stages - 1))
+    return replace(equal, overlap=overlap, work=work, ways=ways)
+
+
+def _simulated(fields: Fields, times: Fields) -> Simulated:
+    """The schedule of a row of equal stages, with the profiled times of its model."""
     milliseconds = [number(times, f"T_{kind}_ms") or 0.0 for kind in ("F", "B", "W", "comm")]
     forward, inputs, weights, transfer = (spent / 1e3 for spent in milliseconds)
     return Simulated(
@@ -138,8 +163,6 @@ def _simulated(fields: Fields, times: Fields, *, blocking: bool = False, longest
         weight_seconds=weights,
         transfer_seconds=transfer,
         chunks=_chunks(fields),
-        blocking=blocking,
-        longest=longest,
     )
 
 
@@ -153,7 +176,7 @@ def _table_5(fields: Fields, times: Fields | None) -> Row:
     ideal = _ideal_seconds(fields, times)
     return replace(
         row,
-        question=_simulated(fields, times, longest=True),
+        question=AsAuthors(simulated=_simulated(fields, times)),
         seconds=ideal / (1 - rate),
         rounding=RATE_ROUNDING / (1 - rate - RATE_ROUNDING),
     )

@@ -54,7 +54,8 @@ class DeviceSpec:
     Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
     no accelerator of the table has a slower link. 0 says that there is no way.
     A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle;
-    an array sent to the next stage takes `send_seconds` more than its bytes.
+    an array sent to the next stage takes `send_seconds` more than its bytes, and the sender computes during the part
+    `send_overlap` of that.
     `widened` maps dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
     """
 
@@ -70,6 +71,7 @@ class DeviceSpec:
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
     dispatch_seconds: float = DISPATCH_SECONDS
     send_seconds: float = 0.0
+    send_overlap: float = 1.0
     widened: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     def matmul_flops_per_second(self, dtype: str) -> float:
@@ -215,6 +217,13 @@ class _Fields:
             raise self.wrong(name, "should be above 0 and at most 1", "give the part of the bandwidth that is left")
         return value
 
+    def part(self, name: str) -> float:
+        """A number from 0 to 1."""
+        value = self.at_least_0(name)
+        if value > 1:
+            raise self.wrong(name, "should be from 0 to 1", "0 is nothing of it, 1 everything")
+        return value
+
     def objects(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[_Fields]:
         value = self.data.get(name, ())
         if not isinstance(value, list | tuple):
@@ -283,7 +292,8 @@ def _measured(read: _Fields) -> Measured:
 _LINK = ("alpha_seconds", "bytes_per_second")
 _OPTIONAL = ("adapters", "wiring", "measured")
 _RATES = ("half_extent", "strided_bytes_per_second", "host_bytes_per_second", "dispatch_seconds", "send_seconds")
-_SEEN = (*_RATES, "widened")
+_PARTS = ("send_overlap",)
+_SEEN = (*_RATES, *_PARTS, "widened")
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 
 
@@ -301,6 +311,7 @@ def _device(read: _Fields) -> DeviceSpec:
         source=read.text("source"),
         widened=_texts(read, "widened"),
         **{name: read.at_least_0(name) for name in _RATES if name in read.data},
+        **{name: read.part(name) for name in _PARTS if name in read.data},
     )
 
 

@@ -61,15 +61,22 @@ class TaskNumbers:
         pairs = zip(self.stages, self.live, strict=True)
         return [max(0, int(np.cumsum(nbytes[stages] * live).max())) for stages, live in pairs]
 
-    def seconds(self, costs: Sequence[StageCost], transfers: Sequence[Transfer], dispatch_seconds: float) -> float:
+    def seconds(
+        self,
+        costs: Sequence[StageCost],
+        transfers: Sequence[Transfer],
+        dispatch_seconds: float = 0.0,
+        overlap: float = 1.0,
+    ) -> float:
         """Seconds of the step, as `simulate` has them."""
         groups, n_stages = range(len(self.tasks)), self.n_stages
         hops = hops_of(transfers if len(groups) > 1 else (), n_stages)
         spent = [dispatch_seconds + one.seconds(k) if k in self.kinds else 0.0 for k in _KINDS for one in costs]
         on_the_way = [seconds for kind in _KINDS for seconds in hops[kind]]
+        sending = [(1.0 - overlap) * seconds for seconds in on_the_way]
         ends = [-1.0] * self.n_results + [0.0]
         arrivals = ends.copy()
-        free, at = [0.0] * len(groups), [0] * len(groups)
+        free, done, at = [0.0] * len(groups), [0.0] * len(groups), [0] * len(groups)
         waiting: dict[int, list[int]] = {}
         ready = list(groups)
         while ready:
@@ -82,8 +89,9 @@ class TaskNumbers:
                     at[group] = position
                     break
                 now = max(now, ends[own], arrivals[other]) + spent[number]
-                ends[result] = now
+                ends[result] = done[group] = now
                 arrivals[result] = now + on_the_way[number]
+                now += sending[number]
                 if result in waiting:
                     ready += waiting.pop(result)
             else:
@@ -91,7 +99,7 @@ class TaskNumbers:
             free[group] = now
         if any(position < len(tasks) for position, tasks in zip(at, self.tasks, strict=True)):
             raise InternalError("a schedule that was registered does not come to an end")
-        return max(free[group] + sum(one.finish_seconds for one in costs[group :: len(groups)]) for group in groups)
+        return max(done[group] + sum(one.finish_seconds for one in costs[group :: len(groups)]) for group in groups)
 
     def peak_nbytes(self, costs: Sequence[StageCost]) -> int:
         """Peak bytes of the device that needs most, as the timeline has them."""

@@ -98,6 +98,7 @@ def partition(
     microbatches: Sequence[int] = (1,),
     memory_limit: float = math.inf,
     dispatch_seconds: float = 0.0,
+    overlap: float = 1.0,
     n_stages: Sequence[int] | None = None,
     idle: bool = True,
     epsilon: float = EPSILON,
@@ -109,19 +110,19 @@ def partition(
     """The stages, schedule and number of microbatches with the shortest simulated step, if that is below the cutoff.
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
-    the numbers of stages allowed, by default all. `memory_limit` is in bytes of one device. `proof` is the most partial
-    partitions that the last part of the search extends. `lower_bound` bounds the cost of any candidate; without it
-    every entry is requested. `prefetch` is called with the entries that are requested next. The `context` has the
-    cutoff, and says whether Ctrl-C ends the search as soon as there is a partition. Schedules with several stages on a
-    device group are not searched. Raises PlanningError for numbers that make no sense, and where no partition fits in
-    memory.
+    the numbers of stages allowed, by default all. Who sends computes during the part `overlap` of a transfer.
+    `memory_limit` is in bytes of one device. `proof` is the most partial partitions that the last part of the search
+    extends. `lower_bound` bounds the cost of any candidate; without it every entry is requested. `prefetch` is called
+    with the entries that are requested next. The `context` has the cutoff, and says whether Ctrl-C ends the search as
+    soon as there is a partition. Schedules with several stages on a device group are not searched. Raises PlanningError
+    for numbers that make no sense, and where no partition fits in memory.
     """
     context = context or SearchContext()
     numbers = _check(n_layers, n_stages, microbatches, schedules)
     places = place(whole, choices, idle)
     numbers = tuple(p for p in numbers if p <= places.n_slots)
     splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
-    incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, seconds=context.cutoff)
+    incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, overlap=overlap, seconds=context.cutoff)
     hops = {m: boundaries(n_layers, places, table, m) for m in dict.fromkeys(microbatches)}
     requests = _Requests(
         places=places,

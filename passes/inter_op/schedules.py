@@ -138,12 +138,12 @@ def play(
     seconds: Callable[[Task], float] = lambda task: 1.0,
     hop: Callable[[Task], float] = lambda task: 0.0,
     *,
-    blocking: bool = False,
+    overlap: float = 1.0,
 ) -> tuple[Span, ...]:
     """Every task with its times, in order of start, ties by stage: tasks can be issued one by one in this order.
 
     A task starts when its group is free and its data is there. `hop` gives the seconds that a task's result takes to
-    the neighbouring stage; if they are `blocking`, the sending group is not free until then. Raises PlanningError,
+    the neighbouring stage; of them the sending group computes during the part `overlap`. Raises PlanningError,
     naming the tasks, where tasks wait for each other or for one that no group has.
     """
     ends = [math.nan] * (3 * schedule.n_stages * schedule.microbatches) + [0.0]
@@ -173,7 +173,7 @@ def play(
         result = _made(schedule, task)
         ends[result] = end = start + seconds(task)
         arrivals[result] = arrival = end + hop(task)
-        free[group] = arrival if blocking else end
+        free[group] = end + (1 - overlap) * (arrival - end)
         at[group] += 1
         spans.append(Span(task=task, start_seconds=start, end_seconds=end))
         enqueue(group)

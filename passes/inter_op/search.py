@@ -42,6 +42,7 @@ class Incumbent:
 
     places: Places
     dispatch_seconds: float
+    overlap: float = 1.0
     seconds: float = math.inf
     best: tuple[Problem, str, tuple[Entry, ...]] | None = None
     seen: set[tuple[int, str, tuple[Entry, ...]]] = field(default_factory=set[tuple[int, str, tuple[Entry, ...]]])
@@ -60,14 +61,15 @@ class Incumbent:
             return
         self.seen.add(key)
         tasks = task_numbers(schedule, len(stages), problem.microbatches)
-        seconds = tasks.seconds(*self._costs(problem, stages), self.dispatch_seconds)
+        seconds = tasks.seconds(*self._costs(problem, stages), self.dispatch_seconds, self.overlap)
         if seconds < self.seconds:
             self.seconds, self.best = seconds, (problem, schedule, stages)
 
     def simulate(self, problem: Problem, schedule: str, stages: tuple[Entry, ...]) -> Timeline:
         """The timeline of a partition."""
         pipeline = build(schedule, len(stages), problem.microbatches)
-        return simulate(pipeline, *self._costs(problem, stages), dispatch_seconds=self.dispatch_seconds)
+        costs, hops = self._costs(problem, stages)
+        return simulate(pipeline, costs, hops, dispatch_seconds=self.dispatch_seconds, overlap=self.overlap)
 
     def _costs(self, problem: Problem, stages: tuple[Entry, ...]) -> tuple[list[Candidate], list[Transfer]]:
         """The costs of the stages of a partition, and of the transfers between them."""

@@ -185,12 +185,12 @@ def simulate(
     transfers: Sequence[Transfer] = (),
     *,
     dispatch_seconds: float = 0.0,
-    blocking: bool = False,
+    overlap: float = 1.0,
 ) -> Timeline:
     """The timeline of a schedule whose stages [stages] and boundaries [stages - 1] cost that much.
 
-    Every task takes `dispatch_seconds` more. Transfers, none by default, delay who receives and overlap with compute;
-    where they are `blocking`, who sends waits for them too. Stages of one group need no transfer. Raises PlanningError
+    Every task takes `dispatch_seconds` more. Transfers, none by default, delay who receives;
+    who sends waits for them too, but for the part `overlap`. Stages of one group need no transfer. Raises PlanningError
     for a schedule that does not come to an end, InternalError for costs that are not of its stages.
     """
     if len(stages) != schedule.n_stages or len(transfers) not in (0, schedule.n_stages - 1):
@@ -201,7 +201,7 @@ def simulate(
         schedule,
         lambda task: durations[task.kind][task.stage],
         lambda task: hops[task.kind][task.stage],
-        blocking=blocking,
+        overlap=overlap,
     )
     groups = range(len(schedule.groups))
     starts, ends, busy = [math.inf] * len(groups), [0.0] * len(groups), [0.0] * len(groups)

@@ -125,6 +125,7 @@ class Drafting:
         if not fits or not self.is_large:
             counts |= {n for n in anchors(self.step.counts) if n in self.samples}
         single = [name for name in self.schedules if not is_chunked(name)]
+        device = self.cluster.group().device
         unsplit = [name for name in single if all(t.kind != "weight_gradient" for t in build(name, 1, 1).groups[0])]
         try:
             return inter_op.partition(
@@ -135,7 +136,8 @@ class Drafting:
                 schedules=unsplit or single or ("1f1b",),
                 microbatches=tuple(sorted(counts)) or (1,),
                 memory_limit=search.limit,
-                dispatch_seconds=self.cluster.group().device.dispatch_seconds,
+                dispatch_seconds=device.dispatch_seconds,
+                overlap=device.send_overlap,
                 n_stages=range(2, self.layers + 1),
                 idle=False,
                 lower_bound=self.table.bounds.of_layers,

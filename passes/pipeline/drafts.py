@@ -251,10 +251,10 @@ def drafts(
     costs = _costs(shape, table, microbatches, transfers, _splits(schedules[0]), beneath)
     if costs is None:
         return
-    dispatch_seconds = table.cluster.group().device.dispatch_seconds
+    device = table.cluster.group().device
     for schedule in schedules:
         tasks = task_numbers(schedule, len(shape.begins), microbatches, shape.chunks)
-        seconds = tasks.seconds(costs, transfers, dispatch_seconds)
+        seconds = tasks.seconds(costs, transfers, device.dispatch_seconds, device.send_overlap)
         if seconds < beneath:
             yield Draft(
                 shape=shape,

@@ -60,8 +60,9 @@ class PipelinePlan(AnyPlan):
 
     def simulated(self, costs: Sequence[StageCost], transfers: Sequence[Transfer]) -> Timeline:
         """When each task would run if stages and transfers cost that much."""
-        dispatch = self.cluster.group().device.dispatch_seconds
-        return simulate(self.schedule, costs, transfers, dispatch_seconds=dispatch)
+        device = self.cluster.group().device
+        dispatch, overlap = device.dispatch_seconds, device.send_overlap
+        return simulate(self.schedule, costs, transfers, dispatch_seconds=dispatch, overlap=overlap)
 
     @property
     def is_interrupted(self) -> bool:

@@ -98,6 +98,7 @@ device_specs = st.builds(
     host_bytes_per_second=st.floats(min_value=0, max_value=1e12),
     dispatch_seconds=st.floats(min_value=0, max_value=1),
     send_seconds=st.floats(min_value=0, max_value=1),
+    send_overlap=st.floats(min_value=0, max_value=1),
 )
 counts = st.integers(min_value=1, max_value=4096)
 host_groups = st.builds(

@@ -33,6 +33,7 @@ def without_latency() -> Cluster:
     data = parse_cluster("2x4:h100").to_json()
     group = data["groups"][0]  # pyright: ignore
     group["intra"]["alpha_seconds"] = group["inter"]["alpha_seconds"] = 0.0  # pyright: ignore
+    group["intra"]["low_latency"] = group["inter"]["low_latency"] = False  # pyright: ignore
     group["measured"] = [{"kind": "all_gather", "ranks": 4, "alpha_seconds": 0.0, "bytes_per_second": 1e9}]  # pyright: ignore
     return Cluster.from_json(data)
 

@@ -198,7 +198,7 @@ def test_hops_delay_who_receives_and_block_who_sends() -> None:
     schedule = gpipe(2, 2)
     overlapped = play(schedule, hop=lambda task: 0.5)
     assert max(span.end_seconds for span in overlapped) == 6 + 2 * 0.5
-    blocked = {span.task: span.start_seconds for span in play(schedule, hop=lambda task: 0.5, blocking=True)}
+    blocked = {span.task: span.start_seconds for span in play(schedule, hop=lambda task: 0.5, overlap=0.0)}
     assert blocked[task("forward", 0, 1)] == 1.5
 
 

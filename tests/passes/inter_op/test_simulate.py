@@ -132,7 +132,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 
 
 def test_blocking_transfers_hold_the_sender() -> None:
-    one = simulate(gpipe(2, 4), [EVEN] * 2, [hop(0.5)], blocking=True)
+    one = simulate(gpipe(2, 4), [EVEN] * 2, [hop(0.5)], overlap=0.0)
     assert one.seconds == simulate(gpipe(2, 4), [EVEN] * 2, [hop(0.5)]).seconds + 2 * 3 * 0.5
     assert one.busy_seconds == (12, 12)
 
@@ -266,10 +266,10 @@ def lines_of_a_task(name: str, stages: int, microbatches: int) -> float:
     return next(lines) / len(timeline.spans)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("overlap", [1.0, 0.0, 0.25])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("seed", range(5))
-def test_tasks_start_as_soon_as_they_can(seed: int, name: str, blocking: bool) -> None:
+def test_tasks_start_as_soon_as_they_can(seed: int, name: str, overlap: float) -> None:
     """Against times found by going over all tasks until none changes, with costs that are all different."""
     r = random.Random(seed)
     n_stages = 4
@@ -287,7 +287,7 @@ def test_tasks_start_as_soon_as_they_can(seed: int, name: str, blocking: bool) -
         for _ in range(n_stages)
     ]
     hops = [Transfer(forward_seconds=r.random(), backward_seconds=r.random()) for _ in range(n_stages - 1)]
-    timeline = simulate(schedule, stages, hops, dispatch_seconds=0.1, blocking=blocking)
+    timeline = simulate(schedule, stages, hops, dispatch_seconds=0.1, overlap=overlap)
     seconds = {task: 0.1 + stages[task.stage].seconds(task.kind) for tasks in schedule.groups for task in tasks}
 
     def sent(task: Task) -> float:
@@ -312,7 +312,7 @@ def test_tasks_start_as_soon_as_they_can(seed: int, name: str, blocking: bool) -
     before = {task: [(o, w) for o in seconds if (w := waits_for(task, o)) is not None] for task in seconds}
     for tasks in schedule.groups:
         for one, other in itertools.pairwise(tasks):
-            before[other].append((one, sent(one) if blocking else 0.0))
+            before[other].append((one, (1 - overlap) * sent(one)))
     starts = dict.fromkeys(seconds, 0.0)
     changed = True
     while changed:

@@ -59,7 +59,8 @@ def test_the_bound_of_equal_stages_without_transfers_is_what_they_take(name: str
 def test_seconds_and_bytes_without_a_timeline_are_those_of_the_timeline(seed: int, name: str) -> None:
     shape, count, costs, hops = drawn(seed, name)
     costs = [replace(one, in_flight_nbytes=7 * at + 3, persistent_nbytes=at % 3) for at, one in enumerate(costs)]
-    timeline = simulate(build(name, len(costs), count, shape.chunks), costs, hops, dispatch_seconds=0.125)
-    tasks = task_numbers(name, len(costs), count, shape.chunks)
-    assert tasks.seconds(costs, hops, 0.125) == timeline.seconds
+    schedule, tasks = build(name, len(costs), count, shape.chunks), task_numbers(name, len(costs), count, shape.chunks)
+    for overlap in (0.0, 0.5, 1.0):
+        timeline = simulate(schedule, costs, hops, dispatch_seconds=0.125, overlap=overlap)
+        assert tasks.seconds(costs, hops, 0.125, overlap) == pytest.approx(timeline.seconds)
     assert tasks.peak_nbytes(costs) == max(timeline.peak_nbytes)
