@@ -5,6 +5,7 @@ from autopar.cache import PlanCache
 from autopar.errors import ArgumentError, DeviceError, UnboundPlanError, UnsupportedError
 from autopar.lowering import register_rule
 from autopar.plan import Plan
+from autopar.profiling import Calibration, StepReport
 from autopar.tools import Simulation, measure, simulate, topology
 from passes.cluster import Cluster, DeviceSpec, HostGroup, HostSpec, Link, register_device
 from passes.errors import ClusterError, InternalError, OverBudgetError, PlanMismatchError, PlanningError
@@ -31,6 +32,7 @@ __all__ = [
     "SCHEDULES",
     "ArgumentError",
     "Auto",
+    "Calibration",
     "Cluster",
     "ClusterError",
     "DataParallel",
@@ -59,6 +61,7 @@ __all__ = [
     "Simulation",
     "SolverOptions",
     "Step",
+    "StepReport",
     "Task",
     "UnboundPlanError",
     "UnsupportedError",

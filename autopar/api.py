@@ -16,10 +16,13 @@ import jax
 
 from autopar.cache import PlanCache
 from autopar.compilation import Compilations
+from autopar.errors import ArgumentError, explain
 from autopar.frontend import Names, Positions, Traced, signature_of
 from autopar.jax_compat import Device
 from autopar.options import Settings
 from autopar.plan import Plan
+from autopar.profiling import Calibration, StepReport
+from autopar.reporting import report, zeros
 from autopar.rewrite import TracedStep
 from autopar.runtime import Compiled, Lowered
 from passes.cluster import Cluster
@@ -47,6 +50,7 @@ def parallelize(
     memory_limit: int | str | None = None,
     remat: Kept | Sequence[Kept] | None = None,
     cache: str | os.PathLike[str] | PlanCache | None = None,
+    calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Report | None = None,
 ) -> Any:
     """`fun` as a ParallelFunction; a decorator that makes one, without `fun`.
@@ -61,8 +65,9 @@ def parallelize(
     layers compute again what they do not keep, whichever is cheapest. `remat` decides the latter instead: what each
     layer keeps for the backward pass, `"everything"`, `"matmuls"` (what products with weights make) or `"inputs"`, one
     word for all layers or one for each. Plans are kept in the folder `cache` and found there the next time; by default
-    they are not. `progress` is called with an `autopar.Progress` at each step of a search. The other options are
-    `jax.jit`'s.
+    they are not. `calibration` is a file in which reports were kept, or what is read of it: plans are made for devices
+    slower by as much as steps took longer than predicted; by default they are not. `progress` is called with an
+    `autopar.Progress` at each step of a search. The other options are `jax.jit`'s.
 
     Raises ClusterError for a description that cannot be read, ArgumentError for what is no planner or no devices.
     """
@@ -81,6 +86,7 @@ def parallelize(
         "memory_limit": memory_limit,
         "remat": remat,
         "cache": cache,
+        "calibration": calibration,
         "progress": progress,
     }
     decorate = partial(ParallelFunction, jit=jit, settings=Settings.of(options))
@@ -133,6 +139,25 @@ class ParallelFunction:
         """
         return self._compilations.of(args, kwargs).lower()
 
+    def report(self, *args: Any, **kwargs: Any) -> StepReport:
+        """Predicted and measured steps of `fun(*args, **kwargs)` by cause and stage, to be printed.
+
+        Some steps are taken on copies of the donated arguments: what is passed stays as it is, and a device holds that
+        much more meanwhile. Without arguments zeros of the types of the last function that was compiled are stepped.
+        Calls of the function are neither timed nor profiled. The factors are kept in `calibration.json` beside the
+        plans, if these are kept (`cache=`), for `parallelize(calibration=)`. Raises ArgumentError before the first call
+        where arguments are left out.
+        """
+        last = self._compilations.last
+        if not args and not kwargs and last is not None:
+            return report(last, zeros(last))
+        if not args and not kwargs and self.signature.parameters:
+            rule = "it has not been called yet, and so there is nothing to measure"
+            remedy = "pass what it is called with: report(state, batch)"
+            raise ArgumentError(explain(f"{self.signature.function}.report()", rule, self.signature.source, remedy))
+        dynamic, _ = self.signature.split(args, kwargs)
+        return report(self._compilations.of(args, kwargs), jax.tree.leaves(dynamic))
+
     def replan(
         self,
         *,
@@ -142,11 +167,12 @@ class ParallelFunction:
         microbatches: int | None = None,
         memory_limit: int | str | None = None,
         cache: str | os.PathLike[str] | PlanCache | Literal[False] | None = None,
+        calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
         progress: Report | None = None,
     ) -> ParallelFunction:
         """The same function with the same jit options, for another cluster, by another planner or otherwise cut.
 
-        `cache=False` is none.
+        `cache=False` is none, and so is `calibration=False`.
         """
         options = {
             "cluster": cluster,
@@ -155,6 +181,7 @@ class ParallelFunction:
             "microbatches": microbatches,
             "memory_limit": memory_limit,
             "cache": cache,
+            "calibration": calibration,
             "progress": progress,
         }
         return ParallelFunction(self._fun, self._jit, self._settings.but(options))

@@ -83,7 +83,7 @@ class Compilation:
         plan = self.plan()
         if isinstance(plan, PipelinePlan):
             return self._lowered_pipeline(plan)
-        lowered = lower(self._prepared(), self.structs, self.statics)
+        lowered = lower(self.prepare(), self.structs, self.statics)
         limit = self._limit()
         if limit is None:
             return lowered
@@ -98,12 +98,27 @@ class Compilation:
         """The results of the first call, after which there is what runs the others."""
         with without_gc():
             self._chosen()
+        run = self._made(leaves)
+        return self.prepare().executable()(leaves) if run is None else run(leaves)
+
+    def ready(self, leaves: list[Any]) -> _Run:
+        """What runs the function on such flat arguments, compiled if it was not."""
+        if self.run is None:
+            with without_gc():
+                self._chosen()
+        run = self.run or self._made(leaves)
+        if run is None:
+            raise InternalError("a report is asked for inside another transformation")
+        return run
+
+    def _made(self, leaves: list[Any]) -> _Run | None:
+        """What runs the function from now on; None for a call inside another transformation."""
         executable = self._executable(again=True, nested=any(map(is_traced, leaves)))
         if executable is None:
-            return self._prepared().executable()(leaves)
+            return None
         self.executable = executable
         self.run = executable if isinstance(executable, Executable) else self._outermost(executable)
-        return self.run(leaves)
+        return self.run
 
     def _outermost(self, run: _Run) -> _Run:
         """What runs a pipeline, and refuses to inside another transformation."""
@@ -125,6 +140,8 @@ class Compilation:
     def _chosen(self) -> Chosen:
         if self.chosen is None:
             cluster = self.settings.cluster or local_cluster(self._devices())
+            if self.settings.calibration is not None:
+                cluster = self.settings.calibration.applied(cluster)
             self.chosen = choose(self.step(), cluster, self.settings, self.signature.source)
         return self.chosen
 
@@ -132,7 +149,7 @@ class Compilation:
         """What the compiled program may need on a device, None for all that there is."""
         chosen, plan = self._chosen(), self.plan()
         source = self.signature.source
-        return limit_of(plan, self._present(), chosen.memory_limit, source, searched=chosen.searched)
+        return limit_of(plan, self.present(), chosen.memory_limit, source, searched=chosen.searched)
 
     def _tighten(self, limit: Limit, needed: int) -> None:
         """Plans again, for as much less than the limit as the compiled program needed more than was planned.
@@ -159,11 +176,11 @@ class Compilation:
             needed = pipeline_nbytes(pipeline.program, pipeline.executables) if limit else 0
             found = self._joined(pipeline)
         elif limit is None:
-            return self._prepared().executable()
+            return self.prepare().executable()
         elif nested:
             return None
         else:
-            compiled = lower(self._prepared(), self.structs).compile()
+            compiled = lower(self.prepare(), self.structs).compile()
             needed, found = needed_nbytes(plan, compiled.memory_analysis()), compiled.executable()
         if limit is None or needed <= limit.nbytes:
             return found
@@ -176,7 +193,7 @@ class Compilation:
         """A pipeline's program."""
         traced = self._chosen().traced
         cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
-        return build(traced, plan, cut, self._present())
+        return build(traced, plan, cut, self.present())
 
     def _pipeline(self, program: Program, executables: tuple[Any, ...] | None = None) -> Pipeline:
         """A pipeline's program, compiled."""
@@ -202,18 +219,19 @@ class Compilation:
             limit=self._limit(),
         )
 
-    def _prepared(self) -> Prepared:
+    def prepare(self) -> Prepared:
+        """The jitted function of a plan of one mesh."""
         if self.prepared is None:
             plan = self.plan()
             if isinstance(plan, PipelinePlan):
                 raise InternalError("a pipeline is lowered a segment at a time")
-            self.prepared = prepare(self.signature, self._chosen().traced, plan, self._present())
+            self.prepared = prepare(self.signature, self._chosen().traced, plan, self.present())
         return self.prepared
 
     def _devices(self) -> Sequence[Device]:
         return jax.devices() if self.settings.devices is None else self.settings.devices
 
-    def _present(self) -> tuple[Device, ...]:
+    def present(self) -> tuple[Device, ...]:
         """The devices that the plan runs on. Raises DeviceError if there are too few."""
         plan, devices = self.plan(), tuple(self._devices())
         size, shape = plan.n_devices, plan.shape
@@ -253,6 +271,11 @@ class Compilations:
         if known is not None and known.run is not None:
             return known.run(leaves)
         return self.of(args, kwargs).start(leaves)
+
+    @property
+    def last(self) -> Compilation | None:
+        """The last that was compiled of those that run; None before the first call."""
+        return next((known for known in reversed(self.known.values()) if known.run is not None), None)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
         """The compilation for arguments of these types, which may be `jax.ShapeDtypeStruct`s."""

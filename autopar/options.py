@@ -15,6 +15,7 @@ import numpy as np
 from autopar.cache import PlanCache, checked_cache
 from autopar.errors import ArgumentError, explain
 from autopar.jax_compat import Device
+from autopar.profiling import Calibration
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import ClusterError, PlanningError
 from passes.planners import Auto, Planned, Planner, PlanOptions, limit_nbytes
@@ -35,6 +36,7 @@ class Settings:
     memory_limit: int | None
     remat: Kept | Sequence[Kept] | None
     cache: PlanCache | None
+    calibration: Calibration | None
     progress: Report
 
     @classmethod
@@ -155,6 +157,22 @@ def checked_devices(devices: Any) -> tuple[Device, ...] | None:
     return listed
 
 
+def checked_calibration(calibration: Any) -> Calibration | None:
+    """The calibration in a file. Raises ArgumentError for what is no file of one."""
+    if calibration is None or calibration is False:
+        return None
+    if isinstance(calibration, Calibration):
+        return calibration
+    if not isinstance(calibration, str | os.PathLike):
+        rule = "a calibration is the file that a report was kept in, or an autopar.Calibration"
+        remedy = "write, say, calibration='plans/calibration.json', or leave it out for none"
+        raise ArgumentError(explain(f"calibration={calibration!r:.60}", rule, "", remedy))
+    try:
+        return Calibration.load(calibration)
+    except PlanningError as error:
+        raise ArgumentError(str(error)) from None
+
+
 _CHECKS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "cluster": checked_cluster,
@@ -165,6 +183,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "memory_limit": checked_limit,
         "remat": lambda remat: remat,
         "cache": checked_cache,
+        "calibration": checked_calibration,
         "progress": checked_progress,
     }
 )

@@ -96,6 +96,11 @@ class Pipeline:
         self.program.donation.delete(leaves)
         return self._results(slots), Times(feed=feed, host=tuple(host), done=tuple(done))
 
+    def transfer_seconds(self, times: Times) -> float:
+        """The part of a step's times that arrays took from stage to stage."""
+        sends = (isinstance(instruction, Send) for instruction in self.program.instructions)
+        return sum(done for is_send, done in zip(sends, times.done, strict=True) if is_send)
+
     def _results(self, slots: Slots) -> Any:
         results = [slots[slot] for slot in self.program.results]
         for position in self.weak:  # else the next step has arguments of another type, and is planned again

@@ -140,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
     plan.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
     plan.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)')
+    plan.add_argument("--calibration", type=Path, metavar="PATH", help="where reports of measured steps were kept")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
     plan.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing; see below")
     show = add("show", _show, "show a saved plan", "Show a saved plan.", _SHOW_MORE)
@@ -260,6 +261,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "microbatches": arguments.microbatches,
             "memory_limit": limit_of(arguments.memory_limit),
             "cache": False if arguments.no_cache else plans_folder(),
+            "calibration": arguments.calibration,
             "progress": report,
         }
         step = step.replan(**options) if isinstance(step, ParallelFunction) else parallelize(step, **options)

@@ -25,6 +25,37 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, name=name, groups=(replace(group, hosts=hosts, devices_per_host=per_host),))
 
 
+def slower(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -> Cluster:
+    """The cluster whose devices take `compute` times as long for every operator, and whose links and collectives take
+    `communication` times as long, latencies included. Peaks stay: those are data sheets'.
+    """
+    group = cluster.group()
+    device = replace(
+        group.device,
+        matmul_efficiency=group.device.matmul_efficiency / compute,
+        memory_bytes_per_second=group.device.memory_bytes_per_second / compute,
+        launch_seconds=group.device.launch_seconds * compute,
+    )
+
+    def longer(link: Link) -> Link:
+        seconds, rate = link.alpha_seconds * communication, link.bytes_per_second / communication
+        return replace(link, alpha_seconds=seconds, bytes_per_second=rate)
+
+    def measured(seen: Measured) -> Measured:
+        seconds, rate = seen.alpha_seconds * communication, seen.bytes_per_second / communication
+        return replace(seen, alpha_seconds=seconds, bytes_per_second=rate)
+
+    calibrated = replace(
+        group,
+        device=device,
+        intra=longer(group.intra),
+        inter=longer(group.inter),
+        measured=tuple(map(measured, group.measured)),
+    )
+    name = f"{cluster.name}, calibrated: compute x {compute:.3g}, communication x {communication:.3g}"
+    return replace(cluster, name=name, groups=(calibrated,))
+
+
 def with_bandwidth(cluster: Cluster, factor: float = 1.0, network_factor: float = 1.0) -> Cluster:
     """The cluster whose links give `factor` times the bytes per second, and those between hosts `network_factor` times
     that; latencies are the same.

@@ -1,0 +1,105 @@
+"""Steps of a compiled function, one after another, each waited for and timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+LEAST, MOST = 3, 20
+"""Steps that are timed: a median of fewer than three says nothing, and one of more than twenty says little more."""
+
+ENOUGH_SECONDS = 10.0
+"""Of timed steps, after which no more are taken than the least: long steps vary less."""
+
+WARM_UP = 2
+"""Steps before: the first moves arguments to where they belong and may compile, the second meets what it left."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Stepper:
+    """A function of flat arguments, called again and again: what a step returns of its state is the next one's.
+
+    `pairs` are (output, input) positions. Arrays at `donated`, which a step takes, are copied before the first one and,
+    where no output follows them, before every one: the caller's stay.
+    """
+
+    run: Callable[[list[Any]], Any]
+    leaves: list[Any]
+    pairs: Sequence[tuple[int, int]]
+    donated: Sequence[int]
+    given: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = list(self.leaves)
+        self.leaves = [_copied(leaf) if i in self.donated else leaf for i, leaf in enumerate(self.leaves)]
+
+    def step(self) -> Any:
+        """The results of a step, which may not be there yet."""
+        results = self.run(list(self.leaves))
+        outputs = jax.tree.leaves(results)
+        following = {position: outputs[output] for output, position in self.pairs}
+        self.leaves = [
+            following[i] if i in following else _copied(self.given[i]) if i in self.donated else leaf
+            for i, leaf in enumerate(self.leaves)
+        ]
+        return results
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Seconds of each of several steps until its results were there, and until the call had returned."""
+
+    seconds: tuple[float, ...]
+    host_seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def host_median(self) -> float:
+        return statistics.median(self.host_seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The lower and upper quartile."""
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+
+def warm_up(stepper: Stepper) -> None:
+    """Takes the steps that are not timed."""
+    for _ in range(WARM_UP):
+        jax.block_until_ready(stepper.step())
+
+
+def timed(stepper: Stepper, clock: Clock = time.perf_counter, most: int = MOST) -> Steps:
+    """The times of so many steps at `most`, of fewer where they are long."""
+    spent = list(_times(stepper, clock, most))
+    return Steps(seconds=tuple(done for done, _ in spent), host_seconds=tuple(issued for _, issued in spent))
+
+
+def _times(stepper: Stepper, clock: Clock, most: int) -> Iterator[tuple[float, float]]:
+    """(seconds until the results are there, seconds until the call has returned) of each step."""
+    total = 0.0
+    for number in range(most):
+        if number >= LEAST and total > ENOUGH_SECONDS:
+            return
+        start = clock()
+        results = stepper.step()
+        issued = clock()
+        jax.block_until_ready(results)
+        done = clock()
+        total += done - start
+        yield done - start, issued - start

@@ -1,0 +1,124 @@
+"""A report of a compilation: steps taken on copies of its arguments, timed and profiled, beside what was predicted."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.checks import hlo_kinds
+from autopar.compilation import Compilation
+from autopar.errors import ArgumentError, explain
+from autopar.profiling import (
+    CALIBRATION_NAME,
+    Clock,
+    Factors,
+    Stepper,
+    StepReport,
+    Steps,
+    measured_shares,
+    profiled,
+    seconds_by_cause,
+    timed,
+    warm_up,
+)
+from autopar.runtime import Executable, Joined, Pipeline, lower
+from passes.plan import PipelinePlan
+
+PROFILED = 5
+"""Steps under the profiler, whose events fill memory."""
+
+
+def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf_counter) -> StepReport:
+    """Predicted and measured steps of a compilation, called on flat arguments, which stay the caller's.
+
+    The factors are kept beside the plans, where these are.
+    """
+    run = compilation.ready(leaves)
+    stepper = Stepper(
+        run=run,
+        leaves=leaves,
+        pairs=compilation.traced.state_pairs,
+        donated=[i for i, is_donated in enumerate(compilation.traced.donated) if is_donated],
+    )
+    warm_up(stepper)
+    steps = timed(stepper, clock)
+    plan = compilation.plan()
+    result = StepReport(plan=plan, steps=steps, applied=_applied(compilation))
+    result = _with_profile(compilation, stepper, result, clock)
+    if isinstance(plan, PipelinePlan) and isinstance(compilation.executable, Pipeline):
+        result = replace(result, transfers=_transfers(compilation.executable, stepper, plan))
+    if compilation.settings.cache is None:
+        return result
+    kept_in = os.path.join(os.fspath(compilation.settings.cache.folder), CALIBRATION_NAME)
+    result.save(kept_in)
+    return replace(result, kept_in=kept_in)
+
+
+def _applied(compilation: Compilation) -> Factors:
+    """The factors that the plan's cluster was calibrated by."""
+    calibration = compilation.settings.calibration
+    return Factors() if calibration is None else calibration.of(compilation.plan().cluster)
+
+
+def _with_profile(compilation: Compilation, stepper: Stepper, result: StepReport, clock: Clock) -> StepReport:
+    """The report with what devices were seen to do; as it is where the profiler sees no operator of theirs."""
+    devices = compilation.present()
+    times: list[Steps] = []
+
+    def run() -> None:
+        times.append(timed(stepper, clock, PROFILED))
+
+    seen = profiled(run)
+    if not seen or any(device.process_index != jax.process_index() for device in devices):
+        return result
+    numbers = [device.id if device.local_hardware_id is None else device.local_hardware_id for device in devices]
+    (steps,) = times
+    opcodes = hlo_kinds.opcodes(_texts(compilation))
+    by_device = seconds_by_cause(seen, opcodes, numbers, len(steps.seconds))
+    if not any(any(spent.values()) for spent in by_device):
+        return result
+    measured = measured_shares(result.plan, by_device, steps.median)
+    return replace(result, profiled_seconds=steps.median, measured=measured)
+
+
+def _texts(compilation: Compilation) -> Sequence[str]:
+    """The optimized HLO of every program of a step."""
+    executable = compilation.executable
+    if isinstance(executable, Joined):
+        executable = executable.pipeline
+    if isinstance(executable, Pipeline):
+        return [segment.as_text() for segment in executable.executables]
+    if isinstance(executable, Executable) and hasattr(executable.run, "as_text"):
+        return [executable.run.as_text()]  # pyright: ignore[reportFunctionMemberAccess]
+    return [lower(compilation.prepare(), compilation.structs).unlimited().compile().as_text()]
+
+
+def _transfers(pipeline: Pipeline, stepper: Stepper, plan: PipelinePlan) -> tuple[float, float]:
+    """(predicted, measured) seconds of a step's transfers, one by one: each instruction waits for the one before."""
+    seconds = [0.0]
+
+    def run(leaves: list[Any]) -> Any:
+        results, times = pipeline.timed(leaves, wait=True)
+        seconds[0] = pipeline.transfer_seconds(times)
+        return results
+
+    usual, stepper.run = stepper.run, run
+    stepper.step()
+    stepper.run = usual
+    predicted = sum(transfer.forward_seconds + transfer.backward_seconds for transfer in plan.transfers)
+    return plan.microbatches * predicted, seconds[0]
+
+
+def zeros(compilation: Compilation) -> list[Any]:
+    """Flat arguments of a compilation's types, all zero. Raises ArgumentError for types that are no numbers."""
+    if any(jax.numpy.issubdtype(struct.dtype, jax.dtypes.extended) for struct in compilation.structs):
+        rule = "without arguments, arrays of zeros are stepped, and there are none of its random keys"
+        remedy = "pass what the function is called with: report(state, batch)"
+        raise ArgumentError(explain("report()", rule, compilation.signature.source, remedy))
+    return [np.zeros(struct.shape, struct.dtype) for struct in compilation.structs]
