@@ -117,25 +117,8 @@ class Compilation:
         if executable is None:
             return None
         self.executable = executable
-        self.run = executable if isinstance(executable, Executable) else self._outermost(executable)
+        self.run = executable if isinstance(executable, Executable) else _outermost(executable, self.signature)
         return self.run
-
-    def _outermost(self, run: _Run) -> _Run:
-        """What runs a pipeline, and refuses to inside another transformation."""
-
-        def checked(leaves: list[Any]) -> Any:
-            if any(map(is_traced, leaves)):
-                raise UnsupportedError(
-                    explain(
-                        f"{self.signature.function} inside another transformation of JAX's",
-                        "a pipeline is many programs on several submeshes, and no operation of another one",
-                        self.signature.source,
-                        "take jit, derivatives and batches inside the function, or use a planner without stages",
-                    )
-                )
-            return run(leaves)
-
-        return checked
 
     def _chosen(self) -> Chosen:
         if self.chosen is None:
@@ -248,6 +231,24 @@ class Compilation:
                 )
             )
         return devices[:size]
+
+
+def _outermost(run: _Run, signature: Signature) -> _Run:
+    """What runs a pipeline, and refuses to inside another transformation."""
+
+    def checked(leaves: list[Any]) -> Any:
+        if any(map(is_traced, leaves)):
+            raise UnsupportedError(
+                explain(
+                    f"{signature.function} inside another transformation of JAX's",
+                    "a pipeline is many programs on several submeshes, and no operation of another one",
+                    signature.source,
+                    "take jit, derivatives and batches inside the function, or use a planner without stages",
+                )
+            )
+        return run(leaves)
+
+    return checked
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,18 @@ PICTURE = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
 PATH = re.compile(r"`((?:autopar|passes|models|benchmarks|tests|docs)/[\w./]*)`")
 FILES = {
     "passes": {"__init__", "errors", "progress", "gc_pause", "step"},
-    "autopar": {"__init__", "__main__", "errors", "jax_compat", "plan", "cache", "options", "planning", "compilation"},
+    "autopar": {
+        "__init__",
+        "__main__",
+        "errors",
+        "jax_compat",
+        "plan",
+        "cache",
+        "options",
+        "planning",
+        "compilation",
+        "reporting",
+    },
 }
 """The files beside the rooms, which the picture leaves out."""
 

@@ -27,7 +27,7 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
 
 def slower(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -> Cluster:
     """The cluster whose devices take `compute` times as long for every operator, and whose links and collectives take
-    `communication` times as long, latencies included. Peaks stay: those are data sheets'.
+    `communication` times as long, latencies included, but for what a collective takes to start. Peaks stay: those are data sheets'.
     """
     group = cluster.group()
     device = replace(
@@ -35,6 +35,7 @@ def slower(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -
         matmul_efficiency=group.device.matmul_efficiency / compute,
         memory_bytes_per_second=group.device.memory_bytes_per_second / compute,
         launch_seconds=group.device.launch_seconds * compute,
+        send_seconds=group.device.send_seconds * communication,
     )
 
     def longer(link: Link) -> Link:

@@ -283,7 +283,8 @@ def test_calls_are_neither_timed_nor_waited_for_nor_profiled(monkeypatch: pytest
 
     for module, name in ((jax, "block_until_ready"), (jax.profiler, "start_trace"), (step_times.time, "perf_counter")):
         monkeypatch.setattr(module, name, never)
-    parallel(params, batch)
+    _, total = parallel(params, batch)
+    assert total == ROWS * WIDTH
 
 
 def test_random_keys_have_no_zeros():
