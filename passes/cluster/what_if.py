@@ -27,7 +27,8 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
 
 def slower(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -> Cluster:
     """The cluster whose devices take `compute` times as long for every operator, and whose links and collectives take
-    `communication` times as long, latencies included, but for what a collective takes to start. Peaks stay: those are data sheets'.
+    `communication` times as long, latencies included, but for what a collective takes to start. Peaks stay: those are
+    data sheets'.
     """
     group = cluster.group()
     device = replace(

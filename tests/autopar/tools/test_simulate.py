@@ -99,6 +99,7 @@ def test_the_bubble_of_a_planned_pipeline_is_the_timelines():
     for row, m in zip(simulated.rows, (2, 8), strict=True):
         plan = autopar.parallelize(step, cluster="2:h100", planner=replace(planner, microbatches=m)).plan(*ARGS)
         assert isinstance(plan, autopar.PipelinePlan)
+        assert row.estimate is not None
         assert row.estimate == Estimate.of(plan)
         assert row.estimate.bubble == plan.bubble > 0
         assert row.estimate.flops == MODEL_FLOPS
@@ -150,7 +151,7 @@ def test_every_combination_is_a_row_and_says_what_it_is():
     assert all("has 4" in row.refusal for row in refused)
     data = simulated.to_json()
     assert [entry["cluster"] for entry in data[:8:2]] == ["4:h100", "8:h100", "4:a100-80g", "8:a100-80g"]
-    first = data[0]
+    first: dict[str, Any] = data[0]
     assert first["tokens_per_step"] == 1000.0
     assert data[8]["tokens_per_step"] == 2000.0
     assert first["days"] == pytest.approx(1e9 / 1000 * first["step_seconds"] / 86400)

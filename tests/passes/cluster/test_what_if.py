@@ -32,13 +32,8 @@ def test_parts_of_several_hosts_are_refused(devices: int) -> None:
 def without_latency() -> Cluster:
     data = parse_cluster("2x4:h100").to_json()
     group = data["groups"][0]  # pyright: ignore
-<<<<<<< HEAD
-    group["intra"]["alpha_seconds"] = group["inter"]["alpha_seconds"] = 0.0  # pyright: ignore
-    group["intra"]["low_latency"] = group["inter"]["low_latency"] = False  # pyright: ignore
-=======
     for name in ("intra", "inter"):
         group[name] |= {"alpha_seconds": 0.0, "low_latency": False}  # pyright: ignore
->>>>>>> cd74b1e (Closed forms on links that begin at no cost; a pipeline's refusal inside transformations stands beside its class)
     group["measured"] = [{"kind": "all_gather", "ranks": 4, "alpha_seconds": 0.0, "bytes_per_second": 1e9}]  # pyright: ignore
     return Cluster.from_json(data)
 
