@@ -18,6 +18,7 @@ from passes.intra_op.assembly import Assembly, ControlJoin, Region, Specs, Value
 from passes.intra_op.strategies import Table, Tabulator, outline
 from passes.ir import Control, Graph, Slot, StatePairs, TensorType
 from passes.placement import Bundle, Grouping, weights
+from passes.rules import made_anywhere
 from passes.sharding import Resharder, ShardingSpec, replicated
 from passes.solver import Edge, Floats, Indices, Memory, ShardingProblem
 
@@ -170,13 +171,13 @@ class _Builder:
 
     def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, ValueSite], weight: float) -> Region:
         """The region of a graph, whose nodes join the problem; the values in `inputs` are decided elsewhere."""
-        leaving = visible(graph, grouping)
+        leaving, anew = visible(graph, grouping), remade(graph, grouping)
         tabulator = self.resharder.kept(Tabulator)
         operators = tabulator.operators(graph, grouping)
         number, self.regions = self.regions, self.regions + 1
         first, tables, sites = len(self.seconds), list[Table](), dict(inputs)
         for bundle in grouping.bundles:
-            shape, written, read = outline(bundle, graph, grouping, leaving, operators)
+            shape, written, read = outline(bundle, graph, grouping, leaving, operators, anew)
             table = tabulator.table(shape, graph.nodes[min(bundle.members)].source)
             interface = self.common.interface(table, graph, bundle)
             node = self._node(weight * table.seconds, interface.kind)
@@ -351,6 +352,22 @@ def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
             if value in grouping.home and outside:
                 leaving.add(value)
     return frozenset(leaving)
+
+
+def remade(graph: Graph, grouping: Grouping) -> frozenset[int]:
+    """The values that each reader makes anew from something smaller: what is broadcast for operators that fuse it.
+
+    A loop, a matrix product or a barrier reads an array, and so does whoever gets an output.
+    """
+    anew = set[int]()
+    for node, rule in zip(graph.nodes, grouping.rules, strict=True):
+        if rule.light and made_anywhere(node) and node.inputs:
+            (value,), largest = node.outputs, max(graph.types[v].nbytes for v in node.inputs)
+            readers = graph.consumers.get(value, ())
+            fused = all(grouping.rules[reader].light and not grouping.rules[reader].alias for reader in readers)
+            if fused and value not in graph.outputs and graph.types[value].nbytes > largest:
+                anew.add(value)
+    return frozenset(anew)
 
 
 @without_gc()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.cluster import Mesh
-from passes.intra_op.build_problem import visible
+from passes.intra_op.build_problem import remade, visible
 from passes.intra_op.roofline import local_flops
 from passes.ir import Graph, Phase
 from passes.placement import Bundle, Grouping, Layout, Placement
@@ -22,10 +22,11 @@ def compute_seconds(
 ) -> dict[Phase, float]:
     """Seconds of all operators by phase, reshardings apart; `inside` a loop or branch, `weight` times a step."""
     totals: dict[Phase, float] = {}
-    leaving = visible(graph, grouping)
+    anew = remade(graph, grouping)
+    written = visible(graph, grouping) - anew
     for bundle in grouping.bundles:
         when: Phase = "backward" if bundle.phase == "apply" and inside else bundle.phase
-        spent = _bundle_seconds(graph, grouping, mesh, layout.placements, bundle, leaving)
+        spent = _bundle_seconds(graph, grouping, mesh, layout.placements, bundle, written, anew)
         totals[when] = totals.get(when, 0.0) + weight * spent
     for index, control in grouping.controls.items():
         bodies = zip(control.bodies, grouping.bodies[index], layout.placements[index].bodies, strict=True)
@@ -42,9 +43,13 @@ def _bundle_seconds(
     mesh: Mesh,
     placements: Sequence[Placement],
     bundle: Bundle,
-    leaving: frozenset[int],
+    written: frozenset[int],
+    anew: frozenset[int],
 ) -> float:
-    """The larger of compute and memory time of a bundle's members together, plus one launch."""
+    """The larger of compute and memory time of a bundle's members together, plus one launch.
+
+    Values `anew` are made by whoever reads them, and pass no memory.
+    """
     device = mesh.cluster.group().device
     members = sorted(bundle.members)
     produced = {value for member in members for value in graph.nodes[member].outputs}
@@ -67,9 +72,9 @@ def _bundle_seconds(
                 result = graph.types[node.outputs[0]]
                 nbytes_read = min(graph.types[value].nbytes, result.nbytes)
                 read = nbytes_read * placement.results[0].local_nbytes(result, mesh) / max(result.nbytes, 1)
-            nbytes += read
+            nbytes += 0.0 if value in anew else read
         specs.update(zip(node.outputs, placement.results, strict=True))
-    nbytes += sum(spec.local_nbytes(graph.types[value], mesh) for value, spec in specs.items() if value in leaving)
+    nbytes += sum(spec.local_nbytes(graph.types[value], mesh) for value, spec in specs.items() if value in written)
     first = graph.nodes[members[0]]
     dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
     rate = device.matmul_flops_per_second(dtype)

@@ -124,10 +124,10 @@ def _picked(strategy: Strategy, axis: str) -> int | None:
 
 
 def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
-    """Whether the axis cuts the batch where there is one, and nothing elsewhere."""
+    """Whether the axis cuts the batch where there is one, and nothing elsewhere but what is broadcast over it."""
     classes = values.batch_classes.get(node)
     pick = _picked(strategy, axis)
-    return pick in classes if classes else pick in (None, PARTIAL)
+    return pick in classes if classes else pick in (None, PARTIAL, *values.aligned_classes.get(node, ()))
 
 
 def data_parallel(assembly: Assembly) -> Assembly:

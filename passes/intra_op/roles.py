@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ class Roles:
     """What values are: `batch` inputs and the dimension that the batch is on (those in microbatches, if any are);
     `parameters` are state that the loss reads, be it updated in another stage, `state` is the rest of what the step
     returns again; `weights` are parameters and their slices inside loops, with the dimensions that are their own.
-    `batch_classes[n]` are the classes of bundle node n on the batch.
+    `batch_classes[n]` are the classes of bundle node n on the batch; `aligned_classes[n]`, of a node off the batch, are
+    those along which its results meet it, as a mask does that is broadcast over the batch.
     """
 
     batch: Mapping[int, int]
@@ -29,6 +30,7 @@ class Roles:
     state: frozenset[int]
     weights: Mapping[Value, int]
     batch_classes: Mapping[int, frozenset[int]]
+    aligned_classes: Mapping[int, frozenset[int]]
 
 
 def roles(assembly: Assembly) -> Roles:
@@ -49,12 +51,14 @@ def roles(assembly: Assembly) -> Roles:
             "data parallelism needs an input that is not returned as state and has a batch dimension; this function "
             "has none: return the state that the step updates, or use planner=Auto()"
         )
+    on_batch, aligned = _batch_classes(assembly.root, batch)
     return Roles(
         batch=batch,
         parameters=frozenset(parameters),
         state=frozenset(returned - parameters),
         weights=_weights(assembly.root, {v: graph.types[v].rank for v in parameters}),
-        batch_classes=_batch_classes(assembly.root, batch),
+        batch_classes=on_batch,
+        aligned_classes=aligned,
     )
 
 
@@ -107,20 +111,37 @@ def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
     return ranks
 
 
-def _batch_classes(root: Region, batch: Mapping[int, int]) -> dict[int, frozenset[int]]:
-    """The classes of every bundle that the batch dimension reaches through the operators' factors."""
+def _batch_classes(root: Region, batch: Mapping[int, int]) -> tuple[_Classes, _Classes]:
+    """The classes of every bundle that the batch dimension reaches through the operators' factors, and, of bundles that
+    it does not reach, those from which it is reached.
+    """
     onward: dict[_Place, list[_Place]] = defaultdict(list)
+    back: dict[_Place, list[_Place]] = defaultdict(list)
     for region in root.all():
         for before, after in _onward(region):
             onward[before].append(after)
-    pending: list[_Place] = [_Dim(root.number, value, dim) for value, dim in batch.items()]
-    reached = set(pending)
+            back[after].append(before)
+    reached = _reached([_Dim(root.number, value, dim) for value, dim in batch.items()], onward)
+    on_batch = _classes_of(reached)
+    aligned = _classes_of(_reached(reached, back))
+    return on_batch, {node: classes for node, classes in aligned.items() if node not in on_batch}
+
+
+def _reached(starts: Iterable[_Place], onward: Mapping[_Place, Sequence[_Place]]) -> set[_Place]:
+    """The places that can be reached, the starts included."""
+    reached = set(starts)
+    pending = list(reached)
     while pending:
         more = [place for place in onward.get(pending.pop(), ()) if place not in reached]
         reached.update(more)
         pending += more
+    return reached
+
+
+def _classes_of(places: Iterable[_Place]) -> _Classes:
+    """The classes among places, by bundle node."""
     classes_of: dict[int, set[int]] = defaultdict(set)
-    for place in reached:
+    for place in places:
         if isinstance(place, _Class):
             classes_of[place.node].add(place.cls)
     return {node: frozenset(classes) for node, classes in classes_of.items()}
@@ -151,6 +172,7 @@ class _Slot(NamedTuple):
 
 
 _Place = _Dim | _Class | _Slot
+_Classes = dict[int, frozenset[int]]
 
 
 def _onward(region: Region) -> Iterator[tuple[_Place, _Place]]:

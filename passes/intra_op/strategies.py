@@ -73,7 +73,8 @@ class Outline:
 
     `operators` are numbers of one tabulator. `operands` holds, per member, positions of its operands: (`in`, k) for the
     k-th value that the bundle holds, (`out`, k) for the k-th value read from elsewhere, None for literals and free
-    values. `options` are the classes that an axis may have, `classes` those of the members' factors.
+    values. `options` are the classes that an axis may have, `classes` those of the members' factors. `unread` are the
+    (member, operand) pairs and `unwritten` the visible values that pass no memory, as their readers make them anew.
     """
 
     operators: tuple[int, ...]
@@ -84,6 +85,8 @@ class Outline:
     classes: tuple[tuple[int, ...], ...]
     options: tuple[int, ...]
     light: bool
+    unread: frozenset[tuple[int, int]] = frozenset()
+    unwritten: frozenset[int] = frozenset()
 
 
 class Tabulator:
@@ -259,14 +262,15 @@ class _Pricing:
         """Bytes that a device reads of the operands and writes of the values that leave the bundle."""
         space, rows = self.space, list[Floats]()
         read = [self._read_nbytes(position, operand) for position, operand in space.reads]
-        written = [self.held[value].nbytes for value in self.shape.visible]
+        unwritten = self.shape.unwritten
+        written = [0 if value in unwritten else self.held[value].nbytes for value in self.shape.visible]
         sizes = np.array([*read, *written], dtype=np.float64)[:, None]
         rows = self.tabulator.divided(sizes, space.depths[space.pieces])
         return _added(rows[: len(read)]) + _added(rows[len(read) :])
 
     def _read_nbytes(self, position: int, operand: int) -> int:
         member = self.members[position]
-        nbytes = member.reads[operand].nbytes
+        nbytes = 0 if (position, operand) in self.shape.unread else member.reads[operand].nbytes
         return min(nbytes, member.writes[0].nbytes) if operand in member.rule.sparse else nbytes
 
     def _reshard_seconds(self) -> Floats:
@@ -284,9 +288,17 @@ def _added(rows: Floats) -> Floats:
 
 
 def outline(
-    bundle: Bundle, graph: Graph, grouping: Grouping, visible: frozenset[int], operators: Sequence[int]
+    bundle: Bundle,
+    graph: Graph,
+    grouping: Grouping,
+    visible: frozenset[int],
+    operators: Sequence[int],
+    remade: frozenset[int] = frozenset(),
 ) -> tuple[Outline, list[int], list[int]]:
-    """A bundle's outline, with the values that its positions stand for: (outline, values inside, values read)."""
+    """A bundle's outline, with the values that its positions stand for: (outline, values inside, values read).
+
+    Values `remade` are made anew by those that read them.
+    """
     members = sorted(bundle.members)
     nodes = [graph.nodes[member] for member in members]
     inside = {value: k for k, value in enumerate(dict.fromkeys(bundle.inputs))}
@@ -311,5 +323,7 @@ def outline(
         classes=tuple([tuple([bundle.find(cls) for cls in bundle.factor_classes[member]]) for member in members]),
         options=tuple(bundle.classes),
         light=bundle.light,
+        unread=frozenset([(m, o) for m, node in enumerate(nodes) for o, v in enumerate(node.inputs) if v in remade]),
+        unwritten=frozenset([k for value, k in inside.items() if value in remade]),
     )
     return shape, list(inside), list(read)

@@ -10,6 +10,7 @@ from passes.cluster import Mesh, parse_cluster
 from passes.errors import PlanningError
 from passes.intra_op import assemble
 from passes.intra_op.assembly import full_placements, full_target, stacked
+from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
 from passes.intra_op.forms import axis_choices
@@ -208,3 +209,32 @@ def test_choices_give_each_axis_a_class_or_none() -> None:
 
 def test_sets_of_axes_are_in_the_order_of_their_numbers() -> None:
     assert subsets(("x", "y")) == ((), ("x",), ("y",), ("x", "y"))
+
+
+def masked() -> Graph:
+    """Scores of a batch [8,4,4] beside a mask [4,4] that is broadcast over it, for a loop: by a barrier, say."""
+    types = tuple(
+        TensorType(shape=shape, dtype="float32") for shape in ((8, 4, 4), (4, 4), (8, 4, 4), (8, 4, 4), (8, 4, 4), ())
+    )
+    over = {"shape": (8, 4, 4), "broadcast_dimensions": (1, 2)}
+    nodes = (
+        Node(primitive="broadcast_in_dim", inputs=(1,), outputs=(2,), params=over, scope=FORWARD),
+        Node(primitive="optimization_barrier", inputs=(2,), outputs=(3,), scope=FORWARD),
+        Node(primitive="add", inputs=(0, 3), outputs=(4,), scope=FORWARD),
+        Node(primitive="reduce_sum", inputs=(4,), outputs=(5,), params={"axes": (0, 1, 2)}, scope=FORWARD),
+    )
+    return Graph(types=types, nodes=nodes, inputs=(0, 1), outputs=(5, 1))
+
+
+def test_data_parallelism_cuts_what_is_broadcast_over_the_batch():
+    graph, mesh = masked(), Mesh(axes=("x",), sizes=(8,), cluster=CLUSTER)
+    assembly = data_parallel(assemble(graph, mesh, group(graph), Resharder(mesh), ((1, 1),)))
+    layout = assembly.layout(solve(assembly.problem, SolverOptions()).choice)
+    assert layout.placements[0].results[0] == parse_spec("[x, -, -]")
+
+
+def test_what_is_broadcast_for_operators_that_fuse_it_passes_no_memory():
+    graph = masked()
+    fused = replace(graph, nodes=(graph.nodes[0], replace(graph.nodes[2], inputs=(0, 2)), graph.nodes[3]))
+    assert remade(graph, group(graph)) == frozenset()
+    assert remade(fused, group(fused)) == {2}
