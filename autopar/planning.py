@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -15,7 +16,8 @@ from autopar.rewrite import TracedStep
 from autopar.runtime import Pieces
 from passes import plan as plans
 from passes.cluster import Cluster
-from passes.intra_op import variant_of
+from passes.intra_op import slow_dtype, variant_of
+from passes.ir import Graph
 from passes.plan import PipelinePlan
 from passes.plan import json as plan_json
 from passes.planners import Planned, PlanOptions, infeasible
@@ -38,6 +40,7 @@ class Chosen:
 
 def choose(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Chosen:
     """A plan of the step, which is written at `source`. Raises PlanningError where there is none."""
+    _warn_of_dtype(step.graph, cluster, source)
     planned = _cached(step, cluster, settings, source)
     one = cast("TracedStep", planned.step)
     plan = planned.plan
@@ -45,6 +48,17 @@ def choose(step: TracedStep, cluster: Cluster, settings: Settings, source: str) 
         plan = Plan.bind(plan, one.traced.in_tree, one.traced.out_tree)
     asked = settings.memory_limit if planned.memory_limit is None else planned.memory_limit
     return Chosen(plan=plan, traced=one.traced, pieces=one.pieces, searched=planned.searched, memory_limit=asked)
+
+
+def _warn_of_dtype(graph: Graph, cluster: Cluster, source: str) -> None:
+    """Warns of products in a dtype that a device has no units for."""
+    for device in {group.device.name: group.device for group in cluster.groups}.values():
+        if (slow := slow_dtype(graph, device)) is not None:
+            dtype, rate, better, best = slow
+            numbers = f"{device.name} has no units for it: {rate / 1e12:.3g} TFLOP/s, and {best / 1e12:.3g} in {better}"
+            remedy = f"compute in {better}, or on devices that have {dtype}"
+            where = f"at {source}" if source else ""
+            warnings.warn(explain(f"products in {dtype}", numbers, where, remedy), stacklevel=4)
 
 
 def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:

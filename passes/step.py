@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, StatePairs
+from passes.layers import fused_attention
 from passes.text import count
 from passes.transforms import Kept, Stages, stages
 
@@ -88,3 +90,44 @@ class Step:
         words = str(variant) or "another variant"
         rule = "a step that is a graph alone is planned as it is"
         raise PlanningError(explain(f"a step in {words}", rule, "", "trace it with autopar.parallelize(...)"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedStep(Step):
+    """A step as devices see it that fuse attention; `written` is the step itself."""
+
+    written: Step
+
+    @classmethod
+    def of(cls, step: Step) -> FusedStep:
+        """The step with its attention fused."""
+        return cls(
+            graph=fused_attention(step.graph),
+            state_pairs=step.state_pairs,
+            donated=step.donated,
+            chosen=step.chosen,
+            left_out=step.left_out,
+            written=step,
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.written.counts
+
+    @property
+    def layers(self) -> int:
+        return self.written.layers
+
+    def variant(self, variant: Variant) -> FusedStep:
+        return FusedStep.of(self.written.variant(variant))
+
+
+def seen_by(step: Step, cluster: Cluster) -> Step:
+    """The step as the cluster's devices compute it: they may fuse what it writes out."""
+    fuses = all(group.device.fuses_attention for group in cluster.groups)
+    return FusedStep.of(step) if fuses and not isinstance(step, FusedStep) else step
+
+
+def as_written(step: Step) -> Step:
+    """The step as it was written, whatever saw it."""
+    return step.written if isinstance(step, FusedStep) else step

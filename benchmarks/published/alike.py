@@ -11,7 +11,7 @@ from passes.pipeline import body_of, pipelined
 from passes.pipeline.assemble import restated
 from passes.plan import Plan
 from passes.planners import Megatron, Planned, PlanOptions
-from passes.step import Step
+from passes.step import Step, seen_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class DeepMegatron(Megatron):
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions) -> Planned:
         if self.pipeline == 1:
             return Megatron.plan(self, step, cluster, options)
+        step = seen_by(step, cluster)
         restrictions.check_sizes({"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}, cluster)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
         known: dict[object, tuple[Step, Plan]] = {}

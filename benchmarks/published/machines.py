@@ -13,6 +13,11 @@ DGX2_DEVICES = 16
 DGX_NETWORK = 100e9
 """Bytes a second of a DGX-2: 8 x 100 Gb/s."""
 
+MATMULS_OF_2021 = 200e12 / 312e12
+"""The share of an A100's peak that large products reached with the libraries of early 2021, fitted to two rows of
+Megatron-LM's figure 11, 3 layers at batches of 8 and 128: 188 ms a microbatch, of which 30 are elementwise passes and
+collectives. Later libraries reach 271 TFLOP/s (the table), which times of tasks published in 2023 agree with."""
+
 DGX2H_FLOPS = 39e12 / 0.30
 """The peak of a V100 at 450 W, of which the Megatron paper calls 39 TFLOP/s 30 %."""
 
@@ -57,6 +62,18 @@ def machine(gpu: str, devices: int) -> Cluster | None:
     if "tpu v3" in name:
         return hosts_of("tpu-v3", devices)
     return None
+
+
+def fusing(cluster: Cluster) -> Cluster:
+    """The cluster with software that fuses attention, as FlashAttention does."""
+    group = cluster.group()
+    return _grouped(cluster, replace(group, device=replace(group.device, fuses_attention=True)))
+
+
+def multiplying(cluster: Cluster, matmul_efficiency: float) -> Cluster:
+    """The cluster with a library whose large products reach this share of the peak."""
+    group = cluster.group()
+    return _grouped(cluster, replace(group, device=replace(group.device, matmul_efficiency=matmul_efficiency)))
 
 
 def _dgx2(devices: int, *, fast: bool) -> Cluster:

@@ -13,16 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.published.flops import megatron_flops
-from benchmarks.published.machines import machine
+from benchmarks.published.machines import MATMULS_OF_2021, machine, multiplying
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Fields, Row, Source, number, whole
 from models import gpt
 
 VOCAB = 51200
 """Megatron-LM's for GPT-2, a multiple of 1,024: of rows that do not say."""
-
-SINGLE_GPU_BATCH = 16
-"""Sequences a step on one GPU (Fig. 7), where the paper does not say; every microbatch of the figure divides it."""
 
 CHOICES = ("fig07", "fig12", "fig13", "fig14", "fig15", "fig16", "fig17")
 """Figures whose rows are one job in several configurations."""
@@ -56,7 +53,9 @@ def work_of(fields: Fields, batch: int) -> float:
 def _sc21(lines: Sequence[Fields]) -> Iterator[Row]:
     for fields in lines:
         figure = fields["experiment"]
-        batch = whole(fields, "global_batch_seqs", SINGLE_GPU_BATCH)
+        # Where the paper does not say (Fig. 7), a step is one microbatch: what a step adds to each sequence halves from
+        # one microbatch to the next, and is what the end of a step takes in Fig. 11, parameter by parameter.
+        batch = whole(fields, "global_batch_seqs", whole(fields, "microbatch_seqs"))
         tensor, pipeline, data = (whole(fields, name) for name in ("tp", "pp", "dp"))
         micro, chunks = whole(fields, "microbatch_seqs"), whole(fields, "virtual_stages", 1)
         devices = whole(fields, "num_gpus")
@@ -88,7 +87,7 @@ def _sc21(lines: Sequence[Fields]) -> Iterator[Row]:
             job = gpt_job(fields, batch, remat=fields["activation_recompute"] == "full")
             asked = Configuration(
                 job=job,
-                cluster=cluster,
+                cluster=multiplying(cluster, MATMULS_OF_2021),
                 microbatches=batch // (micro * data),
                 data=data,
                 tensor=tensor,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from benchmarks.published.machines import aws_p5
+from benchmarks.published.machines import aws_p5, fusing
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Fields, Row, Source, number, whole
 from models import llama
@@ -65,7 +65,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
         else:
             asked = Configuration(
                 job=llama_job(fields, batch),
-                cluster=aws_p5(devices),
+                cluster=fusing(aws_p5(devices)),
                 microbatches=count,
                 data=data,
                 tensor=tensor,

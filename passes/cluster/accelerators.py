@@ -32,6 +32,15 @@ MATMUL_EFFICIENCY = 0.80
 """Where it was not measured: the median of where it was (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
 
 
+HALF_INNER = 64.0
+"""Steps along the inner dimension that a tile of a product begins and ends in: two of the 32 that a GPU's library loads
+at a time (CUTLASS's default for half precision on A100) on either side of the loop."""
+
+
+MEMORY_EFFICIENCY = 0.85
+"""Of a GPU's data-sheet bandwidth, assumed: large copies reach from 80 to 90 %."""
+
+
 CPU = "cpu"
 """The name of virtual CPU devices, which share the memory of their machine."""
 
@@ -97,7 +106,9 @@ def _gpu(
     intra: Link,
     inter: Link,
     source: str,
+    cores: int = 0,
     matmul_efficiency: float = MATMUL_EFFICIENCY,
+    memory_efficiency: float = MEMORY_EFFICIENCY,
     devices_per_host: int = 8,
     adapters: int = 1,
     wiring: Wiring = "switch",
@@ -116,6 +127,9 @@ def _gpu(
             send_seconds=send_seconds,
             send_overlap=send_overlap,
             source=source,
+            cores=cores,
+            half_inner=HALF_INNER if cores else 0.0,
+            memory_efficiency=memory_efficiency,
         ),
         devices_per_host=devices_per_host,
         intra=intra,
@@ -159,6 +173,7 @@ def _tpu(
         send_overlap=1.0,
         source=source,
         matmul_efficiency=matmul_efficiency,
+        memory_efficiency=1.0,
         devices_per_host=devices_per_host,
         launch_seconds=1.6e-6,  # assumed: we know of no publication that times it
     )
@@ -169,6 +184,7 @@ TABLE = (
         "v100-16g",
         "Tesla V100-SXM2-16GB",
         tflops={"float16": 125, "float32": 15.7},
+        cores=80,
         memory_gib=16,
         memory_gb_per_second=900,
         intra=gpu_link(LINK_SHARE * 150),
@@ -181,6 +197,7 @@ TABLE = (
         "Tesla V100-SXM2-32GB",
         "Tesla V100-SXM3-32GB",
         tflops={"float16": 125, "float32": 15.7},
+        cores=80,
         memory_gib=32,
         memory_gb_per_second=900,
         intra=gpu_link(LINK_SHARE * 150),
@@ -192,6 +209,7 @@ TABLE = (
         "a100-40g",
         "NVIDIA A100-SXM4-40GB",
         tflops=_tensor_cores(312, 156),
+        cores=108,
         memory_gib=40,
         memory_gb_per_second=1555,
         intra=gpu_link(204),
@@ -205,6 +223,7 @@ TABLE = (
         "a100-80g",
         "NVIDIA A100-SXM4-80GB",
         tflops=_tensor_cores(312, 156),
+        cores=108,
         memory_gib=80,
         memory_gb_per_second=2039,
         intra=gpu_link(204),
@@ -218,6 +237,7 @@ TABLE = (
         "h100",
         "NVIDIA H100 80GB HBM3",
         tflops=_tensor_cores(989, 494.5, 1979),
+        cores=132,
         memory_gib=80,
         memory_gb_per_second=3350,
         intra=gpu_link(366, reduces=True),
@@ -231,6 +251,7 @@ TABLE = (
         "h200",
         "NVIDIA H200",
         tflops=_tensor_cores(989, 494.5, 1979),
+        cores=132,
         memory_gib=140,
         memory_gb_per_second=4800,
         intra=gpu_link(366, reduces=True),
@@ -243,6 +264,7 @@ TABLE = (
         "b200",
         "NVIDIA B200",
         tflops=_tensor_cores(2250, 1125, 4500),
+        cores=148,
         memory_gib=179,
         memory_gb_per_second=8000,
         intra=gpu_link(680, reduces=True),
@@ -256,6 +278,7 @@ TABLE = (
         "gb200",
         "NVIDIA GB200",
         tflops=_tensor_cores(2500, 1250, 5000),
+        cores=152,
         memory_gib=185,
         memory_gb_per_second=8000,
         intra=gpu_link(680, reduces=True),
@@ -270,6 +293,7 @@ TABLE = (
         "gb300",
         "NVIDIA GB300",
         tflops=_tensor_cores(2500, 1250, 5000),
+        cores=160,
         memory_gib=277,
         memory_gb_per_second=8000,
         intra=gpu_link(680, reduces=True),
@@ -283,6 +307,7 @@ TABLE = (
         "l4",
         "NVIDIA L4",
         tflops=_tensor_cores(121, 60, 242.5),
+        cores=58,
         memory_gib=22,
         memory_gb_per_second=300,
         intra=gpu_link(PCIE_SHARE * 31),
@@ -294,6 +319,7 @@ TABLE = (
         "a10g",
         "NVIDIA A10G",
         tflops=_tensor_cores(70, 35),
+        cores=80,
         memory_gib=22,
         memory_gb_per_second=600,
         intra=gpu_link(PCIE_SHARE * 31),
@@ -304,6 +330,7 @@ TABLE = (
         "4090",
         "NVIDIA GeForce RTX 4090",
         tflops=_tensor_cores(165.2, 82.6, 330.3),
+        cores=128,
         memory_gib=24,
         memory_gb_per_second=1008,
         intra=gpu_link(PCIE_SHARE * 31),

@@ -49,13 +49,18 @@ class DeviceSpec:
 
     `flops_per_second` maps dtype names to the dense matrix-product peak; `matmul_efficiency` is the share of it that
     large products reach; each of a product's three extents e (rows, columns, inner) slows it by 1 + `half_extent` / e
-    (0: not at all). `launch_seconds` is the floor of one fused kernel. A collective that cuts or joins another
-    dimension than the leading one rearranges its larger side at `strided_bytes_per_second` (0: at no cost).
+    (0: not at all). With so many `cores`, products are cut into tiles that they take in waves instead, and each tile
+    begins and ends in the time of `half_inner` steps along the inner dimension. What computes little reaches
+    `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. A collective
+    that cuts or joins another dimension than the leading one rearranges its larger side at `strided_bytes_per_second`
+    (0: at no cost).
     Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
     no accelerator of the table has a slower link. 0 says that there is no way.
     A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle;
     an array sent to the next stage takes `send_seconds` more than its bytes, and the sender computes during the part
     `send_overlap` of that.
+    Where it `fuses_attention`, the scores of attention exist inside one kernel alone, forward and backward: that is a
+    property of the software that computes on it, and XLA finds no such chain by itself.
     `widened` maps dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
     """
 
@@ -67,12 +72,21 @@ class DeviceSpec:
     launch_seconds: float
     source: str
     half_extent: float = 0.0
+    cores: int = 0
+    half_inner: float = 0.0
+    memory_efficiency: float = 1.0
     strided_bytes_per_second: float = 0.0
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
     dispatch_seconds: float = DISPATCH_SECONDS
     send_seconds: float = 0.0
     send_overlap: float = 1.0
+    fuses_attention: bool = False
     widened: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+
+    @property
+    def achieved_bytes_per_second(self) -> float:
+        """The rate at which operators read and write memory."""
+        return self.memory_bytes_per_second * self.memory_efficiency
 
     def matmul_flops_per_second(self, dtype: str) -> float:
         """The rate that large matrix products of `dtype` reach; an unlisted dtype runs at the slowest listed peak."""
@@ -291,9 +305,12 @@ def _measured(read: _Fields) -> Measured:
 
 _LINK = ("alpha_seconds", "bytes_per_second")
 _OPTIONAL = ("adapters", "wiring", "measured")
-_RATES = ("half_extent", "strided_bytes_per_second", "host_bytes_per_second", "dispatch_seconds", "send_seconds")
+_RATES = (
+    *("half_extent", "half_inner", "strided_bytes_per_second"),
+    *("host_bytes_per_second", "dispatch_seconds", "send_seconds"),
+)
 _PARTS = ("send_overlap",)
-_SEEN = (*_RATES, *_PARTS, "widened")
+_SEEN = (*_RATES, *_PARTS, "memory_efficiency", "cores", "fuses_attention", "widened")
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 
 
@@ -309,7 +326,10 @@ def _device(read: _Fields) -> DeviceSpec:
         memory_bytes_per_second=read.rate("memory_bytes_per_second"),
         launch_seconds=read.at_least_0("launch_seconds"),
         source=read.text("source"),
+        cores=int(read.at_least_0("cores")),
+        fuses_attention=read.flag("fuses_attention", False),
         widened=_texts(read, "widened"),
+        memory_efficiency=read.rate("memory_efficiency") if "memory_efficiency" in read.data else 1.0,
         **{name: read.at_least_0(name) for name in _RATES if name in read.data},
         **{name: read.part(name) for name in _PARTS if name in read.data},
     )

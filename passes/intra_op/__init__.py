@@ -5,8 +5,9 @@ an answer.
 from passes.intra_op import restrictions
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
+from passes.intra_op.computing import weight_gradient_share
 from passes.intra_op.extract import accounted, move_seconds
-from passes.intra_op.flops import product_flops
+from passes.intra_op.flops import product_flops, slow_dtype
 from passes.intra_op.mesh_problems import MeshProblems
 from passes.intra_op.mesh_search import MeshSearch, best, stopped
 from passes.intra_op.meshes import layouts, named
@@ -30,6 +31,8 @@ __all__ = [
     "named",
     "product_flops",
     "restrictions",
+    "slow_dtype",
     "stopped",
     "variant_of",
+    "weight_gradient_share",
 ]

@@ -6,12 +6,12 @@ edited plan has them, and what each bundle reads, writes and multiplies follows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
-from passes.intra_op.roofline import local_flops
-from passes.ir import Graph, Phase
+from passes.intra_op.roofline import local_flops, times_made
+from passes.ir import Body, Graph, Phase
 from passes.placement import Bundle, Grouping, Layout, Placement
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import ShardingSpec
@@ -22,19 +22,61 @@ def compute_seconds(
 ) -> dict[Phase, float]:
     """Seconds of all operators by phase, reshardings apart; `inside` a loop or branch, `weight` times a step."""
     totals: dict[Phase, float] = {}
+    for when, _, spent in _spent(graph, grouping, mesh, layout, inside):
+        totals[when] = totals.get(when, 0.0) + weight * spent
+    for body, within, placed in _bodies(grouping, layout):
+        runs = weight * max(body.trips, 1) * body.share
+        for when, spent in compute_seconds(body.graph, within, mesh, placed, weight=runs, inside=True).items():
+            totals[when] = totals.get(when, 0.0) + spent
+    return totals
+
+
+def weight_gradient_share(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: Collection[int]) -> float:
+    """The share of a backward pass that waits for nobody: what no product reads and is not `sent` on.
+
+    Those are gradients of weights, with what adds them up; attention, norms and activations have gradients of inputs.
+
+    Reference: Qi et al., "Zero Bubble Pipeline Parallelism" (2024), section 2 and table 6.
+    """
+    inputs, weights = _halves(graph, grouping, mesh, layout, sent)
+    return weights / (inputs + weights) if weights else 0.5
+
+
+def _halves(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: Collection[int]) -> tuple[float, float]:
+    """Seconds of a backward pass that gradients of inputs take, and those of weights."""
+    awaited = set(sent)
+    for index in reversed(range(len(graph.nodes))):
+        node = graph.nodes[index]
+        if grouping.rules[index].is_product or index in grouping.controls or not awaited.isdisjoint(node.outputs):
+            awaited.update(node.inputs)
+    totals = [0.0, 0.0]
+    for when, bundle, spent in _spent(graph, grouping, mesh, layout, inside=True):
+        if when == "backward":
+            made = (value for member in bundle.members for value in graph.nodes[member].outputs)
+            totals[awaited.isdisjoint(made)] += spent
+    for body, within, placed in _bodies(grouping, layout):
+        carried = set(body.inputs)
+        onward = [v for v, slot in zip(body.graph.outputs, body.outputs, strict=True) if slot in carried]
+        halves = _halves(body.graph, within, mesh, placed, onward)
+        totals = [t + max(body.trips, 1) * body.share * half for t, half in zip(totals, halves, strict=True)]
+    return totals[0], totals[1]
+
+
+def _spent(
+    graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, inside: bool
+) -> Iterator[tuple[Phase, Bundle, float]]:
+    """Every bundle of a graph, those of its loops and branches apart, with its phase and seconds."""
     anew = remade(graph, grouping)
     written = visible(graph, grouping) - anew
     for bundle in grouping.bundles:
         when: Phase = "backward" if bundle.phase == "apply" and inside else bundle.phase
-        spent = _bundle_seconds(graph, grouping, mesh, layout.placements, bundle, written, anew)
-        totals[when] = totals.get(when, 0.0) + weight * spent
+        yield when, bundle, _bundle_seconds(graph, grouping, mesh, layout.placements, bundle, written, anew)
+
+
+def _bodies(grouping: Grouping, layout: Layout) -> Iterator[tuple[Body, Grouping, Layout]]:
+    """The bodies of loops and branches with their groupings and layouts."""
     for index, control in grouping.controls.items():
-        bodies = zip(control.bodies, grouping.bodies[index], layout.placements[index].bodies, strict=True)
-        for body, within, placed in bodies:
-            runs = weight * max(body.trips, 1) * body.share
-            for when, spent in compute_seconds(body.graph, within, mesh, placed, weight=runs, inside=True).items():
-                totals[when] = totals.get(when, 0.0) + spent
-    return totals
+        yield from zip(control.bodies, grouping.bodies[index], layout.placements[index].bodies, strict=True)
 
 
 def _bundle_seconds(
@@ -52,12 +94,15 @@ def _bundle_seconds(
     """
     device = mesh.cluster.group().device
     members = sorted(bundle.members)
+    if all(grouping.rules[member].permutes for member in members):
+        return 0.0  # a layout, as in `passes.intra_op.strategies`
     produced = {value for member in members for value in graph.nodes[member].outputs}
     specs: dict[int, ShardingSpec] = {}
     flops = nbytes = 0.0
     for member in members:
         node, rule, placement = graph.nodes[member], grouping.rules[member], placements[member]
-        flops += local_flops(rule, _assignment(rule, placement), mesh)
+        again = times_made([graph.types[v] for v in node.outputs]) if rule.is_product else 1
+        flops += again * local_flops(rule, _assignment(rule, placement), mesh)
         for position, (value, spec) in enumerate(zip(node.inputs, placement.operands, strict=True)):
             if value in graph.literals or value in grouping.free:
                 continue
@@ -78,7 +123,7 @@ def _bundle_seconds(
     first = graph.nodes[members[0]]
     dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
     rate = device.matmul_flops_per_second(dtype)
-    return max(flops / rate, nbytes / device.memory_bytes_per_second) + device.launch_seconds
+    return max(flops / rate, nbytes / device.achieved_bytes_per_second) + device.launch_seconds
 
 
 def _assignment(rule: ShardingRule, placement: Placement) -> Assignment:

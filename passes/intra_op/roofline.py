@@ -6,16 +6,25 @@ Reference: Williams, Waterman and Patterson, "Roofline" (CACM 2009).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from passes.cluster import Mesh
+from passes.ir import TensorType
 from passes.rules import Assignment, ShardingRule
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
+"""Rows and columns of the tiles in which a GPU's library multiplies, with the share of the best rate that it reaches
+on them: the smaller a tile, the more is read for each product.
+
+Reference: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantization).
+"""
 
 
 def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float:
     """The flops of one device; only factors on a dimension divide the work.
 
-    Where small products were seen to be slow, flops count for as many as a large product has in the same time.
+    Where products of some shapes are slow, flops count for as many as a large product has in the same time.
     """
     parts = dict[int, int]()
     for axis, factor in assignment:
@@ -24,13 +33,47 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
     flops = rule.flops / math.prod(parts.values())
     if not is_slowed(rule, mesh):
         return flops
-    half = mesh.cluster.group().device.half_extent
-    return flops * math.prod(1 + half / extent for extent in extents(rule, parts))
+    device = mesh.cluster.group().device
+    rows, columns, inner = extents(rule, parts)
+    if device.cores:
+        return flops / _share(device.cores, device.half_inner, _batch(rule, parts), rows, columns, inner)
+    return flops * math.prod(1 + device.half_extent / extent for extent in (rows, columns, inner))
+
+
+def times_made(types: Sequence[TensorType]) -> int:
+    """How often a product of these results is computed: scores whose gradients are fused are made once more."""
+    return max([1, *(type.fused for type in types)])
 
 
 def is_slowed(rule: ShardingRule, mesh: Mesh) -> bool:
-    """Whether an operator is a product on a device that is slow at small ones."""
-    return bool(mesh.cluster.group().device.half_extent and not rule.light and rule.flops and len(rule.operands) == 2)
+    """Whether an operator is a product on a device on which its shape matters."""
+    device = mesh.cluster.group().device
+    return bool((device.half_extent or device.cores) and not rule.light and rule.flops and len(rule.operands) == 2)
+
+
+@lru_cache(maxsize=1 << 14)
+def _share(cores: int, half_inner: float, batch: float, rows: float, columns: float, inner: float) -> float:
+    """The share of the best rate that a product reaches: tiles are whole, and so are the waves in which cores take
+    them; each begins and ends in the time of `half_inner` steps along the inner dimension.
+
+    The library chooses the tile. Few tiles are cut along the inner dimension, too, so that every core has one.
+    """
+    best = 0.0
+    for high, wide, rate in TILES:
+        down, across = math.ceil(rows / high), math.ceil(columns / wide)
+        filled = rows * columns / (down * high * across * wide)
+        tiles = batch * down * across
+        for cuts in (1, 2, 4, 8) if tiles < cores else (1,):
+            waves = tiles * cuts / cores
+            steps = inner / cuts
+            best = max(best, rate * filled * waves / math.ceil(waves) * steps / (steps + half_inner))
+    return best
+
+
+def _batch(rule: ShardingRule, parts: Mapping[int, int]) -> float:
+    """The number of products that one device computes side by side."""
+    both = set(rule.operands[0]).intersection(rule.operands[1], rule.results[0]) - {-1}
+    return math.prod(rule.factors[f].size / parts.get(f, 1) for f in both)
 
 
 def extents(rule: ShardingRule, parts: Mapping[int, int]) -> tuple[float, float, float]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.forms import PARTIAL, Form, Picks, Signature, Where
-from passes.intra_op.roofline import is_slowed, local_flops
+from passes.intra_op.roofline import is_slowed, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.ir import Graph, TensorType
 from passes.placement import Bundle, Grouping
@@ -237,10 +237,15 @@ class _Pricing:
         return legal
 
     def _compute_seconds(self) -> Floats:
-        """Seconds of every strategy by a roofline: the larger of compute and memory time, plus one launch."""
+        """Seconds of every strategy by a roofline: the larger of compute and memory time, plus one launch.
+
+        What only permutes dimensions is no kernel: XLA gives its neighbours the layouts that make it so.
+        """
+        if all(member.rule.permutes for member in self.members):
+            return np.zeros(len(self.space.picks))
         device = self.tabulator.mesh.cluster.group().device
         rate = device.matmul_flops_per_second(self._dtype())
-        spent = np.maximum(self._flops() / rate, self._nbytes() / device.memory_bytes_per_second)
+        spent = np.maximum(self._flops() / rate, self._nbytes() / device.achieved_bytes_per_second)
         return spent + device.launch_seconds
 
     def _dtype(self) -> str:
@@ -249,6 +254,7 @@ class _Pricing:
 
     def _flops(self) -> Floats:
         mesh = self.tabulator.mesh
+        again = np.array([times_made(member.writes) if member.rule.is_product else 1 for member in self.members])
         member_flops = np.array([member.rule.flops for member in self.members])
         rows = member_flops[:, None] / self.tabulator.pieces(self.space.cuts)
         for position, member in enumerate(self.members):
@@ -256,7 +262,7 @@ class _Pricing:
                 rows[position] = [
                     local_flops(member.rule, assignments[position], mesh) for assignments in self.space.assignments
                 ]
-        return _added(rows)
+        return _added(rows * again[:, None])
 
     def _nbytes(self) -> Floats:
         """Bytes that a device reads of the operands and writes of the values that leave the bundle."""

@@ -24,10 +24,15 @@ StatePairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorType:
-    """The shape and dtype of a value, dtype by its NumPy or ml_dtypes name (`float32`, `bfloat16`, `key<fry>`)."""
+    """The shape and dtype of a value, dtype by its NumPy or ml_dtypes name (`float32`, `bfloat16`, `key<fry>`).
+
+    One that is `fused` is never in memory: a kernel makes it and keeps it to itself, by so many products where a
+    product makes it.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    fused: int = 0
 
     @property
     def rank(self) -> int:
@@ -39,8 +44,8 @@ class TensorType:
 
     @property
     def item_nbytes(self) -> int:
-        """Bytes of one element; a typed PRNG key counts as two 32-bit words."""
-        return item_nbytes(self.dtype)
+        """Bytes of memory of one element; a typed PRNG key counts as two 32-bit words."""
+        return 0 if self.fused else item_nbytes(self.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -1,5 +1,6 @@
 """The forward pass of a step as layers: where to cut it, which blocks repeat, and the step with fewer of them."""
 
+from passes.layers.attention import fused_attention
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
 from passes.layers.modules import even_parts, numbered_modules
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
@@ -16,6 +17,7 @@ __all__ = [
     "everywhere",
     "forward_nodes",
     "forward_scope",
+    "fused_attention",
     "in_blocks",
     "most_layers",
     "numbered_modules",

@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes.cluster import Mesh
 from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
@@ -173,14 +173,14 @@ class _Lowering:
         type = self.graph.types[value]
         cached = self.types.get((id(type), id(spec)))
         if cached is None:
-            local = TensorType(shape=spec.local_shape(type.shape, self.context.mesh), dtype=type.dtype)
+            local = replace(type, shape=spec.local_shape(type.shape, self.context.mesh))
             cached = self.types[id(type), id(spec)] = (local, type, spec)
         return cached[0]
 
     def enter(self, value: int, spec: ShardingSpec, *, sliced: bool = False, number: object = None) -> None:
         """Adds a value from outside."""
         type = self._type(value, spec)
-        self.operations.value = value
+        self.operations.value, self.operations.is_fused = value, type.fused > 0
         entered = self.operations.add("input", (), type.shape, type.dtype, value)
         self.entered.append(entered)
         if number is not None:
@@ -196,6 +196,7 @@ class _Lowering:
         self.operations.at = index
         for move in reshardings:
             self.operations.value = move.value
+            self.operations.is_fused = self.graph.types[move.value].fused > 0
             operation = self.read(move.value, move.before, move.phase)
             if move.after_value is not None:
                 # What is behind a barrier is in the place of what was before it, so an argument is copied first.
@@ -240,6 +241,7 @@ class _Lowering:
 
     def _make(self, value: int, spec: ShardingSpec) -> int:
         type, node = self._type(value, spec), self.graph.nodes[self.free[value]]
+        self.operations.is_fused = type.fused > 0
         (operation,) = to_xla(self.operations, node, [self.read(v, spec, "forward") for v in node.inputs], [type])
         return operation
 
@@ -255,6 +257,7 @@ class _Lowering:
         else:
             operands, results = self._operands(node, placement), self._results(node, rule, placement)
             self.operations.value = node.outputs[0] if node.outputs else -1
+            self.operations.is_fused = any(type.fused for type in results)
             if placement.bodies and index in self.context.controls:
                 operations = self._control(index, placement, operands, results)
             else:
@@ -301,6 +304,7 @@ class _Lowering:
             if wire.slot in entering or wire.stacked:
                 carried = (entering[wire.slot],) if wire.slot in entering else ()
                 kind = "carry" if carried else "fresh"
+                self.operations.is_fused = type.fused > 0
                 room[position] = self.operations.add(kind, carried, type.shape, type.dtype, (index, position))
         fixed = {w.slot for w in control.operands} - {w.slot for w in control.results}
         constants = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
@@ -311,6 +315,7 @@ class _Lowering:
             for wire, o in zip(control.operands, operands, strict=True)
             if wire.slot in fixed
         ]
+        self.operations.is_fused = False
         loop = self.operations.add("loop", (*read, *room.values()), (0,), "bool", index)
         return [
             self.operations.add(

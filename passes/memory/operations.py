@@ -75,6 +75,7 @@ class Operation(NamedTuple):
     node: int
     value: int = -1
     tag: object = None
+    is_fused: bool = False
 
     @property
     def name(self) -> str:
@@ -88,12 +89,13 @@ class Operation(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.size * item_nbytes(self.dtype)
+        return 0 if self.is_fused else self.size * item_nbytes(self.dtype)
 
 
 class Operations:
     """The operations of a program as they are added; `at` and `value` are what the next ones stand for.
 
+    Those that are fused (`TensorType.fused`) take no memory.
     What they make in the middle of a primitive is `rounded_to` a dtype, if that is narrower than the one computed in.
     """
 
@@ -106,6 +108,7 @@ class Operations:
         self.rounded: set[int] = set()
         self.at = -1
         self.value = -1
+        self.is_fused = False
         self.rounded_to = ""
 
     def __getitem__(self, operation: int) -> Operation:
@@ -117,7 +120,7 @@ class Operations:
         new = len(self.every)
         index = self.known.setdefault(key, new)
         if index == new:
-            self.every.append(Operation(kind, operands, shape, dtype, self.at, self.value, tag))
+            self.every.append(Operation(kind, operands, shape, dtype, self.at, self.value, tag, self.is_fused))
             if kind == "literal":
                 self.numbers[new] = cast("tuple[str, object]", tag)[1]
             elif kind == "broadcast" and self.every[operands[0]].kind == "literal":

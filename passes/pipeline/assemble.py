@@ -9,7 +9,7 @@ from itertools import accumulate
 from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.errors import InternalError, PlanningError, explain
 from passes.inter_op import StageCost, Transfer
-from passes.intra_op import accounted
+from passes.intra_op import accounted, weight_gradient_share
 from passes.ir import Graph, StatePairs
 from passes.memory import peak
 from passes.pipeline.segments import Needs, needs
@@ -158,17 +158,23 @@ def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float])
     """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
     length = part.scan.length
     backward = seconds.get("backward", 0.0) / length
+    share = weight_gradient_share(
+        part.body, group(part.body), mesh, layout.placements[part.loop].bodies[0], _sent(part)
+    )
     return StageCost(
         forward_seconds=seconds.get("forward", 0.0) / length,
         backward_seconds=backward,
-        # A product's two gradients take as many flops each; only attention has more for its inputs (Qi et al., "Zero
-        # Bubble Pipeline Parallelism", table 1).
-        input_gradient_seconds=backward / 2,
-        weight_gradient_seconds=backward / 2,
+        input_gradient_seconds=(1 - share) * backward,
+        weight_gradient_seconds=share * backward,
         finish_seconds=seconds.get("apply", 0.0),
         in_flight_nbytes=_kept_nbytes(part, layout, mesh),
         persistent_nbytes=_persistent_nbytes(part, layout, mesh),
     )
+
+
+def _sent(part: Part) -> frozenset[int]:
+    """The values of the body that other stages get."""
+    return frozenset(inner for value, inner in part.streams.items() if value in part.graph.outputs)
 
 
 def kept(part: Part) -> frozenset[int]:

@@ -26,7 +26,7 @@ from passes.errors import PlanningError, explain
 from passes.ir import Graph, StatePairs
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Report, silent
-from passes.step import Step
+from passes.step import Step, as_written, seen_by
 from passes.text import parse_nbytes
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -107,7 +107,8 @@ def takes_graphs(plan: Method) -> Method:
         donated: Sequence[bool] = (),
     ) -> Planned | Plan | PipelinePlan:
         if isinstance(step, Step):
-            return plan(self, step, cluster, options)
+            planned = plan(self, seen_by(step, cluster), cluster, options)
+            return replace(planned, step=as_written(planned.step))
         warnings.warn(
             f"{type(self).__name__}.plan(graph, cluster, tied=, donated=) is deprecated: write "
             "plan(Step(graph=graph, state_pairs=tied, donated=donated), cluster).plan",

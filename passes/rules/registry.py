@@ -49,6 +49,7 @@ class ShardingRule:
     `joins`            for each dimension of the operand that the result lacks, what joins the results of its pieces
     `places`           parameters that say where each operand lives, which the plan does
     `casts`            the result is the operand in another dtype
+    `permutes`         the result is the operand in another order, which a product reads and writes as it likes
     `accumulates`      it adds up cotangents of one value, in whatever order
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
@@ -70,6 +71,7 @@ class ShardingRule:
     joins: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
     casts: bool = False
+    permutes: bool = False
     accumulates: bool = False
 
     @property

@@ -13,7 +13,8 @@ from passes.rules.registry import ShardingRule, Types, build, rule
 @rule("transpose")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     order = cast("tuple[int, ...]", node.params["permutation"])
-    return build([(operands[0], range(len(order)))], [(results[0], order)], linear=((0,),), flops=0.0)
+    base = build([(operands[0], range(len(order)))], [(results[0], order)], linear=((0,),), flops=0.0)
+    return replace(base, permutes=True)
 
 
 @rule("squeeze")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.errors import InternalError
-from passes.ir import Graph, Node, Scan, TensorType, has_effect, phase, scan_of
+from passes.ir import Graph, Node, Scan, has_effect, phase, scan_of
 from passes.placement import is_free
 from passes.rules import rule_of
 from passes.transforms.remat_policy import Kept, is_kept, transposed
@@ -155,7 +155,7 @@ class _Rewriting:
             if inner == value:
                 return outer
         type = self.source.types[value]
-        self.types.append(TensorType(shape=(self.first.length, *type.shape), dtype=type.dtype))
+        self.types.append(replace(type, shape=(self.first.length, *type.shape)))
         self.stacked.append(value)
         return len(self.types) - 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes.errors import InternalError
 from passes.ir import Graph, Node, Scan, StatePairs, TensorType, scan_of
@@ -75,7 +75,7 @@ class LoopDrafts:
 
     def _stacked(self, value: int) -> TensorType:
         type = self.body.types[value]
-        return TensorType(shape=(self.scan.length, *type.shape), dtype=type.dtype)
+        return replace(type, shape=(self.scan.length, *type.shape))
 
     def _fill(self) -> None:
         body, outputs = self.body, self.body.outputs
