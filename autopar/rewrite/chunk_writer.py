@@ -19,10 +19,13 @@ from passes.step import MOST_CHUNKS
 
 @cache
 def n_pieces(trips: int, stages: int) -> int:
-    """The number of equal pieces in which a loop is cut for `stages` stages: one for each, if not too many."""
+    """The number of equal pieces in which a loop is cut for `stages` stages: one for each, if not too many, and more
+    where the stage with most trips then has fewer.
+    """
     divisors = [d for d in range(1, trips + 1) if trips % d == 0]
+    enough = [d for d in divisors if stages <= d <= max(MOST_CHUNKS, stages)]
     fewest = max(d for d in divisors if d <= stages)
-    return min((d for d in divisors if stages <= d <= max(MOST_CHUNKS, stages)), default=fewest)
+    return min(enough, key=lambda pieces: (-(-pieces // stages) * trips // pieces, pieces), default=fewest)
 
 
 class ChunkWriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from passes.gc_pause import without_gc
@@ -85,14 +85,12 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
     compute = compute_seconds(graph, grouping, mesh, layout)
     computing = {name: compute[name] for name in PHASES if name in compute}
+    computing = plan.computing if _alike(computing, plan.computing) else computing
     plan = replace(plan, computing=computing, flops=model_flops(graph, grouping))
     moving, moved = move_seconds(graph, reshardings, resharder)
     offload_seconds = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
     seconds = {"compute": sum(compute.values()), **offload_seconds, **moving}
-    same = all(
-        math.isclose(seconds.get(c, 0.0), plan.seconds.get(c, 0.0), rel_tol=EQUAL) for c in (*seconds, *plan.seconds)
-    )
-    if same and sent == plan.collectives and nbytes | away == plan.nbytes:
+    if _alike(seconds, plan.seconds) and sent == plan.collectives and nbytes | away == plan.nbytes:
         return replace(plan, counted_for="") if plan.is_stale else plan
     solution = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
     report = MemoryReport.of(memory)
@@ -116,6 +114,11 @@ def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
         if index in grouping.controls:
             for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
                 yield from _uncut(body.graph, inner)
+
+
+def _alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Whether seconds by cause are the same, however they were added up."""
+    return all(math.isclose(one.get(c, 0.0), other.get(c, 0.0), rel_tol=EQUAL) for c in (*one, *other))
 
 
 def move_seconds(

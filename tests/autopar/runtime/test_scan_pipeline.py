@@ -331,7 +331,28 @@ def test_other_loops_stay_whole(loss: Callable[..., jax.Array]):
 
 @pytest.mark.parametrize(
     ("trips", "n_stages", "wanted"),
-    [(4, 2, 2), (4, 4, 4), (6, 4, 6), (7, 4, 7), (3, 4, 3), (1, 2, 1), (37, 4, 37), (67, 4, 1), (48, 8, 8)],
+    [
+        (4, 2, 2),
+        (4, 4, 4),
+        (6, 4, 6),
+        (7, 4, 7),
+        (3, 4, 3),
+        (1, 2, 1),
+        (37, 4, 37),
+        (67, 4, 1),
+        (48, 8, 8),
+        (22, 8, 22),
+        (30, 8, 15),
+    ],
 )
 def test_numbers_of_pieces(trips: int, n_stages: int, wanted: int):
     assert n_pieces(trips, n_stages) == wanted
+
+
+@pytest.mark.parametrize("n_stages", [2, 3, 4, 8])
+def test_no_stage_has_more_layers_than_it_must(n_stages: int):
+    """With at most 64 pieces: 22 layers on 8 stages are 3 a stage, which 11 pieces of 2 made 4."""
+    for trips in range(n_stages, 65):
+        pieces = n_pieces(trips, n_stages)
+        assert trips % pieces == 0
+        assert -(-pieces // n_stages) * (trips // pieces) == -(-trips // n_stages)
