@@ -124,7 +124,7 @@ class ParallelFunction:
         return self._compilations.of(args, kwargs).step()
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
-        """How `fun(*args, **kwargs)` will run; `jax.ShapeDtypeStruct`s are enough. No device is touched.
+        """The plan by which `fun(*args, **kwargs)` will run; `jax.ShapeDtypeStruct`s are enough. No device is touched.
 
         Without a `cluster`, JAX is asked which devices there are. Raises PlanningError where no plan is possible.
         """

@@ -38,7 +38,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """What a plan follows from, as JSON data."""
+    """Everything that a plan follows from, as JSON data."""
 
     data: Mapping[str, object]
 
@@ -86,14 +86,14 @@ class PlanCache:
     folder: str | os.PathLike[str]
 
     def path(self, key: Key) -> Path:
-        """Where the plan of a key is, or would be."""
+        """The file of the plan of a key, whether it exists or not."""
         return Path(self.folder) / f"{key.digest}.json"
 
     def read(self, key: Key, accept: Callable[[AnyPlan, plan_json.Fields], Found | None]) -> Found | None:
-        """What `accept` makes of the plan of a key and of how it was found; None for a plan that is of no use.
+        """The result of `accept` on the cached plan of a key; None for one that is missing, unreadable or of no use.
 
-        That is with a warning, where there is a file. `accept` raises PlanningError for a plan that is not one of the
-        step, and gives None for one to be passed over.
+        A file that is of no use brings a warning. `accept` also gets how the plan was searched for; it raises
+        PlanningError for a plan that is not one of the step, and gives None for one to be passed over.
         """
         path = self.path(key)
         try:
@@ -247,10 +247,10 @@ def _code_digest() -> str:
     """Digest of autopar's own source: a checkout changes while its version stands still."""
     roots = [Path(__file__).parent, Path(cast("str", passes.__file__)).parent]
     paths = [path for root in roots for path in sorted(root.rglob("*.py"))]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:32]
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def _digest(text: str) -> str:

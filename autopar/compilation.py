@@ -102,7 +102,7 @@ class Compilation:
         return self.prepare().executable()(leaves) if run is None else run(leaves)
 
     def ready(self, leaves: list[Any]) -> _Run:
-        """What runs the function on such flat arguments, compiled if it was not."""
+        """The function that runs on such flat arguments, compiled if it was not."""
         if self.run is None:
             with without_gc():
                 self._chosen()
@@ -112,7 +112,7 @@ class Compilation:
         return run
 
     def _made(self, leaves: list[Any]) -> _Run | None:
-        """What runs the function from now on; None for a call inside another transformation."""
+        """The function that runs from now on; None for a call inside another transformation."""
         executable = self._executable(again=True, nested=any(map(is_traced, leaves)))
         if executable is None:
             return None
@@ -129,7 +129,7 @@ class Compilation:
         return self.chosen
 
     def _limit(self) -> Limit | None:
-        """What the compiled program may need on a device, None for all that there is."""
+        """The memory limit of the compiled program, None where there is none to check."""
         chosen, plan = self._chosen(), self.plan()
         source = self.signature.source
         return limit_of(plan, self.present(), chosen.memory_limit, source, searched=chosen.searched)
@@ -143,13 +143,13 @@ class Compilation:
         less = max(1, int(limit.nbytes * plan.peak_nbytes / needed))
         tighter = replace(self, settings=replace(self.settings, memory_limit=less), chosen=None)
         try:
-            found = tighter._chosen()
+            chosen = tighter._chosen()
         except OverBudgetError as short:
             raise limit.error(plan, needed) from short
-        self.chosen, self.prepared = replace(found, memory_limit=before.memory_limit), None
+        self.chosen, self.prepared = replace(chosen, memory_limit=before.memory_limit), None
 
     def _executable(self, *, again: bool, nested: bool = False) -> Executable | Pipeline | Joined | None:
-        """What runs the program, checked to need no more memory than it may.
+        """The compiled program, checked to need no more memory than the limit.
 
         None for a call that is `nested` in another transformation: what is compiled then is not this program.
         """
@@ -157,16 +157,16 @@ class Compilation:
         if isinstance(plan, PipelinePlan):
             pipeline = self._pipeline(self._program(plan))
             needed = pipeline_nbytes(pipeline.program, pipeline.executables) if limit else 0
-            found = self._joined(pipeline)
+            executable = self._joined(pipeline)
         elif limit is None:
             return self.prepare().executable()
         elif nested:
             return None
         else:
             compiled = lower(self.prepare(), self.structs).compile()
-            needed, found = needed_nbytes(plan, compiled.memory_analysis()), compiled.executable()
+            needed, executable = needed_nbytes(plan, compiled.memory_analysis()), compiled.executable()
         if limit is None or needed <= limit.nbytes:
-            return found
+            return executable
         if not again or not limit.searched:
             raise limit.error(plan, needed)
         self._tighten(limit, needed)
@@ -185,7 +185,7 @@ class Compilation:
         return load(program, rows, traced.out_tree, traced.weak, executables)
 
     def _joined(self, pipeline: Pipeline) -> Pipeline | Joined:
-        """What runs a pipeline on the caller's own arrays, which its stages may hold in pieces."""
+        """The pipeline on the caller's own arrays, of which its stages may hold chunks."""
         pieces = self._chosen().pieces
         if pieces is None:
             return pipeline
@@ -234,7 +234,7 @@ class Compilation:
 
 
 def _outermost(run: _Run, signature: Signature) -> _Run:
-    """What runs a pipeline, and refuses to inside another transformation."""
+    """The function that runs a pipeline, which raises UnsupportedError inside another transformation."""
 
     def checked(leaves: list[Any]) -> Any:
         if any(map(is_traced, leaves)):

@@ -112,7 +112,7 @@ def _varies(aval: Any) -> frozenset[str]:
 
 
 def scan_counts(params: Mapping[str, Any]) -> dict[str, int]:
-    """How many of a scan's operands are constants and how many carries; 0.11 has trees in place of the numbers."""
+    """The numbers of a scan's constants and carries; 0.11 has trees in place of the numbers."""
     if "num_consts" in params:
         return {"num_consts": params["num_consts"], "num_carry": params["num_carry"]}
     constants, carries, _ = params["ft_in"].unpack()
@@ -148,7 +148,7 @@ def source_of(equation: Any, call: str = "") -> str:
 
 @cache
 def _whose(file_name: str) -> OneOf["jax", "ours", "library", "user"]:
-    """Who wrote a file: JAX with Python, this project, a neural-network library, or the user."""
+    """The author of a file: JAX with Python, this project, a neural-network library, or the user."""
     if not source_info_util.is_user_filename(file_name):
         return "jax"
     if file_name.startswith(_OURS):
@@ -162,7 +162,7 @@ def scope_of(equation: Any) -> str:
 
 
 def unkept_effect(equation: Any) -> str:
-    """What an equation does besides computing that a plan cannot keep, in words; empty if nothing."""
+    """The effect of an equation that a plan cannot keep, in words; empty for none."""
     if any(not is_array_type(v.aval) for v in (*equation.invars, *equation.outvars)):
         return "uses a mutable reference"
     for effect in equation.effects:

@@ -26,7 +26,7 @@ from passes.transforms import Coupling, Kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a function is planned by, for and within: the options of `parallelize` that are not `jax.jit`'s."""
+    """The options of `parallelize` that are not `jax.jit`'s, checked."""
 
     cluster: Cluster | None
     planner: Planner
@@ -107,7 +107,7 @@ def _takes(plan: Callable[..., Any], *args: object, **kwargs: object) -> bool:
 
 
 def checked_microbatches(microbatches: Any) -> int | None:
-    """How many microbatches, None if that is not said. Raises ArgumentError."""
+    """The number of microbatches, None where none is given. Raises ArgumentError."""
     if microbatches is None or (type(microbatches) is int and microbatches >= 1):
         return microbatches
     rule = "the batch is computed in a whole number of microbatches, 1 or more"
@@ -115,7 +115,7 @@ def checked_microbatches(microbatches: Any) -> int | None:
 
 
 def checked_progress(progress: Any) -> Any:
-    """What hears of progress, by default nobody. Raises ArgumentError for what cannot be called."""
+    """The function that is called with each `Progress`, by default a silent one. Raises ArgumentError."""
     if progress is None:
         return silent
     if callable(progress):
@@ -133,7 +133,7 @@ def checked_limit(limit: Any) -> int | None:
 
 
 def checked_coupling(coupling: Any) -> Coupling:
-    """What a microbatch may differ in. Raises ArgumentError."""
+    """The semantics of microbatches: "exact", or "independent" ones. Raises ArgumentError."""
     if coupling not in ("exact", "independent"):
         rule = 'it is "exact" or "independent"'
         raise ArgumentError(explain(f"microbatch_semantics={coupling!r:.60}", rule, "", 'leave it out for "exact"'))

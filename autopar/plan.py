@@ -18,7 +18,7 @@ from passes.sharding import ShardingSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(passes.plan.Plan):
-    """What planning chose, bound to a function's arguments and results; a plan from a file is not bound yet."""
+    """A plan bound to the pytrees of a function's arguments and results; a plan from a file is not bound yet."""
 
     in_tree: PyTreeDef | None = field(default=None, compare=False, repr=False)
     out_tree: PyTreeDef | None = field(default=None, compare=False, repr=False)

@@ -26,9 +26,9 @@ from passes.step import Variant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A plan with what runs it: the program `traced`, some of whose arguments are the caller's in `pieces`.
+    """A plan with the program that it is of, some of whose arguments are chunks of the caller's (`pieces`).
 
-    If it was `searched` for, there may be another one that needs less memory; `memory_limit` is what was asked for.
+    If it was `searched` for, there may be another one that needs less memory; `memory_limit` is the user's, in bytes.
     """
 
     plan: Plan | PipelinePlan
@@ -42,12 +42,14 @@ def choose(step: TracedStep, cluster: Cluster, settings: Settings, source: str) 
     """A plan of the step, which is written at `source`. Raises PlanningError where there is none."""
     _warn_of_dtype(step.graph, cluster, source)
     planned = _cached(step, cluster, settings, source)
-    one = cast("TracedStep", planned.step)
+    variant = cast("TracedStep", planned.step)
     plan = planned.plan
     if not isinstance(plan, PipelinePlan):
-        plan = Plan.bind(plan, one.traced.in_tree, one.traced.out_tree)
-    asked = settings.memory_limit if planned.memory_limit is None else planned.memory_limit
-    return Chosen(plan=plan, traced=one.traced, pieces=one.pieces, searched=planned.searched, memory_limit=asked)
+        plan = Plan.bind(plan, variant.traced.in_tree, variant.traced.out_tree)
+    limit = settings.memory_limit if planned.memory_limit is None else planned.memory_limit
+    return Chosen(
+        plan=plan, traced=variant.traced, pieces=variant.pieces, searched=planned.searched, memory_limit=limit
+    )
 
 
 def _warn_of_dtype(graph: Graph, cluster: Cluster, source: str) -> None:
@@ -62,25 +64,25 @@ def _warn_of_dtype(graph: Graph, cluster: Cluster, source: str) -> None:
 
 
 def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
-    """The plan that is kept of the step, else the planner's, which is kept then."""
+    """The cached plan of the step, else the planner's, which is then written to the cache."""
     if settings.cache is None:
         return _made(step, cluster, settings, source)
-    asked = {
+    options = {
         "microbatches": settings.microbatches,
         "microbatch_semantics": settings.microbatch_semantics,
         "memory_limit": settings.memory_limit,
         "remat": step.chosen.kept,
     }
-    key = key_of(step, cluster, settings.planner, asked)
+    key = key_of(step, cluster, settings.planner, options)
     if key is None:
         return _made(step, cluster, settings, source)
-    found = settings.cache.read(key, partial(_restored, step))
-    if found is None:
-        found = _made(step, cluster, settings, source)
-        stages = found.step.chosen.stages
-        how = {"stages": stages, "searched": found.searched, "memory_limit": found.memory_limit}
-        settings.cache.write(key, found.plan, how)
-    return found
+    planned = settings.cache.read(key, partial(_restored, step))
+    if planned is None:
+        planned = _made(step, cluster, settings, source)
+        stages = planned.step.chosen.stages
+        how = {"stages": stages, "searched": planned.searched, "memory_limit": planned.memory_limit}
+        settings.cache.write(key, planned.plan, how)
+    return planned
 
 
 def _restored(step: TracedStep, plan: plans.Plan | PipelinePlan, how: plan_json.Fields) -> Planned | None:
@@ -90,20 +92,20 @@ def _restored(step: TracedStep, plan: plans.Plan | PipelinePlan, how: plan_json.
     something else.
     """
     if isinstance(plan, PipelinePlan):
-        one = step.variant(Variant(microbatches=plan.microbatches, stages=how.int("stages")))
-        plan.check(one.graph, one.state_pairs)
+        restored = step.variant(Variant(microbatches=plan.microbatches, stages=how.int("stages")))
+        plan.check(restored.graph, restored.state_pairs)
     else:
-        one = step.variant(variant_of(plan))
-        plan.check(one.graph)
-    found = relocated(plan, one.traced)
-    if found is None:
+        restored = step.variant(variant_of(plan))
+        plan.check(restored.graph)
+    relocated_plan = relocated(plan, restored.traced)
+    if relocated_plan is None:
         return None
     limit = None if how.of("memory_limit") is None else how.int("memory_limit")
-    return Planned(plan=found, step=one, searched=how.of("searched") is True, memory_limit=limit)
+    return Planned(plan=relocated_plan, step=restored, searched=how.of("searched") is True, memory_limit=limit)
 
 
 def _made(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
-    """What the planner makes of the step. Raises ArgumentError if that is no plan of it."""
+    """The planner's plan of the step. Raises ArgumentError for anything else that it returns."""
     planner = settings.planner
     options = PlanOptions(memory_limit=settings.memory_limit, report=settings.progress)
     planned = cast("Any", planner.plan(step, cluster, options))
@@ -111,11 +113,11 @@ def _made(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -
     remedy = "return what another planner returns, or autopar.Planned.of(plan, step) with a variant of the given step"
     if not isinstance(planned, Planned):
         raise ArgumentError(explain(where, f"it returned {planned!r:.60}, no autopar.Planned", source, remedy))
-    one, plan = planned.step, planned.plan
-    if not isinstance(one, TracedStep) or one.family is not step.family:
+    variant, plan = planned.step, planned.plan
+    if not isinstance(variant, TracedStep) or variant.family is not step.family:
         raise ArgumentError(explain(where, "it returned the plan of another step than it was given", source, remedy))
-    if plan.fingerprint != one.graph.fingerprint:
-        rule = f"it returned plan {plan.fingerprint} with a step of program {one.graph.fingerprint}"
+    if plan.fingerprint != variant.graph.fingerprint:
+        rule = f"it returned plan {plan.fingerprint} with a step of program {variant.graph.fingerprint}"
         raise ArgumentError(explain(where, rule, source, remedy))
     if not planned.searched:
         infeasible.check(plan, cluster, settings.memory_limit, f"at {source}" if source else "")

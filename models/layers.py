@@ -1,4 +1,4 @@
-"""What the models share: checks of a configuration, layers in its precision, attention, equal blocks, loss terms.
+"""The parts that models share: checks of a configuration, layers in its precision, attention, equal blocks, loss terms.
 
 A configuration is any object with the fields that a function reads; each protocol below names some of them.
 """

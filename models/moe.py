@@ -138,7 +138,7 @@ class Config:
 
 
 def gate(scores: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """How strongly each token takes each slot of each expert, and the load-balancing loss.
+    """The weight of each token in each slot of each expert, and the load-balancing loss.
 
     From `scores` [groups, token, expert], softmaxed here, comes [groups, token, expert, slot]: not zero in at most two
     places a token, where the weights of its two best experts are scaled to a sum of 1; in at most one place a slot. The
@@ -160,7 +160,7 @@ def gate(scores: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
 
 
 def count_before(chosen: jax.Array) -> jax.Array:
-    """How many of the earlier tokens chose each expert, int32[groups, token, expert]."""
+    """The number of earlier tokens that chose each expert, int32[groups, token, expert]."""
     return jnp.cumsum(chosen, axis=1, dtype=jnp.int32) - chosen
 
 

@@ -19,7 +19,7 @@ from passes.ir import Graph, Node, TensorType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
-    """What lowering binds for one node: `primitive.bind(*inputs, **jax_compat.bind_params(equation, params))`.
+    """The equation of one node, bound as `primitive.bind(*inputs, **jax_compat.bind_params(equation, params))`.
 
     `params` are JAX's own, jaxprs and callables included. `bodies` belong to the node's `subgraphs`, one for one.
     """
@@ -60,7 +60,7 @@ def type_of(aval: Any) -> TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an equation stands: the name stack and the user's line, of the call around it where it has none itself."""
+    """The place of an equation: its name stack and the user's line, or those of the call around it."""
 
     scope: str = ""
     source: str = ""
@@ -190,7 +190,7 @@ class _Builder:
     def finish(
         self, inputs: list[int], outputs: list[int], input_names: tuple[str, ...], output_names: tuple[str, ...]
     ) -> Body:
-        """What was written, without what nothing reads, values numbered in order of appearance."""
+        """The program written so far, without dead equations, its values numbered in order of appearance."""
         live = set(outputs)
         picked: list[int] = []
         for index in reversed(range(len(self.nodes))):

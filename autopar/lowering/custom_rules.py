@@ -120,14 +120,14 @@ def _rule(name: str, rule: Rule, node: Node, operands: Types, results: Types) ->
     result_labels = list(_matched(argument, "result", described.results, results, node.source))
     arrays = [*given, *result_labels]
     uncut = [math.prod(n for n, w in zip(t.shape, words, strict=True) if w == _NEVER) for t, words in arrays]
-    found = build(
+    sharding_rule = build(
         [(t, _labels(words)) for t, words in given],
         [(t, _labels(words)) for t, words in result_labels],
         reduce=dict.fromkeys(described.summed, "add"),
         flops=2.0 * math.prod(_sizes(argument, arrays, node.source).values()) * max(uncut, default=1),
         light=False,
     )
-    return replace(found, localized=True)
+    return replace(sharding_rule, localized=True)
 
 
 def _labels(words: tuple[str, ...]) -> list[str | None]:

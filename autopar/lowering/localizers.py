@@ -79,7 +79,7 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 
 @localizes("gather")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Where a selected dimension is cut, each device answers for its own indices and gives zeros for the rest.
+    """The gather of one device, which gives zeros for the indices of others along a selected dimension that is cut.
 
     An index that is out of bounds for the whole operand is the first device's to fill.
     """
@@ -103,7 +103,7 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 
 @localizes("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Where a selected dimension is cut, updates of other pieces fall outside this one and are dropped."""
+    """The scatter of one device; along a selected dimension that is cut, updates of other devices are dropped."""
     target, indices, updates = operands
     numbers = cut.params["dimension_numbers"]
     indexed = numbers.scatter_dims_to_operand_dims

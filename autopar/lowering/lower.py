@@ -129,7 +129,7 @@ def device_mesh(mesh: Mesh, devices: Sequence[Device]) -> jax.sharding.Mesh:
 
 
 class Semantics(Protocol):
-    """What the walk's operations do to arrays."""
+    """The meaning of the walk's operations on arrays: `OnPieces` binds them on local shards."""
 
     @property
     def planned(self) -> Axes:

@@ -100,7 +100,7 @@ class _Cutter:
         return heavy and over_layers and scan.length > 1 and n_pieces(scan.length, self.stages) > 1
 
     def _roles(self, node: Node) -> tuple[bool, ...]:
-        """For each operand whether it comes in pieces where the result does; nothing if the node needs the whole."""
+        """Flags of the operands that come in chunks where the result does; none if the node needs the whole."""
         if node.subgraphs or len(node.outputs) != 1:
             return ()
         rule, (result,) = rule_of(node, self.graph), node.outputs
@@ -114,7 +114,7 @@ class _Cutter:
         return tuple(dims[:1] == (factor,) for dims in rule.operands)
 
     def _join_of(self, node: Node) -> str:
-        """What joins the results of pieces of a node that reduces dimension 0; empty for any other."""
+        """The operation that joins the results of chunks of a node that reduces dimension 0; empty for any other."""
         joins = () if node.subgraphs else rule_of(node, self.graph).joins
         return joins[0] if joins else ""
 
@@ -171,7 +171,7 @@ class _Cutter:
         self.program.take_apart(result, new_pieces)
 
     def _repeated(self, index: int) -> tuple[int, ...]:
-        """What repeats along dimension 0 is one piece, many times."""
+        """The chunks of a result that repeats along dimension 0: one, many times."""
         node, equation, program = self.graph.nodes[index], self.traced.equations[index], self.program
         (result,) = node.outputs
         pieces = program.fresh_pieces(result)

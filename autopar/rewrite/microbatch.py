@@ -131,7 +131,7 @@ def _one_microbatch(
 def _up_front(
     body: Body, chosen: Split, outputs: Sequence[int], values: Mapping[int, Any], stacks: Mapping[int, Any]
 ) -> dict[int, Any]:
-    """What the loop needs of the whole batch: summed over the stacks as they are, if it is made of sums."""
+    """The values that the loop needs of the whole batch: summed over the stacks as they are, if they are sums."""
     part, inputs = _part(body, chosen.before, outputs, values)
     batch = tuple(i for i, v in enumerate(inputs) if v in stacks)
     early = sums_up_front(part.graph, chosen.count, batch) if batch else None

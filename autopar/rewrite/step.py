@@ -25,7 +25,7 @@ Structs = tuple[jax.ShapeDtypeStruct, ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedStep(Step):
-    """A step with what runs it: `traced`, whose flat arguments are the caller's, some of them in `pieces`."""
+    """A step with its JAX program `traced`, whose flat arguments are the caller's, some in chunks (`pieces`)."""
 
     traced: Traced
     pieces: Pieces | None
@@ -69,18 +69,18 @@ def step_of(
     if remat is not None:
         kept = kept_of((remat,) * len(layers(traced.graph)) if isinstance(remat, str) else remat)
     traced = recomputed(traced, kept) if kept else traced
-    family = _Family(traced=traced, structs=tuple(structs), coupling=coupling, asked=microbatches, kept=kept)
+    family = _Family(traced=traced, structs=tuple(structs), coupling=coupling, microbatches=microbatches, kept=kept)
     return family.made(Variant())
 
 
 @dataclass(kw_only=True)
 class _Family:
-    """What the variants of a step are made of: as it was written, with what was asked of all; and those made so far."""
+    """The variants of a step, made on demand from the program as it was written and the options that all share."""
 
     traced: Traced
     structs: Structs
     coupling: Coupling
-    asked: int | None
+    microbatches: int | None
     kept: tuple[Kept, ...]
     known: dict[object, TracedStep] = field(default_factory=dict[object, TracedStep])
     chunked: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Pieces | None]] = field(default_factory=dict)
@@ -102,13 +102,13 @@ class _Family:
             self.known[key] = self._step(traced, replace(chosen, sample=False), pieces)
         return self.known[key]
 
-    def _count(self, wanted: int | None) -> int:
-        """How many microbatches. Raises ArgumentError where others were asked for."""
-        if wanted and self.asked and wanted != self.asked:
-            rule = f"the planner, or the saved plan, says {wanted}"
+    def _count(self, count: int | None) -> int:
+        """The number of microbatches. Raises ArgumentError where the user gave another one."""
+        if count and self.microbatches and count != self.microbatches:
+            rule = f"the planner, or the saved plan, says {count}"
             remedy = "leave microbatches= out, or give the planner the same number"
-            raise ArgumentError(explain(f"microbatches={self.asked}", rule, "", remedy))
-        return wanted or self.asked or 1
+            raise ArgumentError(explain(f"microbatches={self.microbatches}", rule, "", remedy))
+        return count or self.microbatches or 1
 
     def _chunked(self, kept: tuple[Kept, ...], stages: int) -> tuple[Traced, Pieces | None]:
         """The step with layers that keep that, its loops over layers in chunks for so many stages."""
@@ -122,10 +122,10 @@ class _Family:
         key = kept, chosen.stages
         if key not in self.shorter:
             self.shorter[key] = _shortened(traced, structs, chosen.stages)
-        if (found := self.shorter[key]) is None:
+        if (shortened := self.shorter[key]) is None:
             return None
-        short, own, left_out = found
-        short = microbatched(short, own, chosen.microbatches or 1, self.coupling)
+        short, sample_structs, left_out = shortened
+        short = microbatched(short, sample_structs, chosen.microbatches or 1, self.coupling)
         if len(blocks(body_of(short.graph), covered=0.0)) != KEPT + 1:
             return None
         return self._step(short, chosen, None, left_out)
@@ -145,13 +145,13 @@ class _Family:
     @cached_property
     def layers(self) -> int:
         """The layers of which it may be chosen what they keep."""
-        found = 0 if self.kept else len(layers(self.traced.graph))
-        return found if found > 1 or loops(self.traced.graph) else 0
+        n_layers = 0 if self.kept else len(layers(self.traced.graph))
+        return n_layers if n_layers > 1 or loops(self.traced.graph) else 0
 
     @property
     def counts(self) -> tuple[int, ...]:
         """The numbers of microbatches that there may be: the one that was asked for, else the divisors of the batch."""
-        return self._divisors if self.asked is None else (self.asked,)
+        return self._divisors if self.microbatches is None else (self.microbatches,)
 
     @cached_property
     def _divisors(self) -> tuple[int, ...]:
@@ -166,15 +166,15 @@ class _Family:
 
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, int] | None:
     """(a step without some of its blocks, its arguments, how many are left out); None if there are more stages."""
-    found = abridge(traced.graph, traced.state_pairs)
-    if found is None or found.left_out + KEPT < stages:
+    sample = abridge(traced.graph, traced.state_pairs)
+    if sample is None or sample.left_out + KEPT < stages:
         return None
     short = replace(
         traced,
-        graph=found.graph,
-        equations=tuple(traced.equations[i] for i in found.nodes),
-        donated=tuple(traced.donated[i] for i in found.inputs),
-        weak=tuple(traced.weak[o] for o in found.outputs),
-        state_pairs=found.state_pairs,
+        graph=sample.graph,
+        equations=tuple(traced.equations[i] for i in sample.nodes),
+        donated=tuple(traced.donated[i] for i in sample.inputs),
+        weak=tuple(traced.weak[o] for o in sample.outputs),
+        state_pairs=sample.state_pairs,
     )
-    return short, tuple(structs[i] for i in found.inputs), found.left_out
+    return short, tuple(structs[i] for i in sample.inputs), sample.left_out

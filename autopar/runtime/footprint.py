@@ -66,15 +66,15 @@ class Limit:
 
 
 def limit_of(
-    plan: Plan | PipelinePlan, devices: Sequence[Device], asked: int | None, source: str, *, searched: bool
+    plan: Plan | PipelinePlan, devices: Sequence[Device], memory_limit: int | None, source: str, *, searched: bool
 ) -> Limit | None:
-    """The limit of the compiled form of a plan on these devices: `asked`, or else the devices' own memory.
+    """The limit of the compiled form of a plan on these devices: `memory_limit`, or else the devices' own memory.
 
     None where nothing was asked for and the devices are virtual ones, which share the memory of their machine.
     """
-    if asked is None and devices[0].platform == CPU:
+    if memory_limit is None and devices[0].platform == CPU:
         return None
-    nbytes, description = allowed(plan.cluster, asked)
+    nbytes, description = allowed(plan.cluster, memory_limit)
     return None if math.isinf(nbytes) else Limit(nbytes=nbytes, words=description, source=source, searched=searched)
 
 

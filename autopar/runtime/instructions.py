@@ -111,14 +111,14 @@ def _before(stage: Stage, listing: Listing) -> None:
     listing.compute(stage, f"before {stage.number}", stage.body, range(loop), stage.layout, specs, needed)
 
 
-def _results(traced: Traced, own: Sequence[Stage], stages: Stages, listing: Listing) -> tuple[Slot, ...]:
+def _results(traced: Traced, program_stages: Sequence[Stage], stages: Stages, listing: Listing) -> tuple[Slot, ...]:
     """The slots of outputs, each an array of its own: what the caller may donate is no argument and no constant."""
     representative = shared(listing.instructions)
     given = (*(feed.slot for feed in listing.feeds), *(slot for slot, _, _ in listing.constants))
     taken = {representative.get(slot, slot) for slot in given}
     slots: list[Slot] = []
     for position, value in enumerate(traced.graph.outputs):
-        stage = own[stages.owners[position]]
+        stage = program_stages[stages.owners[position]]
         spec = dict(zip(stage.part.graph.outputs, stage.layout.outputs, strict=True))[value]
         slot = listing.slots[stage.number, value, spec]
         if representative.get(slot, slot) in taken:
@@ -128,16 +128,16 @@ def _results(traced: Traced, own: Sequence[Stage], stages: Stages, listing: List
     return tuple(slots)
 
 
-def _copied(stage: Stage, held: Held, slot: Slot, listing: Listing) -> Slot:
+def _copied(stage: Stage, value_and_spec: Held, slot: Slot, listing: Listing) -> Slot:
     """The slot of a copy of an array."""
-    value, spec = held
+    value, spec = value_and_spec
     sharding, struct = stage.sharding(spec), struct_of(stage.part.graph.types[value], spec, stage)
     segment = Segment(
         name=f"copy {stage.number}",
         stage=stage.number,
         function=lambda x: (x,),
-        inputs=(held,),
-        outputs=(held,),
+        inputs=(value_and_spec,),
+        outputs=(value_and_spec,),
         in_shardings=(sharding,),
         out_shardings=(sharding,),
         in_structs=(struct,),

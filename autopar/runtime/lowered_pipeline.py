@@ -97,7 +97,7 @@ class CompiledPipeline:
         return {number: by_device[first] for number, first in enumerate(firsts[: plan.groups])}
 
     def executable(self) -> Callable[[list[Any]], Any]:
-        """What runs the pipeline on flat arguments."""
+        """The function that runs the pipeline on flat arguments."""
         return self.lowered.load(self.executables)
 
     def as_text(self) -> str:

@@ -225,7 +225,7 @@ def _steps(program: Program, executables: Sequence[Any]) -> tuple[Step, ...]:
 
 
 def _slices(program: Program) -> tuple[Slices, ...]:
-    """What the feeds take of batches, by argument and place."""
+    """The slices that the feeds take of batches, by argument and place."""
     groups: dict[tuple[int, Sharding], list[tuple[int, int]]] = {}
     for feed in program.feeds:
         if feed.slice is not None:

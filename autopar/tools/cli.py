@@ -222,7 +222,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         jax.config.update("jax_num_cpu_devices", arguments.devices)
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:
-        cluster = measure(said=lambda what: status.update(f"measuring {what}"))
+        cluster = measure(announce=lambda what: status.update(f"measuring {what}"))
     try:
         arguments.out.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:

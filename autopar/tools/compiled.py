@@ -42,7 +42,7 @@ example:
 
 exit status: 0 it fits, 1 it does not, 2 it could not be planned or compiled."""
 
-Said = Callable[[str], None]
+Announce = Callable[[str], None]
 """Hears what is being done."""
 
 _REFUSED = "RESOURCE_EXHAUSTED"
@@ -119,7 +119,7 @@ def judge(
     kwargs: Mapping[str, Any],
     cluster: Cluster,
     options: Mapping[str, Any],
-    report: Said = lambda _: None,
+    report: Announce = lambda _: None,
 ) -> Judgement:
     """The verdict of the compiler for a cluster's devices on a step, planned with `options` of `parallelize`.
 
@@ -163,7 +163,7 @@ def _version(platform: str) -> str:
 
 
 def _words(message: str) -> str:
-    """What a compiler says that ran out of memory, in a line."""
+    """The message of a compiler that ran out of memory, in a line."""
     needs = _NEEDS.search(message)
     return f"{needs[1]} of {needs[2]} (the compiler gave up)" if needs else message.split("\n")[0]
 

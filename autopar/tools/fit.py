@@ -1,4 +1,4 @@
-"""What fits in the memory of a cluster that need not be here: plans by hand beside the searched one.
+"""Plans by hand beside the searched one, and whether each fits in the memory of a cluster that need not be here.
 
 No device is touched. `autopar.tools.largest` stretches them.
 """
@@ -24,7 +24,7 @@ from passes.transforms import split
 TENSOR = (2, 4, 8)
 """The degrees of tensor parallelism that are tried for Megatron."""
 
-Said = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What plans are made for: a cluster, the bytes that a device may hold, and seconds to search (None: no end)."""
+    """The room that plans have: a cluster, the bytes that a device may hold, and seconds to search (None: no end)."""
 
     cluster: Cluster
     limit_nbytes: float
@@ -62,7 +62,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of one planner: the plan, or for a search that found none the leanest; else why there is none."""
+    """The outcome of one planner: the plan, or for a search that found none the leanest; else why there is none."""
 
     name: str
     limit_nbytes: float
@@ -80,12 +80,12 @@ class Row:
 
     def to_json(self) -> dict[str, object]:
         """The row as JSON data; of the plan, what it costs and chose."""
-        found: dict[str, object] = {"plan": self.name, "fits": self.fits}
+        fields: dict[str, object] = {"plan": self.name, "fits": self.fits}
         if self.refusal:
-            found["refusal"] = self.refusal
+            fields["refusal"] = self.refusal
         if (plan := self.plan) is None:
-            return found
-        return found | {
+            return fields
+        return fields | {
             "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
             "microbatches": plan.microbatches,
             "remat": list(plan.remat),
@@ -125,20 +125,20 @@ def batch_of(step: TracedStep) -> tuple[int, ...]:
 
 
 def quiet(what: str) -> None:
-    """Says nothing."""
+    """Announces nothing."""
 
 
-def plans(step: TracedStep, room: Room, said: Said = quiet) -> Iterator[Row]:
-    """A row for each planner, from the plainest; `said` is told what is planned now."""
+def plans(step: TracedStep, room: Room, announce: Announce = quiet) -> Iterator[Row]:
+    """A row for each planner, from the plainest; `announce` is told what is planned now."""
     for name in PLANNERS:
-        said(f"planning {name}")
-        yield row(name, step, room, said)
+        announce(f"planning {name}")
+        yield row(name, step, room, announce)
 
 
-def row(name: str, step: TracedStep, room: Room, said: Said = quiet) -> Row:
-    """What one planner makes of a step."""
+def row(name: str, step: TracedStep, room: Room, announce: Announce = quiet) -> Row:
+    """The outcome of one planner for a step."""
     try:
-        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=PLANNERS[name](step, room, said))
+        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=PLANNERS[name](step, room, announce))
     except OverBudgetError as error:
         leanest = error.leanest if isinstance(error.leanest, Plan) else None
         return Row(name=name, limit_nbytes=room.limit_nbytes, plan=leanest, refusal=str(error))
@@ -146,7 +146,7 @@ def row(name: str, step: TracedStep, room: Room, said: Said = quiet) -> Row:
         return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))
 
 
-def _jit(step: TracedStep, room: Room, said: Said) -> Plan:
+def _jit(step: TracedStep, room: Room, announce: Announce) -> Plan:
     """The step as it is, on one device."""
     group = room.cluster.group()
     alone = HostGroup(hosts=1, devices_per_host=1, device=group.device, intra=group.intra, inter=group.inter)
@@ -159,35 +159,35 @@ def _planned(planner: Planner, step: TracedStep, room: Room) -> Plan:
 
 
 def _by(planner: Planner) -> Planned:
-    return lambda step, room, said: _planned(planner, step, room)
+    return lambda step, room, announce: _planned(planner, step, room)
 
 
-def _megatron(step: TracedStep, room: Room, said: Said) -> Plan:
+def _megatron(step: TracedStep, room: Room, announce: Announce) -> Plan:
     """The cheapest that fits of Megatron's shapes within a host, else the leanest."""
     devices, group = room.cluster.n_devices, room.cluster.group()
     sizes = [t for t in TENSOR if group.devices_per_host % t == 0] or [1]
-    found, refused = [], None
+    planned, refused = [], None
     for tensor in sizes:
-        said(f"planning Megatron, {devices // tensor} x {tensor}")
+        announce(f"planning Megatron, {devices // tensor} x {tensor}")
         try:
-            found.append(_planned(Megatron(data=devices // tensor, tensor=tensor), step, room))
+            planned.append(_planned(Megatron(data=devices // tensor, tensor=tensor), step, room))
         except PlanningError as error:
             refused = error
-    if refused is not None and not found:
+    if refused is not None and not planned:
         raise refused
-    fitting = [plan for plan in found if plan.peak_nbytes <= room.limit_nbytes]
+    fitting = [plan for plan in planned if plan.peak_nbytes <= room.limit_nbytes]
     if fitting:
         return min(fitting, key=lambda plan: plan.step_seconds)
-    return min(found, key=lambda plan: plan.peak_nbytes)
+    return min(planned, key=lambda plan: plan.peak_nbytes)
 
 
-def _searched(step: TracedStep, room: Room, said: Said) -> Plan:
+def _searched(step: TracedStep, room: Room, announce: Announce) -> Plan:
     """The cheapest that fits of all variants and meshes; an error says what would fit."""
-    options = PlanOptions(report=lambda now: said(f"planning searched: {now.phase}"))
+    options = PlanOptions(report=lambda now: announce(f"planning searched: {now.phase}"))
     return cast("Plan", room.auto.plan(step, room.cluster, options).plan)
 
 
-Planned = Callable[[TracedStep, Room, Said], Plan]
+Planned = Callable[[TracedStep, Room, Announce], Plan]
 
 PLANNERS: dict[str, Planned] = {
     "jit": _jit,

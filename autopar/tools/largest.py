@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autopar.rewrite import TracedStep
-from autopar.tools.fit import PLANNERS, Example, Planned, Room, Row, Said, batch_of, quiet, traced_step
+from autopar.tools.fit import PLANNERS, Announce, Example, Planned, Room, Row, batch_of, quiet, traced_step
 from passes.errors import PlanningError
 from passes.intra_op import MOST_OPERATORS, VariantSearch
 from passes.plan import Plan
@@ -40,7 +40,7 @@ class Largest:
         return {"what": self.what, "size": self.size, "certain": self.certain, **row, "plan": self.name, **refusal}
 
 
-def _tried(step: TracedStep, room: Room, said: Said) -> Plan:
+def _tried(step: TracedStep, room: Room, on_plan: Announce) -> Plan:
     """As `_searched` with as much work for all plans as that has for one, and an error says nothing of other clusters.
 
     There are no seconds beyond the room's: raises _OutOfTime when they are over.
@@ -77,7 +77,7 @@ def largest(
     room: Room,
     rows: Sequence[Row],
     presets: Mapping[str, Callable[[], Example]],
-    said: Said = quiet,
+    announce: Announce = quiet,
 ) -> Iterator[Largest]:
     """The largest batch, and of `presets` (smallest first) the largest, of some planners; `room.seconds` are for all.
 
@@ -87,19 +87,19 @@ def largest(
     turns = [(name, what) for what in ("batch", "preset")[: 1 + bool(presets)] for name in STRETCHED]
     known = {row.name: row for row in rows}
     for turn, (name, what) in enumerate(turns):
-        left = sum(_SHARES.get(other, 1) for other, _ in turns[turn:])
-        until = Deadline(None if end.seconds_left is None else end.seconds_left * _SHARES.get(name, 1) / left)
+        shares_left = sum(_SHARES.get(other, 1) for other, _ in turns[turn:])
+        until = Deadline(None if end.seconds_left is None else end.seconds_left * _SHARES.get(name, 1) / shares_left)
         if what == "preset":
-            yield _largest_preset(name, presets, room, until, said)
+            yield _largest_preset(name, presets, room, until, announce)
             continue
         try:
-            yield _largest_batch(name, example, step, room, known.get(name), until, said)
+            yield _largest_batch(name, example, step, room, known.get(name), until, announce)
         except PlanningError as error:
             yield Largest(name=name, what="batch", refusal=str(error))
 
 
 def _largest_batch(
-    name: str, example: Example, step: TracedStep, room: Room, known: Row | None, end: Deadline, said: Said
+    name: str, example: Example, step: TracedStep, room: Room, known: Row | None, end: Deadline, announce: Announce
 ) -> Largest:
     """The largest batch in multiples of the devices, and of microbatches; `known` is the row of the batch as it is."""
     unit = math.lcm(room.cluster.n_devices, step.chosen.microbatches or 1)
@@ -109,45 +109,45 @@ def _largest_batch(
     def planned(multiple: int) -> Row:
         if known is not None and multiple * unit == given:
             return known
-        said(f"planning {name} for a batch of {multiple * unit:,}")
+        announce(f"planning {name} for a batch of {multiple * unit:,}")
         rows = dict.fromkeys(batch, multiple * unit)
-        return _stretched(name, lambda: traced_step(example, rows), room, end, said)
+        return _stretched(name, lambda: traced_step(example, rows), room, end, announce)
 
-    found = reach(planned, max(1, given // unit), end)
+    reached = reach(planned, max(1, given // unit), end)
     return Largest(
         name=name,
         what="batch",
-        size=found.number * unit or None,
-        certain=found.certain,
-        row=found.row,
-        refusal=found.refusal,
+        size=reached.number * unit or None,
+        certain=reached.certain,
+        row=reached.row,
+        refusal=reached.refusal,
     )
 
 
 def _largest_preset(
-    name: str, presets: Mapping[str, Callable[[], Example]], room: Room, end: Deadline, said: Said
+    name: str, presets: Mapping[str, Callable[[], Example]], room: Room, end: Deadline, announce: Announce
 ) -> Largest:
     """The largest preset, if each needs more than those before it."""
     names = tuple(presets)
 
     def planned(number: int) -> Row:
-        said(f"planning {name} for preset {names[number - 1]}")
-        return _stretched(name, lambda: traced_step(presets[names[number - 1]]()), room, end, said)
+        announce(f"planning {name} for preset {names[number - 1]}")
+        return _stretched(name, lambda: traced_step(presets[names[number - 1]]()), room, end, announce)
 
-    found = reach(planned, 1, end, len(names))
+    reached = reach(planned, 1, end, len(names))
     return Largest(
         name=name,
         what="preset",
-        size=names[found.number - 1] if found.number else None,
-        certain=found.certain,
-        row=found.row,
-        refusal=found.refusal,
+        size=names[reached.number - 1] if reached.number else None,
+        certain=reached.certain,
+        row=reached.row,
+        refusal=reached.refusal,
     )
 
 
-def _stretched(name: str, make: Callable[[], TracedStep], room: Room, end: Deadline, said: Said) -> Row:
+def _stretched(name: str, make: Callable[[], TracedStep], room: Room, end: Deadline, announce: Announce) -> Row:
     """A row for a step of another size. Raises PlanningError where the user's function takes no such size."""
-    left = replace(room, seconds=end.seconds_left)
+    remaining = replace(room, seconds=end.seconds_left)
     try:
         step = make()
     except PlanningError:
@@ -155,7 +155,7 @@ def _stretched(name: str, make: Callable[[], TracedStep], room: Room, end: Deadl
     except Exception as error:
         raise PlanningError(f"the step cannot be traced at other sizes: {type(error).__name__}: {error}") from error
     try:
-        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=STRETCHED[name](step, left, said))
+        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=STRETCHED[name](step, remaining, announce))
     except PlanningError as error:
         return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))
 
@@ -208,10 +208,10 @@ def _between(rows: Mapping[int, Row], low: int, high: int, *, by_line: bool) -> 
     return (low + high) // 2
 
 
-def presets_of(found: Mapping[str, Any], read: Callable[[Any], Example]) -> dict[str, Callable[[], Example]]:
+def presets_of(values: Mapping[str, Any], read: Callable[[Any], Example]) -> dict[str, Callable[[], Example]]:
     """Examples by name, each made when it is wanted; `read` tells what a value stands for."""
 
     def later(value: Any) -> Callable[[], Example]:
         return lambda: read(value() if callable(value) else value)
 
-    return {name: later(value) for name, value in found.items()}
+    return {name: later(value) for name, value in values.items()}

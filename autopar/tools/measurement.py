@@ -37,20 +37,22 @@ _LONG, _WIDE = 1024, 128
 """Rows and columns of an array that is gathered and scattered along either dimension."""
 
 _Step = Callable[[jax.Array], jax.Array]
-_Said = Callable[[str], None]
+_Announce = Callable[[str], None]
 
 
-def measure(devices: Sequence[Device] | None = None, *, said: _Said = lambda what: None) -> Cluster:
+def measure(devices: Sequence[Device] | None = None, *, announce: _Announce = lambda what: None) -> Cluster:
     """The cluster of these devices (by default all of this process), measured in about a minute.
 
-    `said` hears in words what is measured next. Raises ClusterError as `local_cluster` does.
+    `announce` hears in words what is measured next. Raises ClusterError as `local_cluster` does.
     """
     devices = tuple(jax.local_devices() if devices is None else devices)
     cluster = local_cluster(devices)
     group = cluster.group()
-    said("products and copies")
+    announce("products and copies")
     measured = [
-        measurement for ranks in _divisors(len(devices)) for measurement in _collectives(cluster, devices, ranks, said)
+        measurement
+        for ranks in _divisors(len(devices))
+        for measurement in _collectives(cluster, devices, ranks, announce)
     ]
     device = _device(group, cluster, devices)
     return replace(
@@ -104,13 +106,13 @@ def _strided_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:
     return (trailing - leading) / 2
 
 
-def _collectives(cluster: Cluster, devices: Sequence[Device], ranks: int, said: _Said) -> Iterator[Measured]:
+def _collectives(cluster: Cluster, devices: Sequence[Device], ranks: int, announce: _Announce) -> Iterator[Measured]:
     """The measurements of every kind of collective among groups of `ranks` neighbours."""
     rows = len(devices) // ranks
     sizes = {"g": rows, "r": ranks} if rows > 1 else {"r": ranks}
     mesh = Mesh(axes=tuple(sizes), sizes=tuple(sizes.values()), cluster=cluster)
     for kind, (step, alone, shrink) in _steps(ranks).items():
-        said(f"{kind} among {ranks}")
+        announce(f"{kind} among {ranks}")
         spent: list[float] = []
         for nbytes in _NBYTES:
             shape = (nbytes // 4 // shrink,)

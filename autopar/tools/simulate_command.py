@@ -128,7 +128,7 @@ def _saved(arguments: argparse.Namespace) -> Row:
 
 
 def _sweep(arguments: argparse.Namespace) -> Sweep:
-    """What the options vary. Raises UsageError or ClusterError."""
+    """The sweep that the options describe. Raises UsageError or ClusterError."""
     if not arguments.cluster:
         raise UsageError(explain("--cluster", "a step is simulated on one", "", "write, say, --cluster 8x8:h100"))
     numbers: dict[str, Any] = {

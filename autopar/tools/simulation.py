@@ -1,4 +1,4 @@
-"""What if: a step planned for other clusters, batches and microbatches than the ones at hand, in comparable figures.
+"""A step planned for other clusters, batches and microbatches than the ones at hand, in comparable figures.
 
 No device is touched. Every point of a sweep is planned as `autopar plan` would, on the path that every plan takes.
 """
@@ -44,7 +44,7 @@ class Scenario:
 
     @property
     def values(self) -> dict[str, float | str]:
-        """What may be swept, by name, as the command line calls it."""
+        """The dimensions that may be swept, by name, as the command line calls it."""
         return {
             "cluster": self.cluster.name,
             "devices": self.cluster.n_devices,
@@ -58,7 +58,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of a scenario: the plan's `estimate`, or of the leanest plan where none fits; else why there is none.
+    """The outcome of a scenario: the plan's `estimate`, or of the leanest plan where none fits; else why there is none.
 
     `scenario` is None for a saved plan; a device may need `limit_nbytes`. `tokens_per_step` is None if it is unknown.
     """
@@ -84,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What is varied; every combination is planned. An empty dimension stays as it is."""
+    """The dimensions that are varied; every combination is planned. An empty dimension stays as it is."""
 
     clusters: tuple[Cluster, ...]
     planners: Mapping[str, Planner]
@@ -145,7 +145,7 @@ def rows(example: Example, sweep: Sweep, request: Request, progress: Callable[[s
 
 
 def _row(compilation: Compilation, scenario: Scenario, request: Request, progress: Callable[[str], None]) -> Row:
-    """What comes of one scenario."""
+    """The outcome of one scenario."""
     about = ", ".join(f"{name} {value}" for name, value in scenario.values.items() if name in ("planner", "cluster"))
     limit = Auto(memory_limit=request.memory_limit).limit(scenario.cluster)
     plan: object = None

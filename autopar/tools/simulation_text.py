@@ -77,7 +77,7 @@ def step_table(rows: Sequence[Row]) -> Table:
 
 
 def _common(rows: Sequence[Row]) -> str:
-    """What all rows have in common, in words."""
+    """The settings that all rows have in common, in words."""
     first, names = next((row.scenario for row in rows if row.scenario), None), varied(rows)
     if first is None:
         return quantities.count(rows[0].estimate.devices, "device") if rows and rows[0].estimate else ""

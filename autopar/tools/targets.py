@@ -47,7 +47,7 @@ def _read(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ..
 
 
 def called(target: str) -> Any:
-    """What `MODULE:FUNCTION` returns. Raises UsageError where there is no such function."""
+    """The result of calling `MODULE:FUNCTION`. Raises UsageError where there is no such function."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise UsageError(f"{target!r} is not MODULE:FUNCTION\n{TARGET}")

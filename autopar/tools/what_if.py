@@ -62,7 +62,7 @@ def simulate(
     tokens_per_step: float | None = None,
     price_per_device_hour: float | None = None,
 ) -> Simulation:
-    """What `step(*args, **kwargs)` would take under every combination of what is varied; or a saved plan's figures.
+    """The predicted cost of `step(*args, **kwargs)` under every combination of options; or a saved plan's figures.
 
     Every option from `cluster` to `microbatches` takes one value or several. `devices` are taken of a cluster's kind,
     whole hosts or a part of one; all links give `bandwidth` times what they do, those between hosts `network` times
@@ -91,7 +91,7 @@ def simulate(
 def _sweep(
     cluster: Any, planner: Any, devices: Any, bandwidth: Any, network: Any, batch: Any, microbatches: Any
 ) -> Sweep:
-    """What is varied, each option checked. Raises ClusterError or ArgumentError."""
+    """The dimensions that are varied, each option checked. Raises ClusterError or ArgumentError."""
     clusters = tuple(read for value in several(cluster) if (read := checked_cluster(value)) is not None)
     if not clusters:
         remedy = "write, say, cluster='8x8:h100'"

@@ -51,9 +51,9 @@ def change(before: float, after: float) -> str:
     return f"{100 * (after - before) / before:+.1f} %" if before else "new"
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def count(number: int, singular: str, many: str = "") -> str:
     """A number and its noun: `1 device`, `1,024 devices`."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {singular if number == 1 else many or singular + 's'}"
 
 
 def _digits(value: float) -> float:
