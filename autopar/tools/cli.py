@@ -18,20 +18,20 @@ from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.errors import DeviceError
-from autopar.tools import compiled, fit, fit_text, simulate_command, targets
+from autopar.tools import compiled, fit, fit_text, measurement_text, simulate_command, targets
 from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
-from autopar.tools.measurement import measure
+from autopar.tools.measurement import measurement
 from autopar.tools.plot import blank, plot_memory
 from autopar.tools.progress_bar import shown
 from autopar.tools.targets import TARGET, UsageError
-from passes.cluster import Cluster, parse_cluster
+from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.plan import PipelinePlan, Plan, differences, load_plan
 from passes.plan import json as plan_json
 from passes.planners import Auto
-from passes.text import Column, Table, quantities
+from passes.text import Table
 
 DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses; 130 is what shells give a program that Ctrl-C ends."""
@@ -90,6 +90,12 @@ example:
 
 exit status: 0 a plan fits, 1 none does, 2 nothing could be planned,
 130 ended by Ctrl-C, after what was found by then is printed."""
+
+_MEASURE_HELP = """\
+Time products of many shapes and dtypes, copies, the start of a task, collectives
+by kind, ranks and bytes, and how far a collective hides behind products, on the
+devices that are here, in one to two minutes; save them as a cluster to plan for,
+and show what it predicts beside what was measured."""
 
 _MEASURE_MORE = """\
 example:
@@ -163,11 +169,12 @@ def _parser() -> argparse.ArgumentParser:
         "measure",
         _measure,
         "measure the devices here",
-        "Time products, copies and collectives on the devices that are here, and save them as a cluster to plan for.",
+        _MEASURE_HELP,
         _MEASURE_MORE,
     )
     measured.add_argument("--devices", type=int, metavar="N", help="this many virtual CPU devices (default: JAX's own)")
     measured.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")
+    measured.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over measured (png, svg, pdf)")
     return parser
 
 
@@ -217,37 +224,22 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
+    if arguments.plot:
+        blank(arguments.plot)
     if arguments.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:
-        cluster = measure(announce=lambda what: status.update(f"measuring {what}"))
+        result = measurement(announce=lambda what: status.update(f"measuring {what}"))
     try:
-        arguments.out.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(json.dumps(result.cluster.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{arguments.out}: the cluster cannot be written: {error.strerror}") from error
-    _print([cluster_table(cluster)])
+    if arguments.plot:
+        measurement_text.plot_measurement(result.samples, arguments.plot)
+    _print(measurement_text.tables(result))
     return DONE
-
-
-def cluster_table(cluster: Cluster) -> Table:
-    """The table of what was measured, one row a number."""
-    group = cluster.group()
-    rates = (
-        (f"{dtype} products", f"{rate / 1e9:,.3g} Gflop/s") for dtype, rate in group.device.flops_per_second.items()
-    )
-    rows = [*rates, ("memory", f"{group.device.memory_bytes_per_second / 1e9:,.3g} GB/s")]
-    rows.append(("one operator at least", quantities.seconds(group.device.launch_seconds)))
-    rows += [
-        (f"{m.kind} among {m.ranks}", f"{quantities.seconds(m.alpha_seconds)} + {m.bytes_per_second / 1e9:,.3g} GB/s")
-        for m in group.measured
-    ]
-    return Table(
-        title=f"{cluster.name}: each of {quantities.count(cluster.n_devices, 'device')}, all at work",
-        columns=(Column(heading=""), Column(heading="", right=True)),
-        rows=tuple(rows),
-    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:

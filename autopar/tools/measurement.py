@@ -6,123 +6,154 @@ there is learned from a minute of products, copies and collectives, every device
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.jax_compat import Device
-from autopar.lowering import device_mesh
-from passes.cluster import Cluster, DeviceSpec, HostGroup, Kind, Measured, Mesh, local_cluster
+from autopar.tools import device_sweep
+from autopar.tools.chains import Operation, seconds
+from autopar.tools.device_sweep import Sample
+from passes.cluster import Cluster, Kind, Measured, Mesh, collectives, local_cluster
+from passes.text import nbytes as written_nbytes
 
-_REPEATS = 5
-_NBYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
+NBYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
 """Payloads of a collective, from where latency rules to where bandwidth does."""
 
-_TINY, _LARGE, _COPIED = 8, 512, 1 << 20
-"""Rows of the products that show the floor and the rate, and elements of an array that no cache holds."""
+OVERLAPPED = 1 << 20
+"""Elements of the array that is reduced while something is multiplied: 4 MiB, as a bucket of gradients."""
 
-_BATCH, _SMALL = 512, 8
-"""Number and extents of the products that show what small extents cost."""
-
-_LONG, _WIDE = 1024, 128
-"""Rows and columns of an array that is gathered and scattered along either dimension."""
-
-_Step = Callable[[jax.Array], jax.Array]
-_Announce = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
-def measure(devices: Sequence[Device] | None = None, *, announce: _Announce = lambda what: None) -> Cluster:
-    """The cluster of these devices (by default all of this process), measured in about a minute.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """The cluster, and how well it explains what it was made of.
+
+    `overlap` is the share of an all-reduce that is hidden behind products that do not need it, of the shorter of both;
+    None on one device. No field of a cluster holds it.
+    """
+
+    cluster: Cluster
+    samples: tuple[Sample, ...]
+    overlap: float | None
+
+
+def measure(devices: Sequence[Device] | None = None, *, announce: Progress = lambda what: None) -> Cluster:
+    """The cluster of these devices (by default all of this process), measured in one to two minutes.
 
     `announce` hears in words what is measured next. Raises ClusterError as `local_cluster` does.
     """
+    return measurement(devices, announce=announce).cluster
+
+
+def measurement(devices: Sequence[Device] | None = None, *, announce: Progress = lambda what: None) -> Measurement:
+    """What `measure` measures, with each sample beside what the cluster predicts of it."""
     devices = tuple(jax.local_devices() if devices is None else devices)
     cluster = local_cluster(devices)
     group = cluster.group()
+    locally = dict[object, float]()
+    curves = [curve for ranks in _divisors(len(devices)) for curve in _curves(cluster, devices, ranks, announce, locally)]
+    whole = Mesh(axes=("d",) if len(devices) > 1 else (), sizes=(len(devices),) * (len(devices) > 1), cluster=cluster)
     announce("products and copies")
-    measured = [
-        measurement
-        for ranks in _divisors(len(devices))
-        for measurement in _collectives(cluster, devices, ranks, announce)
-    ]
-    device = _device(group, cluster, devices)
-    return replace(
-        cluster,
-        name=f"{cluster.name}, measured",
-        groups=(replace(group, device=device, measured=tuple(measured)),),
-    )
+    strided = device_sweep.strided_seconds(whole, devices) if len(devices) > 1 else 0.0
+    floor = device_sweep.floor_seconds(whole, devices)
+    timer = device_sweep.timer_of(whole, devices)
+    device, samples = device_sweep.device_of(group, cluster, devices, timer, floor, strided)
+    announce("overlap")
+    overlap = _overlap(whole, devices) if len(devices) > 1 else None
+    measured = tuple(curve.line for curve in curves)
+    seen = replace(group, device=device, measured=measured)
+    result = replace(cluster, name=f"{cluster.name}, measured", groups=(seen,))
+    sent = (sample for curve in curves for sample in curve.samples(result))
+    return Measurement(cluster=result, samples=(*samples, *sent), overlap=overlap)
 
 
 def _divisors(n: int) -> Iterator[int]:
     return (ranks for ranks in range(2, n + 1) if n % ranks == 0)
 
 
-def _device(group: HostGroup, cluster: Cluster, devices: Sequence[Device]) -> DeviceSpec:
-    """The device's rates of computing and copying while the others work too."""
-    mesh = Mesh(axes=("d",) if len(devices) > 1 else (), sizes=(len(devices),) * (len(devices) > 1), cluster=cluster)
-    floor = _seconds(lambda x: x @ x * 0.1, (_TINY, _TINY), mesh, devices)
-    rates: dict[str, float] = {}
-    for dtype in ("float32", "bfloat16"):
-        spent = _seconds(lambda x: x @ x * 1e-3, (_LARGE, _LARGE), mesh, devices, times=4, dtype=dtype)
-        rates[dtype] = 2 * _LARGE**3 / max(spent - floor, 1e-9)
-    small = _seconds(lambda x: x @ x * 0.1, (_BATCH, _SMALL, _SMALL), mesh, devices)
-    slowdown = rates["float32"] * max(small - floor, 1e-9) / (2 * _BATCH * _SMALL**3)
-    copied = _seconds(lambda x: jnp.roll(x, 1) * 1.0001, (_COPIED,), mesh, devices, times=4)
-    strided = _strided_seconds(mesh, devices) if len(devices) > 1 else 0.0
-    return replace(
-        group.device,
-        flops_per_second=rates,
-        matmul_efficiency=1.0,
-        memory_bytes_per_second=2 * 4 * _COPIED / max(copied - floor, 1e-9),
-        launch_seconds=floor,
-        source="measured by autopar.measure",
-        strided_bytes_per_second=4 * _LONG * _WIDE / strided if strided > 0 else 0.0,
-        half_extent=_SMALL * max(slowdown ** (1 / 3) - 1, 0.0),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """Seconds of one kind of collective among `mesh`'s axis `r` by bytes, and the line through them."""
+
+    line: Measured
+    kind: Kind
+    mesh: Mesh
+    seconds: tuple[float, ...]
+
+    def samples(self, cluster: Cluster) -> Iterator[Sample]:
+        """Each point beside what a cluster predicts of it."""
+        group = replace(self.mesh, cluster=cluster).group(("r",))
+        for nbytes, spent in zip(NBYTES, self.seconds, strict=True):
+            predicted = collectives.seconds(self.kind, float(nbytes), group)
+            size = f"{written_nbytes(nbytes)} among {self.line.ranks}"
+            yield Sample(kind=self.kind, size=size, predicted=predicted, measured=spent)
 
 
-def _strided_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:
-    """The seconds that one collective takes longer along the second dimension than along the first.
+def _scaled(x: jax.Array) -> jax.Array:
+    """What stands around most collectives: it takes as long among however many."""
+    return x * 0.9
 
-    Between products, that is: alone, a compiler would lay the array out as the collective likes it.
+
+def _curves(
+    cluster: Cluster, devices: Sequence[Device], ranks: int, announce: Progress, locally: dict[object, float]
+) -> Iterator[_Curve]:
+    """The measurements of every kind of collective among groups of `ranks` neighbours.
+
+    Seconds of what stands around them are kept in `locally` for the next number of ranks.
     """
-    weights = np.full((_WIDE, _WIDE), 1e-3, np.float32)
-
-    def there_and_back(dim: int) -> _Step:
-        return lambda x: lax.all_gather(
-            lax.psum_scatter(x @ weights, "d", scatter_dimension=dim, tiled=True), "d", axis=dim, tiled=True
-        )
-
-    leading, trailing = (_seconds(there_and_back(dim), (_LONG, _WIDE), mesh, devices) for dim in (0, 1))
-    return (trailing - leading) / 2
-
-
-def _collectives(cluster: Cluster, devices: Sequence[Device], ranks: int, announce: _Announce) -> Iterator[Measured]:
-    """The measurements of every kind of collective among groups of `ranks` neighbours."""
     rows = len(devices) // ranks
     sizes = {"g": rows, "r": ranks} if rows > 1 else {"r": ranks}
     mesh = Mesh(axes=tuple(sizes), sizes=tuple(sizes.values()), cluster=cluster)
     for kind, (step, alone, shrink) in _steps(ranks).items():
         announce(f"{kind} among {ranks}")
         spent: list[float] = []
-        for nbytes in _NBYTES:
+        for nbytes in NBYTES:
             shape = (nbytes // 4 // shrink,)
-            with_collective, local = _seconds(step, shape, mesh, devices), _seconds(alone, shape, mesh, devices)
-            spent.append(max(with_collective - local, with_collective / 2))
-        alpha, beta = _line(np.array(_NBYTES, float), np.array(spent))
-        yield Measured(kind=kind, ranks=ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)
+            with_collective, key = seconds(step, shape, mesh, devices), (alone, nbytes)
+            if alone is not _scaled or key not in locally:
+                locally[key] = seconds(alone, shape, mesh, devices)
+            spent.append(max(with_collective - locally[key], with_collective / 2))
+        alpha, beta = _line(np.array(NBYTES, float), np.array(spent))
+        line = Measured(kind=kind, ranks=ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)
+        yield _Curve(line=line, kind=kind, mesh=mesh, seconds=tuple(spent))
 
 
-def _steps(ranks: int) -> dict[Kind, tuple[_Step, _Step, int]]:
+def _overlap(mesh: Mesh, devices: Sequence[Device]) -> float:
+    """The share of the shorter of an all-reduce and a product that is hidden where neither needs the other."""
+    extent = device_sweep.LARGE.get(devices[0].platform, device_sweep.LARGEST)
+    product = extent * extent
+
+    def reduced(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x[:product], lax.psum(x[product:], "d") * (1 / mesh.size)])
+
+    def multiplied(x: jax.Array) -> jax.Array:
+        square = x[:product].reshape(extent, extent)
+        return jnp.concatenate([(square @ square).ravel() * (1 / extent), x[product:]])
+
+    def both(x: jax.Array) -> jax.Array:
+        square = x[:product].reshape(extent, extent)
+        summed = lax.psum(x[product:], "d") * (1 / mesh.size)
+        return jnp.concatenate([(square @ square).ravel() * (1 / extent), summed])
+
+    shape = (product + OVERLAPPED,)
+    neither = seconds(lambda x: jnp.concatenate([x[:product] * 0.9, x[product:] * 0.9]), shape, mesh, devices, times=4)
+    spent = [seconds(step, shape, mesh, devices, times=4) for step in (reduced, multiplied, both)]
+    return hidden(*(max(each - neither, 0.0) for each in spent))
+
+
+def hidden(first: float, second: float, both: float) -> float:
+    """The share of the shorter of two that is hidden where both take so long together: 0 one by one, 1 at once."""
+    shorter = min(first, second)
+    return min(1.0, max(0.0, (first + second - both) / shorter)) if shorter > 0 else 0.0
+
+
+def _steps(ranks: int) -> dict[Kind, tuple[Operation, Operation, int]]:
     """Each kind as a step that can follow itself, the same without its collective, and payload over operand."""
     around = [(i, (i + 1) % ranks) for i in range(ranks)]
 
@@ -130,7 +161,7 @@ def _steps(ranks: int) -> dict[Kind, tuple[_Step, _Step, int]]:
         return lax.dynamic_slice_in_dim(x, lax.axis_index("r") * (x.size // ranks), x.size // ranks)
 
     return {
-        "all_reduce": (lambda x: lax.psum(x, "r") * (1 / ranks), lambda x: x * (1 / ranks), 1),
+        "all_reduce": (lambda x: lax.psum(x, "r") * (1 / ranks), _scaled, 1),
         "all_gather": (
             lambda x: cut(lax.all_gather(x, "r", tiled=True)) * 0.9,
             lambda x: cut(jnp.tile(x, ranks)) * 0.9,
@@ -141,46 +172,9 @@ def _steps(ranks: int) -> dict[Kind, tuple[_Step, _Step, int]]:
             lambda x: jnp.tile(cut(x) * 0.1, ranks),
             1,
         ),
-        "all_to_all": (lambda x: lax.all_to_all(x, "r", 0, 0, tiled=True) * 0.9, lambda x: x * 0.9, 1),
-        "permute": (lambda x: lax.ppermute(x, "r", around) * 0.9, lambda x: x * 0.9, 1),
+        "all_to_all": (lambda x: lax.all_to_all(x, "r", 0, 0, tiled=True) * 0.9, _scaled, 1),
+        "permute": (lambda x: lax.ppermute(x, "r", around) * 0.9, _scaled, 1),
     }
-
-
-def _seconds(
-    step: _Step, shape: tuple[int, ...], mesh: Mesh, devices: Sequence[Device], times: int = 16, dtype: Any = "float32"
-) -> float:
-    """Median seconds of one step of a chain, run by every device on its own array."""
-    clock, cores = _clock(devices)
-
-    def chain(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, times, lambda _, y: step(y).astype(y.dtype), x)
-
-    if mesh.axes:
-        real, spec = device_mesh(mesh, devices), PartitionSpec(mesh.axes)
-        chain = jax.shard_map(chain, mesh=real, in_specs=spec, out_specs=spec, check_vma=False)
-        full_shape = (shape[0] * mesh.size, *shape[1:])
-        x = jax.device_put(jnp.full(full_shape, 0.5, dtype), NamedSharding(real, spec))
-    else:
-        x = jax.device_put(jnp.full(shape, 0.5, dtype), devices[0])
-    run = jax.jit(chain)
-    run(x).block_until_ready()
-    spent: list[float] = []
-    for _ in range(_REPEATS):
-        start = clock()
-        run(x).block_until_ready()
-        spent.append((clock() - start) / cores / times)
-    return statistics.median(spent)
-
-
-def _clock(devices: Sequence[Device]) -> tuple[Callable[[], float], int]:
-    """The clock to time by, and the number to divide its seconds by.
-
-    Virtual CPU devices are kept busy by this process's threads, so the processor time that these take, over the cores,
-    is what a step takes where nothing else runs, and other programs do not spoil it.
-    """
-    if devices[0].platform != "cpu" or len(devices) == 1:
-        return time.perf_counter, 1
-    return time.process_time, min(os.cpu_count() or 1, len(devices))
 
 
 def _line(nbytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:

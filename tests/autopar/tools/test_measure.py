@@ -1,14 +1,20 @@
 """Measured clusters: what they say, how they are written, and that plans are priced by them."""
 
 import json
+import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.tools import device_sweep, measurement_text
 from autopar.tools.cli import main
-from passes.cluster import Cluster, Measured, Mesh, collectives, parse_cluster
+from autopar.tools.device_sweep import Sample
+from autopar.tools.measurement import NBYTES, Measurement, hidden
+from passes.cluster import Cluster, DeviceSpec, Measured, Mesh, collectives, parse_cluster
+from passes.cluster.accelerators import virtual_cpu
 
 
 def measured(*found):
@@ -64,6 +70,89 @@ def test_what_was_seen_of_a_device_is_written_and_read_and_a_data_sheet_has_none
     cluster = with_device(half_extent=8.0, strided_bytes_per_second=1e9)
     assert cluster.group().device.half_extent == 8.0
     assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
+
+
+def on(device: DeviceSpec) -> Cluster:
+    """The cluster of one such device."""
+    cluster = parse_cluster("1:h100")
+    return replace(cluster, groups=(replace(cluster.group(), device=device),))
+
+
+@pytest.mark.parametrize("half_extent", [0, 16])
+def test_a_device_is_measured_as_what_it_is(half_extent):
+    """Times that follow the cost model of a made-up device give back its rates, and are then predicted exactly."""
+    truth = replace(
+        virtual_cpu(1, 2**30, 1),
+        half_extent=half_extent,
+        flops_per_second={"float32": 3e10, "bfloat16": 6e10},
+        widened={},
+    )
+    group = on(truth).group()
+    devices = jax.devices()[:1]
+    known = {
+        case.kind + case.size: device_sweep.predicted_seconds(case.step(), on(truth))
+        for case in device_sweep.cases("cpu")
+    }
+    device, samples = device_sweep.device_of(
+        replace(
+            group,
+            device=replace(truth, half_extent=3.0, flops_per_second={"float32": 1.0}, memory_bytes_per_second=1.0),
+        ),
+        on(truth),
+        devices,
+        lambda case: known[case.kind + case.size],
+        truth.launch_seconds,
+        0.0,
+    )
+    assert device.half_extent == half_extent
+    assert device.flops_per_second == pytest.approx(dict(truth.flops_per_second))
+    assert device.memory_bytes_per_second == pytest.approx(truth.memory_bytes_per_second)
+    assert (device.launch_seconds, device.strided_bytes_per_second) == (truth.launch_seconds, 0.0)
+    assert device.dispatch_seconds > 0
+    for sample in samples:
+        assert sample.predicted == pytest.approx(sample.measured)
+    assert {sample.kind for sample in samples} == {"float32 products", "bfloat16 products", "copies"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both", "share"),
+    [
+        (1.0, 2.0, 3.0, 0.0),
+        (1.0, 2.0, 2.0, 1.0),
+        (2.0, 1.0, 2.5, 0.5),
+        (1.0, 1.0, 0.5, 1.0),
+        (1.0, 1.0, 5.0, 0.0),
+        (0.0, 1.0, 1.0, 0.0),
+    ],
+)
+def test_the_share_that_is_hidden_is_of_the_shorter(first, second, both, share):
+    assert hidden(first, second, both) == share
+
+
+def made_up():
+    cluster = measured(("all_reduce", 8, 1e-5, 1e9))
+    sent = tuple(Sample(kind="all_reduce", size=f"{n} B among 8", predicted=2e-5, measured=1e-5) for n in NBYTES)
+    local = Sample(kind="float32 products", size="512 x 512 x 512", predicted=1e-3, measured=4e-3)
+    return Measurement(cluster=cluster, samples=(local, *sent), overlap=0.25)
+
+
+def test_what_is_predicted_stands_beside_what_was_measured():
+    text = "\n\n".join(table.format(80) for table in measurement_text.tables(made_up()))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "25 % hidden" in text
+    assert re.search(r"float32 products  512 x 512 x 512 +1.00 ms +4.00 ms +0.25", text)
+    assert re.search(r"all_reduce among 8 +2.00 +2.00 +2.00 +2.00", text)
+
+
+def test_a_measurement_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    measurement_text.plot_measurement(made_up().samples, tmp_path / "fit.png")
+    assert (tmp_path / "fit.png").stat().st_size > 1000
+
+
+def test_a_wrong_plot_is_refused_before_anything_is_measured(capsys, tmp_path):
+    assert main(["measure", "--out", str(tmp_path / "here.json"), "--plot", "fit.txt"]) == 2
+    assert "a plot is a file that ends in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

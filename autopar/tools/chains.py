@@ -1,0 +1,66 @@
+"""Seconds of one operation, from a chain of it that every device runs at once on its own array."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.jax_compat import Device
+from autopar.lowering import device_mesh
+from passes.cluster import Mesh
+
+REPEATS = 5
+"""Runs of a chain, of which the median counts: what disturbs two of them is not seen."""
+
+Operation = Callable[[jax.Array], jax.Array]
+"""From an array to one of the same shape and dtype."""
+
+
+def seconds(
+    operation: Operation,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    devices: Sequence[Device],
+    times: int = 16,
+    dtype: Any = "float32",
+) -> float:
+    """Median seconds of one operation of a chain, run by every device on its own array."""
+    clock, cores = clock_of(devices)
+
+    def chain(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, times, lambda _, y: operation(y).astype(y.dtype), x)
+
+    if mesh.axes:
+        real, spec = device_mesh(mesh, devices), PartitionSpec(mesh.axes)
+        chain = jax.shard_map(chain, mesh=real, in_specs=spec, out_specs=spec, check_vma=False)
+        full_shape = (shape[0] * mesh.size, *shape[1:])
+        x = jax.device_put(jnp.full(full_shape, 0.5, dtype), NamedSharding(real, spec))
+    else:
+        x = jax.device_put(jnp.full(shape, 0.5, dtype), devices[0])
+    run = jax.jit(chain)
+    run(x).block_until_ready()
+    spent: list[float] = []
+    for _ in range(REPEATS):
+        start = clock()
+        run(x).block_until_ready()
+        spent.append((clock() - start) / cores / times)
+    return statistics.median(spent)
+
+
+def clock_of(devices: Sequence[Device]) -> tuple[Callable[[], float], int]:
+    """The clock to time by, and the number to divide its seconds by.
+
+    Virtual CPU devices are kept busy by this process's threads, so the processor time that these take, over the cores,
+    is what a step takes where nothing else runs, and other programs do not spoil it.
+    """
+    if devices[0].platform != "cpu" or len(devices) == 1:
+        return time.perf_counter, 1
+    return time.process_time, min(os.cpu_count() or 1, len(devices))
