@@ -36,8 +36,9 @@ MOST_COPIED = 1 << 27
 LONG, WIDE = 1024, 128
 """Rows and columns of an array that is gathered and scattered along either dimension."""
 
-HALF_EXTENTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""What is tried for a device's `half_extent`: steps of a fourth to a half, as no more is seen of it."""
+HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""What is tried for a device's `half_extent`, or `half_inner` of one whose cores take tiles: steps of a fourth to a
+half, as no more is seen of it. Of the table's devices none has more than 512."""
 
 CALLS = 64
 """Of a small program, one after another, whose time on the host is that of dispatch."""
@@ -130,6 +131,7 @@ def device_of(
     base = replace(
         group.device,
         matmul_efficiency=1.0,
+        memory_efficiency=1.0,
         memory_bytes_per_second=nbytes / max(measured[id(copied)] - floor, 1e-9),
         launch_seconds=floor,
         dispatch_seconds=_dispatch_seconds(devices),
@@ -140,15 +142,18 @@ def device_of(
     def priced(device: DeviceSpec, case: Case) -> float:
         return predicted_seconds(steps[id(case)], replace(cluster, groups=(replace(group, device=device),)))
 
-    def fitted(half_extent: float) -> DeviceSpec:
-        """The device of that `half_extent` whose largest products take what they were measured to take."""
+    shape = "half_inner" if base.cores else "half_extent"
+
+    def fitted(half: float) -> DeviceSpec:
+        """The device with that half whose largest products take what they were measured to take."""
+        halved = replace(base, **{shape: half})
         rates: dict[str, float] = {}
         for dtype in DTYPES:
             case = next(case for case in several if case.dtype == dtype and case.is_large and case is not copied)
             spent = max(measured[id(case)] - floor, 1e-9)
-            guess = replace(base, half_extent=half_extent, flops_per_second={dtype: 2 * case.shape[0] ** 3 / spent})
+            guess = replace(halved, flops_per_second={dtype: 2 * case.shape[0] ** 3 / spent})
             rates[dtype] = guess.flops_per_second[dtype] * max(priced(guess, case) - floor, 1e-9) / spent
-        return replace(base, half_extent=half_extent, flops_per_second=rates)
+        return replace(halved, flops_per_second=rates)
 
     products = [case for case in several if case.kind == "float32 products"]
 
@@ -156,7 +161,7 @@ def device_of(
         """The mean squared error of products in float32, on a logarithmic scale."""
         return statistics.fmean(math.log(priced(device, case) / measured[id(case)]) ** 2 for case in products)
 
-    device = min(map(fitted, HALF_EXTENTS), key=error)
+    device = min(map(fitted, HALVES), key=error)
     samples = tuple(
         Sample(kind=case.kind, size=case.size, predicted=priced(device, case), measured=measured[id(case)])
         for case in several

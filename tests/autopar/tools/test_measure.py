@@ -78,12 +78,12 @@ def on(device: DeviceSpec) -> Cluster:
     return replace(cluster, groups=(replace(cluster.group(), device=device),))
 
 
-@pytest.mark.parametrize("half_extent", [0, 16])
-def test_a_device_is_measured_as_what_it_is(half_extent):
+@pytest.mark.parametrize("shape", [{"half_extent": 16.0}, {"cores": 108, "half_inner": 64.0}], ids=["extents", "tiles"])
+def test_a_device_is_measured_as_what_it_is(shape):
     """Times that follow the cost model of a made-up device give back its rates, and are then predicted exactly."""
     truth = replace(
         virtual_cpu(1, 2**30, 1),
-        half_extent=half_extent,
+        **shape,
         flops_per_second={"float32": 3e10, "bfloat16": 6e10},
         widened={},
     )
@@ -96,7 +96,9 @@ def test_a_device_is_measured_as_what_it_is(half_extent):
     device, samples = device_sweep.device_of(
         replace(
             group,
-            device=replace(truth, half_extent=3.0, flops_per_second={"float32": 1.0}, memory_bytes_per_second=1.0),
+            device=replace(
+                truth, memory_efficiency=0.5, flops_per_second={"float32": 1.0}, memory_bytes_per_second=1.0
+            ),
         ),
         on(truth),
         devices,
@@ -104,7 +106,8 @@ def test_a_device_is_measured_as_what_it_is(half_extent):
         truth.launch_seconds,
         0.0,
     )
-    assert device.half_extent == half_extent
+    for name, value in shape.items():
+        assert getattr(device, name) == value
     assert device.flops_per_second == pytest.approx(dict(truth.flops_per_second))
     assert device.memory_bytes_per_second == pytest.approx(truth.memory_bytes_per_second)
     assert (device.launch_seconds, device.strided_bytes_per_second) == (truth.launch_seconds, 0.0)
