@@ -57,7 +57,9 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     cluster = local_cluster(devices)
     group = cluster.group()
     locally = dict[object, float]()
-    curves = [curve for ranks in _divisors(len(devices)) for curve in _curves(cluster, devices, ranks, announce, locally)]
+    curves = [
+        curve for ranks in _divisors(len(devices)) for curve in _curves(cluster, devices, ranks, announce, locally)
+    ]
     whole = Mesh(axes=("d",) if len(devices) > 1 else (), sizes=(len(devices),) * (len(devices) > 1), cluster=cluster)
     announce("products and copies")
     strided = device_sweep.strided_seconds(whole, devices) if len(devices) > 1 else 0.0
