@@ -3,7 +3,7 @@ It knows neither graphs nor meshes.
 """
 
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Submesh, submeshes
-from passes.inter_op.makespan import task_numbers
+from passes.inter_op.makespan import named_schedule
 from passes.inter_op.partitions import even, partition
 from passes.inter_op.schedule_table import SCHEDULES, build, is_chunked, register
 from passes.inter_op.schedules import Schedule, Task
@@ -23,10 +23,10 @@ __all__ = [
     "build",
     "even",
     "is_chunked",
+    "named_schedule",
     "partition",
     "peaks",
     "register",
     "simulate",
     "submeshes",
-    "task_numbers",
 ]

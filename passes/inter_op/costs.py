@@ -211,6 +211,10 @@ def _relax(local: Floats, latency: Floats, hops: Floats, places: Places) -> tupl
     return remaining, float(total[:, 0].min())
 
 
+FORMULAS = frozenset(("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1"))
+"""The schedules of which `live` has a formula."""
+
+
 @cache
 def live(schedule: str, n_stages: int, microbatches: int) -> tuple[int, ...]:
     """The number of microbatches in flight on each stage [stages], by formula where there is one."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import InternalError
+from passes.inter_op.costs import FORMULAS, live
 from passes.inter_op.schedule_table import SCHEDULES, Builder, build
 from passes.inter_op.schedules import LETTERS, MADE, NOTHING, Kind, Schedule
 from passes.inter_op.simulator import StageCost, Transfer, hops_of, peaks_of
@@ -23,6 +24,9 @@ Integers = NDArray[np.int64]
 _KINDS: tuple[Kind, ...] = tuple(LETTERS)
 _KEPT = 4
 """Schedules that are kept as numbers: a search asks again for those of the shape that it is at, under each name."""
+
+_ROUNDS = 4
+"""Rounds of an interleaved schedule that have all that may be in flight: two warm up, and the others are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,20 +105,53 @@ class TaskNumbers:
             raise InternalError("a schedule that was registered does not come to an end")
         return max(done[group] + sum(one.finish_seconds for one in costs[group :: len(groups)]) for group in groups)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSchedule:
+    """The schedule of that name, which is built as late as it can be: most are ruled out by what is in flight."""
+
+    name: str
+    n_stages: int
+    microbatches: int
+    chunks: int
+
+    def in_flight(self, each: Sequence[int]) -> list[int]:
+        """The most that is in flight on each group, as `schedules.in_flight` has it for `each` [stages]."""
+        if self.chunks == 1 and self.name in FORMULAS:
+            counts = live(self.name, self.n_stages, self.microbatches)
+            return [count * size for count, size in zip(counts, each, strict=True)]
+        microbatches = self.microbatches
+        if self.name == "interleaved":  # its rounds are alike: as much is in flight in few of them as in many
+            microbatches = min(microbatches, _ROUNDS * self.n_stages // self.chunks)
+        return self._numbers(microbatches).in_flight(each)
+
+    def seconds(
+        self,
+        costs: Sequence[StageCost],
+        transfers: Sequence[Transfer],
+        dispatch_seconds: float = 0.0,
+        overlap: float = 1.0,
+    ) -> float:
+        """Seconds of the step, as `simulate` has them."""
+        return self._numbers(self.microbatches).seconds(costs, transfers, dispatch_seconds, overlap)
+
     def peak_nbytes(self, costs: Sequence[StageCost]) -> int:
         """Peak bytes of the device that needs most, as the timeline has them."""
         each = self.in_flight([one.in_flight_nbytes for one in costs])
         return max(sum(causes.values()) for causes in peaks_of(each, costs))
 
+    def _numbers(self, microbatches: int) -> TaskNumbers:
+        return _built(SCHEDULES[self.name], self.name, self.n_stages, microbatches, self.chunks)
 
-def task_numbers(name: str, stages: int, microbatches: int, chunks: int = 1) -> TaskNumbers:
-    """The tasks of the schedule of that name, as numbers."""
-    return _built(SCHEDULES[name], name, stages, microbatches, chunks)
+
+def named_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> NamedSchedule:
+    """The schedule of that name for so many stages and microbatches."""
+    return NamedSchedule(name=name, n_stages=stages, microbatches=microbatches, chunks=chunks)
 
 
 @lru_cache(_KEPT)
 def _built(builder: Builder, name: str, stages: int, microbatches: int, chunks: int) -> TaskNumbers:
-    """As `task_numbers`; the `builder` is what that name stands for."""
+    """The tasks of a schedule as numbers; the `builder` is what that name stands for."""
     del builder
     return TaskNumbers.of(build(name, stages, microbatches, chunks))
 

@@ -23,7 +23,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from passes.cluster import HostGroup, boundary_seconds
-from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, is_chunked, task_numbers
+from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, is_chunked, named_schedule
 from passes.pipeline.lower_bounds import SLACK
 from passes.pipeline.stage_table import StageCosts
 
@@ -187,7 +187,7 @@ class DraftSearch:
         runs, groups = _runs(shape, self.table, count), len(shape.devices)
         held = [self.table.bounds.of_blocks(*run, count).nbytes for run in runs]
         each = [self.table.kept_nbytes(*run, count) for run in runs]
-        flying = task_numbers(schedule, len(runs), count, shape.chunks).in_flight(each)
+        flying = named_schedule(schedule, len(runs), count, shape.chunks).in_flight(each)
         return max(nbytes + sum(held[group::groups]) for group, nbytes in enumerate(flying))
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
@@ -253,7 +253,7 @@ def drafts(
         return
     device = table.cluster.group().device
     for schedule in schedules:
-        tasks = task_numbers(schedule, len(shape.begins), microbatches, shape.chunks)
+        tasks = named_schedule(schedule, len(shape.begins), microbatches, shape.chunks)
         seconds = tasks.seconds(costs, transfers, device.dispatch_seconds, device.send_overlap)
         if seconds < beneath:
             yield Draft(

@@ -115,7 +115,8 @@ class StagedSearch:
 
     def _run(self, pool: WorkerPool) -> PipelinePlan | None:
         self._tell_price(None)
-        self.table.survey([choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)])
+        sizes = [choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)]
+        self.table.survey([n_devices for n_devices in sizes if n_devices < self.cluster.n_devices])
         self._seen.clear()
         limit, best = self.limit, None
         for _ in range(1 + RETRIES):

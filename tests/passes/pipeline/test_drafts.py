@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from passes.inter_op import SCHEDULES, LowerBound, StageCost, Transfer, build, is_chunked, simulate, task_numbers
+from passes.inter_op import SCHEDULES, LowerBound, StageCost, Transfer, build, is_chunked, named_schedule, simulate
+from passes.inter_op.schedules import in_flight
 from passes.pipeline.drafts import Shape, least_seconds
 from tests.sample import some
 
@@ -59,8 +60,18 @@ def test_the_bound_of_equal_stages_without_transfers_is_what_they_take(name: str
 def test_seconds_and_bytes_without_a_timeline_are_those_of_the_timeline(seed: int, name: str) -> None:
     shape, count, costs, hops = drawn(seed, name)
     costs = [replace(one, in_flight_nbytes=7 * at + 3, persistent_nbytes=at % 3) for at, one in enumerate(costs)]
-    schedule, tasks = build(name, len(costs), count, shape.chunks), task_numbers(name, len(costs), count, shape.chunks)
+    schedule, tasks = build(name, len(costs), count, shape.chunks), named_schedule(name, len(costs), count, shape.chunks)
     for overlap in (0.0, 0.5, 1.0):
         timeline = simulate(schedule, costs, hops, dispatch_seconds=0.125, overlap=overlap)
         assert tasks.seconds(costs, hops, 0.125, overlap) == pytest.approx(timeline.seconds)
     assert tasks.peak_nbytes(costs) == max(timeline.peak_nbytes)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+def test_as_much_is_in_flight_in_few_rounds_as_in_many(groups: int, chunks: int) -> None:
+    each = [random.Random(stage).randint(1, 100) for stage in range(groups * chunks)]
+    for rounds in range(1, 9):
+        schedule = build("interleaved", groups * chunks, rounds * groups, chunks)
+        tasks = named_schedule("interleaved", groups * chunks, rounds * groups, chunks)
+        assert tasks.in_flight(each) == list(in_flight(schedule, each))
