@@ -17,8 +17,9 @@ _ROUGHLY = 1e-2
 """The relative gap to which plans by hand are solved."""
 
 SURELY = 1.5
-"""What is expected to need more than the limit by this factor is not looked at: least bytes as far above those that are
-live as the first answer's peak was were 0.4 to 1.3 times the peaks of plans by hand of a Wide-ResNet."""
+"""What is expected to need more than the limit by this factor is not looked at while anything else may fit: least bytes
+as far above those that are live as the first answer's peak was were 0.4 to 1.3 times the peaks of plans by hand of a
+Wide-ResNet. Before a limit is refused, all that was left out so is looked at: `MeshSearch.left_out`."""
 
 Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
 """What plans by hand forbid on a mesh, and whether they fetch weights once a use."""
@@ -26,16 +27,20 @@ Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
 
 @dataclass(slots=True, kw_only=True)
 class ByHand:
-    """The answers of the `textbook` on meshes, each found once."""
+    """The answers of the `textbook` on meshes, each found once; `left_out` if some were not expected to fit."""
 
     textbook: Textbook
     options: SolverOptions
     known: dict[tuple[Mesh, int], Answer | None] = field(default_factory=dict[tuple[Mesh, int], "Answer | None"])
+    left_out: bool = False
 
     def answers(
-        self, problems: MeshProblems, solved: Solved, limit: float = math.inf
+        self, problems: MeshProblems, solved: Solved, limit: float = math.inf, surely: float = SURELY
     ) -> Iterator[tuple[Solved, Answer]]:
-        """Those on a mesh that may need no more than `limit` bytes, and its problem with weights fetched as they do."""
+        """Those on a mesh that may need no more than `limit` bytes, and its problem with weights fetched as they do.
+
+        What is expected to need `surely` times the limit is left out, and what is proven to need more than it.
+        """
         for number, (restrict, refetch) in enumerate(self.textbook(solved.assembly.mesh)):
             base = solved if solved.refetch == refetch else None if solved.refetch else problems.twin(solved)
             if base is None:
@@ -43,24 +48,38 @@ class ByHand:
             key = base.assembly.mesh, number
             if key not in self.known:
                 restricted = _restricted(restrict, base.assembly)
-                if restricted is not None and problems.scale * problems.least_nbytes(base, restricted) > SURELY * limit:
+                least = problems.least_nbytes(base, restricted) if restricted and math.isfinite(limit) else 0.0
+                if least > limit or problems.scale * least > surely * limit:
+                    self.left_out |= least <= limit
                     continue
                 self.known[key] = self._solved(restricted)
             if (answer := self.known[key]) is not None:
                 yield base, replace(answer, bound=min(solved.answer.bound, answer.objective), status="near optimal")
 
     def fitting(
-        self, problems: MeshProblems, meshes: Sequence[Solved], limit: float, at_most: float
+        self,
+        problems: MeshProblems,
+        meshes: Sequence[Solved],
+        limit: float,
+        at_most: float,
+        surely: float = SURELY,
     ) -> tuple[Solved, Fitted] | None:
-        """The cheapest plan by hand that needs at most `limit` bytes and takes less than `at_most` seconds."""
+        """The cheapest plan by hand that needs at most `limit` bytes and takes less than `at_most` seconds.
+
+        Where one does not fit, others are seen not to: what is live there counts for them as well.
+        """
         best: tuple[Solved, Fitted] | None = None
         for solved in meshes:
             if solved.answer.bound >= at_most:
                 continue
-            for base, answer in self.answers(problems, solved, limit):
-                if answer.objective < at_most and problems.peak(base, answer.choice).nbytes <= limit:
+            for base, answer in self.answers(problems, solved, limit, surely):
+                if answer.objective >= at_most:
+                    continue
+                if (point := problems.peak(base, answer.choice)).nbytes <= limit:
                     best = base, Fitted(problem=base.assembly.problem, answer=answer)
                     at_most = answer.objective
+                elif point.at not in (*problems.seen, *problems.crowded):
+                    problems.crowded.append(point.at)
         return best
 
     def _solved(self, restricted: Assembly | None) -> Answer | None:

@@ -54,9 +54,10 @@ class Solved:
 class MeshProblems:
     """A program with what is known of it on every mesh, and of each answer that was looked at.
 
-    Answers were busiest at the nodes `seen`, the first of them by `scale` more than what is live there; `lowest` needs
-    the least bytes of a device. If `offload`, the state at the inputs `offloaded` rests with the host. `resharders`
-    hold what is known of meshes, `phases` the seconds that all of it took.
+    Answers were busiest at the nodes `seen`, the first of them by `scale` more than what is live there, and plans by
+    hand that did not fit at those `crowded`; `lowest` needs the least bytes of a device. If `offload`, the state at the
+    inputs `offloaded` rests with the host. `resharders` hold what is known of meshes, `phases` the seconds that all of
+    it took.
     """
 
     graph: Graph
@@ -66,6 +67,7 @@ class MeshProblems:
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     offload: bool = False
     seen: list[Path] = field(default_factory=list[Path])
+    crowded: list[Path] = field(default_factory=list[Path])
     scale: float = 1.0
     lowest: tuple[float, Solved, tuple[int, ...]] | None = None
     offloaded: tuple[int, ...] = field(init=False)
@@ -85,7 +87,8 @@ class MeshProblems:
         """The same problems, of plans that offload or do not."""
         other = copy(self)
         other.offload, other.offloaded = offload, resting(self.graph, self.state_pairs) if offload else ()
-        other.seen, other.lowest, other._points = list(self.seen), None, {}
+        other.seen, other.crowded = list(self.seen), list(self.crowded)
+        other.lowest, other._points = None, {}
         return other
 
     def assembled(self, mesh: Mesh, refetch: bool) -> Assembly:
@@ -131,7 +134,7 @@ class MeshProblems:
     def least_nbytes(self, one: Solved, restricted: Assembly | None = None) -> float:
         """Bytes that no answer on a mesh goes below at the nodes seen to be busiest, each array as small as can be."""
         problem = (restricted or one.assembly).problem
-        return max((problem.least(self.row(one, at)) for at in self.seen), default=0.0)
+        return max((problem.least(self.row(one, at)) for at in (*self.seen, *self.crowded)), default=0.0)
 
     def peak(self, one: Solved, choice: Sequence[int]) -> Point:
         """Where the plan of an answer needs most memory."""

@@ -147,19 +147,22 @@ class MeshSearch:
         other.context, other.solved, other.problems = context, list(self.solved), self.problems.offloading(offload)
         return other
 
-    def within(self, limit: float) -> Plan | None:
+    def within(self, limit: float, worth: float = 1.0) -> Plan | None:
         """The cheapest plan that needs at most `limit` bytes on a device, None if it takes the cutoff or more.
 
         Weights may be fetched once a step or once a use. No further mesh is tried from the deadline on once there is a
-        plan. Raises OverBudgetError where none is found: `lowest` is the leanest plan that was met.
+        plan, and none that cannot gain the factor `worth` over that or over the cutoff, but for what is made by hand
+        there. Raises OverBudgetError where none is found: `lowest` is the leanest plan that was met.
         """
         context = self.context
         self.problems.look(self.solved[0], limit)
-        cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.hopeless], limit, context.cutoff)
+        cheapest: tuple[Solved, Fitted] | None = None
+        if self._is_open or not self.fits(limit):
+            cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.hopeless], limit, context.cutoff)
         dear = False
         with context.ending_early():
             for number, one in enumerate(self.solved):
-                if one.answer.bound >= (cheapest[1].answer.objective if cheapest else context.cutoff):
+                if one.answer.bound >= (cheapest[1].answer.objective if cheapest else context.cutoff) / worth:
                     dear = dear or cheapest is None
                     continue
                 if cheapest is not None and context.deadline.is_over():
@@ -176,6 +179,24 @@ class MeshSearch:
         if dear:
             return None
         raise OverBudgetError("no placements keep the memory limit")
+
+    def fits(self, limit: float) -> bool:
+        """Whether the cheapest plan of all, whatever memory it needs, needs at most `limit` bytes."""
+        return self.problems.peak(self.solved[0], self.solved[0].answer.choice).nbytes <= limit
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether plans by hand may be better than the cheapest plan by more than the gap of its solve."""
+        cheapest = self.solved[0].answer
+        return cheapest.bound < (1 - max(_OPEN, self._gap)) * cheapest.objective
+
+    def left_out(self, limit: float) -> Plan | None:
+        """The cheapest plan that keeps the limit of those by hand that were not expected to; None if none does."""
+        meshes = [*self.solved, *self.hopeless] if self.by_hand.left_out else []
+        cheapest = self.by_hand.fitting(self.problems, meshes, limit, self.context.cutoff, surely=math.inf)
+        if cheapest is None:
+            return None
+        return self._read_off(*_proven(self.problems, self.solved, cheapest, limit, self.options))
 
     def _fitted(
         self, one: Solved, number: int, cheapest: tuple[Solved, Fitted] | None, limit: float

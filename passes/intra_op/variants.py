@@ -6,6 +6,7 @@ from those that cost least to those that need least memory; one whose bound is a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,9 @@ from passes.transforms import KEPT, Kept, kept_of
 
 _COUNTS = (1, 2, 4, 8, 16, 32)
 """The numbers of microbatches that are tried where none is asked for."""
+
+_MORE_COUNTS = (64, 128)
+"""Others that are tried where none of those fits as it is: what a microbatch needs halves, what stays does not."""
 
 _NEAR = 1.02
 """A plan this close, as a factor of its seconds, to the step without a limit is good enough: leaner forms take longer,
@@ -49,6 +53,7 @@ class VariantSearch:
 
     `search` plans one, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of each
     number of microbatches the leanest variant comes first while none has fitted: if it does not fit, no other will.
+    Those whose cheapest plan does not fit wait until one does as it is, or none is left: a limit costs solves.
     Once one fits, others are tried while all that were planned, on all meshes, have fewer than `most` operators, and
     until the deadline of the `context`.
     """
@@ -67,6 +72,9 @@ class VariantSearch:
     floor: float = 0.0
     offloads: bool = True
     last: tuple[Variant, MeshSearch] | None = None
+    is_bracketing: bool = False
+    waiting: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
+    refused: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
 
     def run(self) -> Plan:
         """The cheapest plan that fits. Raises OverBudgetError with the leanest plan that was met."""
@@ -89,9 +97,18 @@ class VariantSearch:
                 if (plan := search.cheapest).peak_nbytes <= self.limit:
                     return _formed(plan, variant)
             self.floor = self.floor or search.least_seconds
-            self._take(search, variant)
+            if self.is_bracketing and not search.fits(self.limit) and not self.context.is_interrupted:
+                self.tried += 1
+                self._expect(search, variant)
+                self.waiting.append((variant, search))
+            else:
+                self._take(search, variant)
         if not self.tried and refused is not None:
             raise refused
+        for variant, search in [] if self.best else self.refused:
+            plan = search.left_out(self.limit)
+            if plan and (self.best is None or plan.step_seconds < self.best.step_seconds):
+                self.best = _formed(plan, variant)
         if self.best is None:
             self.leanest = self._least()
             if self.leanest is None or self.leanest.peak_nbytes > self.limit:
@@ -108,15 +125,32 @@ class VariantSearch:
         first = Variant(microbatches=self.step.chosen.count)
         yield first
         own = self.step.counts
-        for count in own if len(own) == 1 else [n for n in _COUNTS if n in own] or [1]:
-            left = tuple(tries(self.step.layers, count, self.offloads))
-            if self.best is None:
-                if not self._may_fit(left[-1]):
-                    continue
-                yield left[-1]
-                left = left[-2::-1]
-            if self.best is None:
-                continue
+        counts = own if len(own) == 1 else [n for n in _COUNTS if n in own] or [1]
+        more = [n for n in _MORE_COUNTS if n in own and len(own) > 1]
+        forms = {count: tuple(tries(self.step.layers, count, self.offloads)) for count in (*counts, *more)}
+        begun: list[int] = []
+        if self.best is None:
+            unlikely: list[int] = []
+            self.is_bracketing = True
+            for count in (count for count in forms if forms[count][-1] != first):
+                if self.best is not None:
+                    break
+                likely = self._may_fit(forms[count][-1])
+                (begun if likely else unlikely).append(count)
+                if likely:
+                    yield forms[count][-1]
+            self.is_bracketing = False
+            begun = self._waited(begun)
+            for count in reversed(unlikely):
+                if self.best is None:
+                    yield forms[count][-1]
+                    begun = [count]
+        if self.best is None:
+            return
+        for count in (
+            count for count in forms if count >= min(begun, default=0) and (count in counts or count in begun)
+        ):
+            left = forms[count][-2::-1] if count in begun else forms[count]
             for variant in left:
                 if variant == first:
                     continue
@@ -124,6 +158,24 @@ class VariantSearch:
                 if is_near or not self._goes_on():
                     return
                 yield variant
+
+    def _waited(self, begun: Sequence[int]) -> list[int]:
+        """The numbers of microbatches, of those `begun`, in which the leanest variant fits.
+
+        What waited until one fitted is looked at again, from the most microbatches on. With a plan at hand, what is not
+        expected to fit is left, and budgets are for gains that are worth it, as long as others are tried at all.
+        """
+        fitting = [n for n in begun if n not in [variant.count for variant, _ in self.waiting]]
+        for variant, search in sorted(self.waiting, key=lambda one: (not self._may_fit(one[0]), -one[0].count)):
+            best = self.best
+            if best is not None and not self._may_fit(variant):
+                break
+            search.context = replace(search.context, cutoff=best.step_seconds if best else math.inf)
+            self._take(search, variant)
+            if self.best is not best:
+                fitting.append(variant.count)
+        self.waiting.clear()
+        return sorted(fitting)
 
     def _searched(self, step: Step, variant: Variant) -> MeshSearch:
         """A variant planned without a limit."""
@@ -162,11 +214,24 @@ class VariantSearch:
             plan = search.cheapest
             return plan if plan.peak_nbytes <= self.limit else None
         try:
-            return search.within(self.limit)
+            return search.within(self.limit, worth=self._worth)
         except OverBudgetError:
             self.lean = sorted([*self.lean, (variant, search)], key=lambda one: one[1].problems.lowest_nbytes)[:_LEAN]
-            self.floors[replace(variant, microbatches=1)] = search.expected_nbytes * variant.count
+            if search.by_hand.left_out:
+                self.refused.append((variant, search))
+            self._expect(search, variant)
             return None
+
+    @property
+    def _worth(self) -> float:
+        """The factor that a mesh must be able to gain for budgets to be stated there, while some variants wait."""
+        if not self.waiting or (self.best is None and self._goes_on()):
+            return 1.0
+        return _NEAR if self.best is None or self._goes_on() else math.inf
+
+    def _expect(self, search: MeshSearch, variant: Variant) -> None:
+        """Notes what a variant is expected to need at least, for those in other numbers of microbatches."""
+        self.floors[replace(variant, microbatches=1)] = search.expected_nbytes * variant.count
 
     def _may_fit(self, variant: Variant) -> bool:
         """Whether a variant may keep the limit: in twice as many microbatches at least half as much is needed."""

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import autopar
+from passes.intra_op import MeshProblems, VariantSearch, memory_limit, variants
 
 F32 = jnp.float32
 
@@ -86,6 +87,31 @@ def test_what_fits_by_hand_fits_and_is_no_slower(case, cluster, hand):
     ours = planned(case, cluster, autopar.Auto(max_axes=1 if hand.startswith("zero") else 2), limit)
     assert ours.peak_nbytes <= limit
     assert ours.step_seconds <= theirs.step_seconds * (1 + 1e-9)
+
+
+def test_what_is_not_expected_to_fit_by_hand_is_tried_before_a_limit_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Expectations that are a million times too high leave every plan by hand out, and no budget is stated."""
+    limit = int(planned(feed_forward, "2x4:v100-16g", HANDS["megatron 1x8"]).peak_nbytes * 1.02)
+    look = MeshProblems.look
+
+    def gloomy(problems, solved, limit):
+        look(problems, solved, limit)
+        problems.scale = 1e6
+
+    monkeypatch.setattr(MeshProblems, "look", gloomy)
+    monkeypatch.setattr(memory_limit, "_ROUNDS", 0)
+    monkeypatch.setattr(VariantSearch, "_least", lambda _: None)
+    monkeypatch.setattr(variants, "resting", lambda *_: ())
+    step, state, batch = feed_forward()
+    made = autopar.parallelize(
+        step,
+        cluster="2x4:v100-16g",
+        planner=autopar.Auto(max_axes=1),
+        memory_limit=limit,
+        donate_argnums=0,
+        microbatches=1,
+    )
+    assert made.plan(state, batch).peak_nbytes <= limit
 
 
 def test_equal_square_layers_alternate_as_megatron_has_them():

@@ -60,7 +60,10 @@ def test_the_bound_of_equal_stages_without_transfers_is_what_they_take(name: str
 def test_seconds_and_bytes_without_a_timeline_are_those_of_the_timeline(seed: int, name: str) -> None:
     shape, count, costs, hops = drawn(seed, name)
     costs = [replace(one, in_flight_nbytes=7 * at + 3, persistent_nbytes=at % 3) for at, one in enumerate(costs)]
-    schedule, tasks = build(name, len(costs), count, shape.chunks), named_schedule(name, len(costs), count, shape.chunks)
+    schedule, tasks = (
+        build(name, len(costs), count, shape.chunks),
+        named_schedule(name, len(costs), count, shape.chunks),
+    )
     for overlap in (0.0, 0.5, 1.0):
         timeline = simulate(schedule, costs, hops, dispatch_seconds=0.125, overlap=overlap)
         assert tasks.seconds(costs, hops, 0.125, overlap) == pytest.approx(timeline.seconds)
