@@ -133,7 +133,8 @@ def shapes(job: Job) -> tuple[Any, Any]:
 def _optimizer(job: Job) -> optax.GradientTransformation:
     if job.optimizer == "rmsprop":
         return optax.rmsprop(1e-4)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95, weight_decay=0.1))
+    apart = [optax.stateless(lambda updates, _: _written(updates))] if job.precision == "master copy" else []
+    return optax.chain(optax.clip_by_global_norm(1.0), *apart, optax.adamw(1e-4, b2=0.95, weight_decay=0.1))
 
 
 def _make_state(job: Job, key: jax.Array) -> Any:
@@ -146,6 +147,22 @@ def _cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
+LOSS_SCALE = 1024.0
+"""What gradients in half precision are multiples of; any number costs the same."""
+
+
+def _unscaled(gradients: Any) -> Any:
+    """The gradients divided by the scale of the loss as Megatron-LM does it: by kernels that copy them to float32, then
+    divide the copy; the norm and the clipping follow, and the update after those, by kernels of their own.
+    """
+    return _written(jax.tree.map(lambda x: x * (1 / LOSS_SCALE), _written(_cast(gradients, "float32"))))
+
+
+def _written(tree: Any) -> Any:
+    """The arrays behind a barrier each, so that no kernel makes them for another."""
+    return jax.tree.map(jax.lax.optimization_barrier, tree)
+
+
 def make_step(job: Job) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
     """An ordinary train step (state, batch) -> (state, loss); state is (parameters, copy or None, optimizer's own)."""
 
@@ -155,7 +172,7 @@ def make_step(job: Job) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
         if master is None:
             updates, moments = _optimizer(job).update(gradients, moments, params)
             return (optax.apply_updates(params, updates), None, moments), loss
-        updates, moments = _optimizer(job).update(_cast(gradients, "float32"), moments, master)
+        updates, moments = _optimizer(job).update(_unscaled(gradients), moments, master)
         master = jax.tree.map(jnp.add, master, updates)
         return (_cast(master, job.config.param_dtype), master, moments), loss
 
