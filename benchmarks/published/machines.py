@@ -18,6 +18,10 @@ MATMULS_OF_2021 = 200e12 / 312e12
 Megatron-LM's figure 11, 3 layers at batches of 8 and 128: 188 ms a microbatch, of which 30 are elementwise passes and
 collectives. Later libraries reach 271 TFLOP/s (the table), which times of tasks published in 2023 agree with."""
 
+MATMULS_OF_2019 = 0.40
+"""The share of a V100's peak that stands for all of the software of the first Megatron-LM paper, not products alone:
+fitted to one row, 1.2 billion parameters on one GPU, the baseline that the paper gives the others relative to."""
+
 DGX2H_FLOPS = 39e12 / 0.30
 """The peak of a V100 at 450 W, of which the Megatron paper calls 39 TFLOP/s 30 %."""
 

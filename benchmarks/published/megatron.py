@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.published.flops import megatron_flops
-from benchmarks.published.machines import MATMULS_OF_2021, machine, multiplying
+from benchmarks.published.machines import MATMULS_OF_2019, MATMULS_OF_2021, machine, multiplying
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Fields, Row, Source, number, whole
 from models import gpt
@@ -75,6 +75,7 @@ def _sc21(lines: Sequence[Fields]) -> Iterator[Row]:
             work=work / 1e12,
             unit="TFLOP/s a device",
             is_choice=figure.startswith(CHOICES),
+            fitted=figure.startswith("fig11") and pipeline == 1,
         )
         cluster = machine(fields["gpu"], devices)
         if cluster is None:
@@ -114,6 +115,10 @@ def _v100(lines: Sequence[Fields]) -> Iterator[Row]:
         if cluster is None:
             yield replace(row, why=f"no device of the table is called {fields['gpu']!r}")
             continue
+        if not kind.startswith("README"):
+            cluster = multiplying(cluster, MATMULS_OF_2019)
+        elif "A100" in fields["gpu"]:
+            cluster = multiplying(cluster, MATMULS_OF_2021)
         work = work_of(fields, batch) / devices / 1e12
         share = number(fields, "scaling_efficiency_pct")
         tflops = number(fields, "tflops_per_gpu") or (ONE_GPU_TFLOPS * share / 100 if share else None)
@@ -121,6 +126,7 @@ def _v100(lines: Sequence[Fields]) -> Iterator[Row]:
         first = next((other for other in lines if other["experiment"] == kind), fields)
         yield replace(
             row,
+            fitted=row.name.startswith("weak scaling, model parallel") and devices == 1,
             question=Configuration(job=gpt_job(fields, batch, remat=True), cluster=cluster, data=data, tensor=tensor),
             seconds=1 / times if times else spent / 1e3 if spent else work / tflops if tflops else None,
             work=1.0 if strong else work,
