@@ -19,7 +19,10 @@ FEW = 3
 
 def summaries(results: Sequence[Result]) -> list[Table]:
     """The scores of each source: of time, fitted and judged rows apart, and of memory."""
-    words = {True: "time, fitted rows: numbers of the library come from these", False: "time, judged rows"}
+    words = {
+        True: "time, fitted rows: numbers of the library or of machines come from these",
+        False: "time, judged rows",
+    }
     found = [_scores(results, fitted, title, TIME) for fitted, title in words.items()]
     found.append(_scores(results, False, "memory of a device, judged rows", MEMORY))
     return [table for table in found if table.row_count]

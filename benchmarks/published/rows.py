@@ -36,8 +36,9 @@ class Row:
 
     The rate that the source prints is `work` a second, in `unit`. Rows of a `sweep` differ in one thing; where that is
     the configuration of one job, the sweep `is_choice`. Where the source prints throughput relative to another row of
-    the sweep, that row is the `base` and `seconds` count its steps. `fitted` rows have set a number of the library, the
-    others judge. Printed figures are met where they differ by no more than `rounding`, as a share; 0 for measured ones.
+    the sweep, that row is the `base` and `seconds` count its steps. `fitted` rows have set a number of the library or
+    of their source's machine, the others judge. Printed figures are met where they differ by no more than `rounding`,
+    as a share; 0 for measured ones.
     Without a `question` there is a reason `why` the row cannot be asked.
     """
 

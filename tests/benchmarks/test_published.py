@@ -75,8 +75,14 @@ def test_rows_have_names_of_their_own_and_a_question_or_a_reason():
     assert all(not r.base or (r.source, r.base) in named for r in ROWS)
 
 
-def test_only_what_set_a_number_of_the_library_is_fitted():
-    assert {r.source for r in ROWS if r.fitted} == {"collectives", "matmul"}
+def test_only_what_set_a_number_of_the_library_or_of_a_machine_is_fitted():
+    library = {"collectives", "matmul"}
+    assert library <= {r.source for r in ROWS if r.fitted}
+    assert [r.name for r in ROWS if r.fitted and r.source not in library] == [
+        "fig11_pipeline_weak_scaling 16.2B tp8 pp1 dp1 micro1 batch8",
+        "fig11_pipeline_weak_scaling 16.2B tp8 pp1 dp1 micro1 batch128",
+        "weak scaling, model parallel: GPT-2 1.2B 16 heads, 1 V100-SXM3-32GB",
+    ]
 
 
 def test_a_file_is_known_by_its_columns_whatever_its_name(tmp_path: Path):
