@@ -2,7 +2,8 @@
 
 Arguments and outputs stay for the whole step, whatever compiles it; outputs that replace donated arguments take no
 room. Everything else is for the compiler to decide. `peak` takes a model of one: any function of `Model`'s type. There
-is one, of XLA's CPU compiler (passes/memory/xla_cpu.py); for an accelerator it is an estimate.
+are those of XLA's CPU compiler (passes/memory/xla_cpu.py), by which plans are chosen for every device, and of its GPU
+compiler (passes/memory/xla_gpu.py), which `model_of` gives for a GPU.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from passes.cluster import Mesh
+from passes.cluster import DeviceSpec, Mesh
 from passes.gc_pause import without_gc
 from passes.ir import Graph, StatePairs, phase
+from passes.memory import xla_cpu, xla_gpu
 from passes.memory.holders import CAUSES, HOLDERS, Holder, Memory, Temporaries, phase_of
-from passes.memory.xla_cpu import temporaries
+from passes.memory.split_products import weights_of
 from passes.placement import Grouping, Layout, ReshardingPlan
 
 
@@ -36,6 +38,12 @@ class Model(Protocol):
         ...
 
 
+def model_of(device: DeviceSpec) -> Model:
+    """The model of the compiler that a device has, of the CPU's where there is none."""
+    weights = weights_of(device.name)
+    return xla_cpu.temporaries if weights is None else xla_gpu.model(weights)
+
+
 @without_gc()
 def peak(
     graph: Graph,
@@ -46,7 +54,7 @@ def peak(
     state_pairs: StatePairs,
     donated: Sequence[bool],
     *,
-    model: Model = temporaries,
+    model: Model = xla_cpu.temporaries,
 ) -> Memory:
     """The bytes of one device of `mesh` at the busiest moment of a step, by cause.
 

@@ -8,32 +8,44 @@ Reference: XLA's AllReduceCombiner, whose thresholds the CPU compiler does not u
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from passes.memory.operations import Operation
 
 
 def combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with all-reduces combined, in a valid order, and the new position of each old one."""
-    groups = [members for members in _groups(operations) if len(members) > 1]
-    if not groups:
-        return tuple(operations), tuple(range(len(operations)))
-    sent = list(operations)
-    for members in groups:
-        reads = tuple(operations[m].operands[0] for m in members)
-        joint = len(sent)
-        first = operations[members[-1]]
-        addresses = (len(reads),)  # of what it makes, which is in memory as well
-        sent.append(first._replace(operands=reads, shape=addresses, dtype="uint64", value=-1, tag=("combined", joint)))
-        for m in members:
-            sent[m] = operations[m]._replace(kind="result", operands=(joint,))
-    order = _sorted(sent)
-    if len(order) < len(sent):  # two groups wait for each other
+    joined = list(operations)
+    for members in groups(operations, lambda o: (o.tag, o.dtype) if o.name == "all_reduce" else None):
+        if len(members) > 1:
+            join(joined, members)
+    return in_order(operations, joined)
+
+
+def join(operations: list[Operation], members: Sequence[int]) -> None:
+    """Makes collectives the results of one, which is added."""
+    reads = tuple(operations[m].operands[0] for m in members)
+    joint, last = len(operations), operations[members[-1]]
+    addresses = (len(reads),)  # of what it makes, which is in memory as well
+    operations.append(last._replace(operands=reads, shape=addresses, dtype="uint64", value=-1, tag=("combined", joint)))
+    for m in members:
+        operations[m] = operations[m]._replace(kind="result", operands=(joint,))
+
+
+def in_order(
+    operations: Sequence[Operation], changed: Sequence[Operation]
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """The changed operations, of which some were added, in a valid order, and the new position of each old one.
+
+    The operations as they were where there is no such order: two groups wait for each other.
+    """
+    order = _sorted(changed) if len(changed) > len(operations) else ()
+    if len(order) < len(changed):
         return tuple(operations), tuple(range(len(operations)))
     place = [0] * len(order)
     for new, old in enumerate(order):
         place[old] = new
-    moved = [_reading(sent[old], tuple([place[o] for o in sent[old].operands])) for old in order]
+    moved = [_reading(changed[old], tuple([place[o] for o in changed[old].operands])) for old in order]
     return tuple(moved), tuple(place[: len(operations)])
 
 
@@ -42,8 +54,8 @@ def _reading(operation: Operation, operands: tuple[int, ...]) -> Operation:
     return operation if operands == operation.operands else Operation(operation.kind, operands, *operation[2:])
 
 
-def _groups(operations: Sequence[Operation]) -> list[list[int]]:
-    """Groups of all-reduces of equal axes, reduction and dtype, each in the first group that it does not depend on."""
+def groups(operations: Sequence[Operation], key_of: Callable[[Operation], object]) -> list[list[int]]:
+    """Groups of collectives of equal keys, each in the first group that it does not depend on; None is no key."""
     groups: list[list[int]] = []
     keyed: dict[object, list[int]] = {}
     upstream: list[int] = []
@@ -51,8 +63,8 @@ def _groups(operations: Sequence[Operation]) -> list[list[int]]:
         behind = 0
         for o in operation.operands:
             behind |= upstream[o]
-        if operation.kind == "collective" and operation.name == "all_reduce":
-            candidates = keyed.setdefault((operation.tag, operation.dtype), [])
+        if operation.kind == "collective" and (key := key_of(operation)) is not None:
+            candidates = keyed.setdefault(key, [])
             free = next((g for g in candidates if not behind >> g & 1), None)
             if free is None:
                 free = len(groups)

@@ -43,14 +43,21 @@ Inside = Callable[[int, Placement, Mapping[int, object]], None]
 """The handler of a control node's bodies, given its index, its placement and the numbers that its slots hold."""
 
 
+Combine = Callable[[Sequence[Operation]], tuple[tuple[Operation, ...], tuple[int, ...]]]
+"""Combines the collectives of a program: its operations in a valid order, and the new position of each old one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The context in which a graph is lowered: its rules, its control nodes, and the handler of their bodies."""
+    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, and what
+    combines its collectives.
+    """
 
     rules: Sequence[ShardingRule]
     controls: Mapping[int, Control]
     mesh: Mesh
     inside: Inside
+    combine: Combine = combined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +122,7 @@ def lower(
     operations, moved = lowering.operations.every, list[int]()
     if interface.repeated:
         operations, moved = _hoisted(operations, {lowering.entered[position] for position in interface.fixed}, outputs)
-    operations, place = combined(operations)
+    operations, place = context.combine(operations)
     entered = [place[o] for o in lowering.entered]
     return DeviceProgram(
         operations=operations,

@@ -48,11 +48,13 @@ class Lifetimes:
     over: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
 
 
-def lifetimes(program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int]) -> Lifetimes:
+def lifetimes(
+    program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int], order: Sequence[int] | None = None
+) -> Lifetimes:
     """The lifetimes of all buffers; in a loop's body, output `o` is written over input `carried[o]` (positions of
     both).
     """
-    return _Allocation(program, kernels, carried).run()
+    return _Allocation(program, kernels, carried, schedule(program, kernels) if order is None else order).run()
 
 
 def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
@@ -88,9 +90,11 @@ def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
 class _Allocation:
     """The buffers while kernels run: `names` sees through other names, `last` is the last kernel to read each."""
 
-    def __init__(self, program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int]) -> None:
+    def __init__(
+        self, program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int], order: Sequence[int]
+    ) -> None:
         self.operations, self.inputs, self.outputs = program.operations, program.inputs, program.outputs
-        self.order = schedule(program, kernels)
+        self.order = order
         self.kernels = {kernel.operation: kernel for kernel in kernels}
         self.at = {operation: position for position, operation in enumerate(self.order)}
         self.names: dict[int, int] = {}

@@ -1,0 +1,358 @@
+"""The accelerators' own compilers as judges of predictions: `python -m benchmarks.compilers --help`.
+
+Every model is planned for eight devices of an accelerator under each planner and compiled by XLA's compiler for it,
+which runs on a CPU. What is predicted of one device stands beside what the compiler made: peak bytes, by the model of
+that compiler and as the plan has them, bytes sent by kind and axes, flops, and on TPUs the compiler's own estimate of
+cycles. What was compiled is kept in compilers.json, under the versions of the compilers and a digest of the plan: where
+the plan is the same, predictions are held against that without any compiler; `--compile` compiles what is new.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.checks import hlo
+from autopar.runtime import needed_nbytes
+from benchmarks import gpt
+from benchmarks.trainings import MODELS, make_state, make_step
+from passes.cluster import parse_cluster
+from passes.errors import InternalError, PlanningError
+from passes.memory import model_of, peak
+from passes.placement import group, resharding_plan
+from passes.sharding import Resharder
+from passes.text import quantities
+
+RESULTS = Path(__file__).with_name("compilers.json")
+
+TARGETS: Mapping[str, str] = {
+    "h100": "8:h100",
+    "a100": "8:a100-80g",
+    "v5e:2x4": "8:tpu-v5e",
+    "v5p:2x2x2": "2x4:tpu-v5p",
+    "v6e:2x4": "8:tpu-v6e",
+}
+"""Accelerators as their compilers name eight of them -> clusters."""
+
+PLANNERS: Mapping[str, Any] = {
+    "dp": autopar.DataParallel(),
+    "zero3": autopar.Zero(3),
+    "megatron": autopar.Megatron(data=2, tensor=4),
+    "auto": autopar.Auto(),
+}
+
+GPT_350M = "gpt-350m"
+"""The model of `benchmarks.gpt`, beside those of the zoo: blocks recomputed, AdamW."""
+
+CLOCK_HZ: Mapping[str, float] = {"v5e:2x4": 1.5e9, "v5p:2x2x2": 1.75e9, "v6e:2x4": 1.75e9}
+"""Clocks of TPU cores: the peak of bfloat16 by what the matrix units multiply in a cycle (jax-ml/scaling-book)."""
+
+OVER, UNDER = 0.10, 0.05
+"""The bounds of a predicted peak on GPUs: at most so much too high, never so much too low; TPUs have 0.15 above."""
+OVER_TPU = 0.15
+
+ANY_NBYTES = 10**15
+"""A limit that no step exceeds: what does not fit is compiled too."""
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A step as an accelerator's compiler made it: bytes of one device, tensors sent, flops and seconds.
+
+    `unplanned` are tensors beyond the plan; `cycle_seconds` follow from the compiler's own cycles, 0 where it has none.
+    """
+
+    target: str
+    model: str
+    planner: str
+    digest: str
+    versions: dict[str, str]
+    arguments_nbytes: int
+    temporaries_nbytes: int
+    peak_nbytes: int
+    moved: list[dict[str, Any]]
+    unplanned: int
+    missing: int
+    flops: float
+    cycle_seconds: float
+    compile_seconds: float
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.target, self.model, self.planner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A prediction beside what was compiled; `compiled` is None where this plan never was.
+
+    `predicted_nbytes` are by the model of the device's compiler, `planned_nbytes` those that the plan was chosen by.
+    """
+
+    target: str
+    model: str
+    planner: str
+    planned_nbytes: int
+    predicted_nbytes: int
+    predicted_compute_seconds: float
+    compiled: Compiled | None
+
+    @property
+    def error(self) -> float:
+        """How far the predicted peak is off, of the compiled one; negative where it is too low."""
+        return self.predicted_nbytes / self.compiled.peak_nbytes - 1 if self.compiled else 0.0
+
+    @property
+    def misses(self) -> bool:
+        """Whether the predicted peak is out of bounds, or other bytes move than were planned."""
+        if self.compiled is None:
+            return False
+        over = OVER_TPU if self.target.startswith("v") else OVER
+        return not -UNDER <= self.error <= over or self.compiled.unplanned + self.compiled.missing > 0
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compilers",
+        description="Hold predicted memory, bytes sent and compute seconds against the accelerators' own compilers.",
+        epilog="example: python -m benchmarks.compilers --targets h100 --models gpt,moe --compile",
+    )
+    parser.add_argument("--targets", default=tuple(TARGETS), type=partial(listed, TARGETS), metavar="A,B")
+    parser.add_argument(
+        "--models", default=(*MODELS, GPT_350M), type=partial(listed, (*MODELS, GPT_350M)), metavar="A,B"
+    )
+    parser.add_argument("--planners", default=tuple(PLANNERS), type=partial(listed, PLANNERS), metavar="A,B")
+    parser.add_argument("--compile", action="store_true", help="compile plans that were not, and keep what comes of it")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="(default: beside this script)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser.parse_args(argv)
+
+
+def listed(choices: Sequence[str] | Mapping[str, Any], text: str) -> tuple[str, ...]:
+    """The names that `text` lists. Raises ArgumentTypeError for one that is not there."""
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in choices]:
+        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(choices)}")
+    return names
+
+
+def program(model: str) -> tuple[Any, tuple[Any, ...]]:
+    """The training step of a model in bfloat16, free to need any memory, and its arguments, as shapes."""
+    if model == GPT_350M:
+        step, args = gpt.example()
+        return step.replan(memory_limit=ANY_NBYTES), tuple(args)
+    chosen, optimizer = MODELS[model], optax.sgd(0.05, momentum=0.9)
+    config = replace(chosen.config, dtype="bfloat16")
+    state = jax.eval_shape(partial(make_state, chosen.module, config, optimizer), jax.random.key(0))
+    batch = jax.eval_shape(partial(chosen.module.example_batch, config, chosen.batch), jax.random.key(1))
+    step = make_step(chosen.module, config, optimizer)
+    return autopar.parallelize(step, donate_argnums=0, memory_limit=ANY_NBYTES), (state, batch)
+
+
+def digest_of(plan: autopar.Plan) -> str:
+    """A digest of what a program is made of: the placements of a plan, and nothing that is predicted."""
+    operators = [[str(s) for s in (*o.placement.operands, *o.placement.results)] for o in plan.operators]
+    sent = sorted([c.kind, list(c.axes), c.nbytes, c.count] for c in plan.collectives)
+    facts = [plan.fingerprint, str(plan.mesh), [*map(str, plan.inputs)], [*map(str, plan.outputs)], operators, sent]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """The versions of the compilers here."""
+    present: dict[str, str] = {}
+    for package in ("jax", "jaxlib", "jax-cuda12-pjrt", "libtpu"):
+        try:
+            present[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return present
+
+
+def rows(args: argparse.Namespace, console: Console) -> Iterator[Row]:
+    """A row for every case that the command line asks for."""
+    known = load(args.results)
+    for target in args.targets:
+        for model in args.models:
+            step, given = program(model)
+            for planner in args.planners:
+                made = step.replan(cluster=TARGETS[target], planner=PLANNERS[planner])
+                try:
+                    plan = made.plan(*given)
+                except PlanningError as error:
+                    console.print(f"left out: {target} {model} {planner}: {error}", soft_wrap=True)
+                    continue
+                kept = known.get((target, model, planner))
+                if kept is not None and kept.digest != digest_of(plan):
+                    kept = None
+                if kept is None and args.compile:
+                    kept = compile_(made, given, (target, model, planner))
+                    known[kept.key] = kept
+                    save(args.results, known)
+                yield row(plan, made.trace(*given), kept, (target, model, planner))
+
+
+def row(plan: autopar.Plan, traced: Any, kept: Compiled | None, key: tuple[str, str, str]) -> Row:
+    """A plan's predictions beside what was compiled of it."""
+    target, model, planner = key
+    return Row(
+        target=target,
+        model=model,
+        planner=planner,
+        planned_nbytes=plan.peak_nbytes,
+        predicted_nbytes=modelled_nbytes(plan, traced),
+        predicted_compute_seconds=plan.seconds.get("compute", 0.0),
+        compiled=kept,
+    )
+
+
+def modelled_nbytes(plan: autopar.Plan, traced: Any) -> int:
+    """The peak of one device by the model of its own compiler.
+
+    Whether weights are fetched again for the backward pass follows from the plan's bytes: they are those of one of the
+    two.
+    """
+    graph, mesh = traced.graph, plan.mesh
+    grouping, resharder = group(graph), Resharder(mesh)
+    donated = traced.donated or (False,) * len(graph.inputs)
+    for refetch in (False, True):
+        reshardings = resharding_plan(graph, plan.layout, resharder, refetch=refetch)
+        step = (graph, grouping, mesh, plan.layout, reshardings, traced.state_pairs, donated)
+        if peak(*step).peak_nbytes == plan.peak_nbytes:
+            return peak(*step, model=model_of(mesh.cluster.group().device)).peak_nbytes
+    raise InternalError(f"the bytes of {plan.fingerprint} follow from its placements neither way")
+
+
+def compile_(made: Any, given: tuple[Any, ...], key: tuple[str, str, str]) -> Compiled:
+    """A step compiled for its target."""
+    target, model, planner = key
+    devices = autopar.topology(parse_cluster(TARGETS[target]))
+    began = time.perf_counter()
+    compiled = made.replan(devices=devices).lower(*given).unlimited().compile()
+    seconds = time.perf_counter() - began
+    analysis, verification = compiled.memory_analysis(), compiled.verify()
+    return Compiled(
+        target=target,
+        model=model,
+        planner=planner,
+        digest=digest_of(compiled.plan),
+        versions=versions(),
+        arguments_nbytes=analysis.argument_size_in_bytes,
+        temporaries_nbytes=analysis.temp_size_in_bytes,
+        peak_nbytes=needed_nbytes(compiled.plan, analysis),
+        moved=[moved.to_json() for moved in verification.moved],
+        unplanned=sum(c.count for c in verification.unplanned),
+        missing=len(verification.missing),
+        flops=verification.compiled_flops,
+        cycle_seconds=cycles(compiled.as_text()) / CLOCK_HZ[target] if target in CLOCK_HZ else 0.0,
+        compile_seconds=seconds,
+    )
+
+
+def cycles(hlo_text: str) -> int:
+    """The cycles that XLA:TPU estimates for a program, loops as often as they run."""
+    return sum(runs * int(estimate) for line, runs in hlo.instructions(hlo_text) for estimate in _CYCLES.findall(line))
+
+
+def load(path: Path) -> dict[tuple[str, str, str], Compiled]:
+    """What was compiled before, by target, model and planner."""
+    if not path.exists():
+        return {}
+    kept = (Compiled(**entry) for entry in json.loads(path.read_text())["compiled"])
+    return {entry.key: entry for entry in kept}
+
+
+def save(path: Path, known: Mapping[tuple[str, str, str], Compiled]) -> None:
+    """Keeps what was compiled, a case a line."""
+    lines = ",\n".join(json.dumps(asdict(known[key])) for key in sorted(known))
+    path.write_text(f'{{"compiled": [\n{lines}\n]}}\n')
+
+
+def table(cases: Sequence[Row]) -> Table:
+    """One case a row."""
+    shown = Table(title="predicted and compiled, of one device", title_justify="left", padding=(0, 0))
+    for name in ("target", "model", "planner"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("planned", "peak", "compiled", "error", "sent", "compiled", "compute", "by cycles"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("rewrites")
+    for case in cases:
+        kept = case.compiled
+        if kept is None:
+            planned = map(quantities.nbytes, (case.planned_nbytes, case.predicted_nbytes))
+            shown.add_row(case.target, case.model, case.planner, *planned, "-")
+            continue
+        sent = [sum(moved[side] for moved in kept.moved) for side in ("planned_nbytes", "compiled_nbytes")]
+        rewrites = sorted({rewrite for moved in kept.moved for rewrite in moved["rewrites"]})
+        shown.add_row(
+            case.target,
+            case.model,
+            case.planner,
+            quantities.nbytes(case.planned_nbytes),
+            quantities.nbytes(case.predicted_nbytes),
+            quantities.nbytes(kept.peak_nbytes),
+            f"{case.error:+.1%}",
+            *map(quantities.nbytes, sent),
+            quantities.seconds(case.predicted_compute_seconds),
+            quantities.seconds(kept.cycle_seconds) if kept.cycle_seconds else "-",
+            ", ".join(rewrites),
+            style="red" if case.misses else None,
+        )
+    return shown
+
+
+def summary(cases: Sequence[Row]) -> Table:
+    """Errors of predicted peaks by target and planner: how many are out of bounds, the worst either way."""
+    shown = Table(title="errors of peaks", title_justify="left", padding=(0, 0))
+    shown.add_column("", no_wrap=True)
+    for name in ("cases", "out of bounds", "mean absolute", "most too high", "most too low", "other bytes sent"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    judged = [case for case in cases if case.compiled]
+    groups = {name: [c for c in judged if name in (c.target, c.planner)] for name in (*TARGETS, *PLANNERS)}
+    for name, members in {**groups, "all": judged}.items():
+        if members:
+            errors = [case.error for case in members]
+            others = sum(1 for c in members if c.compiled and c.compiled.unplanned + c.compiled.missing)
+            shown.add_row(
+                name,
+                f"{len(members)}",
+                f"{sum(case.misses for case in members)}",
+                f"{sum(map(abs, errors)) / len(errors):.1%}",
+                f"{max(errors):+.1%}",
+                f"{min(errors):+.1%}",
+                f"{others}",
+            )
+    return shown
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the tables; 1 if a prediction is out of bounds or other bytes move than were planned."""
+    args = arguments(argv)
+    jax.config.update("jax_platforms", "cpu")
+    console = Console()
+    cases = list(rows(args, Console(stderr=True)))
+    if args.json:
+        print(json.dumps([asdict(case) | {"error": case.error} for case in cases], indent=1))
+    else:
+        console.print(table(cases), summary(cases))
+        console.print(f"targets: at most {OVER:.0%} too high (TPU {OVER_TPU:.0%}), never {UNDER:.0%} too low")
+    return any(case.misses for case in cases)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

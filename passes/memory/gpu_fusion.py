@@ -1,0 +1,131 @@
+"""The kernels that XLA's GPU compiler fuses operations into, and hence the arrays that are written to memory.
+
+Products, sums, collectives and loops write what they make. What lies between them, elementwise or rearranged, is
+computed again in every kernel that reads it where that moves no more bytes than to write it once and read it in each,
+a launch counted as the bytes that memory moves in that time: so softmax and normalisation leave no copies in a wider
+type behind, and small programs hardly any.
+
+Reference: XLA's PriorityFusion and GpuPerformanceModel, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from passes.memory.fusion import Kernel
+from passes.memory.operations import Operation
+
+FUSIBLE = frozenset(
+    {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
+)
+"""Kinds that are computed where they are read."""
+
+ELEMENTWISE = frozenset({"elementwise", "expensive"})
+TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
+"""Kinds whose kernels compute what they read."""
+
+SUM = "sum"
+"""The name of the sum of a product's parts, which no other sum computes where it reads it."""
+
+LAUNCH_NBYTES = 3 * 2**20
+"""The bytes that memory moves while a kernel starts: about a microsecond on H100."""
+
+
+def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
+    """The kernels of a program, in the order of its operations, without those that no output needs."""
+    fusion = _Fusion(operations, frozenset(outputs))
+    fusion.decide()
+    return tuple(fusion.kernels())
+
+
+class _Fusion:
+    """The kernels that read each operation, from the last to the first; `written` are those with a place in memory.
+
+    What is read by something `fixed`, a product or a collective or a bitcast that one reads, has to be there.
+    """
+
+    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int]) -> None:
+        self.operations, self.outputs = operations, outputs
+        self.sizes = [operation.nbytes for operation in operations]
+        self.readers: list[list[int]] = [[] for _ in operations]
+        self.needed = bytearray(len(operations))
+        for index in reversed(range(len(operations))):
+            operation = operations[index]
+            if index in outputs or operation.kind == "input" or self.readers[index]:
+                self.needed[index] = True
+                for o in operation.operands:
+                    self.readers[o].append(index)
+        self.written = bytearray(len(operations))
+        self.fixed = bytearray(len(operations))
+        self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
+
+    def decide(self) -> None:
+        """Decides of every operation whether it is written to memory."""
+        for index in reversed(range(len(self.operations))):
+            if not self.needed[index]:
+                continue
+            roots: set[int] = set()
+            for reader in self.readers[index]:
+                roots |= {reader} if self.written[reader] else self.roots[reader]
+            self.roots[index] = frozenset(roots)
+            self.written[index] = not self._is_fused(index, roots)
+            kind = self.operations[index].kind
+            self.fixed[index] = kind not in TAKES_IN or (kind == "bitcast" and self.written[index])
+
+    def _is_fused(self, index: int, roots: set[int]) -> bool:
+        operation = self.operations[index]
+        if operation.kind == "literal":
+            return True
+        if operation.kind not in FUSIBLE or index in self.outputs or not roots:
+            return False
+        if any(self.fixed[reader] or self._is_place(index, reader) for reader in self.readers[index]):
+            return False
+        if operation.name == SUM and any(self.operations[root].kind not in FUSIBLE for root in roots):
+            return False
+        if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
+            return True
+        read = sum(self._source_nbytes(o) for o in set(operation.operands))
+        again = len(roots) * read
+        once = read + self.sizes[index] + len(roots) * self.sizes[index]
+        return again <= once + LAUNCH_NBYTES
+
+    def _is_place(self, index: int, reader: int) -> bool:
+        """Whether a reader writes into an operation's place, as a scatter does into its first operand."""
+        operation = self.operations[reader]
+        return operation.kind == "update" and operation.operands[0] == index
+
+    def _source_nbytes(self, index: int) -> int:
+        """Bytes that a kernel reads for an operand: of the narrowest array that it follows from alone."""
+        least = self.sizes[index]
+        while (operation := self.operations[index]).kind in FUSIBLE and len(operation.operands) == 1:
+            index = operation.operands[0]
+            least = min(least, self.sizes[index])
+        return 0 if self.operations[index].kind in ("literal", "iota") else least
+
+    def kernels(self) -> Iterable[Kernel]:
+        """The kernels, each with what it reads."""
+        for index in range(len(self.operations)):
+            if self.written[index] and self.needed[index]:
+                reads = self._reads(index)
+                ordered = tuple(sorted(reads))
+                over = tuple(o for o in ordered if reads[o])
+                yield Kernel(operation=index, reads=ordered, over=over, turn=(0, index))
+
+    def _reads(self, root: int) -> dict[int, bool]:
+        """The arrays in memory that a kernel reads, and whether it may write over each."""
+        reads: dict[int, bool] = {}
+        operation = self.operations[root]
+        pure = operation.kind in ELEMENTWISE or (operation.kind == "collective" and operation.name == "all_reduce")
+        pending, seen = [(o, pure) for o in self.operations[root].operands], set[tuple[int, bool]]()
+        while pending:
+            index, is_pure = pending.pop()
+            if (index, is_pure) in seen:
+                continue
+            seen.add((index, is_pure))
+            operation = self.operations[index]
+            if self.written[index]:
+                reads[index] = reads.get(index, True) and is_pure
+            elif operation.kind != "literal":
+                below = is_pure and operation.kind in (*ELEMENTWISE, "bitcast")
+                pending.extend((o, below) for o in operation.operands)
+        return reads

@@ -1,0 +1,254 @@
+"""The memory that one of XLA's compilers needs for a planned program.
+
+The plan is followed to what the compiler makes of it, and that is where the accuracy comes from:
+
+    lower      the graph on local shapes, moves included, in XLA's own operations      passes/memory/device_program.py
+    combine    collectives that do not wait for each other are one                     `Compiler.combine`
+    fuse       which results are ever written to memory                                `Compiler.fuse`
+    order      the order in which kernels run                                          `Compiler.schedule`
+    run        each result lives until its last reader                                 passes/memory/liveness.py
+    count      the busiest moment, the bodies of loops at theirs                       here
+    reuse      what lies where an argument was, or an output will be                   passes/memory/reuse.py
+    pack       the gaps that are left where buffers come and go                        passes/memory/packing.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.cluster import Mesh
+from passes.ir import Graph, Phase
+from passes.memory.device_program import WHOLE, Combine, Context, DeviceProgram, Interface, interface_of, lower
+from passes.memory.fusion import Kernel
+from passes.memory.holders import Holder, Temporaries, phase_of
+from passes.memory.liveness import Buffer, Lifetimes, lifetimes
+from passes.memory.operations import Operation
+from passes.memory.packing import ALIGNMENT, Span, gaps_nbytes
+from passes.memory.reuse import Place, unplaced
+from passes.placement import Grouping, Layout, Placement, ReshardingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """The parts in which XLA's compilers differ: what they combine, what they fuse, and in which order kernels run."""
+
+    combine: Combine
+    fuse: Callable[[Sequence[Operation], Iterable[int]], tuple[Kernel, ...]]
+    schedule: Callable[[DeviceProgram, Sequence[Kernel]], list[int]]
+
+
+def temporaries(
+    compiler: Compiler,
+    graph: Graph,
+    grouping: Grouping,
+    mesh: Mesh,
+    layout: Layout,
+    reshardings: ReshardingPlan,
+    in_place: Mapping[int, int],
+) -> Temporaries:
+    """The bytes that the compiled step needs beside arguments and outputs."""
+    region = _Region(compiler, graph, grouping, mesh, layout, reshardings)
+    run = region.run()
+    spans = [_aligned(span) for span in unplaced(run.spans, region.places(run, in_place))]
+    if not spans:
+        return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
+    live = _live(spans, len(run.sources))
+    busiest = int(live.argmax())
+    return Temporaries(
+        where=run.sources[busiest],
+        holders=tuple(_holder(span) for span in spans if span.first <= busiest <= span.last),
+        gaps_nbytes=gaps_nbytes(spans),
+        over_time=tuple(np.maximum.reduceat(live, run.begins[:-1]).tolist()),
+    )
+
+
+def _live(spans: Sequence[Span], moments: int) -> NDArray[np.int64]:
+    """Live bytes, [moments]."""
+    change = np.zeros(moments + 1, dtype=np.int64)
+    for span in spans:
+        change[span.first] += span.nbytes
+        change[span.last + 1] -= span.nbytes
+    return change.cumsum()[:-1]
+
+
+def _holder(span: Span) -> Holder:
+    """A buffer by name and cause."""
+    region, program, readers, buffer = cast("_Made", span.made_by)
+    return region.holder(program, readers, buffer, span.nbytes)
+
+
+def _aligned(span: Span) -> Span:
+    return span._replace(nbytes=-(-span.nbytes // ALIGNMENT) * ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The spans of a region, those of the busiest bodies of its loops included.
+
+    `sources` are the lines that run, [moments]; kernel k `begins` in moment `begins[k]`, and all end in the last one.
+    """
+
+    spans: tuple[Span, ...]
+    sources: tuple[str, ...]
+    begins: tuple[int, ...]
+    lifetimes: Lifetimes
+    program: DeviceProgram
+
+    @property
+    def nbytes(self) -> int:
+        return int(_live(unplaced(self.spans, ()), len(self.sources)).max(initial=0))
+
+
+class _Region:
+    """A graph, or a body of one of its loops and branches, with the regions inside it."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        graph: Graph,
+        grouping: Grouping,
+        mesh: Mesh,
+        layout: Layout,
+        reshardings: ReshardingPlan,
+    ) -> None:
+        self.compiler = compiler
+        self.graph, self.grouping, self.mesh = graph, grouping, mesh
+        self.layout, self.reshardings = layout, reshardings
+        self.input_names = dict(zip(graph.inputs, graph.input_names, strict=False))
+        self.inside: dict[int, _Run] = {}
+        self.phases: list[Phase] = [phase_of(node) for node in graph.nodes]
+
+    def run(self, interface: Interface = WHOLE) -> _Run:
+        """The spans of the region, given how a body relates to the values around it."""
+        context = Context(
+            rules=self.grouping.rules,
+            controls=self.grouping.controls,
+            mesh=self.mesh,
+            inside=self._inside,
+            combine=self.compiler.combine,
+        )
+        program = lower(self.graph, context, self.layout, self.reshardings, interface)
+        kernels = self.compiler.fuse(program.operations, program.outputs)
+        allocation = lifetimes(program, kernels, interface.carried, self.compiler.schedule(program, kernels))
+        begins, inner, sources = list[int](), list[Span](), list[str]()
+        for o in allocation.order:
+            begins.append(moment := len(sources))
+            running = program.operations[o]
+            source = self.graph.nodes[running.node].source if 0 <= running.node < len(self.graph.nodes) else ""
+            within = self.inside[running.node] if running.kind == "loop" else None
+            if within is None or not within.sources:
+                sources.append(source)
+                continue
+            alone = unplaced(within.spans, ())
+            inner.extend(Span(s.nbytes, s.first + moment, s.last + moment, s.made_by) for s in alone)
+            sources.extend(inside or source for inside in within.sources)
+        begins.append(len(sources))
+        spans = [
+            Span(b.nbytes, first, last, (self, program, allocation.readers, b), chain)
+            for chain, b in enumerate(allocation.buffers)
+            for first, last in _members(program, allocation, begins, b)
+        ]
+        return _Run(
+            spans=(*spans, *self._once(program, len(sources)), *inner),
+            sources=tuple(sources),
+            begins=tuple(begins),
+            lifetimes=allocation,
+            program=program,
+        )
+
+    def _once(self, program: DeviceProgram, moments: int) -> Iterator[Span]:
+        """The spans of what a loop does not repeat, which live all the while."""
+        for o in program.hoisted:
+            buffer = Buffer(operations=(o,), nbytes=program.operations[o].nbytes, first=0, last=moments - 1)
+            yield Span(buffer.nbytes, 0, moments - 1, (self, program, None, buffer))
+
+    def places(self, run: _Run, in_place: Mapping[int, int]) -> list[Place]:
+        """The places of the outputs, which are those of inputs or their own."""
+        allocation, begins = run.lifetimes, run.begins
+        places: list[Place] = []
+        for output, written in enumerate(allocation.written):
+            if written < 0:
+                continue
+            read = allocation.read[in_place[output]] if output in in_place else -1
+            nbytes = run.program.operations[run.program.outputs[output]].nbytes
+            places.append(
+                Place(
+                    nbytes=nbytes,
+                    after=begins[read + 1] - 1 if read >= 0 else -1,
+                    before=_begin(run.program, allocation, begins, written),
+                    over=frozenset(allocation.over.get(output, ())),
+                )
+            )
+        return places
+
+    def holder(
+        self, program: DeviceProgram, read_by: Mapping[int, Sequence[int]] | None, buffer: Buffer, nbytes: int
+    ) -> Holder:
+        """A buffer by name and cause; nothing is said of the readers of what is moved out of a loop."""
+        operations = [program.operations[o] for o in buffer.operations]
+        if read_by is None:
+            return Holder(name=self._name(operations[-1].value), nbytes=nbytes, cause="collective buffers")
+        readers = {self._when(program.operations[r].node) for o in buffer.operations for r in read_by.get(o, ())}
+        written = {self._when(self.graph.producers.get(o.value, o.node)) for o in operations}
+        collective = any(o.kind in ("collective", "result") for o in operations)
+        if "backward" in written and "apply" in readers:
+            cause = "gradients"
+        elif collective:
+            cause = "collective buffers"
+        elif "forward" in written and "backward" in readers:
+            cause = "saved for backward"
+        else:
+            cause = "transients"
+        return Holder(name=self._name(operations[-1].value), nbytes=nbytes, cause=cause)
+
+    def _when(self, node: int) -> Phase:
+        return self.phases[node] if 0 <= node < len(self.phases) else "apply"
+
+    def _name(self, value: int) -> str:
+        """A value's input name, or the primitive that computes it."""
+        if value in self.input_names:
+            return self.input_names[value]
+        return _maker(self.graph, value)
+
+    def _inside(self, index: int, placement: Placement, known: Mapping[int, object]) -> None:
+        """Adds the spans of a control node's busiest body."""
+        control = self.grouping.controls[index]
+        bodies = zip(
+            control.bodies, self.grouping.bodies[index], placement.bodies, self.reshardings.bodies[index], strict=True
+        )
+        runs = [
+            _Region(self.compiler, body.graph, grouping, self.mesh, layout, reshardings).run(
+                interface_of(body, control, known)
+            )
+            for body, grouping, layout, reshardings in bodies
+        ]
+        self.inside[index] = max(runs, key=lambda run: run.nbytes)
+
+
+def _members(
+    program: DeviceProgram, allocation: Lifetimes, begins: Sequence[int], buffer: Buffer
+) -> Iterator[tuple[int, int]]:
+    """The moments from which, and to which, each result in a buffer lives."""
+    starts = [_begin(program, allocation, begins, kernel) for kernel in buffer.starts or (buffer.first,)]
+    yield from zip(starts, (*starts[1:], begins[buffer.last + 1] - 1), strict=True)
+
+
+def _begin(program: DeviceProgram, allocation: Lifetimes, begins: Sequence[int], kernel: int) -> int:
+    """The moment in which a kernel writes its result; a branch writes it last."""
+    return begins[kernel + 1] - 1 if program.operations[allocation.order[kernel]].kind == "loop" else begins[kernel]
+
+
+_Made = tuple[_Region, DeviceProgram, Mapping[int, Sequence[int]] | None, Buffer]
+
+
+def _maker(graph: Graph, value: int) -> str:
+    """The primitive and the source line that compute a value."""
+    if value not in graph.producers:
+        return "constant"
+    node = graph.nodes[graph.producers[value]]
+    return f"{node.primitive} at {node.source}" if node.source else node.primitive

@@ -1,0 +1,30 @@
+"""XLA's GPU compiler: small products in parts, collectives combined up to a size, and gradients of weights computed
+behind the collectives that they do not have to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+from passes.memory import xla
+from passes.memory.gpu_collectives import combined
+from passes.memory.gpu_fusion import fuse
+from passes.memory.holders import Temporaries
+from passes.memory.operations import Operation
+from passes.memory.overlap import schedule
+from passes.memory.split_products import Weights, split
+
+
+@cache
+def model(weights: Weights) -> Callable[..., Temporaries]:
+    """The model of the compiler for a GPU of these weights."""
+    compiler = xla.Compiler(combine=partial(_combined, weights=weights), fuse=fuse, schedule=schedule)
+    return partial(xla.temporaries, compiler)
+
+
+def _combined(operations: Sequence[Operation], weights: Weights) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """The operations with products split and collectives combined."""
+    changed, place = split(operations, weights)
+    joined, moved = combined(changed)
+    return joined, tuple(moved[p] for p in place)

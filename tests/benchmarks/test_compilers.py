@@ -1,0 +1,75 @@
+"""Predictions held against what accelerators' compilers made before, and how that is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks import compilers
+from benchmarks.compilers import CLOCK_HZ, RESULTS, TARGETS, arguments, cycles, digest_of, load, program, rows, save
+
+KEPT = load(RESULTS)
+
+
+def test_every_kept_program_sends_what_was_planned() -> None:
+    assert len(KEPT) > 10
+    for entry in KEPT.values():
+        assert entry.unplanned == entry.missing == 0, entry.key
+        assert entry.peak_nbytes >= entry.temporaries_nbytes
+        assert entry.versions.get("jax")
+
+
+@pytest.mark.parametrize(("model", "planner"), [("dlrm", "dp"), ("dlrm", "zero3"), ("gpt", "dp")])
+def test_a_gpus_peak_is_predicted_within_bounds(model: str, planner: str) -> None:
+    args = arguments(["--targets", "h100", "--models", model, "--planners", planner])
+    (row,) = rows(args, Console(quiet=True))
+    assert row.compiled is not None
+    assert row.compiled.key in KEPT
+    assert not row.misses, f"{row.error:+.1%}"
+    assert row.predicted_nbytes >= row.compiled.arguments_nbytes
+
+
+def test_what_is_kept_is_found_for_the_same_plan_alone(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    entry = KEPT["h100", "dlrm", "dp"]
+    save(path, {entry.key: entry})
+    assert load(path) == {entry.key: entry}
+    args = arguments(["--targets", "h100", "--models", "dlrm", "--planners", "dp", "--results", str(path)])
+    (row,) = rows(args, Console(quiet=True))
+    assert row.compiled == entry
+    save(path, {entry.key: replace(entry, digest="of another plan")})
+    (row,) = rows(args, Console(quiet=True))
+    assert row.compiled is None
+    assert not row.misses
+
+
+def test_digests_follow_placements_and_nothing_that_is_predicted() -> None:
+    step, given = program("dlrm")
+    plans: list[Any] = [
+        step.replan(cluster=TARGETS["h100"], planner=compilers.PLANNERS[name]).plan(*given) for name in ("dp", "zero3")
+    ]
+    assert digest_of(plans[0]) != digest_of(plans[1])
+    assert digest_of(replace(plans[0], nbytes={}, seconds={})) == digest_of(plans[0])
+
+
+def test_cycles_of_a_loop_count_as_often_as_it_runs() -> None:
+    text = "\n".join(
+        (
+            "%body (x: f32[]) -> f32[] {",
+            '  %y = f32[] add(%x, %x), backend_config={"estimated_cycles":"7"}',
+            "}",
+            "ENTRY %main (x: f32[]) -> f32[] {",
+            '  %z = f32[] while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}',
+            '  %w = f32[] add(%z, %z), backend_config={"estimated_cycles":"11"}',
+            "}",
+        )
+    )
+    assert cycles(text) == 5 * 7 + 11
+
+
+def test_every_tpu_has_a_clock() -> None:
+    assert {target for target in TARGETS if target.startswith("v")} == set(CLOCK_HZ)

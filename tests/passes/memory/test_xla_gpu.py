@@ -1,0 +1,158 @@
+"""XLA's GPU compiler: products in parts as it splits them, what it combines, what it fuses and when kernels run."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.cluster import parse_cluster
+from passes.memory import xla, xla_cpu
+from passes.memory.accounting import model_of
+from passes.memory.device_program import DeviceProgram
+from passes.memory.fusion import Kernel
+from passes.memory.gpu_collectives import COMBINED_NBYTES, combined
+from passes.memory.gpu_fusion import FUSIBLE, fuse
+from passes.memory.liveness import lifetimes
+from passes.memory.operations import Operation
+from passes.memory.overlap import schedule
+from passes.memory.split_products import WEIGHTS, split
+from passes.memory.xla_cpu import temporaries
+from passes.placement import resharding_plan
+from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARDER, whole
+from tests.passes.memory.device_programs import TABLE, drawn, operation
+
+SEEDS = range(100)
+MATRIX = (((1,), (0,)), ((), ()))
+
+SPLITS = {
+    "h100": {
+        (128, 128, 384): 4,
+        (128, 128, 512): 4,
+        (128, 512, 128): 16,
+        (128, 128, 128): 8,
+        (1024, 4096, 1024): 2,
+        (1024, 1024, 3072): 1,
+        (1024, 1024, 4096): 1,
+    }
+}
+"""Rows, contracted elements and columns of a bfloat16 product -> its parts, as jax-cuda12-pjrt 0.10.2 compiles it."""
+
+
+def kernels_of(program: DeviceProgram) -> dict[int, Kernel]:
+    return {kernel.operation: kernel for kernel in fuse(program.operations, program.outputs)}
+
+
+@pytest.mark.parametrize("device", SPLITS)
+def test_products_are_split_as_the_compiler_splits_them(device: str) -> None:
+    for (rows, inner, columns), parts in SPLITS[device].items():
+        shapes = (rows, inner), (inner, columns), (rows, columns)
+        halves = [Operation("input", (), shape, "bfloat16", -1, tag=i) for i, shape in enumerate(shapes[:2])]
+        product = Operation("dot", (0, 1), shapes[2], "bfloat16", -1, tag=MATRIX)
+        changed, place = split([*halves, product], WEIGHTS[device])
+        whole = (parts, rows, columns) if parts > 1 else (rows, columns)
+        assert changed[2].shape == whole
+        assert changed[2].dtype == ("float32" if parts > 1 else "bfloat16")
+        assert (changed[place[2]].shape, changed[place[2]].dtype) == (shapes[2], "bfloat16")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernels_read_what_is_in_memory_and_run_after_it(seed: int) -> None:
+    program = drawn(seed)
+    kernels = kernels_of(program)
+    assert set(program.outputs) <= kernels.keys()
+    for kernel in kernels.values():
+        assert set(kernel.reads) <= kernels.keys()
+        assert set(kernel.over) <= set(kernel.reads)
+    order = schedule(program, list(kernels.values()))
+    assert sorted(order) == sorted(kernels)
+    at = {operation: position for position, operation in enumerate(order)}
+    assert all(at[read] < at[kernel.operation] for kernel in kernels.values() for read in kernel.reads)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_only_what_can_be_computed_again_is_not_written(seed: int) -> None:
+    program = drawn(seed)
+    read = {o for held in program.operations for o in held.operands}
+    kernels = kernels_of(program)
+    absent = {i for i in read if i not in kernels and program.operations[i].kind not in FUSIBLE}
+    reached = {i for kernel in kernels.values() for i in kernel.reads}
+    assert not absent & reached
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_read_after_it_was_written_over(seed: int) -> None:
+    program = drawn(seed)
+    kernels = kernels_of(program)
+    alive = lifetimes(program, list(kernels.values()), {}, schedule(program, list(kernels.values())))
+    at = {operation: position for position, operation in enumerate(alive.order)}
+    for buffer in alive.buffers:
+        written = sorted(at[o] for o in buffer.operations)
+        for before, after in zip(buffer.operations, buffer.operations[1:], strict=False):
+            readers = [at[reader] for reader in alive.readers.get(before, ())]
+            assert all(reader <= at[after] for reader in readers)
+        assert buffer.last >= written[-1]
+
+
+def test_a_long_sum_of_parts_is_written_for_sums_and_not_for_loops() -> None:
+    parts = [operation("input", shape=(4, *TABLE), tag=0), operation("rearrange", 0, shape=TABLE, name="sum")]
+    loop = operation("elementwise", 1, shape=TABLE, name="negate")
+    assert 1 not in {k.operation for k in fuse((*parts, loop), (2,))}
+    assert 1 in {k.operation for k in fuse((*parts, operation("reduce", 1, name="reduce-sum")), (2,))}
+
+
+def reduced(*operands: int, shape: tuple[int, ...] = TABLE, axes: str = "x") -> Operation:
+    return operation("collective", *operands, shape=shape, tag=("all_reduce", (axes,), "add"))
+
+
+def test_what_only_a_later_collective_sends_is_computed_while_an_earlier_one_is_under_way() -> None:
+    """The sum that is ready last goes first: the compiler works from the end, and meets the earliest sum there."""
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        operation("dot", 0, 0, shape=TABLE),
+        reduced(1, axes="x"),
+        operation("dot", 0, 0, shape=TABLE, name="later"),
+        reduced(3, axes="y"),
+        operation("elementwise", 2, 4, shape=TABLE, name="add"),
+    )
+    program = DeviceProgram(operations=every, inputs=(0,), constants=(), outputs=(5,))
+    assert schedule(program, list(kernels_of(program).values())) == [0, 3, 4, 1, 2, 5]
+
+
+def test_all_reduces_are_laid_side_by_side_up_to_a_size() -> None:
+    large = (COMBINED_NBYTES // 4 // 3,)
+    values = [operation("input", shape=large, tag=i) for i in range(5)]
+    sent = [reduced(i, shape=large) for i in range(5)]
+    operations, place = combined([*values, *sent])
+    joined = [o for o in operations if o.kind == "collective"]
+    assert sorted(o.size // large[0] for o in joined) == [2, 3]
+    assert all(o.nbytes <= COMBINED_NBYTES for o in joined)
+    assert [operations[place[5 + i]].shape for i in range(5)] == [large] * 5
+    for index, held in enumerate(operations):
+        assert all(o < index for o in held.operands)
+
+
+def test_all_gathers_of_any_dtype_are_sent_together_from_where_they_are() -> None:
+    def gathered(operand: int, dtype: str) -> Operation:
+        return Operation("collective", (operand,), TABLE, dtype, -1, tag=("all_gather", ("x",), "", 0, -1))
+
+    values = [operation("input", tag=i) for i in range(2)]
+    operations, place = combined([*values, gathered(0, "float32"), gathered(1, "bfloat16")])
+    assert [o.kind for o in operations].count("collective") == 1
+    assert [operations[p].kind for p in place[2:]] == ["result", "result"]
+
+
+def test_what_is_held_at_the_busiest_moment_is_what_is_live_then() -> None:
+    layout = whole()
+    step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
+    for compiler in (xla_cpu.COMPILER, xla.Compiler(combine=combined, fuse=fuse, schedule=schedule)):
+        memory = xla.temporaries(compiler, *step)
+        assert sum(holder.nbytes for holder in memory.holders) == max(memory.over_time)
+        assert max(memory.over_time) >= GRAPH.types[3].nbytes
+    assert model_of(parse_cluster("8:h100").group().device)(*step).over_time
+
+
+def test_devices_have_the_model_of_their_compiler() -> None:
+    gpu, tpu, cpu = (parse_cluster(f"8:{kind}").group().device for kind in ("h100", "tpu-v5e", "cpu"))
+    assert model_of(gpu) is not temporaries
+    assert model_of(gpu) is model_of(gpu)
+    assert model_of(tpu) is temporaries
+    assert model_of(cpu) is temporaries
