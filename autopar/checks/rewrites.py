@@ -2,11 +2,12 @@
 
     padded      a reduce-scatter with room for what does not divide evenly, and permutes that realign its pieces
     halves      an all-reduce as a reduce-scatter and an all-gather
+    as a sum    an all-gather or a reduce-scatter as an all-reduce of the whole array
     ring        an all-gather or reduce-scatter as permutes from neighbour to neighbour (collective matmul)
     combined    several tensors of one kind sent as one, or one in parts: as many bytes along the same axes
 
 What is left then is compared by kind and axes: bytes beyond the plan are unplanned, bytes that never go are missing.
-XLA:GPU combines; XLA:TPU makes all four. Checked on jax 0.10.2 with jax-cuda12-pjrt 0.10.2 and libtpu 0.0.42.1.
+XLA:GPU combines; XLA:TPU makes all five. Checked on jax 0.10.2 with jax-cuda12-pjrt 0.10.2 and libtpu 0.0.42.1.
 
 Reference: XLA, `AllReduceCombiner`, `AllGatherCombiner` and `ReduceScatterCombiner`; the pieces of XLA:TPU's
 asynchronous collectives and its padded reduce-scatters are read as one in autopar/checks/hlo.py.
@@ -82,6 +83,7 @@ class Undoing:
         """Accounts for what rewrites explain."""
         self._padded()
         self._halves()
+        self._sums()
         self._rings()
         for sort in sorted({key[:2] for key in (*self.planned, *self.compiled)}):
             self._combined(sort)
@@ -127,6 +129,20 @@ class Undoing:
             count = min(self.planned[target], self.compiled[gathered], self.compiled[key])
             if count:
                 self._account(target, [(key, count), (gathered, count)], count, "halves")
+
+    def _sums(self) -> None:
+        """A planned all-gather or reduce-scatter for an all-reduce of the whole array, of which zeros or most are left.
+
+        It moves more than was planned, which the rewrite's name is there to say.
+        """
+        for target in sorted(self.planned, key=lambda key: -key[3]):
+            kind, axes, dtype, nbytes = target
+            if kind not in ("all_gather", "reduce_scatter"):
+                continue
+            whole = nbytes if kind == "all_gather" else self.ranks(axes) * nbytes
+            summed = ("all_reduce", axes, dtype, whole)
+            if count := min(self.planned[target], self.compiled[summed]):
+                self._account(target, [(summed, count)], count, "as a sum")
 
     def _rings(self) -> None:
         """A planned all-gather or reduce-scatter for the permutes of its pieces, whole or in halves both ways."""

