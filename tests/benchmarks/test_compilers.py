@@ -15,10 +15,11 @@ from benchmarks.compilers import CLOCK_HZ, RESULTS, TARGETS, arguments, cycles, 
 KEPT = load(RESULTS)
 
 
-def test_every_kept_program_sends_what_was_planned() -> None:
+def test_every_kept_program_of_a_gpu_sends_what_was_planned() -> None:
     assert len(KEPT) > 10
     for entry in KEPT.values():
-        assert entry.unplanned == entry.missing == 0, entry.key
+        if entry.target not in CLOCK_HZ:
+            assert entry.unplanned == entry.missing == 0, entry.key
         assert entry.peak_nbytes >= entry.temporaries_nbytes
         assert entry.versions.get("jax")
 
