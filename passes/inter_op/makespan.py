@@ -49,14 +49,15 @@ class TaskNumbers:
     def of(cls, schedule: Schedule) -> TaskNumbers:
         """The tasks of a schedule."""
         columns = [_columns(schedule, group) for group in range(len(schedule.groups))]
-        kinds = np.unique(np.concatenate([kind for kind, _, _ in columns]))
+        signs = np.array([1, -1, 0, -1], dtype=np.int64)
+        live: list[Integers] = [np.take(signs, kind) for kind, _, _ in columns]
         return cls(
             n_stages=schedule.n_stages,
             n_results=3 * schedule.n_stages * schedule.microbatches,
-            kinds=frozenset(_KINDS[kind] for kind in kinds.tolist()),
+            kinds=frozenset(task.kind for tasks in schedule.groups for task in tasks),
             tasks=tuple(_numbered(schedule, *group) for group in columns),
             stages=tuple(stage for _, stage, _ in columns),
-            live=tuple(np.array([1, -1, 0, -1])[kind] for kind, _, _ in columns),
+            live=tuple(live),
         )
 
     def in_flight(self, each: Sequence[int]) -> list[int]:
