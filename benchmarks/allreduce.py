@@ -62,10 +62,10 @@ def parameter_server(x: jax.Array, devices: int) -> jax.Array:
     total = jnp.zeros_like(x)
     for worker in range(server):
         total += lax.ppermute(x, AXIS, [(worker, server)])
-    found = total
+    result = total
     for worker in range(server):
-        found = jnp.where(rank == worker, lax.ppermute(total, AXIS, [(server, worker)]), found)
-    return found
+        result = jnp.where(rank == worker, lax.ppermute(total, AXIS, [(server, worker)]), result)
+    return result
 
 
 def naive(x: jax.Array, devices: int) -> jax.Array:
@@ -83,11 +83,11 @@ def ring(x: jax.Array, devices: int) -> jax.Array:
     piece = pieces[rank]
     for step in range(1, devices):  # what arrives has been with `step` others
         piece = pieces[(rank - step) % devices] + lax.ppermute(piece, AXIS, _shift(devices, 1))
-    found = jnp.zeros_like(pieces).at[(rank + 1) % devices].set(piece)
+    result = jnp.zeros_like(pieces).at[(rank + 1) % devices].set(piece)
     for step in range(1, devices):
         piece = lax.ppermute(piece, AXIS, _shift(devices, 1))
-        found = found.at[(rank + 1 - step) % devices].set(piece)
-    return found.reshape(x.shape)
+        result = result.at[(rank + 1 - step) % devices].set(piece)
+    return result.reshape(x.shape)
 
 
 def tree(x: jax.Array, devices: int) -> jax.Array:
@@ -113,18 +113,18 @@ def butterfly(x: jax.Array, devices: int) -> jax.Array:
 
 def halving(x: jax.Array, devices: int) -> jax.Array:
     """Pairs exchange halves and add, halves of halves after that; then sums, in reverse."""
-    rank, held = lax.axis_index(AXIS), x
+    rank, block = lax.axis_index(AXIS), x
     strides = [2**level for level in reversed(range(_levels(devices)))]
     for stride in strides:
-        low, high = jnp.split(held, 2)
+        low, high = jnp.split(block, 2)
         is_high = (rank // stride) % 2 == 1
         kept, given = jnp.where(is_high, high, low), jnp.where(is_high, low, high)
-        held = kept + lax.ppermute(given, AXIS, _pairs(devices, stride))
+        block = kept + lax.ppermute(given, AXIS, _pairs(devices, stride))
     for stride in reversed(strides):
-        other = lax.ppermute(held, AXIS, _pairs(devices, stride))
+        other = lax.ppermute(block, AXIS, _pairs(devices, stride))
         is_high = (rank // stride) % 2 == 1
-        held = jnp.where(is_high, jnp.concatenate([other, held]), jnp.concatenate([held, other]))
-    return held
+        block = jnp.where(is_high, jnp.concatenate([other, block]), jnp.concatenate([block, other]))
+    return block
 
 
 def _shift(devices: int, distance: int) -> list[tuple[int, int]]:
@@ -195,7 +195,7 @@ PRINTED: Mapping[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What a compiled program sends: bytes in all, by the busiest device, and in how many steps."""
+    """The traffic of a compiled program: bytes in all, by the busiest device, and in how many steps."""
 
     nbytes: int
     busiest_nbytes: int
@@ -209,17 +209,17 @@ _MENTION = re.compile(r" collective-permute(?:-start)?\(")
 
 
 def sent(hlo_text: str) -> Sent:
-    """What the permutes of a compiled program send. Raises ValueError for one that cannot be read."""
+    """The traffic of a compiled program's permutes. Raises ValueError for one that cannot be read."""
     by_device: Counter[int] = Counter()
     steps = 0
     for line in hlo_text.split("\n"):
         if not _MENTION.search(line):
             continue
-        found = _PERMUTE.search(line)
-        if found is None:
+        permute = _PERMUTE.search(line)
+        if permute is None:
             raise ValueError(f"a permute that cannot be read: {line.strip()}")
-        nbytes = 4 * int(found[1] or 1)
-        sources = [int(pair.split(",")[0]) for pair in re.findall(r"\{(\d+,\d+)\}", found[2])]
+        nbytes = 4 * int(permute[1] or 1)
+        sources = [int(pair.split(",")[0]) for pair in re.findall(r"\{(\d+,\d+)\}", permute[2])]
         by_device.update(dict.fromkeys(sources, nbytes))
         steps += 1
     return Sent(nbytes=by_device.total(), busiest_nbytes=max(by_device.values(), default=0), steps=steps)
@@ -279,17 +279,17 @@ def measure(name: str, devices: int, numbers: int, rounds: int) -> Row:
     psum = over(devices, lambda x: lax.psum(x, AXIS))
     x = placed(values)
     compiled, reference = program.lower(x).compile(), psum.lower(x).compile()
-    found = sent(compiled.as_text())
+    traffic = sent(compiled.as_text())
     difference = float(np.max(np.abs(np.asarray(compiled(x)) - np.asarray(reference(x)))))
     ours, theirs = in_turn(lambda: compiled(x), lambda: reference(x), rounds)
     return Row(
         algorithm=name,
         workers=workers,
-        nbytes=found.nbytes,
+        nbytes=traffic.nbytes,
         derived_nbytes=4 * algorithm.traffic(workers, numbers),
         printed_nbytes=printed_nbytes(name, numbers, workers),
-        busiest_nbytes=found.busiest_nbytes,
-        steps=found.steps,
+        busiest_nbytes=traffic.busiest_nbytes,
+        steps=traffic.steps,
         derived_steps=algorithm.steps(workers),
         difference=difference,
         seconds=ours,

@@ -172,8 +172,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for model, remat, dtype, cluster, planner in product(
         args.model, (False, True), args.dtype, args.cluster, args.planner
     ):
-        wanted = args.remat == "both" or remat == (args.remat == "on")
-        if wanted and (not remat or hasattr(MODELS[model].config, "remat")):
+        is_selected = args.remat == "both" or remat == (args.remat == "on")
+        if is_selected and (not remat or hasattr(MODELS[model].config, "remat")):
             yield Case(model=model, remat=remat, dtype=dtype, cluster=cluster, planner=planner)
 
 
@@ -218,7 +218,7 @@ class Planned:
         return Program(graph=traced.graph, plan=plan, state_pairs=traced.state_pairs)
 
     def verdict(self, cluster: str, planner: str) -> tuple[Program, Verdict]:
-        """What is unexplained in a plan."""
+        """The verdict on a plan: what the textbook explains, and what is left."""
         program = self.program(cluster, planner)
         if planner != "auto":
             return program, judge(program, style_of(planner, program))
@@ -278,12 +278,12 @@ def audited(case: Case, planned: Planned) -> Audited:
 
 
 def lines(program: Program, allowed: Sequence[Allowed]) -> Iterator[Line]:
-    """What is planned by role, phase and axes, beside the textbook."""
+    """The planned collectives by role, phase and axes, beside the textbook."""
     planned: Mapping[Any, list[Sent]] = by_cause(program.sent())
     textbook = by_phase(allowed)
     for key in sorted({*planned, *textbook}):
         role, phase, axes = key
-        sends, wanted = planned.get(key, []), textbook.get(key)
+        sends, expected = planned.get(key, []), textbook.get(key)
         yield Line(
             role=role,
             phase=phase,
@@ -292,76 +292,76 @@ def lines(program: Program, allowed: Sequence[Allowed]) -> Iterator[Line]:
             count=sum(s.count for s in sends),
             nbytes=sum(payload(s, program.mesh.group(s.axes).ranks) for s in sends),
             seconds=sum(s.seconds for s in sends),
-            textbook_count=wanted.count if wanted else 0,
-            textbook_nbytes=wanted.nbytes if wanted else 0,
-            textbook_seconds=wanted.seconds if wanted else 0.0,
+            textbook_count=expected.count if expected else 0,
+            textbook_nbytes=expected.nbytes if expected else 0,
+            textbook_seconds=expected.seconds if expected else 0.0,
         )
 
 
-def causes_table(found: Audited) -> Table:
+def causes_table(audited: Audited) -> Table:
     """A plan's collectives by cause."""
-    title = f"{found.case}: {found.mesh}, {quantities.seconds(found.step_seconds)}"
+    title = f"{audited.case}: {audited.mesh}, {quantities.seconds(audited.step_seconds)}"
     table = Table("cause", "phase", "axes", "kinds", title=title, title_justify="left", padding=(0, 0))
     for name in ("tensors", "bytes", "time", "textbook", "bytes", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found.lines:
-        amounts = (str(one.count), quantities.nbytes(one.nbytes), quantities.seconds(one.seconds))
-        wanted = (
-            str(one.textbook_count),
-            quantities.nbytes(one.textbook_nbytes),
-            quantities.seconds(one.textbook_seconds),
+    for line in audited.lines:
+        amounts = (str(line.count), quantities.nbytes(line.nbytes), quantities.seconds(line.seconds))
+        expected = (
+            str(line.textbook_count),
+            quantities.nbytes(line.textbook_nbytes),
+            quantities.seconds(line.textbook_seconds),
         )
-        table.add_row(one.role, one.phase, one.axes, one.kinds, *amounts, *wanted)
+        table.add_row(line.role, line.phase, line.axes, line.kinds, *amounts, *expected)
     return table
 
 
-def findings(found: Audited) -> Iterator[str]:
-    """What the textbook does not need, a line each, equal ones together."""
-    yield f"unexplained: {found.case}, {found.mesh}, {quantities.seconds(found.step_seconds)}"
+def findings(audited: Audited) -> Iterator[str]:
+    """The collectives that the textbook does not need, a line each, equal ones together."""
+    yield f"unexplained: {audited.case}, {audited.mesh}, {quantities.seconds(audited.step_seconds)}"
     alike: dict[tuple[str, ...], list[Unexplained]] = defaultdict(list)
-    for one in found.unexplained:
-        alike[one.kind, one.axes, one.role, one.phase, one.where, one.why].append(one)
+    for line in audited.unexplained:
+        alike[line.kind, line.axes, line.role, line.phase, line.where, line.why].append(line)
     for (kind, axes, role, phase, where, why), same in alike.items():
-        tensors = " ".join(dict.fromkeys(one.tensor for one in same[:3])) + (" ..." if len(same) > 3 else "")
-        nbytes = sum(one.count * one.nbytes for one in same)
-        count, surplus = sum(one.count for one in same), sum(one.surplus_seconds for one in same)
+        tensors = " ".join(dict.fromkeys(line.tensor for line in same[:3])) + (" ..." if len(same) > 3 else "")
+        nbytes = sum(line.count * line.nbytes for line in same)
+        count, surplus = sum(line.count for line in same), sum(line.surplus_seconds for line in same)
         yield (
             f"  {count} x {kind}@{axes}, {role}, {phase}: {tensors} at {where}: {quantities.nbytes(nbytes)}, "
-            f"{quantities.seconds(surplus)} too many, {surplus / found.step_seconds:.1%} of the step; {why}"
+            f"{quantities.seconds(surplus)} too many, {surplus / audited.step_seconds:.1%} of the step; {why}"
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what the command line asks for; 1 if anything is unexplained."""
     args = arguments(argv)
-    console, told = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
     grid = list(cases(args))[: args.limit]
-    found: list[Audited] = []
+    audits: list[Audited] = []
     refused: dict[str, list[Case]] = defaultdict(list)
     known: tuple[Any, Planned] | None = None
     began = time.perf_counter()
-    with told.status("") as status:
+    with progress.status("") as status:
         for done, case in enumerate(grid):
-            bad = sum(bool(one.unexplained) for one in found)
+            bad = sum(bool(audit.unexplained) for audit in audits)
             status.update(f"{done} of {len(grid)}, {time.perf_counter() - began:.0f} s, {bad} unexplained: {case}")
             key = case.model, case.remat, case.dtype
             if known is None or known[0] != key:
                 known = key, Planned.of(*key)
             try:
-                found.append(audited(case, known[1]))
+                audits.append(audited(case, known[1]))
             except PlanningError as error:
                 refused[str(error).splitlines()[0]].append(case)
                 continue
-            if not args.json and (found[-1].unexplained or args.causes):
-                console.print(*([causes_table(found[-1])] if args.causes else []))
-                for text in findings(found[-1]) if found[-1].unexplained else ():
+            if not args.json and (audits[-1].unexplained or args.causes):
+                console.print(*([causes_table(audits[-1])] if args.causes else []))
+                for text in findings(audits[-1]) if audits[-1].unexplained else ():
                     console.print(text, soft_wrap=True, markup=False)
-    bad = [one for one in found if one.unexplained]
+    bad = [audit for audit in audits if audit.unexplained]
     if args.json:
         print(
             json.dumps(
                 {
-                    "audited": [asdict(one) for one in found],
+                    "audited": [asdict(audit) for audit in audits],
                     "refused": {w: [str(c) for c in cs] for w, cs in refused.items()},
                 },
                 indent=1,
@@ -370,8 +370,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bool(bad)
     for words, those in refused.items():
         console.print(f"not planned: {', '.join(map(str, those))}: {words}", soft_wrap=True)
-    tensors = sum(len(one.unexplained) for one in bad)
-    console.print(f"{len(found)} plans, {len(bad)} with something unexplained, {tensors} tensors in all")
+    tensors = sum(len(audit.unexplained) for audit in bad)
+    console.print(f"{len(audits)} plans, {len(bad)} with something unexplained, {tensors} tensors in all")
     return bool(bad)
 
 

@@ -95,7 +95,7 @@ def largest(shape: tuple[int, ...], axis: str, size: int) -> PartitionSpec:
 
 
 def listed(cuts: Cuts, axis: str) -> Cut:
-    """What `cuts` lists cut over `axis`, the rest whole; stacked layers have a dimension more in front."""
+    """A cut of what `cuts` lists over `axis`, the rest whole; stacked layers have a dimension more in front."""
 
     def cut(path: str, shape: tuple[int, ...]) -> PartitionSpec:
         matches = [d for pattern, d in cuts.items() if re.search(rf"(^|/){pattern}$", path)]

@@ -1,4 +1,4 @@
-"""What is summed over the batch beside gradients (a loss, a mean that normalises), each sum once."""
+"""The sums over the batch beside gradients (a loss, a mean that normalises), each sum once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from passes.sharding import ShardingSpec
 
 
 def batch_sums(program: Program, sent: Sequence[Sent], verdict: Verdict) -> None:
-    """What is summed over the batch: components of collectives that finish the same sums, each sum once."""
+    """The sums over the batch: components of collectives that finish the same sums, each sum once."""
     groups: list[tuple[set[Spot], list[Sent]]] = []
     for s in sent:
         if s.kind not in ("all_reduce", "reduce_scatter"):
@@ -30,16 +30,16 @@ def batch_sums(program: Program, sent: Sequence[Sent], verdict: Verdict) -> None
         seconds, nbytes = 0.0, 0
         for spot in spots:
             type, spec, trips = _made(program, spot)
-            own = spec.local_nbytes(type, program.mesh)
-            seconds += trips * all_reduce_seconds(program.mesh, axes, own)
-            nbytes += trips * own
-        one = joined[0]
+            local_nbytes = spec.local_nbytes(type, program.mesh)
+            seconds += trips * all_reduce_seconds(program.mesh, axes, local_nbytes)
+            nbytes += trips * local_nbytes
+        first = joined[0]
         verdict.allowed.append(
             Allowed(
                 role="statistic",
-                phase=one.phase,
+                phase=first.phase,
                 axes=axes,
-                layer=one.layer,
+                layer=first.layer,
                 count=sum(_made(program, spot)[2] for spot in spots),
                 nbytes=nbytes,
                 wire=2 * nbytes,
@@ -55,12 +55,12 @@ def batch_sums(program: Program, sent: Sequence[Sent], verdict: Verdict) -> None
 
 def origins(program: Program, value: Value, axis: str) -> frozenset[Spot]:
     """The nodes that first made a value partial over an axis."""
-    found: set[Spot] = set()
-    _add_origins(program, value, axis, set(), found)
-    return frozenset(found)
+    spots: set[Spot] = set()
+    _add_origins(program, value, axis, set(), spots)
+    return frozenset(spots)
 
 
-def _add_origins(program: Program, value: Value, axis: str, seen: set[Value], found: set[Spot]) -> None:
+def _add_origins(program: Program, value: Value, axis: str, seen: set[Value], spots: set[Spot]) -> None:
     if value in seen:
         return
     seen.add(value)
@@ -73,7 +73,7 @@ def _add_origins(program: Program, value: Value, axis: str, seen: set[Value], fo
         control, bodies = region.joints[producer]
         slot = control.results[node.outputs.index(v)].slot
         for inner, out in leaving(control, bodies, slot):
-            _add_origins(program, (inner.number, out), axis, seen, found)
+            _add_origins(program, (inner.number, out), axis, seen, spots)
         return
     partial = [
         operand
@@ -81,9 +81,9 @@ def _add_origins(program: Program, value: Value, axis: str, seen: set[Value], fo
         if axis in spec.partial and operand in region.graph.producers
     ]
     if not partial:
-        found.add((region.number, producer))
+        spots.add((region.number, producer))
     for operand in partial:
-        _add_origins(program, (region.number, operand), axis, seen, found)
+        _add_origins(program, (region.number, operand), axis, seen, spots)
 
 
 def _made(program: Program, spot: Spot) -> tuple[TensorType, ShardingSpec, int]:

@@ -1,4 +1,4 @@
-"""How long a plan takes to find in the cache, beside making it: `python -m benchmarks.cache --help`."""
+"""Seconds to find a plan in the cache, beside those of making it: `python -m benchmarks.cache --help`."""
 
 import argparse
 import json
@@ -68,7 +68,7 @@ def timed(model: str, cluster: str, batch_size: int, folder: str | None) -> tupl
 
 
 def find(model: str, cluster: str, batch_size: int, rounds: int) -> Found:
-    """What is measured of one model."""
+    """The measurements of one model."""
     with tempfile.TemporaryDirectory() as folder:
         _, cold, plan = timed(model, cluster, batch_size, folder)
         runs = [timed(model, cluster, batch_size, folder) for _ in range(rounds)]

@@ -1,4 +1,4 @@
-"""What every collective of a plan is for: the tensor that it brings, the layer, the axis, and when in the step.
+"""The cause of every collective of a plan: the tensor that it brings, the layer, the axis, and when in the step.
 
 A plan says where everything is; `passes.placement.reshardings` says which tensors that moves. Here each step of a move
 that sends something gets a cause, found on the program alone: what a value is follows from the inputs that it depends
@@ -116,38 +116,38 @@ class Program:
     @cached_property
     def batch(self) -> Mapping[Value, frozenset[int]]:
         """The dimensions of every value that the batch is on; values that it does not reach are absent."""
-        found: dict[Value, set[int]] = defaultdict(set)
+        dims_of: dict[Value, set[int]] = defaultdict(set)
         for i, v in enumerate(self.graph.inputs):
             type = self.graph.types[v]
             if i not in self.returned and type.rank and not type.dtype.startswith("key<"):
-                found[0, v].add(0)
+                dims_of[0, v].add(0)
         before = -1
-        while before != (before := sum(map(len, found.values()))):
+        while before != (before := sum(map(len, dims_of.values()))):
             for region in self.root.all():
-                spread(region, found)
-        return {value: frozenset(dims) for value, dims in found.items() if dims}
+                spread(region, dims_of)
+        return {value: frozenset(dims) for value, dims in dims_of.items() if dims}
 
     @cached_property
     def sources(self) -> Mapping[Value, int]:
         """The inputs that every value depends on, as a set of bits by position."""
-        found: dict[Value, int] = {(0, v): 1 << i for i, v in enumerate(self.graph.inputs)}
+        masks: dict[Value, int] = {(0, v): 1 << i for i, v in enumerate(self.graph.inputs)}
         before: object = None
-        while before != (before := sum(bits.bit_count() for bits in found.values())):
+        while before != (before := sum(bits.bit_count() for bits in masks.values())):
             for region in self.root.all():
-                depend(region, found)
-        return found
+                depend(region, masks)
+        return masks
 
     @cached_property
     def families(self) -> Mapping[Value, int]:
         """The parameter that a gradient or an update belongs to: walked back from the outputs over equal sizes."""
-        found: dict[Value, int] = {}
+        families: dict[Value, int] = {}
         for o, i in self.state_pairs:
             if i in self.parameters:
-                self._family((0, self.graph.outputs[o]), i, found)
-        return found
+                self._family((0, self.graph.outputs[o]), i, families)
+        return families
 
-    def _family(self, value: Value, parameter: int, found: dict[Value, int]) -> None:
-        if value in found or value in self.batch:
+    def _family(self, value: Value, parameter: int, families: dict[Value, int]) -> None:
+        if value in families or value in self.batch:
             return
         region, v = self.regions[value[0]], value[1]
         producer = region.graph.producers.get(v)
@@ -156,21 +156,21 @@ class Program:
         node = region.graph.nodes[producer]
         if phase(node) == "forward":
             return
-        found[value] = parameter
+        families[value] = parameter
         if producer in region.joints:
             control, bodies = region.joints[producer]
             slot = control.results[node.outputs.index(v)].slot
             for inner, out in leaving(control, bodies, slot):
-                self._family((inner.number, out), parameter, found)
+                self._family((inner.number, out), parameter, families)
             return
         rule = rule_of(node, region.graph)
         if rule.alias:
-            self._family((region.number, node.inputs[node.outputs.index(v)]), parameter, found)
+            self._family((region.number, node.inputs[node.outputs.index(v)]), parameter, families)
         elif rule.light:
             size = region.graph.types[v].size
             for operand in node.inputs:
                 if region.graph.types[operand].size == size:
-                    self._family((region.number, operand), parameter, found)
+                    self._family((region.number, operand), parameter, families)
 
     def is_moving(self, value: Value) -> bool:
         """Whether a value depends on the batch, and is no mask that is merely as large."""
@@ -178,7 +178,7 @@ class Program:
         return any(bits >> i & 1 for i in range(len(self.graph.inputs)) if i not in self.returned)
 
     def role(self, value: Value) -> tuple[str, int | None]:
-        """What a value is, and the position of the parameter that it belongs to."""
+        """The role of a value, and the position of the parameter that it belongs to."""
         region, v = self.regions[value[0]], value[1]
         producer = region.graph.producers.get(v)
         node = region.graph.nodes[producer] if producer is not None else None

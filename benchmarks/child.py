@@ -36,7 +36,7 @@ class Child:
             self._process = None
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-        """What the function returns there. Raises CrashError, with why, if it does not within so many seconds."""
+        """The function's result there. Raises CrashError, with why, if it does not within so many seconds."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, other = context.Pipe()

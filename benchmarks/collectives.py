@@ -91,11 +91,11 @@ def systems(rows: Sequence[Mapping[str, str]]) -> tuple[System, ...]:
     """The systems of these lines whose devices the table knows or nearly knows, with their measurements."""
 
     def rows_of(system: str, hardware: str = "", placement: str = "") -> tuple[Measurement, ...]:
-        wanted = (system, hardware, placement)
-        found = [
-            r for r in rows if all(w in r[c] for w, c in zip(wanted, ("system", "hardware", "placement"), strict=True))
+        key = (system, hardware, placement)
+        system_rows = [
+            r for r in rows if all(w in r[c] for w, c in zip(key, ("system", "hardware", "placement"), strict=True))
         ]
-        return tuple(m for row in found if (m := measurement(row)))
+        return tuple(m for row in system_rows if (m := measurement(row)))
 
     h100, h200, b200, a100 = map(host_spec, ("h100", "h200", "b200", "a100-80g"))
     launch = h100.device.launch_seconds
@@ -327,7 +327,7 @@ def _number(system: System, name: str) -> float:
 
 
 def device_table() -> Table:
-    """What one virtual CPU device reaches while all of them work, beside the device table's numbers."""
+    """The rates that one virtual CPU device reaches while all of them work, beside the device table's numbers."""
     device = local_cluster(jax.devices()).group().device
     table = Table("rate of one device", title=f"{DEVICES} virtual CPU devices at once", title_justify="left")
     for heading in ("measured", "device table"):

@@ -1,4 +1,4 @@
-"""What an instruction of a pipeline costs the host, beside its bound."""
+"""The cost of a pipeline's instruction to the host, beside its bound."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Dispatch:
 
 
 def dispatch(submeshes: tuple[int, ...], rounds: int, microbatches: int = 8) -> Dispatch:
-    """What instructions cost the host, of a perceptron too small to keep it waiting."""
+    """The seconds that instructions cost the host, of a perceptron too small to keep it waiting."""
     planner = autopar.Pipeline(stages=len(submeshes), microbatches=microbatches, submeshes=submeshes)
     loaded = load(mlp(layers=8, width=32, rows=16 * microbatches), planner)
-    found: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
+    seconds_of: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
     for i in range(-2, rounds):
-        for alone, kinds in found.items():
+        for alone, kinds in seconds_of.items():
             for kind, seconds in loaded.host_seconds(alone=alone).items():
                 if i >= 0:
                     kinds.setdefault(kind, []).extend(seconds)
-    medians = {alone: {k: statistics.median(v) for k, v in kinds.items()} for alone, kinds in found.items()}
+    medians = {alone: {k: statistics.median(v) for k, v in kinds.items()} for alone, kinds in seconds_of.items()}
     counts = Counter(type(instruction).__name__ for instruction in loaded.program.instructions)
     return Dispatch(submeshes=submeshes, counts=counts | {"feed": 1}, steps=medians[False], alone=medians[True])
 
@@ -71,7 +71,7 @@ def yardstick(repeats: int = 300) -> float:
 
 
 def dispatch_table(rows: Sequence[Dispatch]) -> Table:
-    """What instructions cost, a kind a row."""
+    """The table of what instructions cost, a kind a row."""
     table = Table(title="time of the host for an instruction, medians", title_justify="left")
     table.add_column("devices", no_wrap=True)
     table.add_column("kind", no_wrap=True)

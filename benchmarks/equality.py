@@ -55,7 +55,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How far a planned program is from `jax.jit` over all its steps, relative, and how many collectives one step has.
+    """The relative differences of a planned program from `jax.jit` over all its steps, and the collectives of a step.
 
     `unplanned` counts those that were compiled beyond what was planned, by kind, mesh axes, dtype and bytes; `seconds`
     are those of planning, compiling and running.
@@ -77,7 +77,7 @@ class Result:
 
     @property
     def misses(self) -> list[str]:
-        """What is out of bounds, in words with both numbers."""
+        """The results out of bounds, in words with both numbers."""
         where = f"{self.planner}, {self.program.optimizer}, dropout {self.program.dropout}, {self.program.precision}"
         misses = [
             f"{where}: {name} differ by {value:.1e}, bound {self.bound:.0e}"

@@ -1,4 +1,4 @@
-"""What expert parallelism sends, derived from the program alone, and how long data parallelism takes with it.
+"""The collectives of expert parallelism, derived from the program alone, and the seconds of data parallelism with it.
 
 A weight holds experts where a product shares a dimension with it that the result has too: [experts, group, slot, h] by
 [experts, h, w]. Experts are cut over the devices that the batch is cut over, so tokens meet them by exchanges: what
@@ -123,7 +123,7 @@ def seconds_with_experts(program: Program, verdict: Verdict) -> float | None:
     experts, mesh = Experts(program=program), program.mesh
     if not experts.layers or any(number % mesh.size for number in experts.numbers):
         return None
-    left = sum(s.seconds for s in program.sent() if s.parameter in experts.parameters)
-    left -= sum(f.surplus_seconds for f in verdict.findings if f.sent.parameter in experts.parameters)
-    sent = sum(one.seconds for one in experts.exchanges(mesh.axes))
-    return program.plan.step_seconds - verdict.surplus_seconds - left + sent
+    remaining = sum(s.seconds for s in program.sent() if s.parameter in experts.parameters)
+    remaining -= sum(f.surplus_seconds for f in verdict.findings if f.sent.parameter in experts.parameters)
+    sent = sum(exchange.seconds for exchange in experts.exchanges(mesh.axes))
+    return program.plan.step_seconds - verdict.surplus_seconds - remaining + sent

@@ -35,7 +35,7 @@ LINES = 20  # of progress, where there is no terminal for a bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training run measured: a loss (nats per token) and seconds for each step, and the state it ended in."""
+    """The measurements of a training run: a loss (nats per token) and seconds for each step, and the last state."""
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -179,7 +179,7 @@ def held_out_loss(config: gpt.Config, params: Any, text: Any, batch_size: int) -
 
 
 def result_table(run: Run, tokens: int, flops: float, held_out: float) -> Table:
-    """What the run measured, to print at its end."""
+    """The table of what the run measured, to print at its end."""
     table = Table(title="result", show_header=False, title_justify="left")
     table.add_row("first loss", f"{run.first_loss:.3f} nats a byte, mean of {min(EDGE_STEPS, len(run.losses))} steps")
     table.add_row("last loss", f"{run.last_loss:.3f}")
@@ -192,7 +192,7 @@ def result_table(run: Run, tokens: int, flops: float, held_out: float) -> Table:
 
 
 def comparison_table(planner: str, run: Run, plain: Run) -> Table:
-    """How `run`, of `planner`, differs from the `plain` one of jax.jit over the same batches."""
+    """The table of how `run`, of `planner`, differs from the `plain` one of jax.jit over the same batches."""
     table = Table("", planner, "jit", title="comparison", title_justify="left")
     table.add_row("last loss", f"{run.last_loss:.3f}", f"{plain.last_loss:.3f}")
     table.add_row("step", f"{run.step_seconds * 1e3:,.1f} ms", f"{plain.step_seconds * 1e3:,.1f} ms")

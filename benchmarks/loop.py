@@ -197,7 +197,7 @@ def progress(console: Console, steps: int, unit: str) -> Iterator[Callable[[floa
 
 
 def result_table(task: Task, batch_size: int, losses: list[float], seconds: list[float], state: Any) -> Table:
-    """What the run measured, to print at its end."""
+    """The table of what the run measured, to print at its end."""
     table = Table(title="result", show_header=False, title_justify="left")
     step = statistics.median(seconds[1:] or seconds)
     table.add_row("first loss", f"{statistics.fmean(losses[:EDGE_STEPS]):.3f} nats, mean of {EDGE_STEPS} steps")

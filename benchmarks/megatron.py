@@ -1,4 +1,4 @@
-"""What Megatron sends of activations: a walk through the forward pass, as benchmarks/textbook.py derives it."""
+"""The activations that Megatron sends: a walk through the forward pass, as benchmarks/textbook.py derives it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def is_matrix(program: Program, region: Region, value: int) -> bool:
 
 
 def megatron(program: Program, style: Style) -> Iterator[Allowed]:
-    """What Megatron sends of activations over the axes `tensor`, found by walking through the forward pass."""
+    """The activations that Megatron sends over the axes `tensor`, found by walking through the forward pass."""
     if style.tensor:
         yield from _Walk(program=program, style=style).run()
 
 
 @dataclass(kw_only=True)
 class _Walk:
-    """Which dimensions of every activation may be cut over `tensor` as columns are; none means that it is whole.
+    """The dimensions of every activation that may be cut over `tensor` as columns are; none means that it is whole.
 
     `read` are the whole activations that products have read, by the value that they are copies of.
     """
@@ -89,13 +89,15 @@ class _Walk:
         weights = [(v, f) for v, f in pairs if is_matrix(self.program, region, v)]
         cut = [(v, f, frozenset(f[d] for d in self.cut.get((here, v), ()))) for v, f in moving]
         made = {f for factors in rule.results for f in factors if f >= 0}
-        wanted = frozenset().union(*(own for _, _, own in cut))
+        cut_factors = frozenset().union(*(cut_by for _, _, cut_by in cut))
         if weights and not rule.light:
-            self._product(region, node, rule, wanted, made, moving, weights)
+            self._product(region, node, rule, cut_factors, made, moving, weights)
             return
-        kept = frozenset(f for f in wanted if f in made and all(f in own or f not in fs for _, fs, own in cut))
-        reduced = frozenset(f for f in wanted if f not in made and f >= 0)
-        if wanted and not kept:
+        kept = frozenset(
+            f for f in cut_factors if f in made and all(f in cut_by or f not in fs for _, fs, cut_by in cut)
+        )
+        reduced = frozenset(f for f in cut_factors if f not in made and f >= 0)
+        if cut_factors and not kept:
             meets = not reduced
             result = max(node.outputs, key=lambda v: graph.types[v].nbytes)
             # A product's gradient is cut as its operands are, of a whole gradient: none comes back.
@@ -111,22 +113,24 @@ class _Walk:
         region: Region,
         node: Node,
         rule: ShardingRule,
-        wanted: frozenset[int],
+        cut_factors: frozenset[int],
         made: set[int],
         moving: Sequence[tuple[int, tuple[int, ...]]],
         weights: Sequence[tuple[int, tuple[int, ...]]],
     ) -> None:
         """A product of an activation with a weight."""
-        own = {f for _, factors in weights for f in factors if f >= 0}
+        of_weights = {f for _, factors in weights for f in factors if f >= 0}
         shared = {f for _, factors in moving for f in factors}
-        left = frozenset(wanted & made)
-        if wanted and left:
-            kept = left
-        elif wanted or not own & shared:  # rows; an embedding shares no dimension with the tokens that it is read at
+        unfinished = frozenset(cut_factors & made)
+        if cut_factors and unfinished:
+            kept = unfinished
+        elif (
+            cut_factors or not of_weights & shared
+        ):  # rows; an embedding shares no dimension with the tokens that it is read at
             kept = frozenset()
             self._send(region, node, node.outputs[0], "all_reduce", mirrored=False)
         else:
-            kept = frozenset(f for f in own - shared if f in made and rule.factors[f].size % self.parts == 0)
+            kept = frozenset(f for f in of_weights - shared if f in made and rule.factors[f].size % self.parts == 0)
             self._columns(region, node, moving[0][0], rows=not kept)
         for value, factors in zip(node.outputs, rule.results, strict=True):
             self.cut[region.number, value] = frozenset(d for d, f in enumerate(factors) if f in kept)

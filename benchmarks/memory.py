@@ -72,7 +72,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, of what was measured; negative where it is too low."""
+        """The error of the prediction, as a share of what was measured; negative where it is too low."""
         return sum(self.predicted.values()) / self.measured_nbytes - 1
 
     @property
@@ -163,7 +163,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def program(case: Case) -> Function:
-    """What a case plans: a function outside the zoo, or the training step of a model, from shapes alone."""
+    """The program of a case: a function outside the zoo, or the training step of a model, from shapes alone."""
     if case.model in FUNCTIONS:
         return FUNCTIONS[case.model]
     model, optimizer = MODELS[case.model], optax.sgd(0.05, momentum=0.9)
@@ -259,7 +259,7 @@ def published(path: Path = ZERO) -> Iterator[Published]:
 
 
 def rounding_of(printed: str, degree: int = 1) -> float:
-    """How far a printed number may be off: one in its last digit, `degree` times as much where it was multiplied.
+    """The error that a printed number may have: one in its last digit, `degree` times as much where it was multiplied.
 
     A multiplied number from 500 has one digit.
     """

@@ -121,7 +121,7 @@ def under(shares: list[float], batch_size: int, console: Console) -> int:
 
 
 def words(plan: Any) -> str:
-    """What a plan does to fit."""
+    """The measures by which a plan fits, in words."""
     parts = [f"mesh {'x'.join(map(str, plan.mesh.sizes))}"]
     if plan.microbatches > 1:
         parts.append(f"{plan.microbatches} microbatches")

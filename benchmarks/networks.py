@@ -149,7 +149,7 @@ OPTIMIZERS: dict[str, tuple[optax.GradientTransformation, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What is drawn of a network; `network` makes it."""
+    """The design of a random network; `network` makes it."""
 
     kind: str
     blocks: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What autopar costs where there is nothing to parallelise: `python -m benchmarks.one_device --help`.
+"""The cost of autopar where there is nothing to parallelise: `python -m benchmarks.one_device --help`.
 
 On one CPU device the planned step and `jax.jit` run the same computation, so any difference is overhead: other code
 that XLA makes of it, state that is copied where it could be updated in place, or Python around each call.
@@ -143,7 +143,7 @@ def paired(ours: Runner, plain: Runner, pairs: int, warm_up: int) -> Pairs:
 
 
 def memory(runner: Runner, compiled: Any) -> Memory:
-    """What XLA says of the compiled step, and what its runs show."""
+    """The memory that XLA reports of the compiled step, and what its runs show."""
     analysis = compiled.memory_analysis()
     reused, buffers = runner.buffers_reused()
     return Memory(

@@ -77,29 +77,29 @@ class Held:
 
     @property
     def excess(self) -> float:
-        """How much of the best answer known the plan takes more."""
+        """The excess of the plan over the best known answer, as a share of that."""
         return max(0.0, self.objective / self.known - 1)
 
     @property
     def most(self) -> float:
-        """How much more than the optimum the plan may take, by the proof."""
+        """The most that the plan may take beyond the optimum, by the proof."""
         return max(0.0, self.objective / self.least - 1) if self.least > 0 else np.inf
 
     @property
     def violations(self) -> list[str]:
-        """What is wrong with what the plan says of itself, in words with both numbers."""
-        found: list[str] = []
+        """The errors in what the plan says of itself, in words with both numbers."""
+        problems: list[str] = []
         if self.known < self.bound * (1 - EXACT):
-            found.append(f"an answer takes {self.known:.6g} s, and the printed bound is {self.bound:.6g} s")
+            problems.append(f"an answer takes {self.known:.6g} s, and the printed bound is {self.bound:.6g} s")
         if self.objective < self.least * (1 - EXACT):
-            found.append(f"the plan takes {self.objective:.6g} s, and the proof says at least {self.least:.6g} s")
+            problems.append(f"the plan takes {self.objective:.6g} s, and the proof says at least {self.least:.6g} s")
         if abs(self.step_seconds - self.objective) > EXACT * self.objective:
-            found.append(f"the plan's parts take {self.step_seconds:.6g} s, its solution {self.objective:.6g} s")
+            problems.append(f"the plan's parts take {self.step_seconds:.6g} s, its solution {self.objective:.6g} s")
         if self.status == "optimal" and self.gap > (1 + EXACT) * SolverOptions().gap:
-            found.append(
+            problems.append(
                 f"called optimal with a gap of {100 * self.gap:.2g} %, {100 * SolverOptions().gap:.2g} at most"
             )
-        return found
+        return problems
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -145,8 +145,8 @@ def held(design: Design, cluster: str, proof: str = "untied", proof_seconds: flo
     plan = step.plan(network.state, network.batch)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     given = list(problems(traced, parse_cluster(cluster)))
-    found = proven(given, plan.solution.objective, None if proof == "untied" else proof, proof_seconds)
-    largest = max(map(size, given), key=lambda one: one.strategies)
+    proof_found = proven(given, plan.solution.objective, None if proof == "untied" else proof, proof_seconds)
+    largest = max(map(size, given), key=lambda problem_size: problem_size.strategies)
     return Held(
         nodes=largest.nodes,
         strategies=largest.strategies,
@@ -155,51 +155,51 @@ def held(design: Design, cluster: str, proof: str = "untied", proof_seconds: flo
         step_seconds=plan.step_seconds,
         objective=plan.solution.objective,
         bound=plan.solution.bound,
-        known=min(found.objective, plan.solution.objective),
-        least=found.bound,
-        way=found.way,
+        known=min(proof_found.objective, plan.solution.objective),
+        least=proof_found.bound,
+        way=proof_found.way,
         cpu=cpu,
         wall=wall,
     )
 
 
 def measured(
-    cases: Sequence[Case], args: argparse.Namespace, said: Callable[[str], None]
+    cases: Sequence[Case], args: argparse.Namespace, announce: Callable[[str], None]
 ) -> tuple[dict[Case, Held], dict[Case, str]]:
     """The cases that were planned, and why the others crashed."""
-    found: dict[Case, Held] = {}
+    results: dict[Case, Held] = {}
     crashed: dict[Case, str] = {}
     began = time.perf_counter()
     with Child() as child:
         for done, case in enumerate(cases):
-            wrong = sum(bool(one.violations) for one in found.values())
-            said(
+            wrong = sum(bool(result.violations) for result in results.values())
+            announce(
                 f"{done} of {len(cases)}, {time.perf_counter() - began:.0f} s, "
                 f"{quantities.count(len(crashed), 'crash', 'crashes')}, {wrong} wrong: {case}"
             )
             given = drawn(case.seed, case.number), case.cluster, args.proof, args.proof_seconds
             try:
-                found[case] = child.call(held, *given, seconds=SECONDS)
+                results[case] = child.call(held, *given, seconds=SECONDS)
             except CrashError as error:
                 crashed[case] = str(error)
-    return found, crashed
+    return results, crashed
 
 
-def summary(found: Sequence[Held], crashes: int) -> dict[str, float]:
+def summary(results: Sequence[Held], crashes: int) -> dict[str, float]:
     """Crashes, violations and percentiles."""
     summed: dict[str, float] = {
-        "networks": len(found) + crashes,
+        "networks": len(results) + crashes,
         "crashes": crashes,
-        "violations": sum(bool(one.violations) for one in found),
+        "violations": sum(bool(result.violations) for result in results),
     }
     for name in ("gap", "excess", "most", "cpu", "wall"):
-        values = [getattr(one, name) for one in found] or [np.nan]
+        values = [getattr(result, name) for result in results] or [np.nan]
         for what, share in (("median", 50), ("95 %", 95), ("worst", 100)):
             summed[f"{name}, {what}"] = float(np.percentile(values, share))
     return summed
 
 
-def table(found: dict[Case, Held], crashed: dict[Case, str]) -> Table:
+def table(results: dict[Case, Held], crashed: dict[Case, str]) -> Table:
     """A network a row; what is wrong in red, what misses the targets in yellow."""
     rows = Table(title="plans and proofs", title_justify="left", padding=(0, 0))
     rows.add_column("network", min_width=40)
@@ -207,21 +207,25 @@ def table(found: dict[Case, Held], crashed: dict[Case, str]) -> Table:
         rows.add_column(name, justify="right", no_wrap=True)
     rows.add_column("status")
     rows.add_column("proof")
-    for case, one in found.items():
+    for case, result in results.items():
         rows.add_row(
             str(case),
-            str(one.nodes),
-            str(one.strategies),
-            f"{one.entries:.0e}",
+            str(result.nodes),
+            str(result.strategies),
+            f"{result.entries:.0e}",
             "",
-            quantities.seconds(one.objective),
-            *(f"{100 * share:.2g} %" for share in (one.excess, one.most, one.gap)),
-            "no" if one.violations else "yes",
-            f"{one.cpu:.1f} s",
-            f"{one.wall:.1f} s",
-            one.status,
-            one.way,
-            style="red" if one.violations else "yellow" if one.gap > GAP_BOUND or one.cpu > MOST_SECONDS else None,
+            quantities.seconds(result.objective),
+            *(f"{100 * share:.2g} %" for share in (result.excess, result.most, result.gap)),
+            "no" if result.violations else "yes",
+            f"{result.cpu:.1f} s",
+            f"{result.wall:.1f} s",
+            result.status,
+            result.way,
+            style="red"
+            if result.violations
+            else "yellow"
+            if result.gap > GAP_BOUND or result.cpu > MOST_SECONDS
+            else None,
         )
     for case, why in crashed.items():
         rows.add_row(str(case), "", "", "", "yes", *[""] * 7, why.strip().splitlines()[-1], style="red")
@@ -231,20 +235,20 @@ def table(found: dict[Case, Held], crashed: dict[Case, str]) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what the command line asks for; 1 if anything crashed or a printed bound is wrong."""
     args = arguments(argv)
-    told = Console(stderr=True, highlight=False)
+    progress = Console(stderr=True, highlight=False)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     numbers = range(args.first, args.first + args.count)
     cases = [Case(seed=args.seed, number=number, cluster=cluster) for number in numbers for cluster in args.clusters]
-    with told.status("") as status:
-        found, crashed = measured(cases, args, status.update if told.is_terminal else told.print)
-    summed = summary(list(found.values()), len(crashed))
-    wrong = bool(crashed) or any(one.violations for one in found.values())
+    with progress.status("") as status:
+        results, crashed = measured(cases, args, status.update if progress.is_terminal else progress.print)
+    summed = summary(list(results.values()), len(crashed))
+    wrong = bool(crashed) or any(result.violations for result in results.values())
     if args.json:
-        print(json.dumps(_as_json(found, crashed, summed), indent=1))
+        print(json.dumps(_as_json(results, crashed, summed), indent=1))
         return wrong
-    console.print(table(found, crashed))
-    for case, one in found.items():
-        for violation in one.violations:
+    console.print(table(results, crashed))
+    for case, result in results.items():
+        for violation in result.violations:
             console.print(f"WRONG {case}: {violation}", style="red", soft_wrap=True)
     for case, why in crashed.items():
         console.print(f"CRASH {case}: {why}", style="red", soft_wrap=True, markup=False)
@@ -258,11 +262,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return wrong
 
 
-def _as_json(found: dict[Case, Held], crashed: dict[Case, str], summed: dict[str, float]) -> dict[str, Any]:
+def _as_json(results: dict[Case, Held], crashed: dict[Case, str], summed: dict[str, float]) -> dict[str, Any]:
     rows = [
-        {"network": str(case), **asdict(case), **asdict(one), "gap": one.gap, "excess": one.excess, "most": one.most}
-        | {"violations": one.violations}
-        for case, one in found.items()
+        {
+            "network": str(case),
+            **asdict(case),
+            **asdict(result),
+            "gap": result.gap,
+            "excess": result.excess,
+            "most": result.most,
+        }
+        | {"violations": result.violations}
+        for case, result in results.items()
     ]
     crashes = [{"network": str(case), **asdict(case), "why": why} for case, why in crashed.items()]
     return {"held": rows, "crashed": crashes, "summary": summed}

@@ -1,4 +1,4 @@
-"""How much of the speed-up that the closed form allows two stages of one process gain by running at once."""
+"""The share of the speed-up that the closed form allows which two stages of one process gain by running at once."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def overlap(microbatches: int, rounds: int, *, layers: int = 48, width: int = 12
 
 
 def _control(layers: int, width: int, rows: int, repeats: int = 8) -> Callable[[], float]:
-    """How much faster two programs on two devices are at once than one after the other."""
+    """The speed-up of two programs on two devices at once over one after the other."""
     training = mlp(layers, width, rows)
     arguments = [jax.device_put((training.state, training.batch), device) for device in jax.devices()[:2]]
     step = jax.jit(training.step)

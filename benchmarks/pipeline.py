@@ -1,4 +1,4 @@
-"""What pipelines promise and do on virtual CPU devices: `python -m benchmarks.pipeline --help`.
+"""The promises of pipelines beside what they do on virtual CPU devices: `python -m benchmarks.pipeline --help`.
 
 A grid of schedules, stages and microbatches: bubble and step time as predicted and as measured, activations alive.
 Then what an instruction costs the host. With `--overlap` instead, how much of what the closed form allows two stages

@@ -65,7 +65,7 @@ def changes(
 
 
 def planned(move: Resharding, mesh: Mesh, type: TensorType = TYPE) -> Traffic:
-    """What the steps of a change send."""
+    """The traffic of the steps of a change."""
     traffic: Traffic = Counter()
     spec = move.before
     for step in move.steps:
@@ -144,7 +144,7 @@ def stacked_shape(spec: ShardingSpec, mesh: Mesh, type: TensorType = TYPE) -> tu
 
 
 def sent(compiled: jax.stages.Compiled, moves: Sequence[Resharding], mesh: Mesh) -> tuple[Traffic, ...]:
-    """What a compiled program sends for each of its changes, told apart by their scopes."""
+    """The traffic of a compiled program for each of its changes, told apart by their scopes."""
     by_change: dict[int, Traffic] = {move.value: Counter() for move in moves}
     for collective in collectives(compiled.as_text() or "", mesh.axes, mesh.sizes):
         scope = re.search(r"change_(\d+)", collective.op_name)
@@ -165,7 +165,7 @@ def compiled(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How one lowering follows the plan: how many changes exactly, and its bytes over the planned ones."""
+    """The agreement of one lowering with the plan: changes that it follows exactly, and its bytes over the planned."""
 
     lowering: str
     changes: int

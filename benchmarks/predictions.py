@@ -38,7 +38,7 @@ PLANNERS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan promises for one step on one device, beside what was measured; `spread` are the quartiles."""
+    """The promise of a plan for one step on one device, beside what was measured; `spread` are the quartiles."""
 
     planner: str
     mesh: str
@@ -147,7 +147,7 @@ def table(rows: list[Prediction]) -> Table:
 
 
 def ordered_pairs(rows: list[Prediction], key: Callable[[Prediction], tuple[float, float]]) -> str:
-    """How many pairs of planners the predictions put in the measured order."""
+    """The number of pairs of planners that the predictions put in the measured order."""
     pairs = [(key(a), key(b)) for i, a in enumerate(rows) for b in rows[:i]]
     right = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 or a[0] == b[0] for a, b in pairs)
     return f"{right} of {len(pairs)} pairs"

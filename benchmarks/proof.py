@@ -1,4 +1,4 @@
-"""What the best answer to a program's sharding problems is, found by other ways than the planner's own."""
+"""The best answer to a program's sharding problems, found by other ways than the planner's own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Proof:
     way: str
 
     def __or__(self, other: Proof) -> Proof:
-        """What two proofs of one problem tell together."""
+        """The proof that two proofs of one problem make together."""
         return Proof(
             objective=min(self.objective, other.objective),
             bound=min(max(self.bound, other.bound), self.objective, other.objective),
@@ -61,7 +61,7 @@ def problems(traced: Traced, cluster: Cluster, max_axes: int = 2) -> Iterator[Sh
 
 
 def size(problem: ShardingProblem) -> Size:
-    """How large a problem is."""
+    """The size of a problem."""
     counts = [int(np.isfinite(costs).sum()) for costs in problem.seconds]
     open_nodes = sum(count > 1 for count in counts)
     entries = Factors(problem).order.entries() if open_nodes <= _ORDERED and min(counts) else math.nan

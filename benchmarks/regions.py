@@ -75,16 +75,16 @@ def placed(
 def leaving(control: Control, bodies: Sequence[Region], slot: int) -> Iterator[tuple[Region, int]]:
     """The values of bodies that leave through a slot."""
     for body, inner in zip(control.bodies, bodies, strict=True):
-        for value, own in zip(body.graph.outputs, body.outputs, strict=True):
-            if own == slot:
+        for value, port in zip(body.graph.outputs, body.outputs, strict=True):
+            if port == slot:
                 yield inner, value
 
 
 def entering(control: Control, bodies: Sequence[Region], slot: int) -> Iterator[tuple[Region, int]]:
     """The values of bodies that enter through a slot."""
     for body, inner in zip(control.bodies, bodies, strict=True):
-        for value, own in zip(body.graph.inputs, body.inputs, strict=True):
-            if own == slot:
+        for value, port in zip(body.graph.inputs, body.inputs, strict=True):
+            if port == slot:
                 yield inner, value
 
 
@@ -100,7 +100,7 @@ def _wires(region: Region, index: int) -> Iterator[tuple[Value, int, int]]:
             yield (inner.number, value), slot, 0
 
 
-def spread(region: Region, found: dict[Value, set[int]]) -> None:
+def spread(region: Region, dims_of: dict[Value, set[int]]) -> None:
     """Adds the batch's dimensions that one pass over a region's nodes reaches."""
     graph, here = region.graph, region.number
     for index, node in enumerate(graph.nodes):
@@ -108,51 +108,51 @@ def spread(region: Region, found: dict[Value, set[int]]) -> None:
             wires = list(_wires(region, index))
             slots: dict[int, set[int]] = defaultdict(set)
             for value, slot, shift in wires:
-                slots[slot] |= {d - shift for d in found.get(value, ()) if d >= shift}
+                slots[slot] |= {d - shift for d in dims_of.get(value, ()) if d >= shift}
             for value, slot, shift in wires:
                 if slots[slot]:
-                    found[value] |= {d + shift for d in slots[slot]}
+                    dims_of[value] |= {d + shift for d in slots[slot]}
             continue
         rule = rule_of(node, graph)
         if rule.alias:
             for value, result in zip(node.inputs, node.outputs, strict=True):
-                if (here, value) in found:
-                    found[here, result] |= found[here, value]
+                if (here, value) in dims_of:
+                    dims_of[here, result] |= dims_of[here, value]
             continue
         sides = (*zip(node.inputs, rule.operands, strict=True), *zip(node.outputs, rule.results, strict=True))
-        cut = {f for v, factors in sides for d in found.get((here, v), ()) if (f := factors[d]) >= 0}
+        cut = {f for v, factors in sides for d in dims_of.get((here, v), ()) if (f := factors[d]) >= 0}
         for value, factors in sides if cut else ():
             if value not in graph.literals and (dims := {d for d, f in enumerate(factors) if f in cut}):
-                found[here, value] |= dims
+                dims_of[here, value] |= dims
 
 
-def depend(region: Region, found: dict[Value, int]) -> None:
+def depend(region: Region, masks: dict[Value, int]) -> None:
     """Adds what one pass over a region's nodes finds that values depend on."""
     here, graph = region.number, region.graph
     for index, node in enumerate(graph.nodes):
         if index in region.joints:
-            _through(region, index, found)
+            _through(region, index, masks)
             continue
         if rule_of(node, graph).alias:
             for value, result in zip(node.inputs, node.outputs, strict=True):
-                found[here, result] = found.get((here, value), 0)
+                masks[here, result] = masks.get((here, value), 0)
             continue
         bits = 0
         for value in node.inputs:
-            bits |= found.get((here, value), 0)
+            bits |= masks.get((here, value), 0)
         for value in node.outputs:
-            found[here, value] = bits
+            masks[here, value] = bits
 
 
-def _through(region: Region, index: int, found: dict[Value, int]) -> None:
+def _through(region: Region, index: int, masks: dict[Value, int]) -> None:
     control, bodies = region.joints[index]
     node, slots = region.graph.nodes[index], defaultdict[int, int](int)
     for value, wire in zip(node.inputs, control.operands, strict=True):
-        slots[wire.slot] |= found.get((region.number, value), 0)
+        slots[wire.slot] |= masks.get((region.number, value), 0)
     for slot in range(len(control.slots)):
         for inner, value in leaving(control, bodies, slot):
-            slots[slot] |= found.get((inner.number, value), 0)
+            slots[slot] |= masks.get((inner.number, value), 0)
         for inner, value in entering(control, bodies, slot):
-            found[inner.number, value] = slots[slot]
+            masks[inner.number, value] = slots[slot]
     for value, wire in zip(node.outputs, control.results, strict=True):
-        found[region.number, value] = slots[wire.slot]
+        masks[region.number, value] = slots[wire.slot]

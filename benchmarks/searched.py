@@ -31,9 +31,9 @@ def judge_any(program: Program) -> Verdict:
             phase = "backward" if s.phase == "recomputed" else s.phase
             again[s.parameter, s.role, phase, s.kind in ("all_reduce", "reduce_scatter"), s.axes].append(s)
     for (position, *_), same in again.items():
-        wanted = program.graph.types[program.graph.inputs[position]].item_nbytes
+        itemsize = program.graph.types[program.graph.inputs[position]].item_nbytes
         once = max(on_wire(s.kind, payload(s, program.mesh.group(s.axes).ranks)) // item_nbytes(s.dtype) for s in same)
-        if sent_on_wire(program, same) <= max(once * wanted, *(sent_on_wire(program, [s]) for s in same)):
+        if sent_on_wire(program, same) <= max(once * itemsize, *(sent_on_wire(program, [s]) for s in same)):
             continue
         for first, second in itertools.combinations(sorted(same, key=lambda s: -s.seconds), 2):
             surplus = second.seconds - _instead(program, first, second)

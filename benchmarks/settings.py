@@ -59,7 +59,7 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "imitates XLA",
 ) | dict.fromkeys(("inter_op.simulator.MICROSECONDS", "solver.formulation._MICROSECONDS"), "a unit") | dict.fromkeys(
     (
-        "intra_op.forms.PARTIAL", "inter_op.schedules._NOTHING", "layers.sample.OUTSIDE", "solver.formulation.UNUSED",
+        "intra_op.forms.PARTIAL", "layers.sample.OUTSIDE", "solver.formulation.UNUSED",
         "solver.dual_ascent._FORBIDDEN", "solver.elimination._BEYOND",
     ),
     "stands for none, or for infinity",
@@ -72,7 +72,7 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "planners.manual.LARGE": "only where a warning begins",
     "planners.manual.WORTHWHILE": "only of plans by hand",
     "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",
-    "solver.search._RADIUS": "varied by `python -m benchmarks.tying`",
+    "solver.search._RADIUS": "a default of an option; `benchmarks.tying` compares it with None",
 }  # fmt: skip
 """Numbers that are not varied, and why."""
 
@@ -315,11 +315,11 @@ def rows(chosen: Sequence[Setting], names: Sequence[str]) -> Iterator[Row]:
             )
 
 
-def table(found: Sequence[Row]) -> Table:
+def table(settings_rows: Sequence[Row]) -> Table:
     """The rows as a table."""
     columns = ("setting", "is", "times", "plans", "slowest plan", "fastest plan", "gap", "CPU median", "CPU worst")
     printed = Table(*columns, title="planning with settings halved and doubled", title_justify="left")
-    for row in found:
+    for row in settings_rows:
         printed.add_row(
             row.setting,
             " ".join(f"{number:g}" for number in (row.value if isinstance(row.value, tuple) else (row.value,))),
@@ -347,13 +347,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for setting in chosen:
             console.print(f"{setting} = {setting.value}")
         return 0
-    found: list[Row] = []
+    settings_rows: list[Row] = []
     for row in rows(chosen, args.network or ()):
-        found.append(row)
+        settings_rows.append(row)
         if args.json:
             print(json.dumps(asdict(row)), flush=True)
     if not args.json:
-        console.print(table(found))
+        console.print(table(settings_rows))
     return 0
 
 

@@ -61,7 +61,7 @@ class Solved:
 
     @property
     def misses(self) -> list[str]:
-        """What is out of bounds, in words with both numbers."""
+        """The results out of bounds, in words with both numbers."""
         missed: list[str] = []
         if not self.feasible:
             missed.append(f"{self.instance}: no feasible answer{': ' if self.error else ''}{self.error}")
@@ -233,7 +233,7 @@ def measure(name: str, path: Path, args: argparse.Namespace) -> Solved:
 
 
 def cpu_seconds() -> float:
-    """What this process and those it has waited for have computed so far."""
+    """The CPU seconds of this process and of those it has waited for."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 

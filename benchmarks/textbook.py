@@ -1,4 +1,4 @@
-"""What the textbook's parallelisms send, derived from the program alone, and what of a plan goes beyond that.
+"""The collectives of the textbook's parallelisms, derived from the program alone, and what of a plan goes beyond that.
 
 Over the axis `data`, of n devices, for a parameter of B bytes (or B/t where t devices of `tensor` cut it):
 
@@ -68,8 +68,8 @@ def judge(program: Program, style: Style) -> Verdict:
     style = replace(style, sequence=any(set(s.axes) & set(style.tensor) for s in gathers))
     for position in sorted(program.parameters):
         for role in ("gradient", "parameter", "updated parameter"):
-            own = [s for s in by_role[role] if s.parameter == position]
-            _parameter(program, style, position, role, own, verdict)
+            sends = [s for s in by_role[role] if s.parameter == position]
+            _parameter(program, style, position, role, sends, verdict)
     batch_sums(program, by_role["statistic"], verdict)
     verdict.allowed += list(megatron(program, style))
     for role in ("activation", "activation gradient", "constant", "optimizer state"):
@@ -86,7 +86,7 @@ def judge(program: Program, style: Style) -> Verdict:
 
 def before_sums(program: Program, everything: Sequence[Sent]) -> list[Sent]:
     """Reductions whose results are only added up: all but one of those that a sum reads."""
-    found: list[Sent] = []
+    unneeded: list[Sent] = []
     waiting: dict[tuple[int, int, tuple[str, ...]], dict[int, Sent]] = defaultdict(dict)
     for s in everything:
         region = program.regions[s.value[0]]
@@ -97,12 +97,14 @@ def before_sums(program: Program, everything: Sequence[Sent]) -> list[Sent]:
         if rule_of(region.graph.nodes[reader], region.graph).adds:
             waiting[region.number, reader, s.axes][s.value[1]] = s
     for sums in waiting.values():
-        found += sorted(sums.values(), key=lambda s: s.seconds)[:-1]
-    return found
+        unneeded += sorted(sums.values(), key=lambda s: s.seconds)[:-1]
+    return unneeded
 
 
-def _parameter(program: Program, style: Style, position: int, role: str, own: Sequence[Sent], verdict: Verdict) -> None:
-    """What is sent of a parameter, of its gradient or of its update."""
+def _parameter(
+    program: Program, style: Style, position: int, role: str, sends: Sequence[Sent], verdict: Verdict
+) -> None:
+    """Records what is sent of a parameter, of its gradient or of its update."""
     mesh, spec = program.mesh, program.plan.inputs[position]
     type = program.graph.types[program.graph.inputs[position]]
     cut = {axis for axes in spec.dims for axis in axes} & set(style.tensor)
@@ -110,13 +112,13 @@ def _parameter(program: Program, style: Style, position: int, role: str, own: Se
     scattered = style.stage > 0 and any(size % ranks == 0 for size in type.shape)
     kind: collectives.Kind = "all_gather"
     if role == "gradient":
-        wanted, kind = ("backward",), "reduce_scatter" if scattered else "all_reduce"
+        phases, kind = ("backward",), "reduce_scatter" if scattered else "all_reduce"
     elif role == "parameter":
-        wanted = ("forward", "backward") if style.stage == 3 and scattered else ()
+        phases = ("forward", "backward") if style.stage == 3 and scattered else ()
     else:
-        wanted = ("apply",) if style.stage in (1, 2) and scattered else ()
-    slots: dict[str, list[Sent]] = {slot: [] for slot in wanted}
-    for sent in own:
+        phases = ("apply",) if style.stage in (1, 2) and scattered else ()
+    slots: dict[str, list[Sent]] = {slot: [] for slot in phases}
+    for sent in sends:
         # A gradient that is scattered in the loop over layers and gathered after it is reduced all the same.
         late = role == "gradient" or sent.phase == "recomputed"
         slots.setdefault("backward" if late else sent.phase, []).append(sent)
@@ -127,7 +129,7 @@ def _parameter(program: Program, style: Style, position: int, role: str, own: Se
         whole = style.sequence and role == "gradient" and not cut
         axes = (*style.data, *style.tensor) if whole else style.data
         allowed = None
-        if slot in wanted and axes:
+        if slot in phases and axes:
             allowed = Allowed(
                 role=role,
                 phase=slot,
@@ -156,17 +158,17 @@ def _exceeding(
         verdict.charges.append((max(over, key=lambda s: s.seconds), spent - seconds))
         return
     kinds = ", ".join(sorted({s.kind for s in sends}))
-    wanted = f"{allowed.wire:,}" if allowed else "none"
-    why = f"{wire:,} bytes on the wire by {sum(s.count for s in sends)} {kinds}, the textbook {wanted}"
+    allowed_wire = f"{allowed.wire:,}" if allowed else "none"
+    why = f"{wire:,} bytes on the wire by {sum(s.count for s in sends)} {kinds}, the textbook {allowed_wire}"
     verdict.findings.append(Finding(sent=most, surplus_seconds=spent - seconds, why=why))
 
 
 def _over_tensor(program: Program, verdict: Verdict) -> None:
     """Names what makes the time over `tensor` longer than Megatron's: what it does not have comes first."""
-    own = [a for a in verdict.allowed if a.role.startswith("activation")]
-    allowed = sum(a.seconds for a in own)
+    activations = [a for a in verdict.allowed if a.role.startswith("activation")]
+    allowed = sum(a.seconds for a in activations)
     rest = sum(seconds for _, seconds in verdict.charges) - allowed * ROUNDING
-    if sent_on_wire(program, [s for s, _ in verdict.charges]) <= sum(a.wire for a in own):
+    if sent_on_wire(program, [s for s, _ in verdict.charges]) <= sum(a.wire for a in activations):
         return
 
     def strange(charge: tuple[Sent, float]) -> tuple[bool, bool, float]:

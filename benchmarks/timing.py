@@ -14,14 +14,14 @@ def interleaved(
 ) -> Seconds:
     """Seconds of each runner's steps, one a round; every other round goes backwards. `tick` hears of each round."""
     names = list(runners)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    seconds_of: dict[str, list[float]] = {name: [] for name in names}
     for i in range(-warm_up, rounds):
         for name in names if i % 2 == 0 else reversed(names):
             seconds = runners[name].seconds()
             if i >= 0:
-                found[name].append(seconds)
+                seconds_of[name].append(seconds)
         tick()
-    return {name: tuple(seconds) for name, seconds in found.items()}
+    return {name: tuple(seconds) for name, seconds in seconds_of.items()}
 
 
 def ratio(seconds: Seconds, ours: str, theirs: str) -> tuple[float, tuple[float, float]]:

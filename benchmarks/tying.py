@@ -38,12 +38,12 @@ class Pair:
 
     @property
     def dearer(self) -> float:
-        """How much more the tied answer costs."""
+        """The extra cost of the tied answer, as a share."""
         return self.tied.objective / self.apart.objective - 1
 
     @property
     def lower(self) -> float:
-        """How much lower the tied bound is."""
+        """The loss of the tied bound, as a share."""
         return 1 - self.tied.bound / self.apart.bound if self.apart.bound > 0 else 0.0
 
 
@@ -70,7 +70,7 @@ def timed(problem: ShardingProblem, options: SolverOptions) -> tuple[Answer, flo
 
 def pairs(seed: int, numbers: Iterable[int], cluster: str) -> list[Pair]:
     """The problems of the networks of those numbers on every mesh."""
-    found: list[Pair] = []
+    every_pair: list[Pair] = []
     for number in numbers:
         design = drawn(seed, number)
         network = design.network()
@@ -81,29 +81,29 @@ def pairs(seed: int, numbers: Iterable[int], cluster: str) -> list[Pair]:
             tied, tied_cpu = timed(problem, SolverOptions(untied=0))
             apart, apart_cpu = timed(problem, SolverOptions(tie_radius=None))
             edges = len(problem.edges)
-            found.append(
+            every_pair.append(
                 Pair(name=str(design), edges=edges, tied=tied, apart=apart, tied_cpu=tied_cpu, apart_cpu=apart_cpu)
             )
-    return found
+    return every_pair
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what the command line asks for."""
     args = arguments(argv)
     jax.config.update("jax_platforms", "cpu")
-    found = sorted(
+    every_pair = sorted(
         pairs(args.seed, range(args.first, args.first + args.count), args.cluster), key=lambda pair: -pair.edges
     )
     table = Table("network", title="equal nodes tied and apart", title_justify="left", padding=(0, 0))
     for name in ("edges", "tied", "apart", "dearer", "lower"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found:
-        seconds = (f"{cpu:.2f} s" for cpu in (one.tied_cpu, one.apart_cpu))
-        table.add_row(one.name, str(one.edges), *seconds, *(f"{100 * x:.2g} %" for x in (one.dearer, one.lower)))
+    for pair in every_pair:
+        seconds = (f"{cpu:.2f} s" for cpu in (pair.tied_cpu, pair.apart_cpu))
+        table.add_row(pair.name, str(pair.edges), *seconds, *(f"{100 * x:.2g} %" for x in (pair.dearer, pair.lower)))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(table)
     for name in ("tied_cpu", "apart_cpu", "dearer", "lower"):
-        values = [getattr(one, name) for one in found]
+        values = [getattr(pair, name) for pair in every_pair]
         console.print(
             f"{name}: median {np.median(values):.3g}, 95 % {np.percentile(values, 95):.3g}, worst {max(values):.3g}"
         )

@@ -1,4 +1,4 @@
-"""What a textbook sends and what of a plan goes beyond it, as values: tensors, bytes on a device, seconds."""
+"""The collectives of a textbook and what of a plan goes beyond them, as values: tensors, bytes on a device, seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Style:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """What the textbook sends for one cause: how many tensors, of how many bytes on one device, in what time."""
+    """The tensors that the textbook sends for one cause: how many, of how many bytes on one device, in what time."""
 
     role: str
     phase: str
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What the textbook sends, and what of the plan is unexplained; `charges` are seconds over the axes `tensor`."""
+    """The textbook's collectives, and what of the plan is unexplained; `charges` are seconds over the axes `tensor`."""
 
     allowed: list[Allowed] = field(default_factory=list[Allowed])
     findings: list[Finding] = field(default_factory=list[Finding])
@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def surplus_seconds(self) -> float:
-        """What a step takes longer than the textbook has it."""
+        """The seconds that a step takes beyond the textbook."""
         return sum(finding.surplus_seconds for finding in self.findings)
 
 
@@ -85,29 +85,29 @@ def seconds_of(program: Program, kind: collectives.Kind, axes: Sequence[str], nb
 
 
 def by_phase(allowed: Sequence[Allowed]) -> dict[tuple[str, str, tuple[str, ...]], Allowed]:
-    """What is allowed by role, phase and axes."""
-    found: dict[tuple[str, str, tuple[str, ...]], Allowed] = {}
-    for one in allowed:
-        key = one.role, one.phase, one.axes
-        known = found.get(key)
-        found[key] = (
-            one
+    """The allowed collectives by role, phase and axes."""
+    totals: dict[tuple[str, str, tuple[str, ...]], Allowed] = {}
+    for entry in allowed:
+        key = entry.role, entry.phase, entry.axes
+        known = totals.get(key)
+        totals[key] = (
+            entry
             if known is None
             else replace(
                 known,
-                count=known.count + one.count,
-                nbytes=known.nbytes + one.nbytes,
-                wire=known.wire + one.wire,
-                seconds=known.seconds + one.seconds,
+                count=known.count + entry.count,
+                nbytes=known.nbytes + entry.nbytes,
+                wire=known.wire + entry.wire,
+                seconds=known.seconds + entry.seconds,
             )
         )
-    return found
+    return totals
 
 
 def by_cause(sends: Iterable[Sent]) -> dict[tuple[str, str, tuple[str, ...]], list[Sent]]:
-    """What is sent by role, phase and axes; what parameters are recomputed with belongs to the backward pass."""
-    found: dict[tuple[str, str, tuple[str, ...]], list[Sent]] = defaultdict(list)
+    """The planned collectives by role, phase and axes; recomputed parameters belong to the backward pass."""
+    groups: dict[tuple[str, str, tuple[str, ...]], list[Sent]] = defaultdict(list)
     for sent in sends:
         phase = "backward" if sent.role == "parameter" and sent.phase == "recomputed" else sent.phase
-        found[sent.role, phase, sent.axes].append(sent)
-    return dict(found)
+        groups[sent.role, phase, sent.axes].append(sent)
+    return dict(groups)

@@ -49,7 +49,7 @@ EXECUTIONS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """How far a planned float64 program is from `jax.jit` after all its steps, and what it and its plan send a step.
+    """The difference of a planned float64 program from `jax.jit` after all its steps, and the collectives of both.
 
     `collectives` are the plan's tensors by kind; `unplanned` those compiled beyond it.
     """
@@ -63,7 +63,7 @@ class Checked:
 
     @property
     def misses(self) -> list[str]:
-        """What is out of bounds, in words with both numbers."""
+        """The results out of bounds, in words with both numbers."""
         misses = []
         if not self.difference <= BOUND:
             misses.append(f"differs from jax.jit by {self.difference:.1e}, bound {BOUND:.0e}")
@@ -157,7 +157,7 @@ def models(text: str) -> tuple[str, ...]:
 
 
 def by_kind(plan: Any) -> dict[str, int]:
-    """How many tensors of a plan each kind of collective sends a step."""
+    """The number of tensors of a plan that each kind of collective sends a step."""
     counts: Counter[str] = Counter()
     for collective in plan.collectives:
         counts[collective.kind] += collective.count
@@ -200,7 +200,7 @@ def placed(compiled: Any, training: Training) -> Runner:
 
 
 def find(model: str, cluster: Any, rounds: int, report: Callable[[str], None]) -> Found:
-    """What is found for one model."""
+    """The results of one model."""
     report("planning")
     training = MODELS[model].training()
     start = time.perf_counter()
@@ -342,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     results: list[Any] = []
     with progress(progress_console, 1 + len(EXECUTIONS if args.executions else args.models)) as begin:
-        cluster = args.cluster or autopar.measure(said=begin("measuring"))
+        cluster = args.cluster or autopar.measure(announce=begin("measuring"))
         if args.executions:
             results += [execute(name, cluster, args.pairs, begin(name)) for name in EXECUTIONS]
         else:

@@ -37,15 +37,15 @@ class Companion:
 
         Only one of both sides ever sends: a choice and prices can be larger than what a pipe holds.
         """
-        found: Indices | None = None
+        received: Indices | None = None
         with suppress(EOFError, OSError):
             if self.asked and not self.here.poll(patience):
                 return None
             if self.asked:
-                found = self.here.recv()
+                received = self.here.recv()
             self.here.send((best, prices.astype(np.float32)))
             self.asked = True
-        return found
+        return received
 
     def __enter__(self) -> Self:
         return self

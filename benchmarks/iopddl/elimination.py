@@ -32,7 +32,7 @@ class Elimination:
     """Eliminates the nodes of one problem, again and again, in orders that a random generator varies."""
 
     def __init__(self, problem: GraphProblem) -> None:
-        self.sizes = [own.size for own in problem.costs]
+        self.sizes = [node_costs.size for node_costs in problem.costs]
         self.around: list[dict[int, Floats]] = [{} for _ in self.sizes]
         for edge in problem.edges:
             known = self.around[edge.source].get(edge.target)
@@ -73,11 +73,11 @@ class Elimination:
 
     def region(self, size: int, rng: np.random.Generator) -> Indices:
         """Up to `size` nodes around a random one, the nearest first."""
-        found = {int(rng.integers(len(self.sizes))): None}
-        queue = list(found)
+        nodes = {int(rng.integers(len(self.sizes))): None}
+        queue = list(nodes)
         for node in queue:
-            fresh = [n for n in self.around[node] if n not in found][: size - len(found)]
-            found |= dict.fromkeys(fresh)
+            fresh = [n for n in self.around[node] if n not in nodes][: size - len(nodes)]
+            nodes |= dict.fromkeys(fresh)
             queue += fresh
         return np.array(queue, dtype=np.intp)
 

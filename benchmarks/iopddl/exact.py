@@ -36,13 +36,13 @@ def solve_exactly(problem: GraphProblem, seconds: float) -> tuple[Indices | None
     costs = np.where(allowed, costs, 0.0)
     scale = max(float(np.abs(costs).max(initial=0.0)), 1.0) / _LARGEST_COST
     count = int(program.first[-1])
-    found, bound = minimise(
+    values, bound = minimise(
         costs / scale, allowed.astype(np.float64), count, program.table(), seconds=seconds, gap=_GAP
     )
-    if found is None:
+    if values is None:
         return None, bound
     ends = zip(program.first[:-1].tolist(), program.first[1:].tolist(), strict=True)
-    return np.array([found[a:b].argmax() for a, b in ends], dtype=np.intp), bound * scale
+    return np.array([values[a:b].argmax() for a, b in ends], dtype=np.intp), bound * scale
 
 
 class _Program:
@@ -51,7 +51,7 @@ class _Program:
     def __init__(self, problem: GraphProblem) -> None:
         self.problem = problem
         self.costs: list[Floats] = [np.zeros(0), *problem.costs]
-        self.first = np.concatenate([[0], np.cumsum([own.size for own in problem.costs])]).astype(np.intp)
+        self.first = np.concatenate([[0], np.cumsum([node_costs.size for node_costs in problem.costs])]).astype(np.intp)
         self.columns: list[Indices] = []
         self.values: list[Floats] = []
         self.lower: list[float] = []
@@ -72,8 +72,8 @@ class _Program:
         )
 
     def _one_strategy(self) -> None:
-        for node, own in enumerate(self.problem.costs):
-            self._row(self.first[node] + np.arange(own.size), np.ones(own.size), 1.0, 1.0)
+        for node, node_costs in enumerate(self.problem.costs):
+            self._row(self.first[node] + np.arange(node_costs.size), np.ones(node_costs.size), 1.0, 1.0)
 
     def _marginals(self) -> None:
         count = int(self.first[-1])

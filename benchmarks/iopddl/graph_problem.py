@@ -30,7 +30,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Usage:
-    """What each strategy of `node` occupies, `nbytes` [strategies], at times start <= t < end."""
+    """The memory that each strategy of `node` occupies, `nbytes` [strategies], at times start <= t < end."""
 
     node: int
     start: int
@@ -49,11 +49,11 @@ class GraphProblem:
 
     def cost(self, choice: Sequence[int] | Indices) -> float:
         """Total cost when node n takes strategy `choice[n]`; infinite if a forbidden one is among them."""
-        picked = [float(own[c]) for own, c in zip(self.costs, choice, strict=True)]
+        picked = [float(node_costs[c]) for node_costs, c in zip(self.costs, choice, strict=True)]
         return sum(picked) + sum(float(e.costs[choice[e.source], choice[e.target]]) for e in self.edges)
 
     def profile(self, choice: Sequence[int] | Indices) -> Floats:
-        """What is occupied at every time, [times]."""
+        """The bytes occupied at every time, [times]."""
         change = np.zeros(self.limits.size + 1)
         for usage in self.usages:
             nbytes = usage.nbytes[choice[usage.node]]

@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """How far the cost may be above the optimum, as a share of it."""
+        """The most that the cost may be above the optimum, as a share of it."""
         return (self.cost - self.bound) / max(abs(self.cost), 1e-300)
 
 
@@ -153,9 +153,9 @@ class _Search:
                 self._exchange(companion, max(0.0, self._left() - self.longest / 4))
 
     def _exchange(self, companion: Companion, patience: float) -> None:
-        found = companion.exchange(self.near.best, self.prices, patience)
-        if found is not None:
-            self._offer(found)
+        received = companion.exchange(self.near.best, self.prices, patience)
+        if received is not None:
+            self._offer(received)
 
     def _round(self) -> None:
         """Bounds at the prices, the choices they lead to, and new prices."""

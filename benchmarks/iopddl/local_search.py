@@ -29,7 +29,7 @@ class LocalSearch:
         self.land = Landscape(problem)
         self.elimination = Elimination(problem)
         self.rng = np.random.default_rng(seed)
-        self.best: Indices = np.array([int(own.argmin()) for own in problem.costs], dtype=np.intp)
+        self.best: Indices = np.array([int(node_costs.argmin()) for node_costs in problem.costs], dtype=np.intp)
 
     def offer(self, choice: Indices) -> bool:
         """Takes from `choice` what improves the best; whether anything does."""

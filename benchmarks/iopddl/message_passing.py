@@ -34,7 +34,7 @@ class Messages:
     """The messages of a problem; each pass improves them in place."""
 
     def __init__(self, problem: GraphProblem) -> None:
-        self.sizes = [own.size for own in problem.costs]
+        self.sizes = [node_costs.size for node_costs in problem.costs]
         self.edges = problem.edges
         ahead: list[list[_Onward]] = [[] for _ in self.sizes]
         behind: list[list[_Onward]] = [[] for _ in self.sizes]
@@ -81,7 +81,7 @@ class Messages:
         return self._beliefs(costs), edges
 
     def _beliefs(self, costs: list[Floats]) -> list[Floats]:
-        beliefs = [own.copy() for own in costs]
+        beliefs = [node_costs.copy() for node_costs in costs]
         for direction in self.directions:
             for node in direction:
                 for onward in node:

@@ -48,38 +48,38 @@ class MiniBuckets:
     """Bounds one problem at changing node and edge costs; tables have at most `entries` or those of one edge."""
 
     def __init__(self, problem: GraphProblem, *, entries: int, rng: np.random.Generator) -> None:
-        sizes = [own.size for own in problem.costs]
+        sizes = [node_costs.size for node_costs in problem.costs]
         layout = _Layout(sizes, [(edge.source, edge.target) for edge in problem.edges])
         self.buckets = layout.eliminate_all(entries, rng.random(len(sizes)) * 0.5)
         self.tables = layout.tables
 
     def run(self, costs: list[Floats], edges: list[Floats]) -> tuple[float, Indices]:
         """A lower bound of what any choice costs, and a choice."""
-        own = [node.copy() for node in costs]
+        remaining = [node.copy() for node in costs]
         tables = [*edges, *[np.zeros(0)] * (self.tables - len(edges))]
         bound = 0.0
         for bucket in self.buckets:
-            sums = [_add(tables, part) for part in bucket.sums] or [np.zeros(own[bucket.node].size)]
+            sums = [_add(tables, part) for part in bucket.sums] or [np.zeros(remaining[bucket.node].size)]
             least = [total.min(axis=tuple(range(total.ndim - 1))) for total in sums]
-            asked = (sum(least) + own[bucket.node]) / len(sums)
+            mean = (sum(least) + remaining[bucket.node]) / len(sums)
             for part, total, mine in zip(bucket.sums or (_NOTHING,), sums, least, strict=True):
                 # What one sum forbids, every sum does.
-                shift = np.subtract(asked, mine, where=np.isfinite(asked), out=np.full(asked.size, np.inf))
+                shift = np.subtract(mean, mine, where=np.isfinite(mean), out=np.full(mean.size, np.inf))
                 rest = (total + shift).min(axis=-1)
                 floor = rest.min()
                 floor = floor if not part.parents or np.isfinite(floor) else 0.0
                 bound += float(floor)
                 if len(part.parents) == 1:
-                    own[part.parents[0]] += rest - floor
+                    remaining[part.parents[0]] += rest - floor
                 elif part.parents:
                     tables[part.result] = rest - floor
-        return bound, self._decode(own, tables)
+        return bound, self._decode(remaining, tables)
 
-    def _decode(self, own: list[Floats], tables: list[Floats]) -> Indices:
+    def _decode(self, remaining: list[Floats], tables: list[Floats]) -> Indices:
         """Each node at its best, from the last one eliminated back to the first."""
-        choice = [0] * len(own)
+        choice = [0] * len(remaining)
         for bucket in reversed(self.buckets):
-            total = own[bucket.node]
+            total = remaining[bucket.node]
             for number, nodes in bucket.scopes:
                 at = tuple([slice(None) if n == bucket.node else choice[n] for n in nodes])
                 total = total + tables[number][at]
@@ -99,7 +99,7 @@ def _add(tables: list[Floats], part: _Sum) -> Floats:
 
 
 class _Layout:
-    """Which tables each node is part of while nodes are eliminated one by one; no numbers yet."""
+    """The tables that each node is part of while nodes are eliminated one by one; no numbers yet."""
 
     def __init__(self, sizes: list[int], edges: list[tuple[int, int]]) -> None:
         self.sizes, self.bits = sizes, [float(np.log2(size)) for size in sizes]

@@ -35,7 +35,7 @@ class Landscape:
 
     def __init__(self, problem: GraphProblem) -> None:
         self.limits = problem.limits
-        self.sizes = np.array([own.size for own in problem.costs], dtype=np.intp)
+        self.sizes = np.array([node_costs.size for node_costs in problem.costs], dtype=np.intp)
         self.node_start = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.intp)
         self.node_costs = _joined(problem.costs)
         self.source = np.array([e.source for e in problem.edges], dtype=np.intp)
@@ -53,23 +53,23 @@ class Landscape:
         self.place = np.arange(self.nbytes.size) + np.repeat(self.node_start[self.user] - self.usage_start, lengths)
 
     def nodes_at(self, choice: Indices) -> Floats:
-        """What every node costs, [nodes]."""
+        """The cost of every node, [nodes]."""
         return self.node_costs[self.node_start[:-1] + choice]
 
     def edges_at(self, choice: Indices) -> Floats:
-        """What every edge costs, [edges]."""
+        """The cost of every edge, [edges]."""
         return self.edge_costs[self.edge_start + choice[self.source] * self.width + choice[self.target]]
 
     def nbytes_at(self, choice: Indices) -> Floats:
-        """What every usage occupies, [usages]."""
+        """The bytes of every usage, [usages]."""
         return self.nbytes[self.usage_start + choice[self.user]]
 
     def cost(self, choice: Indices) -> float:
-        """What a choice costs."""
+        """The cost of a choice."""
         return float(self.nodes_at(choice).sum() + self.edges_at(choice).sum())
 
     def profile(self, choice: Indices) -> Floats:
-        """What is occupied at every time, [times]."""
+        """The bytes occupied at every time, [times]."""
         nbytes, size = self.nbytes_at(choice), self.limits.size + 1
         change = np.bincount(self.start, nbytes, size) - np.bincount(self.end, nbytes, size)
         return np.cumsum(change, dtype=np.float64)[:-1]
@@ -85,10 +85,10 @@ class Landscape:
         extra = np.bincount(self.place, self.nbytes * span[self.owner], self.node_costs.size)
         return np.split(self.node_costs + extra, self.node_start[1:-1])
 
-    def better(self, one: Indices, other: Indices) -> bool:
-        """Whether `one` overflows less than `other`, or no more and costs less."""
-        first, second = self.cost(one), self.cost(other)
-        return (not np.isfinite(first), self.overflow(one), first) < (
+    def better(self, choice: Indices, other: Indices) -> bool:
+        """Whether `choice` overflows less than `other`, or no more and costs less."""
+        first, second = self.cost(choice), self.cost(other)
+        return (not np.isfinite(first), self.overflow(choice), first) < (
             not np.isfinite(second),
             self.overflow(other),
             second,
@@ -114,21 +114,21 @@ def combine(land: Landscape, choice: Indices, other: Indices) -> Indices:
     fits = bool((profile <= land.limits).all())
     useful = (gain < 0) | shrinks if not fits else (gain < 0) | (shrinks & (gain <= -gain[gain < 0].sum()))
     take = (gain <= 0) & ~grows
-    asked = np.flatnonzero(useful & ~take & np.isfinite(gain))
-    if asked.size > _MOST_PARTS:
-        asked = asked[np.argsort(-np.abs(gain[asked]), kind="stable")[:_MOST_PARTS]]
+    candidates = np.flatnonzero(useful & ~take & np.isfinite(gain))
+    if candidates.size > _MOST_PARTS:
+        candidates = candidates[np.argsort(-np.abs(gain[candidates]), kind="stable")[:_MOST_PARTS]]
     row = np.full(count, -1, dtype=np.intp)
-    row[asked] = np.arange(asked.size)
+    row[candidates] = np.arange(candidates.size)
     times = land.limits.size + 1
-    shifts = np.zeros((asked.size + 1, times))  # the last row: all that is taken anyway
-    row[take] = asked.size
+    shifts = np.zeros((candidates.size + 1, times))  # the last row: all that is taken anyway
+    row[take] = candidates.size
     known = row[owner] >= 0
     np.add.at(shifts, (row[owner[known]], land.start[users[known]]), change[known])
     np.add.at(shifts, (row[owner[known]], land.end[users[known]]), -change[known])
     shifts = np.cumsum(shifts, axis=1)[:, :-1]
-    if asked.size:
+    if candidates.size:
         room = land.limits - profile - shifts[-1]
-        take[asked] = _pick(gain[asked], shifts[:-1], room, fits=fits)
+        take[candidates] = _pick(gain[candidates], shifts[:-1], room, fits=fits)
     mixed = np.where(moved & take[np.maximum(part, 0)], other, choice)
     return mixed if land.better(mixed, choice) else choice
 
@@ -185,10 +185,10 @@ def _pick(gain: Floats, shifts: Floats, room: Floats, *, fits: bool) -> Bools:
             lower=np.full(height, -np.inf),
             upper=room[rows] / unit,
         )
-        found, _ = minimise(costs, most, gain.size, limits, seconds=until - time.monotonic(), gap=_GAP)
-        if found is None:
+        picked, _ = minimise(costs, most, gain.size, limits, seconds=until - time.monotonic(), gap=_GAP)
+        if picked is None:
             return np.zeros(gain.size, dtype=np.bool_)
-        taken = found[: gain.size] > 0.5
+        taken = picked[: gain.size] > 0.5
     return _fitting(taken, gain, shifts, room) if fits else taken
 
 

@@ -128,11 +128,11 @@ def _fixed_by_a_neighbour(work: Shrinking, node: int) -> tuple[int, int, Indices
     for other in work.fresh[node]:
         possible = np.isfinite(work.around[node][other])
         rows, columns = possible.shape
-        one = (possible.sum(axis=0) == 1).all()
+        is_single = (possible.sum(axis=0) == 1).all()
         back = (possible.sum(axis=1) == 1).all()
-        if one and back and len(work.around[node]) > len(work.around[other]):
+        if is_single and back and len(work.around[node]) > len(work.around[other]):
             return other, node, possible.argmax(axis=1)
-        if one and (columns <= rows or len(work.around[node]) <= _NARROW):
+        if is_single and (columns <= rows or len(work.around[node]) <= _NARROW):
             return node, other, possible.argmax(axis=0)
         if back and (rows <= columns or len(work.around[other]) <= _NARROW):
             return other, node, possible.argmax(axis=1)
@@ -169,10 +169,10 @@ def _bridge(work: Shrinking, node: int) -> None:
 
 
 def _dominate(work: Shrinking, node: int) -> None:
-    own = work.costs[node]
-    if own.size**2 * sum(work.costs[other].size for other in work.around[node]) > _DOMINANCE_WORK:
+    node_costs = work.costs[node]
+    if node_costs.size**2 * sum(work.costs[other].size for other in work.around[node]) > _DOMINANCE_WORK:
         return
-    excess = own[:, None] - own[None, :]
+    excess = node_costs[:, None] - node_costs[None, :]
     possible = np.ones(excess.shape, dtype=np.bool_)
     np.fill_diagonal(possible, False)
     for nbytes in work.items[node].values():

@@ -57,8 +57,8 @@ class Shrinking:
 
     def __init__(self, problem: GraphProblem) -> None:
         self.size = len(problem.costs)
-        self.costs = [own.astype(np.float64) for own in problem.costs]
-        self.kept: list[Indices] = [np.arange(own.size) for own in problem.costs]
+        self.costs = [node_costs.astype(np.float64) for node_costs in problem.costs]
+        self.kept: list[Indices] = [np.arange(node_costs.size) for node_costs in problem.costs]
         self.around: list[dict[int, Floats]] = [{} for _ in problem.costs]
         self.fresh: list[set[int]] = [set() for _ in problem.costs]
         self.items: list[Items] = [{} for _ in problem.costs]
@@ -108,7 +108,7 @@ class Shrinking:
                 self.push(node)
 
     def result(self) -> Reduction:
-        """What is left, its nodes numbered anew."""
+        """The reduced problem, its nodes numbered anew."""
         nodes = [n for n in range(self.size) if self.alive[n]]
         number = {n: at for at, n in enumerate(nodes)}
         edges = [

@@ -1,1 +1,1 @@
-"""How long planning takes and what it finds, from shapes alone."""
+"""The time of planning and what it finds, from shapes alone."""

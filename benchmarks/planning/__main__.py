@@ -1,4 +1,4 @@
-"""How long planning takes: of one model by its phases, of large models by `cases`, and how it grows.
+"""The time of planning: of one model by its phases, of large models by `cases`, and how it grows.
 
 python -m benchmarks.planning --help
 python -m benchmarks.planning cases --help

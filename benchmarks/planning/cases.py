@@ -77,7 +77,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def plan(case: Case) -> dict[str, Any]:
-    """What `benchmarks.planning` says of a case. Raises CalledProcessError if it fails."""
+    """The row of a case, as `benchmarks.planning` prints it. Raises CalledProcessError if it fails."""
     kind = ["--mesh", case.mesh] if case.mesh else ["--pipeline"]
     options = ["--model", case.model, "--cluster", case.cluster, "--batch", str(case.batch), *kind, "--json"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""How planning grows with layers, devices and mesh shapes: `python -m benchmarks.planning growth --help`."""
+"""The growth of planning with layers, devices and mesh shapes: `python -m benchmarks.planning growth --help`."""
 
 import argparse
 import json

@@ -50,7 +50,7 @@ class Spent:
 
 @dataclass(slots=True, kw_only=True)
 class Phases:
-    """What each phase of planning a model for a mesh took, in order, and what came of it."""
+    """The time that each phase of planning a model for a mesh took, in order, and what came of it."""
 
     model: str
     mesh: str
@@ -89,7 +89,7 @@ def rss_nbytes() -> int:
 
 
 def depth(config: Any) -> int:
-    """How many layers a model has."""
+    """The number of a model's layers."""
     return config.depth if isinstance(config, wide_resnet.Config) else config.layers
 
 

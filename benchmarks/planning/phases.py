@@ -57,7 +57,7 @@ class Planned:
 
     @property
     def misses(self) -> list[str]:
-        """What is out of bounds, in words with both numbers."""
+        """The results out of bounds, in words with both numbers."""
         if self.model != BOUND_MODEL or self.sizes["devices"] != BOUND_DEVICES or self.total <= BOUND_SECONDS:
             return []
         took = f"{self.total:.1f} s ({self.cpu:.1f} s of CPU)"
@@ -243,7 +243,7 @@ def tables(planned: Planned) -> list[Table]:
 
 
 def compare_ties(tied: Planned, apart: Planned, gap: float) -> list[str]:
-    """What to print of both objectives, and as second line a miss if tying cost more than the gap."""
+    """The line on both objectives, and as second line a miss if tying cost more than the gap."""
     excess = (tied.objective - apart.objective) / apart.objective
     shown = (
         f"{tied.model}: objective with equal nodes tied {tied.objective:.9g} s (in {tied.total:.1f} s), every node "

@@ -85,9 +85,9 @@ def asked(rows: Sequence[Row], console: Console) -> list[Result]:
 def show(results: Sequence[Result], args: argparse.Namespace, console: Console) -> None:
     """Prints the tables."""
     if not args.summary:
-        for source, own in report.by_source(results).items():
-            if any(result.answer for result in own):
-                console.print(report.rows_table(source, own))
+        for source, members in report.by_source(results).items():
+            if any(result.answer for result in members):
+                console.print(report.rows_table(source, members))
         if (orders := report.orders_table(results)).row_count:
             console.print(orders)
     if args.plans:

@@ -40,13 +40,13 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
     for fields in lines:
         table, model, stages = fields["table"], fields["model"], whole(fields, "partitions_K")
         times, base = number(fields, "normalized_throughput"), _base(lines, fields)
-        held = [number(fields, f"{part}_memory_GB") for part in ("model_param", "peak_activation")]
+        gigabytes = [number(fields, f"{part}_memory_GB") for part in ("model_param", "peak_activation")]
         row = Row(
             source="gpipe",
             sweep=f"{table.split(' (')[0]}, {model}",
             name=_name(fields),
             seconds=1 / times if times else None,
-            nbytes=sum(x for x in held if x) * GIB or None,
+            nbytes=sum(x for x in gigabytes if x) * GIB or None,
             unit=f"times {_name(base)}",
             base=_name(base) if times else "",
         )
@@ -61,7 +61,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
         elif not (naive or fields["microbatches_M"]):
             yield replace(row, why="the source does not say how many microbatches")
         else:
-            asked = Configuration(
+            configuration = Configuration(
                 job=_job(fields, remat=not naive),
                 cluster=cluster,
                 microbatches=whole(fields, "microbatches_M", 1),
@@ -70,7 +70,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
                 by_work=True,
                 total=True,
             )
-            yield replace(row, question=asked)
+            yield replace(row, question=configuration)
 
 
 def _name(fields: Fields) -> str:

@@ -82,13 +82,13 @@ def multiplying(cluster: Cluster, matmul_efficiency: float) -> Cluster:
 
 def _dgx2(devices: int, *, fast: bool) -> Cluster:
     """DGX-2 hosts of 16 V100 with 32 GB, or DGX-2H, whose cards take more power."""
-    found = hosts_of("v100-32g", devices, DGX2_DEVICES)
-    group = found.group()
+    hosts = hosts_of("v100-32g", devices, DGX2_DEVICES)
+    group = hosts.group()
     inter = replace(group.inter, bytes_per_second=NETWORK_SHARE * DGX_NETWORK)
     device = group.device
     if fast:
         device = replace(device, flops_per_second={**device.flops_per_second, "float16": DGX2H_FLOPS})
-    return _grouped(found, replace(group, inter=inter, adapters=8, wiring="switch", device=device))
+    return _grouped(hosts, replace(group, inter=inter, adapters=8, wiring="switch", device=device))
 
 
 def _with_network(cluster: Cluster, inter: Link) -> Cluster:

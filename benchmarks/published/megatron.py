@@ -86,7 +86,7 @@ def _sc21(lines: Sequence[Fields]) -> Iterator[Row]:
             yield replace(row, why=f"microbatches of {micro} on {data} devices do not divide the batch of {batch}")
         else:
             job = gpt_job(fields, batch, remat=fields["activation_recompute"] == "full")
-            asked = Configuration(
+            configuration = Configuration(
                 job=job,
                 cluster=multiplying(cluster, MATMULS_OF_2021),
                 microbatches=batch // (micro * data),
@@ -95,7 +95,7 @@ def _sc21(lines: Sequence[Fields]) -> Iterator[Row]:
                 pipeline=pipeline,
                 interleave=chunks if pipeline > 1 else 1,
             )
-            yield replace(row, question=asked)
+            yield replace(row, question=configuration)
 
 
 def _v100(lines: Sequence[Fields]) -> Iterator[Row]:

@@ -40,14 +40,18 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
     for fields in lines:
         tensor, pipeline, data, zero = (whole(fields, name) for name in ("tp", "pp", "dp", "zero_stage"))
         micro, count, batch = (whole(fields, n) for n in ("microbatch_seqs", "grad_accum", "global_batch_seqs"))
-        rate, held, devices = number(fields, "tokens_per_s"), number(fields, "peak_mem_GB"), whole(fields, "num_gpus")
+        rate, peak, devices = (
+            number(fields, "tokens_per_s"),
+            number(fields, "peak_mem_GB"),
+            whole(fields, "num_gpus"),
+        )
         tokens = batch * whole(fields, "seq_len")
         row = Row(
             source="nanotron",
             sweep=f"{fields['model']} on {devices} devices",
             name=f"{fields['model']} tp{tensor} pp{pipeline} dp{data} zero{zero} micro{micro} accumulated{count}",
             seconds=tokens / rate if rate else None,
-            nbytes=held * GIB if held else None,
+            nbytes=peak * GIB if peak else None,
             out_of_memory=fields["status"] == "no_result",
             work=tokens,
             unit="tokens/s",
@@ -63,7 +67,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
         elif whole(fields, "kv_heads") % tensor:
             yield replace(row, why=f"{tensor} devices do not divide the {fields['kv_heads']} key-value heads")
         else:
-            asked = Configuration(
+            configuration = Configuration(
                 job=llama_job(fields, batch),
                 cluster=fusing(aws_p5(devices)),
                 microbatches=count,
@@ -72,7 +76,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
                 pipeline=pipeline,
                 zero=zero if data > 1 else 0,
             )
-            yield replace(row, question=asked)
+            yield replace(row, question=configuration)
 
 
 NANOTRON = Source(

@@ -94,9 +94,9 @@ def _collectives(lines: Sequence[Fields]) -> Iterator[Row]:
             )
     used = {m for system in systems for m in system.measurements}
     for line, fields in enumerate(lines, 2):
-        found = collectives.measurement(fields)
-        if found is None or found not in used:
-            why = "no collective with a payload" if found is None else "the table has no such device"
+        measured = collectives.measurement(fields)
+        if measured is None or measured not in used:
+            why = "no collective with a payload" if measured is None else "the table has no such device"
             words = "hardware", "collective", "payload_bytes"
             label = " ".join(fields[word] for word in words).strip()
             yield Row(source="collectives", sweep=fields["system"], name=f"line {line}: {label}", why=why)

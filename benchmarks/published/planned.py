@@ -35,7 +35,7 @@ precision (Megatron-LM), or the parameters themselves, cast where they are used,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained: a model's module and configuration, so many sequences a step, and how it is kept and updated."""
+    """The training of a job: a model and its configuration, sequences of a step, how it is kept and updated."""
 
     module: ModuleType
     config: Any
@@ -86,23 +86,23 @@ class Configuration:
 
 
 @lru_cache(maxsize=4)
-def _plan(asked: Configuration) -> Plan | PipelinePlan:
-    count, stages = asked.microbatches, asked.pipeline * asked.interleave
+def _plan(config: Configuration) -> Plan | PipelinePlan:
+    count, stages = config.microbatches, config.pipeline * config.interleave
     with without_gc():
-        return planner(asked).plan(step(asked.job, count, stages, asked.by_work), asked.cluster, PlanOptions()).plan
+        return planner(config).plan(step(config.job, count, stages, config.by_work), config.cluster, PlanOptions()).plan
 
 
-def planner(asked: Configuration) -> Planner:
+def planner(config: Configuration) -> Planner:
     """The planner by hand that lays a configuration out."""
-    if asked.zero:
-        return Zero(asked.zero)
+    if config.zero:
+        return Zero(config.zero)
     return DeepMegatron(
-        data=asked.data,
-        tensor=asked.tensor,
-        pipeline=asked.pipeline,
-        interleave=asked.interleave,
-        microbatches=asked.microbatches,
-        schedule=asked.schedule,
+        data=config.data,
+        tensor=config.tensor,
+        pipeline=config.pipeline,
+        interleave=config.interleave,
+        microbatches=config.microbatches,
+        schedule=config.schedule,
     )
 
 

@@ -23,9 +23,9 @@ def summaries(results: Sequence[Result]) -> list[Table]:
         True: "time, fitted rows: numbers of the library or of machines come from these",
         False: "time, judged rows",
     }
-    found = [_scores(results, fitted, title, TIME) for fitted, title in words.items()]
-    found.append(_scores(results, False, "memory of a device, judged rows", MEMORY))
-    return [table for table in found if table.row_count]
+    tables = [_scores(results, fitted, title, TIME) for fitted, title in words.items()]
+    tables.append(_scores(results, False, "memory of a device, judged rows", MEMORY))
+    return [table for table in tables if table.row_count]
 
 
 def _scores(
@@ -36,8 +36,8 @@ def _scores(
     shown.add_column("source", no_wrap=True)
     for name in columns:
         shown.add_column(name, justify="right", no_wrap=True)
-    for source, own in by_source(results).items():
-        members = [r for r in own if r.row.fitted == fitted]
+    for source, source_results in by_source(results).items():
+        members = [r for r in source_results if r.row.fitted == fitted]
         cells = [text(score(members)) for text in columns.values()] if members else []
         if any(cells):
             shown.add_row(source, *cells)
@@ -49,8 +49,8 @@ def by_source(results: Sequence[Result]) -> dict[str, list[Result]]:
     return {name: [r for r in results if r.row.source == name] for name in dict.fromkeys(r.row.source for r in results)}
 
 
-def _met(found: Score) -> str:
-    return f"{found.met}/{found.printed}" if found.printed else ""
+def _met(result: Score) -> str:
+    return f"{result.met}/{result.printed}" if result.printed else ""
 
 
 TIME: Mapping[str, Callable[[Score], str]] = {
@@ -95,9 +95,9 @@ def rows_table(source: str, results: Sequence[Result]) -> Table:
             continue
         fits = "" if row.out_of_memory is None else _fate(answer, row)
         times = _pair(answer.seconds, row.seconds, result.seconds_ratio, _times if row.base else quantities.seconds)
-        held = _pair(answer.nbytes, row.nbytes, result.nbytes_ratio, quantities.nbytes)
+        memory = _pair(answer.nbytes, row.nbytes, result.nbytes_ratio, quantities.nbytes)
         style = "red" if row.rounding and not is_met(result) else None
-        shown.add_row(row.name, *times, *held, fits, style=style)
+        shown.add_row(row.name, *times, *memory, fits, style=style)
     return shown
 
 
@@ -139,10 +139,10 @@ def unanswered(results: Sequence[Result], names: bool) -> list[str]:
         if result.answer is None:
             groups.setdefault((result.row.source, result.why), []).append(result.row.name)
     lines: list[str] = []
-    for (source, why), found in groups.items():
-        some = found if names else found[:FEW]
-        more = f"; and {len(found) - len(some)} more" if len(found) > len(some) else ""
-        lines.append(f"{source}, {len(found)} rows: {why} ({'; '.join(some)}{more})")
+    for (source, why), group in groups.items():
+        some = group if names else group[:FEW]
+        more = f"; and {len(group) - len(some)} more" if len(group) > len(some) else ""
+        lines.append(f"{source}, {len(group)} rows: {why} ({'; '.join(some)}{more})")
     return lines
 
 
@@ -152,9 +152,9 @@ def to_json(results: Sequence[Result], left_out: int, unread: Sequence[Path]) ->
         "rows": [_json_row(result) for result in results],
         "scores": {
             words: {
-                name: asdict(found) | {"precision": found.precision, "recall": found.recall}
-                for name, own in by_source(results).items()
-                if (members := [r for r in own if r.row.fitted == fitted]) and (found := score(members))
+                name: asdict(summary) | {"precision": summary.precision, "recall": summary.recall}
+                for name, source_results in by_source(results).items()
+                if (members := [r for r in source_results if r.row.fitted == fitted]) and (summary := score(members))
             }
             for words, fitted in (("judged", False), ("fitted", True))
         },
@@ -193,10 +193,10 @@ def draw(results: Sequence[Result], path: Path) -> None:
     panels = figure.subplots(1, 2)
     for panel, what, unit in zip(panels, ("seconds", "nbytes"), ("seconds of a step", "peak bytes"), strict=True):
         ends: list[float] = []
-        for source, own in by_source(results).items():
+        for source, source_results in by_source(results).items():
             pairs = [
                 (getattr(r.row, what), getattr(r.answer, what))
-                for r in own
+                for r in source_results
                 if getattr(r, f"{what}_ratio") is not None and not r.row.base
             ]
             if pairs:

@@ -12,7 +12,7 @@ Fields = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the library predicts: seconds of a step, peak bytes of a device, and how many bytes a plan may need."""
+    """The library's prediction: seconds of a step, peak bytes of a device, and how many bytes a plan may need."""
 
     seconds: float | None = None
     nbytes: float | None = None
@@ -92,8 +92,8 @@ class Source:
 
 def number(fields: Fields, *columns: str) -> float | None:
     """The first of the columns that has a number in it, None where none has. Raises ValueError for other text."""
-    found = next((fields[column] for column in columns if fields.get(column)), "")
-    return float(found) if found else None
+    text = next((fields[column] for column in columns if fields.get(column)), "")
+    return float(text) if text else None
 
 
 def whole(fields: Fields, column: str, default: int | None = None) -> int:

@@ -11,11 +11,11 @@ from benchmarks.published.zero_bubble import TaskTimes
 from passes.errors import PlanningError
 
 
-def predict(rows: Sequence[Row], told: Callable[[Row], None] = lambda row: None) -> list[Result]:
-    """What is predicted for each row, in their order; `told` hears of a row before it is asked."""
+def predict(rows: Sequence[Row], on_row: Callable[[Row], None] = lambda row: None) -> list[Result]:
+    """The predictions for all rows, in their order; `on_row` is called with a row before it is predicted."""
     answers: dict[Question, Answer | str] = {}
     for row in sorted(rows, key=_together):
-        told(row)
+        on_row(row)
         if row.question is not None and row.question not in answers:
             answers[row.question] = _answer(row.question)
     results = [_result(row, answers) for row in rows]
@@ -24,11 +24,11 @@ def predict(rows: Sequence[Row], told: Callable[[Row], None] = lambda row: None)
 
 def _together(row: Row) -> tuple[str, ...]:
     """Rows that have a model, its microbatches and its stages in common sort side by side."""
-    asked = row.question.asked if isinstance(row.question, TaskTimes) else row.question
-    if not isinstance(asked, Configuration):
+    config = row.question.asked if isinstance(row.question, TaskTimes) else row.question
+    if not isinstance(config, Configuration):
         return (row.source,)
-    stages = asked.pipeline * asked.interleave
-    return ("", str(asked.job), f"{asked.microbatches:6}", f"{stages:6}", str(replace(asked, schedule="")))
+    stages = config.pipeline * config.interleave
+    return ("", str(config.job), f"{config.microbatches:6}", f"{stages:6}", str(replace(config, schedule="")))
 
 
 def _answer(question: Question) -> Answer | str:
@@ -42,14 +42,14 @@ def _answer(question: Question) -> Answer | str:
 def _result(row: Row, answers: dict[Question, Answer | str]) -> Result:
     if row.question is None:
         return Result(row=row, why=row.why)
-    found = answers[row.question]
-    return Result(row=row, why=found) if isinstance(found, str) else Result(row=row, answer=found)
+    answer = answers[row.question]
+    return Result(row=row, why=answer) if isinstance(answer, str) else Result(row=row, answer=answer)
 
 
 def _relative(results: Sequence[Result]) -> list[Result]:
     """The results, those of rows that have a base in steps of that."""
     named = {(r.row.source, r.row.name): r.answer for r in results}
-    found: list[Result] = []
+    relative: list[Result] = []
     for result in results:
         row, answer = result.row, result.answer
         if row.base and answer and answer.seconds is not None:
@@ -58,5 +58,5 @@ def _relative(results: Sequence[Result]) -> list[Result]:
                 result = replace(result, answer=None, why=f"its base, {row.base}, was not predicted")
             else:
                 result = replace(result, answer=replace(answer, seconds=answer.seconds / base.seconds))
-        found.append(result)
-    return found
+        relative.append(result)
+    return relative

@@ -56,7 +56,7 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsAuthors:
-    """What the simulator of Zero Bubble's authors makes of a schedule of equal stages.
+    """The step that the simulator of Zero Bubble's authors predicts for a schedule of equal stages.
 
     The step is the longest time of any group from its start to its end. Where a microbatch goes round from the last
     group to the first, or back, only the first of each round of `pipeline` microbatches is waited for.
@@ -68,14 +68,14 @@ class AsAuthors:
 
     def answer(self) -> Answer:
         """Seconds of the step. Raises PlanningError for a schedule that there is not."""
-        asked, costs = self.simulated, self.simulated.costs
-        groups = asked.pipeline
-        schedule = build(asked.schedule, groups * asked.chunks, asked.microbatches, asked.chunks)
+        simulated, costs = self.simulated, self.simulated.costs
+        groups = simulated.pipeline
+        schedule = build(simulated.schedule, groups * simulated.chunks, simulated.microbatches, simulated.chunks)
 
         def hop(task: Task) -> float:
             last = groups - 1 if task.kind == "forward" else 0
             goes_round = schedule.group_of(task.stage) == last
-            return NEVER_WAITED_FOR if goes_round and task.microbatch % groups else asked.transfer_seconds
+            return NEVER_WAITED_FOR if goes_round and task.microbatch % groups else simulated.transfer_seconds
 
         spans = play(schedule, lambda task: costs[task.stage].seconds(task.kind), hop)
         starts, ends = dict[int, float](), dict[int, float]()

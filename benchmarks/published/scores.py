@@ -1,4 +1,4 @@
-"""How good predictions are: errors, bias, order within a sweep, what the predicted best loses, out of memory or not."""
+"""The quality of predictions: errors, bias, order within a sweep, loss of the predicted best, out of memory or not."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def bias(ratios: Sequence[float]) -> float:
 def tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Kendall's tau-b of (predicted, measured): 1 for the same order, -1 for the reverse; None where there is none."""
     predicted, measured = zip(*pairs, strict=True) if pairs else ((), ())
-    found: Any = kendalltau(predicted, measured) if len(pairs) > 1 else None
-    return None if found is None or math.isnan(found.statistic) else float(found.statistic)
+    statistic: Any = kendalltau(predicted, measured) if len(pairs) > 1 else None
+    return None if statistic is None or math.isnan(statistic.statistic) else float(statistic.statistic)
 
 
 def regret(pairs: Sequence[tuple[float, float]]) -> float:
-    """What is lost by running what is predicted to be fastest: its measured time by the least one, less 1.
+    """The time lost by running what is predicted to be fastest: its measured time by the least one, less 1.
 
     Pairs are seconds (predicted, measured); of several that are predicted equal, the slowest.
     """
@@ -55,7 +55,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a set of results comes to; errors are shares, None where nothing was compared.
+    """The scores of a set of results; errors are shares, None where nothing was compared.
 
     `printed` are figures of tables, `met` those of them that are met within their rounding. `positives` ran out of
     memory, `warned` were predicted to, `caught` both.
@@ -99,7 +99,7 @@ def sweeps(results: Iterable[Result]) -> list[Sweep]:
     for result in results:
         if result.seconds_ratio is not None:
             groups.setdefault((result.row.source, result.row.sweep), []).append(result)
-    found: list[Sweep] = []
+    sweep_list: list[Sweep] = []
     for (source, name), members in groups.items():
         if len(members) < 2:
             continue
@@ -107,8 +107,8 @@ def sweeps(results: Iterable[Result]) -> list[Sweep]:
         work = [r.row.work for r in members]
         rates = [(w / p, w / m) for w, (p, m) in zip(work, times, strict=True)]
         lost = regret(times) if all(r.row.is_choice for r in members) else None
-        found.append(Sweep(source=source, name=name, rows=len(members), tau=tau(rates), regret=lost))
-    return found
+        sweep_list.append(Sweep(source=source, name=name, rows=len(members), tau=tau(rates), regret=lost))
+    return sweep_list
 
 
 def score(results: Sequence[Result]) -> Score:
@@ -117,7 +117,7 @@ def score(results: Sequence[Result]) -> Score:
     A row that others are relative to is right by definition, and has no error of its own.
     """
     times = [ratio for r in results if r.row.base != r.row.name and (ratio := r.seconds_ratio) is not None]
-    held = [ratio for r in results if (ratio := r.nbytes_ratio) is not None]
+    nbytes_ratios = [ratio for r in results if (ratio := r.nbytes_ratio) is not None]
     orders = sweeps(results)
     taus = [sweep.tau for sweep in orders if sweep.tau is not None]
     losses = [sweep.regret for sweep in orders if sweep.regret is not None]
@@ -137,11 +137,11 @@ def score(results: Sequence[Result]) -> Score:
         worst=max((ratio - 1 for ratio in times), key=abs, default=None),
         tau=statistics.fmean(taus) if taus else None,
         regret=statistics.fmean(losses) if losses else None,
-        weighed=len(held),
-        memory_mape=mape(held) if held else None,
-        memory_bias=bias(held) if held else None,
-        memory_least=min(held, default=None),
-        memory_most=max(held, default=None),
+        weighed=len(nbytes_ratios),
+        memory_mape=mape(nbytes_ratios) if nbytes_ratios else None,
+        memory_bias=bias(nbytes_ratios) if nbytes_ratios else None,
+        memory_least=min(nbytes_ratios, default=None),
+        memory_most=max(nbytes_ratios, default=None),
         judged_memory=len(fates),
         positives=sum(measured for _, measured in fates if measured),
         warned=sum(bool(predicted) for predicted, _ in fates),

@@ -1,4 +1,4 @@
-"""Which source reads a file: it is known by its columns, so a file of the same format may have any name."""
+"""The source that reads a file: it is known by its columns, so a file of the same format may have any name."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def source_of(columns: Sequence[str]) -> Source | None:
 def _numbered(rows: Sequence[Row]) -> list[Row]:
     """The rows, those that a source has several times under one name with a number behind it."""
     times, seen = Counter((row.source, row.name) for row in rows), Counter[tuple[str, str]]()
-    found: list[Row] = []
+    numbered: list[Row] = []
     for row in rows:
         key = row.source, row.name
         seen[key] += 1
-        found.append(row if times[key] == 1 else replace(row, name=f"{row.name} #{seen[key]}"))
-    return found
+        numbered.append(row if times[key] == 1 else replace(row, name=f"{row.name} #{seen[key]}"))
+    return numbered
 
 
 def spread(rows: Sequence[Row], limit: int) -> list[Row]:
@@ -65,7 +65,7 @@ def spread(rows: Sequence[Row], limit: int) -> list[Row]:
         return list(rows)
     kept: set[tuple[str, str]] = set()
     for name in dict.fromkeys(row.source for row in rows):
-        asked = [row for row in rows if row.source == name and row.question is not None]
-        some = [asked[i * len(asked) // limit] for i in range(limit)] if len(asked) > limit else asked
+        questions = [row for row in rows if row.source == name and row.question is not None]
+        some = [questions[i * len(questions) // limit] for i in range(limit)] if len(questions) > limit else questions
         kept |= {(name, label) for row in some for label in (row.name, row.base)}
     return [row for row in rows if row.question is None or (row.source, row.name) in kept]

@@ -48,12 +48,12 @@ class TaskTimes:
             raise PlanningError("a plan without stages has no tasks")
         match self.task:
             case "T_F":
-                found = [cost.forward_seconds for cost in plan.costs]
+                seconds = [cost.forward_seconds for cost in plan.costs]
             case "T_B + T_W":
-                found = [cost.backward_seconds for cost in plan.costs]
+                seconds = [cost.backward_seconds for cost in plan.costs]
             case "T_comm":
-                found = [transfer.forward_seconds for transfer in plan.transfers]
-        return Answer(seconds=statistics.fmean(found))
+                seconds = [transfer.forward_seconds for transfer in plan.transfers]
+        return Answer(seconds=statistics.fmean(seconds))
 
 
 def _read(lines: Sequence[Fields]) -> Iterator[Row]:
@@ -98,24 +98,24 @@ def _configuration(fields: Fields) -> Configuration | None:
 
 
 def _table_4(fields: Fields, times: Fields | None) -> Iterator[Row]:
-    rate, held = number(fields, "samples_per_gpu_per_s"), number(fields, "peak_memory_GB")
+    rate, gigabytes = number(fields, "samples_per_gpu_per_s"), number(fields, "peak_memory_GB")
     work = whole(fields, "microbatch_seqs") * whole(fields, "num_microbatches") / whole(fields, "num_gpus")
     row = Row(
         source="zero-bubble",
         sweep=f"{fields['model']} p{fields['p']} m{fields['num_microbatches']}",
         name=_name(fields),
         seconds=work / rate if rate else None,
-        nbytes=held * GB if held else None,
+        nbytes=gigabytes * GB if gigabytes else None,
         work=work,
         unit="sequences/s a device",
         is_choice=True,
     )
-    known, asked = fields["schedule"] in NAMES, _configuration(fields)
+    known, configuration = fields["schedule"] in NAMES, _configuration(fields)
     missing = f"the library has no schedule {fields['schedule']}"
-    if asked is None:
+    if configuration is None:
         yield replace(row, why=f"no device of the table is called {fields['gpu']!r}")
     else:
-        yield replace(row, question=asked) if known else replace(row, why=missing)
+        yield replace(row, question=configuration) if known else replace(row, why=missing)
     for source, overlap in (("zero-bubble-times", 1.0), ("zero-bubble-times-blocking", 0.0)):
         given = replace(row, source=source, nbytes=None)
         if not known:
@@ -189,7 +189,7 @@ def _ideal_seconds(fields: Fields, times: Mapping[str, str]) -> float:
 
 
 def _table_6(fields: Fields) -> Iterator[Row]:
-    asked = _configuration(fields)
+    configuration = _configuration(fields)
     forward, inputs, weights, transfer = (number(fields, f"T_{kind}_ms") for kind in ("F", "B", "W", "comm"))
     backward = inputs + weights if inputs and weights else None
     tasks: tuple[tuple[Task, float | None], ...] = (("T_F", forward), ("T_B + T_W", backward), ("T_comm", transfer))
@@ -199,8 +199,8 @@ def _table_6(fields: Fields) -> Iterator[Row]:
             sweep=task,
             name=f"{_name(fields)} {task}",
             seconds=spent / 1e3 if spent else None,
-            question=asked and TaskTimes(asked=asked, task=task),
-            why="" if asked else f"no device of the table is called {fields['gpu']!r}",
+            question=configuration and TaskTimes(asked=configuration, task=task),
+            why="" if configuration else f"no device of the table is called {fields['gpu']!r}",
         )
 
 

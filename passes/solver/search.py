@@ -49,7 +49,7 @@ tight to it, so that less saves no time (`python -m benchmarks.settings`)."""
 
 _RADIUS = 2
 """Rounds of colour refinement after which nodes of one colour are made one: edges around a node up to which two equal
-ones see the same. One makes nodes of different layers one that then fit worse (`python -m benchmarks.settings`)."""
+ones see the same. Assumed: `python -m benchmarks.tying` compares only tying with none."""
 
 _PARTS = 4
 """Parts of equal nodes that budgets may treat differently."""
