@@ -78,8 +78,8 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled as users do it: for what is held against the compiler's own figures, and a sample of everything else."""
     given = hlo.compiler_options
 
-    def options(platform: str, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return {"xla_cpu_use_fusion_emitters": True} | given(platform, asked)
+    def options(platform: str, user_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return {"xla_cpu_use_fusion_emitters": True} | given(platform, user_options)
 
     monkeypatch.setattr(hlo, "compiler_options", options)
     jax.config.update("jax_disable_most_optimizations", False)
