@@ -206,11 +206,12 @@ def test_pipelines_are_compared(tmp_path: Any, capsys: Any):
 
 
 def slow_network(cluster: str, bytes_per_second: float) -> autopar.Cluster:
-    """A cluster whose hosts are far apart."""
+    """A cluster whose hosts are far apart, and whose stages compute while they send."""
     found = parse_cluster(cluster)
     group = found.group()
-    inter = replace(group.inter, bytes_per_second=bytes_per_second)
-    return replace(found, groups=(replace(group, inter=inter),))
+    inter = replace(group.inter, bytes_per_second=bytes_per_second, sent=1.0)
+    device = replace(group.device, send_seconds=0.0, send_overlap=1.0)
+    return replace(found, groups=(replace(group, inter=inter, device=device),))
 
 
 def wide_mlp() -> tuple[Any, Any]:
