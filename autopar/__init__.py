@@ -1,8 +1,9 @@
 """An ordinary JAX train step, planned for many devices and run."""
 
+from autopar import distributed
 from autopar.api import ParallelFunction, parallelize
 from autopar.cache import PlanCache
-from autopar.errors import ArgumentError, DeviceError, UnboundPlanError, UnsupportedError
+from autopar.errors import ArgumentError, DeviceError, DisagreementError, UnboundPlanError, UnsupportedError
 from autopar.lowering import register_rule
 from autopar.plan import Plan
 from autopar.profiling import Calibration, StepReport
@@ -38,6 +39,7 @@ __all__ = [
     "DataParallel",
     "DeviceError",
     "DeviceSpec",
+    "DisagreementError",
     "GPipe",
     "HostGroup",
     "HostSpec",
@@ -67,6 +69,7 @@ __all__ = [
     "UnsupportedError",
     "Variant",
     "Zero",
+    "distributed",
     "measure",
     "parallelize",
     "register_device",

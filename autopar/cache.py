@@ -151,7 +151,7 @@ def relocated(plan: AnyPlan, traced: Traced) -> AnyPlan | None:
                 return None
     if all(before == now for before, now in sources.items()):
         return plan
-    return _from_json(_renamed(plan.to_json(), sources))
+    return plan_of_json(_renamed(plan.to_json(), sources))
 
 
 def _sources(operators: Sequence[Operator], graph: Graph) -> Iterator[tuple[str, str]]:
@@ -173,7 +173,7 @@ def _renamed(data: object, sources: Mapping[str, str]) -> object:
     return [_renamed(value, sources) for value in data] if isinstance(data, list) else data
 
 
-def _from_json(data: object) -> AnyPlan:
+def plan_of_json(data: object) -> AnyPlan:
     """The plan that JSON data describe. Raises PlanningError."""
     kind = PipelinePlan if "pipeline" in plan_json.as_object(data, "the plan").data else Plan
     return kind.from_json(data)
@@ -197,7 +197,7 @@ def _entry_of(text: str, key: Key) -> tuple[AnyPlan, plan_json.Fields]:
         raise PlanningError("the entry is another step's")
     if cache.get("digest") != _digest(json.dumps(cache.get("how")) + body):
         raise PlanningError("the entry has been damaged")
-    return _from_json(json.loads("{" + body)), plan_json.as_object(cache["how"], "how")
+    return plan_of_json(json.loads("{" + body)), plan_json.as_object(cache["how"], "how")
 
 
 def _ignored(path: Path, why: str) -> None:

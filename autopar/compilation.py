@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 
+from autopar.distributed import Processes, among
 from autopar.errors import DeviceError, UnsupportedError, explain
 from autopar.frontend import Signature, Traced, Type, structs_of, trace, types_of
 from autopar.jax_compat import Device, configuration, is_traced
 from autopar.options import Settings
 from autopar.plan import Plan
-from autopar.planning import Chosen, choose
+from autopar.planning import Chosen, agree, choose
 from autopar.rewrite import TracedStep, step_of
 from autopar.runtime import (
     Executable,
@@ -32,7 +34,7 @@ from autopar.runtime import (
     pipeline_nbytes,
     prepare,
 )
-from passes.cluster import local_cluster
+from passes.cluster import Cluster, local_cluster
 from passes.errors import InternalError, OverBudgetError
 from passes.gc_pause import without_gc
 from passes.plan import PipelinePlan
@@ -80,6 +82,7 @@ class Compilation:
 
     def lower(self, *, again: bool = True) -> Lowered | LoweredPipeline:
         """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
+        self._agree()
         plan = self.plan()
         if isinstance(plan, PipelinePlan):
             return self._lowered_pipeline(plan)
@@ -97,7 +100,7 @@ class Compilation:
     def start(self, leaves: list[Any]) -> Any:
         """The results of the first call, after which there is what runs the others."""
         with without_gc():
-            self._chosen()
+            self._agree()
         run = self._made(leaves)
         return self.prepare().executable()(leaves) if run is None else run(leaves)
 
@@ -105,7 +108,7 @@ class Compilation:
         """The function that runs on such flat arguments, compiled if it was not."""
         if self.run is None:
             with without_gc():
-                self._chosen()
+                self._agree()
         run = self.run or self._made(leaves)
         if run is None:
             raise InternalError("a report is asked for inside another transformation")
@@ -122,17 +125,24 @@ class Compilation:
 
     def _chosen(self) -> Chosen:
         if self.chosen is None:
-            cluster = self.settings.cluster or local_cluster(self._devices())
-            if self.settings.calibration is not None:
-                cluster = self.settings.calibration.applied(cluster)
-            self.chosen = choose(self.step(), cluster, self.settings, self.signature.source)
+            cluster = partial(_cluster, self.settings, self._devices, processes := self._processes())
+            self.chosen = choose(self.step(), cluster, self.settings, self.signature.source, processes)
         return self.chosen
+
+    def _processes(self) -> Processes | None:
+        """The processes that run the program together; None if it is this one alone."""
+        return among(self._devices()) if jax.distributed.is_initialized() else None
+
+    def _agree(self) -> None:
+        """Raises DisagreementError unless all processes have the same program and plan."""
+        chosen, processes = self._chosen(), self._processes()
+        if processes:
+            agree(processes, self.step(), chosen.plan, self.signature.source)
 
     def _limit(self) -> Limit | None:
         """The memory limit of the compiled program, None where there is none to check."""
-        chosen, plan = self._chosen(), self.plan()
-        source = self.signature.source
-        return limit_of(plan, self.present(), chosen.memory_limit, source, searched=chosen.searched)
+        chosen, source = self._chosen(), self.signature.source
+        return limit_of(chosen.plan, self.present(), chosen.memory_limit, source, searched=chosen.searched)
 
     def _tighten(self, limit: Limit, needed: int) -> None:
         """Plans again, for as much less than the limit as the compiled program needed more than was planned.
@@ -153,18 +163,20 @@ class Compilation:
 
         None for a call that is `nested` in another transformation: what is compiled then is not this program.
         """
-        plan, limit = self.plan(), self._limit()
+        plan, limit, processes = self.plan(), self._limit(), self._processes()
         if isinstance(plan, PipelinePlan):
             pipeline = self._pipeline(self._program(plan))
             needed = pipeline_nbytes(pipeline.program, pipeline.executables) if limit else 0
             executable = self._joined(pipeline)
-        elif limit is None:
+        elif limit is None and not processes:
             return self.prepare().executable()
         elif nested:
             return None
         else:
             compiled = lower(self.prepare(), self.structs).compile()
-            needed, executable = needed_nbytes(plan, compiled.memory_analysis()), compiled.executable()
+            needed, executable = needed_nbytes(plan, compiled.memory_analysis()) if limit else 0, compiled.executable()
+        if limit and processes:
+            needed = max(map(int, processes.gather("the memory that the program needs", str(needed))))
         if limit is None or needed <= limit.nbytes:
             return executable
         if not again or not limit.searched:
@@ -182,14 +194,15 @@ class Compilation:
         """A pipeline's program, compiled."""
         traced = self._chosen().traced
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
-        return load(program, rows, traced.out_tree, traced.weak, executables)
+        return load(program, rows, traced.out_tree, traced.weak, executables, self._processes())
 
     def _joined(self, pipeline: Pipeline) -> Pipeline | Joined:
         """The pipeline on the caller's own arrays, of which its stages may hold chunks."""
         pieces = self._chosen().pieces
         if pieces is None:
             return pipeline
-        return Joined(pipeline, pieces, self.traced.out_tree, pieces.donation(pipeline.program.donation))
+        donation = pieces.donation(pipeline.program.donation)
+        return Joined(pipeline, pieces, self.traced.out_tree, donation, arrivals=pipeline.arrivals)
 
     def _lowered_pipeline(self, plan: PipelinePlan) -> LoweredPipeline:
         """A pipeline's program, lowered a segment at a time."""
@@ -208,7 +221,8 @@ class Compilation:
             plan = self.plan()
             if isinstance(plan, PipelinePlan):
                 raise InternalError("a pipeline is lowered a segment at a time")
-            self.prepared = prepare(self.signature, self._chosen().traced, plan, self.present())
+            devices, processes = self.present(), self._processes()
+            self.prepared = prepare(self.signature, self._chosen().traced, plan, devices, processes)
         return self.prepared
 
     def _devices(self) -> Sequence[Device]:
@@ -231,6 +245,14 @@ class Compilation:
                 )
             )
         return devices[:size]
+
+
+def _cluster(settings: Settings, devices: Callable[[], Sequence[Device]], processes: Processes | None) -> Cluster:
+    """The cluster to plan for: that of the settings, or else of these devices and of their processes' hosts."""
+    cluster = settings.cluster
+    if cluster is None:
+        cluster = local_cluster(devices(), processes and {rank: processes.host(rank) for rank in processes.ranks})
+    return settings.calibration.applied(cluster) if settings.calibration else cluster
 
 
 def _outermost(run: _Run, signature: Signature) -> _Run:

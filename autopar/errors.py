@@ -9,6 +9,7 @@ __all__ = [
     "ArgumentError",
     "ClusterError",
     "DeviceError",
+    "DisagreementError",
     "InternalError",
     "OverBudgetError",
     "PlanMismatchError",
@@ -29,6 +30,10 @@ class UnsupportedError(PlanningError, NotImplementedError):
 
 class DeviceError(PlanningError, RuntimeError):
     """A plan for devices that are not here."""
+
+
+class DisagreementError(PlanningError, RuntimeError):
+    """Processes that would run different programs, or that were given different values."""
 
 
 class UnboundPlanError(PlanningError):

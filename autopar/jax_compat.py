@@ -16,6 +16,7 @@ from typing import Literal as OneOf
 import jax
 from jax._src import config as _config  # no public way to all configuration that a trace reads, nor to `check_vma`
 from jax._src import core as _core  # no public way to ask whether a trace is under way
+from jax._src import distributed as _distributed  # no public way to the coordination service's key-value store
 from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
 from jax.core import Tracer
@@ -42,6 +43,8 @@ __all__ = [
     "bind_params",
     "call_local",
     "configuration",
+    "coordination_client",
+    "coordinator_host",
     "dtype_of",
     "has_ambient_mesh",
     "has_plain_type",
@@ -53,6 +56,7 @@ __all__ = [
     "is_staging",
     "is_traced",
     "key_data",
+    "key_implementation",
     "no_mesh",
     "open_jaxpr",
     "optimization_barrier_p",
@@ -67,6 +71,7 @@ __all__ = [
 _OURS = os.path.dirname(__file__) + os.sep
 _FRAMEWORK = re.compile(r"[\\/](?:site|dist)-packages[\\/](?:flax|optax|chex|haiku|equinox)[\\/]")
 _IN_ORDER = CALLBACKS | CONTROL
+_GENERATORS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
@@ -209,6 +214,16 @@ def configuration() -> Hashable:
         return _config.trace_context()
 
 
+def coordination_client() -> Any:
+    """The client of the service that connects the processes of a program; None where there is one process alone."""
+    return _distributed.global_state.client
+
+
+def coordinator_host() -> str:
+    """The host name or address at which the processes of a program reach the first one."""
+    return (_distributed.global_state.coordinator_address or "127.0.0.1:0").rpartition(":")[0].strip("[]")
+
+
 def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
     """`x` typed weakly if `weak`, as results of Python scalars are; `jax.lax.convert_element_type` cannot say so."""
     if not weak or x.weak_type:
@@ -247,8 +262,12 @@ def dtype_of(name: str) -> Any:
     """The dtype that planning calls by this name; keys have one for each generator."""
     if not name.startswith("key<"):
         return jax.numpy.dtype(name)
-    names = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
-    return jax.eval_shape(lambda: jax.random.key(0, impl=names[name[4:-1]])).dtype
+    return jax.eval_shape(lambda: jax.random.key(0, impl=_GENERATORS[name])).dtype
+
+
+def key_implementation(dtype: Any) -> str:
+    """The name of the generator of keys of this dtype."""
+    return _GENERATORS[dtype.name]
 
 
 def key_data(key: jax.Array) -> jax.Array:

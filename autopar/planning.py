@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from autopar.cache import key_of, relocated
+from autopar import errors
+from autopar.cache import key_of, plan_of_json, relocated
+from autopar.distributed import Processes, digest_of
 from autopar.errors import ArgumentError, explain
 from autopar.frontend import Traced
 from autopar.options import Settings
@@ -16,6 +20,7 @@ from autopar.rewrite import TracedStep
 from autopar.runtime import Pieces
 from passes import plan as plans
 from passes.cluster import Cluster
+from passes.errors import PlanningError
 from passes.intra_op import slow_dtype, variant_of
 from passes.ir import Graph
 from passes.plan import PipelinePlan
@@ -38,10 +43,21 @@ class Chosen:
     memory_limit: int | None
 
 
-def choose(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Chosen:
-    """A plan of the step, which is written at `source`. Raises PlanningError where there is none."""
-    _warn_of_dtype(step.graph, cluster, source)
-    planned = _cached(step, cluster, settings, source)
+def choose(
+    step: TracedStep,
+    cluster: Callable[[], Cluster],
+    settings: Settings,
+    source: str,
+    processes: Processes | None = None,
+) -> Chosen:
+    """A plan of the step, which is written at `source`: of several processes, that of the first.
+
+    Raises PlanningError where there is none.
+    """
+    if processes is None:
+        planned = _planned(step, cluster(), settings, source)
+    else:
+        planned = _together(step, cluster, settings, source, processes)
     variant = cast("TracedStep", planned.step)
     plan = planned.plan
     if not isinstance(plan, PipelinePlan):
@@ -52,6 +68,62 @@ def choose(step: TracedStep, cluster: Cluster, settings: Settings, source: str) 
     )
 
 
+def agree(processes: Processes, step: TracedStep, plan: plans.Plan | PipelinePlan | None, source: str) -> None:
+    """Raises DisagreementError, on all processes, where they have other programs, constants or plans."""
+    items = {
+        "the program": step.graph.fingerprint,
+        "what it holds constant": digest_of(" ".join(map(digest_of, step.traced.constants))),
+        "the plan": digest_of(json.dumps(plan.to_json(), sort_keys=True)) if plan else "not of this program",
+    }
+    remedy = "run the same script, with the same arguments, on every process"
+    try:
+        processes.agree("the step", items, source, remedy)
+    except errors.DisagreementError:  # all come here together, and look for the first operator that differs
+        lines = step.graph.format().splitlines()
+        processes.agree("the program", {f"line {n}": line for n, line in enumerate(lines, 1)}, source, remedy)
+        raise
+
+
+def _together(
+    step: TracedStep, cluster: Callable[[], Cluster], settings: Settings, source: str, processes: Processes
+) -> Planned:
+    """The plan that the first process makes, on all of them; what it raises all raise."""
+    failures: list[Exception] = []
+
+    def made() -> str:
+        try:
+            planned = _planned(step, cluster(), settings, source)
+        except Exception as error:  # whatever it is, the others would wait for a plan
+            failures.append(error)
+            return json.dumps({"failure": type(error).__name__, "message": str(error)})
+        return json.dumps({"plan": planned.plan.to_json(), "how": _how(planned)})
+
+    shared = json.loads(processes.broadcast("the plan", made))
+    if failures:
+        raise failures[0]
+    if "failure" in shared:
+        kind = getattr(errors, shared["failure"], None)
+        kind = kind if isinstance(kind, type) and issubclass(kind, PlanningError) else PlanningError
+        raise kind(f"process {processes.ranks[0]}: {shared['message']}")
+    how = plan_json.as_object(shared["how"], "how")
+    try:
+        planned = _restored(step, plan_of_json(shared["plan"]), how)
+    except PlanningError:
+        planned = None
+    if planned is None:
+        agree(processes, step, None, source)
+        rule = "its plan cannot be read here, where the program is the same"
+        remedy = "install the same version of autopar on every process"
+        raise errors.DisagreementError(explain(f"process {processes.ranks[0]}", rule, source, remedy))
+    return planned
+
+
+def _how(planned: Planned) -> Mapping[str, object]:
+    """How a plan was come to, as plain data."""
+    stages = planned.step.chosen.stages
+    return {"stages": stages, "searched": planned.searched, "memory_limit": planned.memory_limit}
+
+
 def _warn_of_dtype(graph: Graph, cluster: Cluster, source: str) -> None:
     """Warns of products in a dtype that a device has no units for."""
     for device in {group.device.name: group.device for group in cluster.groups}.values():
@@ -60,7 +132,13 @@ def _warn_of_dtype(graph: Graph, cluster: Cluster, source: str) -> None:
             numbers = f"{device.name} has no units for it: {rate / 1e12:.3g} TFLOP/s, and {best / 1e12:.3g} in {better}"
             remedy = f"compute in {better}, or on devices that have {dtype}"
             where = f"at {source}" if source else ""
-            warnings.warn(explain(f"products in {dtype}", numbers, where, remedy), stacklevel=4)
+            warnings.warn(explain(f"products in {dtype}", numbers, where, remedy), stacklevel=5)
+
+
+def _planned(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
+    """The plan of this process, with a warning where the step should not compute as it does."""
+    _warn_of_dtype(step.graph, cluster, source)
+    return _cached(step, cluster, settings, source)
 
 
 def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
@@ -79,9 +157,7 @@ def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str)
     planned = settings.cache.read(key, partial(_restored, step))
     if planned is None:
         planned = _made(step, cluster, settings, source)
-        stages = planned.step.chosen.stages
-        how = {"stages": stages, "searched": planned.searched, "memory_limit": planned.memory_limit}
-        settings.cache.write(key, planned.plan, how)
+        settings.cache.write(key, planned.plan, _how(planned))
     return planned
 
 

@@ -27,8 +27,9 @@ ORDER = {
         "__init__",
     ),
     "autopar": (
-        *("errors", "jax_compat", "plan", "frontend", "lowering", "checks", "runtime", "profiling", "rewrite", "cache"),
-        *("options", "planning", "compilation", "reporting", "api", "tools", "__main__", "__init__"),
+        *("errors", "jax_compat", "distributed", "plan", "frontend", "lowering", "checks", "runtime", "profiling"),
+        *("rewrite", "cache", "options", "planning", "compilation", "reporting", "api", "tools", "__main__"),
+        "__init__",
     ),
 }
 MOST_NAMES = 20

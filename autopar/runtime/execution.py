@@ -13,11 +13,13 @@ from jax.sharding import Sharding
 
 from autopar import jax_compat
 from autopar.checks import Verification, hlo, verify
+from autopar.distributed import Processes, digest_of
 from autopar.errors import ArgumentError, explain
 from autopar.frontend import Signature, Traced, Type, types_of
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.lowering import build, shardings
 from autopar.plan import Plan, unflattened
+from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.donation import reused
 from autopar.runtime.footprint import CPU, Limit, needed_nbytes
 from autopar.runtime.program import Donation
@@ -46,21 +48,30 @@ class Prepared:
     nested: Any
     in_shardings: tuple[Sharding, ...]
     out_shardings: tuple[Sharding, ...]
+    processes: Processes | None = None
 
     def executable(self, run: Callable[..., Sequence[jax.Array]] | None = None) -> Executable:
         """The program as calls run it, with `run` in place of the jitted function once it is compiled."""
+        names = self.traced.graph.input_names
         return Executable(
             run=run or self.jitted,
             nested=run or self.nested,
             in_shardings=self.in_shardings,
-            donation=Donation(positions=tuple(sorted(reused(self.traced))), names=self.traced.graph.input_names),
+            donation=Donation(positions=tuple(sorted(reused(self.traced))), names=names),
             out_tree=self.traced.out_tree,
             stacked=_stacked(self.traced),
+            arrivals=Arrivals(self.processes, names) if self.processes else None,
         )
 
 
-def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[Device]) -> Prepared:
-    """The jitted function of a plan on its devices."""
+def prepare(
+    signature: Signature,
+    traced: Traced,
+    plan: Plan,
+    devices: Sequence[Device],
+    processes: Processes | None = None,
+) -> Prepared:
+    """The jitted function of a plan on its devices, which are those of `processes` if there are several."""
     program = build(traced, plan, devices)
     # One object for equal shardings: results come back with it, and finding them in place is a test of identity.
     unique: dict[Sharding, Sharding] = {}
@@ -89,6 +100,7 @@ def prepare(signature: Signature, traced: Traced, plan: Plan, devices: Sequence[
         nested=_nested(jitted(), in_shardings, signature, traced, plan, devices),
         in_shardings=in_shardings,
         out_shardings=out_shardings,
+        processes=processes,
     )
 
 
@@ -132,6 +144,7 @@ class Executable:
     donation: Donation
     out_tree: PyTreeDef
     stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    arrivals: Arrivals | None = None
     _in_place: list[Sharding | None] = field(init=False)
     """The sharding object that each argument last had and that equals the planned one: a step's results come back with
     the same objects, so that asking for identity does, where comparing a thousand shardings takes milliseconds."""
@@ -148,6 +161,8 @@ class Executable:
     def _call(self, leaves: list[Any]) -> Any:
         if not leaves or jax_compat.is_staging() or any(map(jax_compat.is_traced, leaves)):
             return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
+        if self.arrivals:
+            return self._call_together(leaves, self.arrivals)
         given = leaves
         if self.stacked:
             leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
@@ -174,6 +189,18 @@ class Executable:
             return False
         self._in_place[index] = sharding
         return True
+
+    def _call_together(self, leaves: list[Any], arrivals: Arrivals) -> Any:
+        """The results of a call that all processes make."""
+        is_global = arrivals.survey(leaves)
+        self.donation.check(leaves)
+        placed: list[jax.Array] = []
+        for i, (leaf, everywhere, target) in enumerate(zip(leaves, is_global, self.in_shardings, strict=True)):
+            array = arrivals.divided(leaf, self.stacked[i], is_global=everywhere) if i in self.stacked else leaf
+            placed.append(arrivals.place(array, target, is_global=everywhere))
+        results = self.run(*placed)
+        self.donation.delete(leaves)
+        return jax.tree.unflatten(self.out_tree, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +232,8 @@ class Lowered:
         Raises OverBudgetError where it needs more memory than a device may. A search is given one more try, with as
         much less to plan for as XLA needed more than was planned: `plan` of the executable is the new plan then.
         """
+        if processes := self._prepared.processes:
+            processes.agree("the compiled program", {"its StableHLO": digest_of(self.as_text())})
         options = compiler_options and hlo.compiler_options(self._prepared.platform, user_options=compiler_options)
         compiled = self._lowered.compile(compiler_options=options)  # without any, those of the jitted function
         if self._limit is not None:

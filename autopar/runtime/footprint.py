@@ -86,13 +86,15 @@ def pipeline_nbytes(program: Program, executables: Sequence[Any]) -> int:
 def pipeline_peaks(program: Program, executables: Sequence[Any]) -> Mapping[int, int]:
     """The peaks of a pipeline's stages, each on one device, by the first device's id: arrays and what segments need.
 
-    Arguments that are not donated stay all the while, results from where they are made.
+    Arguments that are not donated stay all the while, results from where they are made. Segments of other processes
+    have no executable here, and what they need is counted there.
     """
     walk = _Walk(program)
     for instruction in program.instructions:
         match instruction:
             case Run():
-                walk.run(instruction, executables[instruction.segment].memory_analysis())
+                executable = executables[instruction.segment]
+                walk.run(instruction, executable and executable.memory_analysis())
             case Send():
                 walk.come(instruction.target)
             case Free():
@@ -127,7 +129,9 @@ class _Walk:
 
     def run(self, instruction: Run, analysis: Any) -> None:
         segment = self.program.segments[instruction.segment]
-        new_nbytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
+        new_nbytes = 0
+        if analysis:
+            new_nbytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
         slots = (*instruction.outputs, *instruction.inputs)
         if slots:
             self._reach(self.sizes[slots[0]][0], new_nbytes)

@@ -48,7 +48,7 @@ def build(traced: Traced, plan: PipelinePlan, stages: Stages, devices: Sequence[
     for stage in program_stages:
         loop.finish(stage)
     write_rounds(program_stages, listing)
-    return _finished(traced, listing, _results(traced, program_stages, stages, listing))
+    return _finished(traced, listing, _results(traced, program_stages, stages, listing, devices))
 
 
 def _stage(
@@ -111,8 +111,14 @@ def _before(stage: Stage, listing: Listing) -> None:
     listing.compute(stage, f"before {stage.number}", stage.body, range(loop), stage.layout, specs, needed)
 
 
-def _results(traced: Traced, program_stages: Sequence[Stage], stages: Stages, listing: Listing) -> tuple[Slot, ...]:
-    """The slots of outputs, each an array of its own: what the caller may donate is no argument and no constant."""
+def _results(
+    traced: Traced, program_stages: Sequence[Stage], stages: Stages, listing: Listing, devices: Sequence[Device]
+) -> tuple[Slot, ...]:
+    """The slots of outputs, each an array of its own: what the caller may donate is no argument and no constant.
+
+    Of several processes each is sent the outputs that are single numbers, so that a loss can be read on all.
+    """
+    are_of_several = len({device.process_index for device in devices}) > 1
     representative = shared(listing.instructions)
     given = (*(feed.slot for feed in listing.feeds), *(slot for slot, _, _ in listing.constants))
     taken = {representative.get(slot, slot) for slot in given}
@@ -123,6 +129,9 @@ def _results(traced: Traced, program_stages: Sequence[Stage], stages: Stages, li
         slot = listing.slots[stage.number, value, spec]
         if representative.get(slot, slot) in taken:
             slot = _copied(stage, (value, spec), slot, listing)
+        elif are_of_several and traced.graph.types[value].shape == ():
+            struct = struct_of(traced.graph.types[value], spec, stage)
+            slot = listing.broadcast(slot, struct, stage.sharding(spec), devices)
         taken.add(representative.get(slot, slot))
         slots.append(slot)
     return tuple(slots)

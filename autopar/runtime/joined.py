@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar import jax_compat
+from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.program import Donation
 
 STAGE = "stage"
@@ -75,6 +76,7 @@ class Joined:
     origins: dict[Sharding, tuple[Sharding, ...]] = field(default_factory=dict)
     targets: dict[tuple[Sharding, ...], _Target | None] = field(default_factory=dict)
     fresh: dict[int, tuple[weakref.ref[Any], list[jax.Array]]] = field(default_factory=dict)
+    arrivals: Arrivals | None = None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         with jax_compat.no_mesh() if jax_compat.has_ambient_mesh() else nullcontext():
@@ -115,7 +117,7 @@ class Joined:
                 self.origins[target.whole] = target.chunks
         target = self.targets[shardings]
         if target is None:
-            return jnp.concatenate(jax.device_put(pieces, shardings[0]))
+            return jnp.concatenate([self._moved(piece, shardings[0]) for piece in pieces])
         shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
         if shardings == target.chunks:
             joined = _over_stages(shape, target.whole, pieces)
@@ -123,8 +125,11 @@ class Joined:
             self.fresh[key] = weakref.ref(joined, lambda _: forget(key, None)), pieces
             return joined
         several, size = iter(pieces), len(pieces) // len(target.chunks)
-        chunks = [jax.device_put(_concatenated(list(islice(several, size))), sharding) for sharding in target.chunks]
+        chunks = [self._moved(_concatenated(list(islice(several, size))), sharding) for sharding in target.chunks]
         return _over_stages(shape, target.whole, chunks)
+
+    def _moved(self, array: jax.Array, sharding: Sharding) -> jax.Array:
+        return self.arrivals.transferred(array, sharding) if self.arrivals else jax.device_put(array, sharding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from autopar import jax_compat
 from autopar.frontend import Body
+from autopar.jax_compat import Device
 from autopar.runtime.program import Feed, Held, Instruction, Run, Segment, Send, Slot
 from autopar.runtime.segments import Stage, segment_of
 from passes.inter_op import Task
@@ -78,6 +80,16 @@ class Listing:
         target = self.fresh()
         struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype), sharding=sender.sharding(spec_held))
         self.instructions.append(Send(source=source, target=target, struct=struct, sharding=receiver.sharding(spec)))
+        return target
+
+    def broadcast(
+        self, source: Slot, struct: jax.ShapeDtypeStruct, sharding: Sharding, devices: Sequence[Device]
+    ) -> Slot:
+        """The slot of an array on all of the devices."""
+        mesh = Mesh(np.asarray(devices, dtype=object), ("device",), axis_types=(AxisType.Auto,))
+        target, everywhere = self.fresh(), NamedSharding(mesh, PartitionSpec())
+        struct = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+        self.instructions.append(Send(source=source, target=target, struct=struct, sharding=everywhere))
         return target
 
     def exchange(self, stages: Sequence[Stage]) -> None:

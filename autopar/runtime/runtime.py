@@ -12,8 +12,13 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar import jax_compat
+from autopar.distributed import Processes
 from autopar.jax_compat import PyTreeDef
-from autopar.runtime.program import Free, Instruction, Program, Run, Send
+from autopar.runtime.across import takes_part, transport_of
+from autopar.runtime.arrivals import Arrivals
+from autopar.runtime.pieces import nowhere, placed
+from autopar.runtime.program import Free, Instruction, Program, Run, Segment, Send
+from autopar.runtime.sharing import IN_FLIGHT, Window, agree, result_types, signs, spans, vulnerable
 from autopar.runtime.transfer import Transfer, compile_transfer
 from autopar.runtime.transfer_plan import TransferPlan, plan_transfer
 
@@ -49,7 +54,8 @@ class Pipeline:
     """A program with its executables, ready to run step after step.
 
     `steps` are the program's instructions as functions, `executables` its segments'; `weak` are the outputs of weak
-    type.
+    type. Of several processes each has the executables, and does the instructions, of its own devices; `arrivals` bring
+    arguments there.
     """
 
     program: Program
@@ -60,6 +66,7 @@ class Pipeline:
     executables: tuple[Any, ...] = ()
     slices: tuple[Slices, ...] = ()
     weak: tuple[int, ...] = ()
+    arrivals: Arrivals | None = None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not jax_compat.has_ambient_mesh():
@@ -103,6 +110,9 @@ class Pipeline:
 
     def _results(self, slots: Slots) -> Any:
         results = [slots[slot] for slot in self.program.results]
+        if self.arrivals:
+            types = result_types(self.program)
+            results = [nowhere(*kind) if array is None else array for array, kind in zip(results, types, strict=True)]
         for position in self.weak:  # else the next step has arguments of another type, and is planned again
             results[position] = jax_compat.with_weakness(results[position], True)
         return jax.tree.unflatten(self.out_tree, results)
@@ -112,6 +122,9 @@ class Pipeline:
         slots: Slots = [None] * self.program.n_slots
         for slot, array in self.constants:
             slots[slot] = array
+        if self.arrivals:
+            self._fill(slots, leaves, self.arrivals)
+            return slots
         arrays: list[Any] = []
         shardings: list[Sharding] = []
         targets: list[int] = []
@@ -141,6 +154,25 @@ class Pipeline:
                 slots[slot] = part
         return slots
 
+    def _fill(self, slots: Slots, leaves: Sequence[Any], arrivals: Arrivals) -> None:
+        """Brings every argument to the slots of this process that read it."""
+        is_global = arrivals.survey(leaves)
+        arguments = list(leaves)
+        for argument, size in self.rows.items():
+            shape = leaves[argument].shape
+            divided = (shape[0] // size, size, *shape[1:])
+            arguments[argument] = arrivals.divided(leaves[argument], divided, is_global=is_global[argument])
+        for feed in self.program.feeds:
+            if feed.slice is None:
+                at = feed.argument
+                slots[feed.slot] = arrivals.place(arguments[at], feed.sharding, is_global=is_global[at])
+        for slices in self.slices:
+            at = slices.argument
+            batch = arrivals.place(arguments[at], slices.sharding, is_global=is_global[at])
+            if slices.sharding.addressable_devices:
+                for slot, part in zip(slices.slots, slices.cut(batch), strict=True):
+                    slots[slot] = part
+
 
 def _written(instruction: Instruction) -> tuple[int, ...]:
     match instruction:
@@ -163,6 +195,19 @@ def _run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> 
     return step
 
 
+def _within(windows: Sequence[Window], step: Step, sign: int) -> Step:
+    """A step that waits until it may be issued; slot `sign` shows when it is done."""
+
+    def waiting(slots: Slots) -> None:
+        for window in windows:
+            window.make_room()
+        step(slots)
+        for window in windows:
+            window.add(slots[sign])
+
+    return waiting
+
+
 def _send(move: Callable[[jax.Array], jax.Array], source: int, target: int) -> Step:
     def step(slots: Slots) -> None:
         slots[target] = move(slots[source])
@@ -178,50 +223,92 @@ def _free(freed: tuple[int, ...]) -> Step:
     return step
 
 
+def _skip(slots: Slots) -> None:
+    """The step of what other processes do."""
+
+
 def load(
     program: Program,
     rows: dict[int, int],
     out_tree: PyTreeDef,
     weak: Sequence[bool] = (),
     executables: tuple[Any, ...] | None = None,
+    processes: Processes | None = None,
 ) -> Pipeline:
     """The program with its `executables`, compiled here if they are not given.
 
     `rows` are the rows of a microbatch for each argument that is a batch, and `weak` says of each output whether it is
-    of weak type.
+    of weak type. Of several `processes` each compiles what its devices run, after all have compared what that is.
+    Raises DisagreementError where it differs.
     """
-    constants = tuple((slot, jax.device_put(value, sharding)) for slot, value, sharding in program.constants)
-    if executables is None:
-        executables = tuple(segment.lower().compile() for segment in program.segments)
+    executables = _executables(program, executables, processes)
     return Pipeline(
         program=program,
         executables=executables,
-        steps=_steps(program, executables),
-        constants=constants,
+        steps=_steps(program, executables, processes),
+        constants=tuple(
+            (slot, placed(value, sharding))
+            for slot, value, sharding in program.constants
+            if sharding.addressable_devices
+        ),
         rows=rows,
         out_tree=out_tree,
         slices=_slices(program),
         weak=tuple(i for i, is_weak in enumerate(weak) if is_weak),
+        arrivals=Arrivals(processes, program.donation.names) if processes else None,
     )
 
 
-def _steps(program: Program, executables: Sequence[Any]) -> tuple[Step, ...]:
-    """The instructions as functions, transfers compiled once each."""
-    transfers: dict[TransferPlan, Transfer] = {}
+def _executables(program: Program, executables: tuple[Any, ...] | None, processes: Processes | None) -> tuple[Any, ...]:
+    """The segments' executables, None for those of other processes."""
+    if processes is None:
+        return executables or tuple(segment.lower().compile() for segment in program.segments)
+    here = [processes.rank in _ranks(segment) for segment in program.segments]
+    lowered = [segment.lower() if is_here else None for segment, is_here in zip(program.segments, here, strict=True)]
+    agree(processes, program, lowered)
+    compiled = executables or tuple(text and text.compile() for text in lowered)
+    return tuple(executable if is_here else None for executable, is_here in zip(compiled, here, strict=True))
 
-    def step(instruction: Instruction) -> Step:
+
+def _ranks(segment: Segment) -> set[int]:
+    """The processes that run a segment."""
+    return {device.process_index for device in segment.out_shardings[0].device_set}
+
+
+def _steps(program: Program, executables: Sequence[Any], processes: Processes | None) -> tuple[Step, ...]:
+    """The instructions as functions, transfers compiled once each; those of other processes do nothing."""
+    transfers: dict[tuple[TransferPlan, bool], Transfer] = {}
+    kept = vulnerable(program) if processes else frozenset[int]()
+    shown = signs(program) if processes else {}
+    tasks, spanning = Window(IN_FLIGHT), Window(1)
+
+    def windows(*shardings: Sharding) -> list[Window]:
+        return [tasks, spanning] if any(map(spans, shardings)) else [tasks]
+
+    def step(at: int, instruction: Instruction) -> Step:
         match instruction:
             case Run():
-                return _run(executables[instruction.segment], instruction.inputs, instruction.outputs)
-            case Send(struct=struct):
+                executable = executables[instruction.segment]
+                if executable is None:
+                    return _skip
+                run = _run(executable, instruction.inputs, instruction.outputs)
+                segment = program.segments[instruction.segment]
+                return _within(windows(segment.out_shardings[0]), run, shown[at]) if processes else run
+            case Send(struct=struct, source=source, target=target):
                 plan = plan_transfer(struct.shape, struct.dtype, struct.sharding, instruction.sharding)
-                if plan not in transfers:
-                    transfers[plan] = compile_transfer(plan)
-                return _send(transfers[plan].run, instruction.source, instruction.target)
+                if processes and not takes_part(plan.source, plan.target, processes):
+                    return _skip
+                key = plan, source in kept
+                if key not in transfers:
+                    transport = transport_of(plan, processes)
+                    transfers[key] = compile_transfer(plan, transport, keeps=key[1])
+                send = _send(transfers[key].run, source, target)
+                collective = processes and plan.kind == "reshard"
+                return _within(windows(plan.source), send, target) if collective else send
             case Free():
                 return _free(instruction.slots)
 
-    return tuple(map(step, program.instructions))
+    return tuple(step(at, instruction) for at, instruction in enumerate(program.instructions))
 
 
 def _slices(program: Program) -> tuple[Slices, ...]:

@@ -97,21 +97,26 @@ class Transfer:
         return self.run(array)
 
 
-def compile_transfer(plan: TransferPlan, transport: Transport | None = None) -> Transfer:
-    """The plan as a function: every cut and join compiled, every route connected. `transport` is `Local()` if None."""
+def compile_transfer(plan: TransferPlan, transport: Transport | None = None, *, keeps: bool = False) -> Transfer:
+    """The plan as a function: every cut and join compiled, every route connected. `transport` is `Local()` if None.
+
+    With `keeps` the operand may be donated or deleted at any time afterwards, unless the plan is an alias: what is sent
+    is a copy.
+    """
     plan.verify()
     transport = transport or Local()
+    across = not isinstance(transport, Local)
     with jax_compat.no_mesh():
         match plan.kind:
             case "alias":
                 run = _identity
-            case "put":
+            case "put" if not across and not keeps:
                 run = transport.put(plan.target)
             case "reshard":
                 operand = jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=plan.source)
                 run = jax.jit(_identity, out_shardings=plan.target).lower(operand).compile()
-            case "tiles":
-                run = _Tiles.of(plan, transport).__call__
+            case "tiles" | "put":
+                run = _Tiles.of(plan, transport, copies=keeps).__call__
     return Transfer(plan=plan, run=run)
 
 
@@ -122,8 +127,9 @@ Program = Callable[..., Any]
 class _Tiles:
     """The steps of a tile plan over a list of slots, one for each tile, later one for each target device.
 
-    Cut: (source device, program or None, slots); moved: slots; joined: (program or None, slots), by target device;
-    copied: (from, to) target devices.
+    Of several processes each has the steps on its own devices, and empty slots for those on others'. Cut: (source
+    device, program or None, slots); moved: slots; joined: (program or None, slots), by target device; copied: (from,
+    to) target devices.
     """
 
     plan: TransferPlan
@@ -136,18 +142,21 @@ class _Tiles:
     n_targets: int
 
     @classmethod
-    def of(cls, plan: TransferPlan, transport: Transport) -> _Tiles:
+    def of(cls, plan: TransferPlan, transport: Transport, *, copies: bool = False) -> _Tiles:
         source_blocks, places = blocks_of(plan.source, plan.shape), _positions(plan.target, plan.shape)
+        rank = jax.process_index()
+        source_blocks = {device: block for device, block in source_blocks.items() if device.process_index == rank}
         tiles = plan.tiles
         moved = tuple(i for i, tile in enumerate(tiles) if tile.source_device != tile.target_device)
         joins: dict[Device, list[int]] = {}
         for i, tile in enumerate(tiles):
-            joins.setdefault(tile.target_device, []).append(i)
+            if tile.target_device.process_index == rank:
+                joins.setdefault(tile.target_device, []).append(i)
         shard = plan.target.shard_shape(plan.shape)
         copied = tuple((places[copy.source_device], places[copy.target_device]) for copy in plan.copies)
         return cls(
             plan=plan,
-            cuts=_cuts(plan, source_blocks),
+            cuts=_cuts(plan, source_blocks, copies=copies),
             moved=moved,
             move=transport.connect(
                 tuple(
@@ -170,7 +179,7 @@ class _Tiles:
         )
 
     def __call__(self, array: jax.Array) -> jax.Array:
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        shards = {shard.device: shard.data for shard in array.addressable_shards} if self.cuts else {}
         pieces: list[Any] = [None] * len(self.plan.tiles)
         for device, program, slots in self.cuts:
             if program is None:
@@ -188,19 +197,21 @@ class _Tiles:
         if self.copied:
             for (_, place), piece in zip(self.copied, self.copy([results[i] for i, _ in self.copied]), strict=True):
                 results[place] = piece
-        return jax.make_array_from_single_device_arrays(self.plan.shape, self.plan.target, results)
+        plan, parts = self.plan, [part for part in results if part is not None]
+        return jax.make_array_from_single_device_arrays(plan.shape, plan.target, parts, dtype=plan.dtype)
 
 
 def _cuts(
-    plan: TransferPlan, source_blocks: Mapping[Device, Box]
+    plan: TransferPlan, source_blocks: Mapping[Device, Box], *, copies: bool
 ) -> tuple[tuple[Device, Program | None, tuple[int, ...]], ...]:
-    """The programs that cut out each device's parts; whole shards need none."""
+    """The programs that cut out each device's parts; whole shards need none, unless they are sent as copies."""
     programs: list[tuple[Device, Program | None, tuple[int, ...]]] = []
     for device, block in source_blocks.items():
         shape = shape_of(block)
         mine = [i for i, tile in enumerate(plan.tiles) if tile.source_device == device]
-        uncut = tuple(i for i in mine if plan.tiles[i].shape == shape)
-        parts = tuple(i for i in mine if plan.tiles[i].shape != shape)
+        whole = tuple(i for i in mine if plan.tiles[i].shape == shape)
+        uncut = () if copies else whole
+        parts = tuple(i for i in mine if i not in uncut)
         if uncut:
             programs.append((device, None, uncut))
         if parts:
@@ -222,7 +233,8 @@ def _compiled(function: Program, device: Device, shapes: Sequence[tuple[int, ...
 
 
 def _cut(shard: jax.Array, *, boxes: tuple[Box, ...]) -> tuple[jax.Array, ...]:
-    return tuple(lax.slice(shard, [a for a, _ in box], [b for _, b in box]) for box in boxes)
+    cuts = (lax.slice(shard, [a for a, _ in box], [b for _, b in box]) for box in boxes)
+    return tuple(jnp.copy(part) if part.shape == shard.shape else part for part in cuts)
 
 
 def _joined(*pieces: jax.Array, boxes: tuple[Box, ...], dimension: int = 0) -> jax.Array:

@@ -141,7 +141,8 @@ def plan_transfer(shape: Sequence[int], dtype: Any, source: Sharding, target: Sh
     """The plan for arrays of this type.
 
     An element that several devices hold is taken from the target device itself if it is one of them, else from the one
-    that sends least so far. A shard that several target devices want is sent to one of them, which hands it on.
+    of its process that sends least so far, if any has it, else of all. A shard that several target devices want is sent
+    to one of them, of each process that has any, which hands it on.
 
     Raises ArgumentError for a sharding that does not divide the shape or that is not in its devices' default memory.
     """
@@ -178,15 +179,25 @@ def _spread(
 
         volume = math.prod(shape_of(block))
         complete = [device for device in devices if here(device) == volume and len(parts) == 1]
-        roots = complete or [max(devices, key=here)]
+        by_process: dict[int, list[Device]] = {}
+        for device in devices:
+            by_process.setdefault(device.process_index, []).append(device)
+        roots: list[Device] = []
+        for local in by_process.values():
+            roots += [device for device in local if device in complete] or [max(local, key=here)]
         for root in roots:
+
+            def load(device: Device, root: Device = root) -> tuple[bool, int]:
+                return device.process_index != root.process_index, sent[device]
+
             for part, who in parts:
-                giver = root if root in who else min(who, key=sent.__getitem__)
+                giver = root if root in who else min(who, key=load)
                 tiles.append(_tile(giver, sources[giver], root, block, part))
                 sent[giver] += itemsize * math.prod(shape_of(part)) * (giver != root)
         for device in devices:
             if device not in roots:
-                giver = min(roots, key=sent.__getitem__)
+                near = [root for root in roots if root.process_index == device.process_index]
+                giver = min(near, key=sent.__getitem__)
                 copies.append(Copy(source_device=giver, target_device=device))
                 sent[giver] += itemsize * volume
     return tuple(tiles), tuple(copies)

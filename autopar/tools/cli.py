@@ -18,7 +18,7 @@ from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.errors import DeviceError
-from autopar.tools import compiled, fit, fit_text, measurement_text, simulate_command, targets
+from autopar.tools import compiled, fit, fit_text, launch, measurement_text, simulate_command, targets
 from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
@@ -165,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_compile(add)
     simulated = add("simulate", _simulate, "show what if", simulate_command.HELP, simulate_command.MORE)
     simulate_command.add_arguments(simulated)
+    _add_launch(add)
     measured = add(
         "measure",
         _measure,
@@ -221,6 +222,29 @@ def _compile(arguments: argparse.Namespace) -> int:
         judgement = compiled.judge(*targets.example(arguments.target), cluster, options, status.update)
     _print(json.dumps(judgement.to_json(), indent=1) if arguments.json else judgement.tables())
     return DONE if judgement.fits else DIFFERENT
+
+
+def _add_launch(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds the arguments of `launch`."""
+    command = add("launch", _launch, "run a script in several processes", launch.HELP, launch.MORE)
+    command.add_argument("--processes", type=int, required=True, metavar="N", help="so many processes")
+    devices = "virtual CPU devices of each (default: an accelerator each, or JAX's own devices)"
+    command.add_argument("--devices-per-process", type=int, metavar="K", help=devices)
+    command.add_argument("--bind-cores", action="store_true", help="give each process cores of its own")
+    command.add_argument("script", type=Path, help="a Python file")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is called with")
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    launched = launch.Launch(
+        processes=arguments.processes,
+        script=arguments.script,
+        arguments=arguments.arguments,
+        environment=os.environ,
+        devices=arguments.devices_per_process,
+        bind_cores=arguments.bind_cores,
+    )
+    return launched.run(sys.stdout, sys.stderr)
 
 
 def _measure(arguments: argparse.Namespace) -> int:

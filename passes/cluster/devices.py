@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -108,9 +109,10 @@ class LocalDevice(Protocol):
     def process_index(self) -> int: ...
 
 
-def local_cluster(devices: Sequence[LocalDevice]) -> Cluster:
-    """The cluster of these devices, as `jax.devices()` lists them: one host for each process.
+def local_cluster(devices: Sequence[LocalDevice], hosts: Mapping[int, str] | None = None) -> Cluster:
+    """The cluster of these devices, as `jax.devices()` lists them.
 
+    `hosts` names the host of each process, where several may share one; without it each process is a host.
     Virtual CPU devices share their machine, so each gets its part of the cores and the memory; on one process, memory
     is what the devices report. Raises ClusterError for no devices, several kinds, an unknown kind or uneven hosts.
     """
@@ -120,17 +122,18 @@ def local_cluster(devices: Sequence[LocalDevice]) -> Cluster:
         rule = "must be of one kind" if kinds else "are needed to plan for, and there are none"
         description = f"{len(devices)} devices, of kinds: {', '.join(kinds) or 'none'}"
         raise ClusterError(explain("the devices here", rule, description, remedy))
-    per_process = [[d for d in devices if d.process_index == p] for p in sorted({d.process_index for d in devices})]
-    counts = [len(local) for local in per_process]
+    processes = [device.process_index for device in devices]
+    per_host = Counter((hosts or {}).get(process, str(process)) for process in processes)
+    counts = list(per_host.values())
     if len(set(counts)) > 1:
-        description = f"devices of each process: {', '.join(map(str, counts))}"
+        description = f"devices of each host: {', '.join(map(str, counts))} (hosts {', '.join(per_host)})"
         raise ClusterError(
-            explain("the devices here", "are not spread evenly", description, "use as many of each process")
+            explain("the devices here", "are not spread evenly", description, "use as many of each host")
         )
     spec = _spec_of_kind(kinds[0], remedy)
     if spec.device.name == CPU:
         spec = replace(spec, device=virtual_cpu(os.cpu_count() or 1, _machine_nbytes(), counts[0]))
-    elif len(counts) == 1:
+    elif len(set(processes)) == 1:
         reported = [nbytes for device in devices if (nbytes := _reported_nbytes(device))]
         memory_nbytes = min(reported, default=spec.device.memory_nbytes)
         spec = replace(spec, device=replace(spec.device, memory_nbytes=memory_nbytes))

@@ -1,0 +1,75 @@
+"""Connections to other processes, over which arrays of single devices go.
+
+The receiver fetches: both sides return at once, in whichever order they come, and the contents follow when they are
+computed. Transfers between two processes are numbered by each of them, in its own order: that these orders agree is
+the caller's business. What was sent is read when the receiver asks for it, so it may neither be donated nor deleted;
+that its name goes out of use is no harm.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.experimental import transfer
+
+from autopar import jax_compat
+from autopar.distributed.agreement import Processes
+
+_RECEIVER_BITS = 40
+_STREAMS = 2
+"""Connections that one array may go over at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """The connections of this process: a server, what it has sent and received, and the servers of others."""
+
+    processes: Processes
+    server: Any
+    clients: dict[int, Any] = field(default_factory=dict)
+    numbers: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, processes: Processes) -> Connections:
+        """The connections of these processes, of which there is one value: transfers are numbered."""
+        return _connections(processes.rank, processes.client)
+
+    def send(self, receiver: int, arrays: Sequence[jax.Array]) -> None:
+        """Makes arrays of single devices ready for another process to fetch."""
+        self.server.await_pull(self._number(self.processes.rank, receiver), list(arrays))
+
+    def receive(self, sender: int, structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """The arrays of single devices of this process that another one sends next, perhaps not there yet."""
+        if sender not in self.clients:
+            self.clients[sender] = self.server.connect(self.processes.shared(f"server/{sender}", sender))
+        return self.clients[sender].pull(self._number(sender, self.processes.rank), list(structs))
+
+    def _number(self, sender: int, receiver: int) -> int:
+        self.numbers[sender, receiver] += 1
+        return (receiver << _RECEIVER_BITS) + self.numbers[sender, receiver]
+
+
+@functools.cache
+def _connections(rank: int, client: Any) -> Connections:
+    address = _own_address()
+    host = f"[{address}]" if ":" in address else address
+    server = transfer.start_transfer_server(
+        jax.local_devices()[0].client, address=f"{host}:0", transport_addresses=[f"{host}:0"] * _STREAMS
+    )
+    processes = Processes((rank,), rank, client)
+    processes.share(f"server/{rank}", server.address())
+    return Connections(processes, server)
+
+
+def _own_address() -> str:
+    """The address of this host on the network on which it reaches the first process."""
+    first, *_ = socket.getaddrinfo(jax_compat.coordinator_host(), 9, type=socket.SOCK_DGRAM)
+    with socket.socket(first[0], first[1]) as probe:
+        probe.connect(first[4])  # sends nothing: a datagram socket learns its own address
+        return probe.getsockname()[0]

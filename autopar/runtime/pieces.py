@@ -1,0 +1,32 @@
+"""Global arrays from what one process has of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+
+def placed(leaf: Any, sharding: Sharding) -> jax.Array:
+    """What this process holds whole, on its devices of a sharding that may have others."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if not sharding.addressable_devices:
+        struct = jax.eval_shape(lambda array: array, leaf)
+        return nowhere(struct.shape, struct.dtype, sharding)
+    array = leaf if hasattr(leaf, "shape") else jnp.asarray(leaf)
+    indices = sharding.addressable_devices_indices_map(array.shape)
+    pieces = [jax.device_put(_cut(array, index), device) for device, index in indices.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
+
+
+def nowhere(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
+    """An array of which this process has no part."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+
+
+def _cut(array: Any, index: Any) -> Any:
+    full = all(part.indices(size)[:2] == (0, size) for part, size in zip(index, array.shape, strict=True))
+    return array if full else array[index]

@@ -1,0 +1,136 @@
+"""The part of a pipeline's program that one process of several does.
+
+Every process has the whole program and issues, in its order, what its devices take part in. A process waits in two
+places. Before it issues a task it waits until fewer than `IN_FLIGHT` earlier ones are unfinished, or on CPUs none that
+spans processes; and where an array comes from another process, its devices wait for the contents.
+
+**No schedule deadlocks.** Say that every process waits, and take the instruction that comes first in the program's
+order of all those that are issued and unfinished, or are next to be issued. Everything before it is finished, on all
+processes: else that would come first. What it reads is there, then; the queues of its devices are empty, for they hold
+instructions in the same order; the other processes that it takes have nothing before it either, and issue their share;
+and no window is closed by what is finished. So it can run, and nothing waits for ever. `autopar.runtime.waiting` looks
+for cycles in what the processes do issue.
+
+On CPUs tasks that span processes run one at a time, because XLA would run two of them in any order, each in a thread of
+a small pool, and their collectives would meet those of others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from autopar.distributed import Processes, digest_of
+from autopar.runtime.donation import shared
+from autopar.runtime.program import Free, Instruction, Program, Run, Send, Slot
+from autopar.runtime.transfer_plan import type_text, where
+
+IN_FLIGHT = 8
+"""Tasks of a process that may be unfinished at once; sixteen have been seen to fill XLA's pool of threads on CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The tasks of this process that may be unfinished: `limit` of them at most, each with one of its outputs."""
+
+    limit: int
+    unfinished: deque[jax.Array] = field(default_factory=deque)
+
+    def make_room(self) -> None:
+        """Waits until one more task may be issued."""
+        while len(self.unfinished) >= self.limit:
+            output = self.unfinished.popleft()
+            # What has been donated cannot be waited for; a later task, which read it, is finished later.
+            while output.is_deleted() and self.unfinished:
+                output = self.unfinished.popleft()
+            if not output.is_deleted():
+                output.block_until_ready()
+
+    def add(self, output: jax.Array) -> None:
+        """Adds a task, one of whose outputs this is."""
+        self.unfinished.append(output)
+
+
+def spans(sharding: Sharding) -> bool:
+    """Whether the collectives of a task with this sharding must not meet others': it spans processes, on CPUs."""
+    return not sharding.is_fully_addressable and all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def signs(program: Program) -> Mapping[int, Slot]:
+    """The slot that shows when a task, by its instruction, is finished: of a small output that is not donated."""
+    donated = {
+        instruction.inputs[i]
+        for instruction in program.instructions
+        if isinstance(instruction, Run)
+        for i in program.segments[instruction.segment].donated
+    }
+    chosen: dict[int, Slot] = {}
+    for at, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run):
+            structs = program.segments[instruction.segment].out_structs
+            outputs = zip(instruction.outputs, structs, strict=True)
+            chosen[at] = min((slot in donated, math.prod(struct.shape), slot) for slot, struct in outputs)[2]
+    return chosen
+
+
+def result_types(program: Program) -> tuple[tuple[tuple[int, ...], Any, Sharding], ...]:
+    """The (shape, dtype, sharding) of each result."""
+    types: dict[Slot, tuple[tuple[int, ...], Any, Sharding]] = {}
+    for instruction in program.instructions:
+        match instruction:
+            case Run():
+                segment = program.segments[instruction.segment]
+                for slot, struct, sharding in zip(
+                    instruction.outputs, segment.out_structs, segment.out_shardings, strict=True
+                ):
+                    types[slot] = struct.shape, struct.dtype, sharding
+            case Send(struct=struct):
+                types[instruction.target] = struct.shape, struct.dtype, instruction.sharding
+            case Free():
+                pass
+    return tuple(types[slot] for slot in program.results)
+
+
+def agree(processes: Processes, program: Program, lowered: Sequence[Any]) -> None:
+    """Raises DisagreementError where processes have other instructions, or other programs of a segment that they share.
+
+    A segment is lowered by the processes that run it.
+    """
+    text = "\n".join(map(_text, program.instructions))
+    processes.agree("the pipeline", {"its list of instructions": digest_of(text)})
+    digests = {
+        f"segment {number} ({segment.name})": digest_of(lowered[number].as_text())
+        for number, segment in enumerate(program.segments)
+        if lowered[number]
+    }
+    processes.agree_where_shared("the pipeline", digests)
+
+
+def _text(instruction: Instruction) -> str:
+    """An instruction with what it needs of devices, in words."""
+    if not isinstance(instruction, Send):
+        return str(instruction)
+    struct, source = instruction.struct, instruction.struct.sharding
+    sides = f"{where(source)} -> {where(instruction.sharding)}"
+    return f"send {instruction.source} to {instruction.target}: {type_text(struct.shape, struct.dtype)}, {sides}"
+
+
+def vulnerable(program: Program) -> frozenset[Slot]:
+    """The slots whose arrays may be donated or deleted while another process still reads what it was sent of them.
+
+    These are arguments, results, and what a later task gives its buffer to.
+    """
+    representative = shared(program.instructions)
+    gone = {feed.slot for feed in program.feeds} | set(program.results)
+    for instruction in program.instructions:
+        if isinstance(instruction, Run):
+            gone |= {instruction.inputs[i] for i in program.segments[instruction.segment].donated}
+    buffers = {representative.get(slot, slot) for slot in gone}
+    sources = {i.source for i in program.instructions if isinstance(i, Send)}
+    return frozenset(slot for slot in sources if representative.get(slot, slot) in buffers)

@@ -1,0 +1,229 @@
+"""Processes of one program on this machine: started, their output told apart, ended together.
+
+Each runs `autopar.tools.launched`, which joins the others and then runs the script.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TextIO
+
+from autopar.errors import ArgumentError, explain
+
+HELP = """\
+Run a script in several processes of one program on this machine. Each joins the
+others before the script begins; JAX then shows it the devices of all. Under
+Slurm, Open MPI or Kubernetes, which start the processes themselves, the script
+calls autopar.distributed.initialize() instead, which does nothing here."""
+
+MORE = """\
+example:
+  autopar launch --processes 4 --devices-per-process 2 train.py --steps 100
+
+Lines of output begin with the rank of their process. When one process fails,
+the others are ended; so are all by Ctrl-C.
+
+exit status: 0 all have succeeded, else that of the first that failed, or 128
+and the number of the signal that ended it; 130 ended by Ctrl-C."""
+
+GRACE_SECONDS = 5.0
+"""Time for a process to end itself when it is asked to, before it is killed."""
+
+_POLL_SECONDS = 0.05
+_POOL_THREADS = 8
+"""XLA's threads on CPUs, at least: a collective that waits for another process occupies one."""
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """`processes` processes that each run a script with its arguments on `devices` virtual CPU devices.
+
+    Without `devices` each has one accelerator, or JAX's own devices. With `bind_cores` each keeps to its own part of
+    the processor's cores.
+    """
+
+    processes: int
+    script: Path
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    devices: int | None = None
+    bind_cores: bool = False
+    grace_seconds: float = GRACE_SECONDS
+
+    def __post_init__(self) -> None:
+        for name, value in (("--processes", self.processes), ("--devices-per-process", self.devices)):
+            if value is not None and value < 1:
+                rule = "should be a whole number from 1"
+                raise ArgumentError(explain(f"{name} {value}", rule, "", "write, say, 2"))
+        if not self.script.is_file():
+            rule = f"there is no file {self.script.absolute()}"
+            raise ArgumentError(explain(f"script {self.script}", rule, "", "give the path of a Python file"))
+
+    def run(self, out: TextIO, err: TextIO) -> int:
+        """The exit status: 0, that of the first process that fails, or 128 and the number of the signal that ended it.
+
+        Lines of the processes come out with their rank in front. When one fails, the others are ended; so are all
+        where this is interrupted or terminated.
+        """
+        writing = threading.Lock()
+        started: list[subprocess.Popen[str]] = []
+        readers: list[threading.Thread] = []
+        try:
+            with _terminable():
+                for rank, arguments in enumerate(self._commands()):
+                    with _on_cores(self.cores(rank)):
+                        process = self._start(arguments)
+                    started.append(process)
+                    readers += [
+                        _reader(process.stdout, rank, out, writing),
+                        _reader(process.stderr, rank, err, writing),
+                    ]
+                status = self._watched(started, err, writing)
+        except (KeyboardInterrupt, _Terminated) as signalled:
+            number = signal.SIGINT if isinstance(signalled, KeyboardInterrupt) else signal.SIGTERM
+            self._end(started, number)
+            status = 128 + number
+        except BaseException:
+            self._end(started, signal.SIGTERM)
+            raise
+        for reader in readers:
+            reader.join(self.grace_seconds)
+        return status
+
+    def _commands(self) -> Iterator[list[str]]:
+        port = _free_port()
+        for rank in range(self.processes):
+            joined = [f"{LOOPBACK}:{port}", str(self.processes), str(rank), str(self.devices or 0)]
+            yield [sys.executable, "-u", "-m", "autopar.tools.launched", *joined, str(self.script), *self.arguments]
+
+    def _start(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        threads = max(_POOL_THREADS, 4 * (self.devices or 1))
+        return subprocess.Popen(
+            arguments,
+            env={"NPROC": str(threads), **self.environment},
+            stdin=subprocess.PIPE,  # closed when this process ends, in whichever way: then they end, too
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is passed on by this process, once
+        )
+
+    def cores(self, rank: int) -> set[int]:
+        """The cores of a process; none for all. Raises ArgumentError where cores cannot be bound."""
+        if not self.bind_cores:
+            return set()
+        if not hasattr(os, "sched_setaffinity"):
+            rule = "this system does not bind processes to cores"
+            raise ArgumentError(explain("--bind-cores", rule, sys.platform, "leave it out"))
+        cores, n = sorted(os.sched_getaffinity(0)), self.processes
+        return set(cores[rank * len(cores) // n : (rank + 1) * len(cores) // n] or [cores[rank % len(cores)]])
+
+    def _watched(self, started: Sequence[subprocess.Popen[str]], err: TextIO, writing: threading.Lock) -> int:
+        """The exit status of processes that run to their end, or until one fails."""
+        while True:
+            codes = [process.poll() for process in started]
+            failed = next((rank for rank, code in enumerate(codes) if code), None)
+            if failed is not None:
+                code = codes[failed] or 0
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                running = sum(other is None for other in codes)
+                others = f"the other {running} {'is' if running == 1 else 'are'} ended" if running else "no other runs"
+                with writing:
+                    err.write(f"autopar launch: process {failed} {how}; {others}\n")
+                    err.flush()
+                self._end(started, signal.SIGTERM)
+                return 128 - code if code < 0 else code
+            if None not in codes:
+                return 0
+            time.sleep(_POLL_SECONDS)
+
+    def _end(self, started: Sequence[subprocess.Popen[str]], number: signal.Signals) -> None:
+        """Asks what still runs to end, and kills what does not.
+
+        JAX keeps SIGTERM for itself in a process that has joined others, so that one is followed by SIGKILL.
+        """
+        _signal(started, number)
+        deadline = time.monotonic() + self.grace_seconds
+        try:
+            while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+        finally:  # a second Ctrl-C waits no longer
+            _signal(started, signal.SIGKILL)
+        for process in started:
+            process.wait()
+
+
+class _Terminated(BaseException):
+    """The arrival of SIGTERM."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A context in which SIGTERM raises, where this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _on_cores(cores: set[int]) -> Iterator[None]:
+    """A context in which what is started runs on these cores alone, if there are any."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _signal(started: Sequence[subprocess.Popen[str]], number: signal.Signals) -> None:
+    """Sends a signal to the processes that still run, and to what they have started."""
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+
+
+def _reader(stream: IO[str] | None, rank: int, to: TextIO, writing: threading.Lock) -> threading.Thread:
+    """A thread that copies lines with their rank."""
+    assert stream is not None
+
+    def read() -> None:
+        for line in stream:
+            with writing:
+                to.write(f"[{rank}] {line}" if line.endswith("\n") else f"[{rank}] {line}\n")
+                to.flush()
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]

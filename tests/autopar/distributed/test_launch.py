@@ -1,0 +1,118 @@
+"""`autopar launch`: output with ranks, and one end for all processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import ArgumentError
+from autopar.tools.cli import main
+from autopar.tools.launch import Launch
+from tests.autopar.distributed.launching import ROOT, SECONDS, command, environment, launch, lines
+from tests.sample import slow
+
+TALKING = """
+import json, os, sys
+import jax
+print(json.dumps([jax.process_index(), jax.process_count(), jax.local_device_count(), sys.argv[1:], __name__]))
+print(len(os.sched_getaffinity(0)), file=sys.stderr, end="")
+"""
+FAILING = """
+import os, signal, sys, time
+import jax
+if jax.process_index() == 1:
+    sys.exit("no more") if sys.argv[1] == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+WAITING = """
+import os, time
+print("pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_lines_come_out_with_the_rank_of_their_process(tmp_path: Path):
+    options = ["--bind-cores"]
+    done = launch(script(tmp_path, TALKING), "--steps", "3", devices=2, options=options)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert lines(done, rank)[-1:] == [json.dumps([rank, 2, 2, ["--steps", "3"], "__main__"])]
+        assert f"[{rank}] {max(1, len(os.sched_getaffinity(0)) // 2)}\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "report"),
+    [("exit", 1, "process 1 ended with status 1"), slow("kill", 128 + 9, "process 1 was ended by SIGKILL")],
+)
+def test_the_first_failure_ends_all_with_its_status(tmp_path: Path, how: str, status: int, report: str):
+    done = launch(script(tmp_path, FAILING), how)
+    assert done.returncode == status, done.stderr
+    assert f"{report}; the other 1 is ended" in done.stderr
+    assert how == "kill" or "[1] no more\n" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), slow(signal.SIGKILL, -9)])
+def test_processes_end_with_their_launcher(tmp_path: Path, number: signal.Signals, status: int):
+    process = subprocess.Popen(
+        command(script(tmp_path, WAITING)),
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        pids = [int(line.split()[-1]) for line in (process.stdout.readline(), process.stdout.readline())]
+        process.send_signal(number)
+        assert process.wait(SECONDS) == status
+        deadline = time.monotonic() + SECONDS
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("processes", "name", "parts"),
+    [
+        (0, "script.py", ["--processes 0", "from 1", "write, say, 2"]),
+        (2, "nowhere.py", ["nowhere.py", "there is no file", "give the path"]),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(
+    tmp_path: Path, processes: int, name: str, parts: list[str], capsys: pytest.CaptureFixture[str]
+):
+    script(tmp_path, "")
+    assert main(["launch", "--processes", str(processes), str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert all(part in said for part in parts), said
+    with pytest.raises(ArgumentError):
+        Launch(processes=processes, script=tmp_path / name)
+
+
+def test_cores_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2, 7)))
+    launches = Launch(processes=2, script=script(tmp_path, ""), bind_cores=True)
+    assert [launches.cores(rank) for rank in range(2)] == [{2, 3}, {4, 5, 6}]
+    more = Launch(processes=8, script=script(tmp_path, ""), bind_cores=True)
+    assert all(len(more.cores(rank)) == 1 for rank in range(8))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(ArgumentError, match=f"does not bind.*\n.*{sys.platform}"):
+        launches.cores(0)
