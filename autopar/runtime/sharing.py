@@ -8,8 +8,7 @@ spans processes; and where an array comes from another process, its devices wait
 order of all those that are issued and unfinished, or are next to be issued. Everything before it is finished, on all
 processes: else that would come first. What it reads is there, then; the queues of its devices are empty, for they hold
 instructions in the same order; the other processes that it takes have nothing before it either, and issue their share;
-and no window is closed by what is finished. So it can run, and nothing waits for ever. `autopar.runtime.waiting` looks
-for cycles in what the processes do issue.
+and no window is closed by what is finished. So it can run, and nothing waits for ever.
 
 On CPUs tasks that span processes run one at a time, because XLA would run two of them in any order, each in a thread of
 a small pool, and their collectives would meet those of others.
