@@ -186,8 +186,9 @@ def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand(monkeypatch, ca
     arguments = ["--model", "gpt", "--cluster", CLUSTER, "--dtype", "float32", "--remat", "off", "--planner"]
     assert audit.main([*arguments, "auto", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["audited"]
-    worst = found["unexplained"][0]
-    assert (worst["kind"], worst["tensor"]) == ("all_gather", "dot_general float32[512,1024]")
+    gathered = [one for one in found["unexplained"] if one["tensor"] == "dot_general float32[512,1024]"]
+    assert [one["kind"] for one in gathered] == ["all_gather"]
+    (worst,) = gathered
     assert worst["surplus_seconds"] / found["step_seconds"] == worst["share"]
     assert audit.main([*arguments, "dp"]) == 0
     assert "1 plans, 0 with something unexplained" in capsys.readouterr().out
