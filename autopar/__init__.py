@@ -5,14 +5,13 @@ from autopar.api import ParallelFunction, parallelize
 from autopar.cache import PlanCache
 from autopar.errors import ArgumentError, DeviceError, DisagreementError, UnboundPlanError, UnsupportedError
 from autopar.lowering import register_rule
-from autopar.plan import Plan
+from autopar.plan import PipelinePlan, Plan
 from autopar.profiling import Calibration, StepReport
 from autopar.tools import Simulation, measure, simulate, topology
 from passes.cluster import Cluster, DeviceSpec, HostGroup, HostSpec, Link, register_device
 from passes.errors import ClusterError, InternalError, OverBudgetError, PlanMismatchError, PlanningError
 from passes.inter_op import SCHEDULES, Schedule, Task
 from passes.inter_op import register as register_schedule
-from passes.plan import PipelinePlan
 from passes.planners import (
     Auto,
     DataParallel,

@@ -20,14 +20,13 @@ from autopar.errors import ArgumentError, explain
 from autopar.frontend import Names, Positions, Traced, signature_of
 from autopar.jax_compat import Device
 from autopar.options import Settings
-from autopar.plan import Plan
+from autopar.plan import PipelinePlan, Plan
 from autopar.profiling import Calibration, StepReport
 from autopar.reporting import report, zeros
 from autopar.rewrite import TracedStep
 from autopar.runtime import Compiled, Lowered
 from passes.cluster import Cluster
 from passes.gc_pause import without_gc
-from passes.plan import PipelinePlan
 from passes.planners import Planner
 from passes.progress import Report
 from passes.transforms import Coupling, Kept

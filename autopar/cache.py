@@ -25,14 +25,12 @@ from autopar.frontend import Traced
 from passes.cluster import Cluster
 from passes.errors import PlanningError
 from passes.ir import Graph, Node
-from passes.plan import SCHEMA, Operator, PipelinePlan, Plan
+from passes.plan import SCHEMA, AnyPlan, Operator, plan_from_json
 from passes.plan import json as plan_json
 from passes.planners import Manual, Planner
 from passes.rules import known_primitives, rule_of
 from passes.step import Step
-from passes.transforms import cut
 
-AnyPlan = Plan | PipelinePlan
 Found = TypeVar("Found")
 
 
@@ -139,19 +137,14 @@ def checked_cache(cache: Any) -> PlanCache | None:
 
 def relocated(plan: AnyPlan, traced: Traced) -> AnyPlan | None:
     """A plan of this very step with the source lines that it has now; None where one line has become several."""
-    if isinstance(plan, PipelinePlan):
-        parts = cut(traced.graph, plan.firsts, traced.state_pairs).parts
-        pairs = [(stage.operators, part.graph) for stage, part in zip(plan.stages, parts, strict=True)]
-    else:
-        pairs = [(plan.operators, traced.graph)]
     sources: dict[str, str] = {}
-    for operators, graph in pairs:
-        for before, now in _sources(operators, graph):
+    for program, graph in zip(plan.programs, plan.graphs(traced.graph, traced.state_pairs), strict=True):
+        for before, now in _sources(program.operators, graph):
             if sources.setdefault(before, now) != now:
                 return None
     if all(before == now for before, now in sources.items()):
         return plan
-    return plan_of_json(_renamed(plan.to_json(), sources))
+    return plan.from_json(_renamed(plan.to_json(), sources))
 
 
 def _sources(operators: Sequence[Operator], graph: Graph) -> Iterator[tuple[str, str]]:
@@ -173,12 +166,6 @@ def _renamed(data: object, sources: Mapping[str, str]) -> object:
     return [_renamed(value, sources) for value in data] if isinstance(data, list) else data
 
 
-def plan_of_json(data: object) -> AnyPlan:
-    """The plan that JSON data describe. Raises PlanningError."""
-    kind = PipelinePlan if "pipeline" in plan_json.as_object(data, "the plan").data else Plan
-    return kind.from_json(data)
-
-
 def _entry(key: Key, plan: AnyPlan, how: Mapping[str, object]) -> str:
     """The text of an entry; its second line is what a plan's own file does not have."""
     body = plan_json.text(plan.to_json()).removeprefix("{\n")
@@ -197,7 +184,7 @@ def _entry_of(text: str, key: Key) -> tuple[AnyPlan, plan_json.Fields]:
         raise PlanningError("the entry is another step's")
     if cache.get("digest") != _digest(json.dumps(cache.get("how")) + body):
         raise PlanningError("the entry has been damaged")
-    return plan_of_json(json.loads("{" + body)), plan_json.as_object(cache["how"], "how")
+    return plan_from_json(json.loads("{" + body)), plan_json.as_object(cache["how"], "how")
 
 
 def _ignored(path: Path, why: str) -> None:

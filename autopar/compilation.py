@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -14,31 +14,14 @@ from autopar.errors import DeviceError, UnsupportedError, explain
 from autopar.frontend import Signature, Traced, Type, structs_of, trace, types_of
 from autopar.jax_compat import Device, configuration, is_traced
 from autopar.options import Settings
-from autopar.plan import Plan
+from autopar.plan import PipelinePlan, Plan
 from autopar.planning import Chosen, agree, choose
+from autopar.programs import Program, program_of
 from autopar.rewrite import TracedStep, step_of
-from autopar.runtime import (
-    Executable,
-    Joined,
-    Limit,
-    Lowered,
-    LoweredPipeline,
-    Pipeline,
-    Prepared,
-    Program,
-    build,
-    limit_of,
-    load,
-    lower,
-    needed_nbytes,
-    pipeline_nbytes,
-    prepare,
-)
+from autopar.runtime import Executable, Joined, Limit, Lowered, LoweredPipeline, Pipeline, limit_of
 from passes.cluster import Cluster, local_cluster
 from passes.errors import InternalError, OverBudgetError
 from passes.gc_pause import without_gc
-from passes.plan import PipelinePlan
-from passes.transforms import stages
 
 _Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...], Hashable]
 _Run = Callable[[list[Any]], Any]
@@ -57,7 +40,7 @@ class Compilation:
     statics: tuple[Any, ...]
     traced: Traced
     chosen: Chosen | None = None
-    prepared: Prepared | None = None
+    planned: Program | None = None
     executable: Executable | Pipeline | Joined | None = None
     run: _Run | None = None
 
@@ -83,26 +66,21 @@ class Compilation:
     def lower(self, *, again: bool = True) -> Lowered | LoweredPipeline:
         """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
         self._agree()
-        plan = self.plan()
-        if isinstance(plan, PipelinePlan):
-            return self._lowered_pipeline(plan)
-        lowered = lower(self.prepare(), self.structs, self.statics)
         limit = self._limit()
-        if limit is None:
-            return lowered
 
         def tightened(needed: int) -> Lowered | LoweredPipeline:
-            self._tighten(limit, needed)
+            self._tighten(cast("Limit", limit), needed)
             return self.lower(again=False)
 
-        return replace(lowered, _limit=limit, _again=tightened if again and limit.searched else None)
+        may_tighten = again and limit is not None and limit.searched
+        return self.program().lower(self.structs, self.statics, limit, tightened if may_tighten else None)
 
     def start(self, leaves: list[Any]) -> Any:
         """The results of the first call, after which there is what runs the others."""
         with without_gc():
             self._agree()
         run = self._made(leaves)
-        return self.prepare().executable()(leaves) if run is None else run(leaves)
+        return self.program().executable()(leaves) if run is None else run(leaves)
 
     def ready(self, leaves: list[Any]) -> _Run:
         """The function that runs on such flat arguments, compiled if it was not."""
@@ -156,25 +134,20 @@ class Compilation:
             chosen = tighter._chosen()
         except OverBudgetError as short:
             raise limit.error(plan, needed) from short
-        self.chosen, self.prepared = replace(chosen, memory_limit=before.memory_limit), None
+        self.chosen, self.planned = replace(chosen, memory_limit=before.memory_limit), None
 
     def _executable(self, *, again: bool, nested: bool = False) -> Executable | Pipeline | Joined | None:
         """The compiled program, checked to need no more memory than the limit.
 
         None for a call that is `nested` in another transformation: what is compiled then is not this program.
         """
-        plan, limit, processes = self.plan(), self._limit(), self._processes()
-        if isinstance(plan, PipelinePlan):
-            pipeline = self._pipeline(self._program(plan))
-            needed = pipeline_nbytes(pipeline.program, pipeline.executables) if limit else 0
-            executable = self._joined(pipeline)
-        elif limit is None and not processes:
-            return self.prepare().executable()
-        elif nested:
+        plan, limit, program, processes = self.plan(), self._limit(), self.program(), self._processes()
+        if limit is None and not processes:
+            return program.executable()
+        compiled = program.compiled(self.structs, nested=nested)
+        if compiled is None:
             return None
-        else:
-            compiled = lower(self.prepare(), self.structs).compile()
-            needed, executable = needed_nbytes(plan, compiled.memory_analysis()) if limit else 0, compiled.executable()
+        executable, needed = compiled
         if limit and processes:
             needed = max(map(int, processes.gather("the memory that the program needs", str(needed))))
         if limit is None or needed <= limit.nbytes:
@@ -184,46 +157,13 @@ class Compilation:
         self._tighten(limit, needed)
         return self._executable(again=False)
 
-    def _program(self, plan: PipelinePlan) -> Program:
-        """A pipeline's program."""
-        traced = self._chosen().traced
-        cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
-        return build(traced, plan, cut, self.present())
-
-    def _pipeline(self, program: Program, executables: tuple[Any, ...] | None = None) -> Pipeline:
-        """A pipeline's program, compiled."""
-        traced = self._chosen().traced
-        rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
-        return load(program, rows, traced.out_tree, traced.weak, executables, self._processes())
-
-    def _joined(self, pipeline: Pipeline) -> Pipeline | Joined:
-        """The pipeline on the caller's own arrays, of which its stages may hold chunks."""
-        pieces = self._chosen().pieces
-        if pieces is None:
-            return pipeline
-        donation = pieces.donation(pipeline.program.donation)
-        return Joined(pipeline, pieces, self.traced.out_tree, donation, arrivals=pipeline.arrivals)
-
-    def _lowered_pipeline(self, plan: PipelinePlan) -> LoweredPipeline:
-        """A pipeline's program, lowered a segment at a time."""
-        program = self._program(plan)
-        return LoweredPipeline(
-            plan=plan,
-            signature=self.signature,
-            program=program,
-            load=lambda executables: self._joined(self._pipeline(program, executables)),
-            limit=self._limit(),
-        )
-
-    def prepare(self) -> Prepared:
-        """The jitted function of a plan of one mesh."""
-        if self.prepared is None:
-            plan = self.plan()
-            if isinstance(plan, PipelinePlan):
-                raise InternalError("a pipeline is lowered a segment at a time")
-            devices, processes = self.present(), self._processes()
-            self.prepared = prepare(self.signature, self._chosen().traced, plan, devices, processes)
-        return self.prepared
+    def program(self) -> Program:
+        """The program of the plan."""
+        if self.planned is None:
+            present, processes = self.present(), self._processes()
+            made = (self._chosen(), self.signature, present, self.traced.out_tree, processes)
+            self.planned = program_of(self.plan(), *made)
+        return self.planned
 
     def _devices(self) -> Sequence[Device]:
         return jax.devices() if self.settings.devices is None else self.settings.devices

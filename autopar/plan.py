@@ -1,11 +1,11 @@
-"""A plan that knows the function it belongs to, and so can answer in the user's pytrees."""
+"""Plans that know the function they belong to, and so can answer in the user's pytrees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Self
+from functools import singledispatch
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -13,34 +13,34 @@ from jax.sharding import PartitionSpec
 import passes.plan
 from autopar.errors import ArgumentError, UnboundPlanError, explain
 from autopar.jax_compat import PyTreeDef
+from passes.errors import InternalError
+from passes.plan import AnyPlan
 from passes.sharding import ShardingSpec
+
+STAGE = "stage"
+"""The mesh axis over which the rows of an array lie whose pieces are on several stages."""
+
+
+Leaves = tuple[PyTreeDef, tuple[PartitionSpec, ...]]
+"""A pytree of placements, taken apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(passes.plan.Plan):
-    """A plan bound to the pytrees of a function's arguments and results; a plan from a file is not bound yet."""
+class _Bound(AnyPlan):
+    """A plan with the placements of a function's arguments and results; one from a file has none yet."""
 
-    in_tree: PyTreeDef | None = field(default=None, compare=False, repr=False)
-    out_tree: PyTreeDef | None = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def bind(cls, plan: passes.plan.Plan, in_tree: PyTreeDef | None = None, out_tree: PyTreeDef | None = None) -> Self:
-        """`plan` for a function whose (args, kwargs) and results have these trees."""
-        chosen = {f.name: getattr(plan, f.name) for f in fields(passes.plan.Plan)}
-        return cls(**chosen, in_tree=in_tree, out_tree=out_tree)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """The plan saved at `path`, not bound to a function. Raises PlanningError for a file that is no plan."""
-        return cls.bind(passes.plan.Plan.load(path))
+    bound: tuple[Leaves, Leaves] | None = field(default=None, compare=False, repr=False)
 
     @property
     def shardings(self) -> tuple[Any, Any]:
         """(inputs, outputs): a PartitionSpec for each array; inputs as the pair (args, kwargs), statics left out.
 
+        They are on the plan's mesh, or on that of the stage that holds the array. Rows that lie on several stages, one
+        after the other, are cut over the axis `stage`, and within each as the first of them.
+
         Raises UnboundPlanError for a plan that was loaded from a file, ArgumentError for a pytree of arrays alone.
         """
-        if self.in_tree is None or self.out_tree is None:
+        if self.bound is None:
             raise UnboundPlanError(
                 explain(
                     f"plan.shardings of plan {self.fingerprint}",
@@ -50,8 +50,38 @@ class Plan(passes.plan.Plan):
                     "or read plan.inputs beside plan.input_names",
                 )
             )
-        inputs = unflattened(self.in_tree, partition_specs(self.inputs), "plan.shardings")
-        return inputs, unflattened(self.out_tree, partition_specs(self.outputs), "plan.shardings")
+        arguments, results = self.bound
+        return unflattened(*arguments, "plan.shardings"), unflattened(*results, "plan.shardings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(_Bound, passes.plan.Plan):
+    """What planning chose for one program on one mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan(_Bound, passes.plan.PipelinePlan):
+    """What planning chose for a pipeline of several programs."""
+
+
+@singledispatch
+def bound(plan: AnyPlan, shardings: tuple[Leaves, Leaves]) -> Plan | PipelinePlan:
+    """A plan with these placements of a function's arguments and results."""
+    raise InternalError(f"a {type(plan).__name__} cannot be bound to a function")
+
+
+@bound.register
+def _(plan: passes.plan.Plan, shardings: tuple[Leaves, Leaves]) -> Plan:
+    return Plan(**_fields(plan, passes.plan.Plan), bound=shardings)
+
+
+@bound.register
+def _(plan: passes.plan.PipelinePlan, shardings: tuple[Leaves, Leaves]) -> PipelinePlan:
+    return PipelinePlan(**_fields(plan, passes.plan.PipelinePlan), bound=shardings)
+
+
+def _fields(plan: AnyPlan, kind: type[passes.plan.Plan | passes.plan.PipelinePlan]) -> dict[str, Any]:
+    return {f.name: getattr(plan, f.name) for f in fields(kind)}
 
 
 def unflattened(tree: PyTreeDef, leaves: Sequence[Any], what: str) -> Any:
@@ -78,3 +108,12 @@ def partition_spec(spec: ShardingSpec) -> PartitionSpec:
     while dims and dims[-1] is None:
         dims.pop()
     return PartitionSpec(*dims)
+
+
+def joined_spec(pieces: Sequence[PartitionSpec]) -> PartitionSpec:
+    """The placement of an array whose rows lie in pieces, one after the other, on the stages of a pipeline."""
+    if len(pieces) == 1:
+        return pieces[0]
+    rows, *inner = pieces[0] or (None,)
+    axes = rows if isinstance(rows, tuple) else () if rows is None else (rows,)
+    return PartitionSpec((STAGE, *axes) if axes else STAGE, *inner)

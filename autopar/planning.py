@@ -7,26 +7,26 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 from autopar import errors
-from autopar.cache import key_of, plan_of_json, relocated
+from autopar.cache import key_of, relocated
 from autopar.distributed import Processes, digest_of
 from autopar.errors import ArgumentError, explain
 from autopar.frontend import Traced
 from autopar.options import Settings
-from autopar.plan import Plan
+from autopar.plan import Leaves, PipelinePlan, Plan, bound, joined_spec, partition_specs
 from autopar.rewrite import TracedStep
 from autopar.runtime import Pieces
-from passes import plan as plans
 from passes.cluster import Cluster
 from passes.errors import PlanningError
-from passes.intra_op import slow_dtype, variant_of
+from passes.intra_op import slow_dtype
 from passes.ir import Graph
-from passes.plan import PipelinePlan
+from passes.plan import AnyPlan, plan_from_json
 from passes.plan import json as plan_json
 from passes.planners import Planned, PlanOptions, infeasible
-from passes.step import Variant
+from passes.sharding import ShardingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +59,14 @@ def choose(
     else:
         planned = _together(step, cluster, settings, source, processes)
     variant = cast("TracedStep", planned.step)
-    plan = planned.plan
-    if not isinstance(plan, PipelinePlan):
-        plan = Plan.bind(plan, variant.traced.in_tree, variant.traced.out_tree)
+    plan = bound(planned.plan, _shardings(planned.plan, variant, step.traced))
     limit = settings.memory_limit if planned.memory_limit is None else planned.memory_limit
     return Chosen(
         plan=plan, traced=variant.traced, pieces=variant.pieces, searched=planned.searched, memory_limit=limit
     )
 
 
-def agree(processes: Processes, step: TracedStep, plan: plans.Plan | PipelinePlan | None, source: str) -> None:
+def agree(processes: Processes, step: TracedStep, plan: AnyPlan | None, source: str) -> None:
     """Raises DisagreementError, on all processes, where they have other programs, constants or plans."""
     items = {
         "the program": step.graph.fingerprint,
@@ -107,7 +105,7 @@ def _together(
         raise kind(f"process {processes.ranks[0]}: {shared['message']}")
     how = plan_json.as_object(shared["how"], "how")
     try:
-        planned = _restored(step, plan_of_json(shared["plan"]), how)
+        planned = _restored(step, plan_from_json(shared["plan"]), how)
     except PlanningError:
         planned = None
     if planned is None:
@@ -141,6 +139,19 @@ def _planned(step: TracedStep, cluster: Cluster, settings: Settings, source: str
     return _cached(step, cluster, settings, source)
 
 
+def _shardings(plan: AnyPlan, step: TracedStep, traced: Traced) -> tuple[Leaves, Leaves]:
+    """A PartitionSpec for each argument and result, in the pytrees of the function as it was traced."""
+    stacked = step.traced.stacked
+    inputs, outputs = plan.specs(step.graph, step.state_pairs)
+    rows = [ShardingSpec(dims=spec.dims[1:]) if i in stacked else spec for i, spec in enumerate(inputs)]
+    counts = (step.pieces.inputs, step.pieces.outputs) if step.pieces else ((1,) * len(inputs), (1,) * len(outputs))
+    arguments, results = (
+        tuple(joined_spec(list(islice(specs, count))) for count in each)
+        for each, specs in zip(counts, map(iter, (partition_specs(rows), partition_specs(outputs))), strict=True)
+    )
+    return (traced.in_tree, arguments), (traced.out_tree, results)
+
+
 def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
     """The cached plan of the step, else the planner's, which is then written to the cache."""
     if settings.cache is None:
@@ -161,18 +172,14 @@ def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str)
     return planned
 
 
-def _restored(step: TracedStep, plan: plans.Plan | PipelinePlan, how: plan_json.Fields) -> Planned | None:
+def _restored(step: TracedStep, plan: AnyPlan, how: plan_json.Fields) -> Planned | None:
     """A plan from the cache and the variant of the step that it is of.
 
     None where lines of the source have changed so that the plan cannot name them. Raises PlanningError for a plan of
     something else.
     """
-    if isinstance(plan, PipelinePlan):
-        restored = step.variant(Variant(microbatches=plan.microbatches, stages=how.int("stages")))
-        plan.check(restored.graph, restored.state_pairs)
-    else:
-        restored = step.variant(variant_of(plan))
-        plan.check(restored.graph)
+    restored = step.variant(plan.variant(how.int("stages")))
+    plan.check(restored.graph, restored.state_pairs)
     relocated_plan = relocated(plan, restored.traced)
     if relocated_plan is None:
         return None

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from autopar.profiling import (
     timed,
     warm_up,
 )
-from autopar.runtime import Executable, Joined, Pipeline, lower
+from autopar.runtime import Executable, Joined, Pipeline
 from passes.plan import PipelinePlan
 
 PROFILED = 5
@@ -51,8 +51,8 @@ def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf
     plan = compilation.plan()
     result = StepReport(plan=plan, steps=steps, applied=_applied(compilation))
     result = _with_profile(compilation, stepper, result, clock)
-    if isinstance(plan, PipelinePlan) and isinstance(compilation.executable, Pipeline):
-        result = replace(result, transfers=_transfers(compilation.executable, stepper, plan))
+    if isinstance(compilation.executable, Pipeline):
+        result = replace(result, transfers=_transfers(compilation.executable, stepper, cast("PipelinePlan", plan)))
     if compilation.settings.cache is None:
         return result
     kept_in = os.path.join(os.fspath(compilation.settings.cache.folder), CALIBRATION_NAME)
@@ -96,7 +96,7 @@ def _texts(compilation: Compilation) -> Sequence[str]:
         return [segment.as_text() for segment in executable.executables]
     if isinstance(executable, Executable) and hasattr(executable.run, "as_text"):
         return [executable.run.as_text()]  # pyright: ignore[reportFunctionMemberAccess]
-    return [lower(compilation.prepare(), compilation.structs).unlimited().compile().as_text()]
+    return [compilation.program().lower(compilation.structs, (), None, None).compile().as_text()]
 
 
 def _transfers(pipeline: Pipeline, stepper: Stepper, plan: PipelinePlan) -> tuple[float, float]:

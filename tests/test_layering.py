@@ -28,7 +28,18 @@ ORDER = {
     ),
     "autopar": (
         *("errors", "jax_compat", "distributed", "plan", "frontend", "lowering", "checks", "runtime", "profiling"),
-        *("rewrite", "cache", "options", "planning", "compilation", "reporting", "api", "tools", "__main__"),
+        *(
+            "rewrite",
+            "cache",
+            "options",
+            "planning",
+            "programs",
+            "compilation",
+            "reporting",
+            "api",
+            "tools",
+            "__main__",
+        ),
         "__init__",
     ),
 }
@@ -45,6 +56,7 @@ CLOSED_WORLD = sys.stdlib_module_names | LIBRARIES | {"passes"}
 BARRED = {"autopar": {"benchmarks", "models", "tests"}, "models": {"autopar", "passes"}}
 TALKERS = {"autopar.tools.cli", "autopar.tools.topologies"}
 """The command line; and libtpu off a TPU takes what it must know from the environment alone."""
+PLANS, PLANS_ARE_READ = {"AnyPlan", "Plan", "PipelinePlan"}, "passes.plan.pipeline"
 INTERRUPTED, INTERRUPTION = "passes.progress", "KeyboardInterrupt"
 
 Sources = Mapping[str, str]
@@ -235,6 +247,35 @@ def handling_interruptions(sources: Sources) -> list[str]:
     ]
 
 
+def asking_for_the_kind_of_plan(sources: Sources) -> list[str]:
+    """Complaints about code that tells plans of one mesh from those of pipelines by their classes.
+
+    Only what reads a file knows the classes; everything else asks a plan for what it needs.
+    """
+    return [
+        f"{module}:{line} asks whether a plan is a {kind}; both kinds have the face of AnyPlan: use or extend it"
+        for module, source in sources.items()
+        if module.partition(".")[0] in ("passes", "autopar", "benchmarks") and module != PLANS_ARE_READ
+        for line, kind in kinds_asked_for(source)
+        if kind in PLANS
+    ]
+
+
+def kinds_asked_for(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name, without its module, of every class that a value is compared with."""
+    for node in ast.walk(tree(source)):
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
+                names = (each for each in ast.walk(kinds) if isinstance(each, ast.Name | ast.Attribute))
+                yield from ((node.lineno, ast.unparse(name).rpartition(".")[2]) for name in names)
+            case ast.MatchClass(cls=kind):
+                yield node.lineno, ast.unparse(kind).rpartition(".")[2]
+            case ast.Compare(left=ast.Call(func=ast.Name(id="type")), comparators=kinds):
+                yield from ((node.lineno, ast.unparse(kind).rpartition(".")[2]) for kind in kinds)
+            case _:
+                pass
+
+
 def names_read(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of every plain name."""
     for node in ast.walk(tree(source)):
@@ -299,6 +340,17 @@ CAUGHT: list[tuple[Check, Sources, str]] = [
         {"passes.ir.a": "try:\n    f()\nexcept KeyboardInterrupt:\n    g()"},
         "passes.ir.a:3 names KeyboardInterrupt",
     ),
+    (
+        asking_for_the_kind_of_plan,
+        {"autopar.api": "if isinstance(p, str | plan.PipelinePlan): f()"},
+        "autopar.api:1 asks whether a plan is a PipelinePlan",
+    ),
+    (
+        asking_for_the_kind_of_plan,
+        {"passes.planners.a": "match p:\n  case Plan(): f()"},
+        "passes.planners.a:2 asks whether a plan is a Plan",
+    ),
+    (asking_for_the_kind_of_plan, {"benchmarks.a": "type(p) is Plan"}, "benchmarks.a:1 asks whether a plan is a Plan"),
     (handling_interruptions, {"passes.ir.a": "raise KeyboardInterrupt"}, "passes.ir.a:1 names KeyboardInterrupt"),
 ]
 CHECKS = list(dict.fromkeys(check for check, _, _ in CAUGHT))

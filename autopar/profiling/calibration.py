@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from passes.cluster import Cluster, what_if
 from passes.errors import PlanningError, explain
-from passes.plan import PipelinePlan, Plan
+from passes.plan import AnyPlan
 from passes.plan import json as plan_json
 
 NAME = "calibration.json"
@@ -63,7 +63,7 @@ class Calibration:
         return what_if.slower(cluster, factors.compute, factors.communication)
 
 
-def keep(path: str | os.PathLike[str], plan: Plan | PipelinePlan, factors: Factors, step_seconds: float) -> None:
+def keep(path: str | os.PathLike[str], plan: AnyPlan, factors: Factors, step_seconds: float) -> None:
     """Adds what a plan's step took to a file, in place of what the same plan took before.
 
     Raises PlanningError where the file is another, or cannot be written.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import get_args
 
 from autopar.profiling import calibration
@@ -13,7 +14,7 @@ from autopar.profiling.calibration import NONE, Factors
 from autopar.profiling.events import CAUSES, COMPUTE, TRANSFERS
 from autopar.profiling.steps import Steps
 from passes.cluster import Kind
-from passes.plan import PipelinePlan, Plan
+from passes.plan import AnyPlan
 from passes.text import Column, Table, quantities
 
 DISPATCH, WAITING = "dispatch", "waiting"
@@ -34,22 +35,21 @@ class Share:
         return sum(spent for cause, spent in self.seconds.items() if cause not in (WAITING, DISPATCH, TRANSFERS))
 
 
-def predicted_shares(plan: Plan | PipelinePlan) -> tuple[Share, ...]:
+def predicted_shares(plan: AnyPlan) -> tuple[Share, ...]:
     """What a plan promises of each of its submeshes; `waiting` is what is left of the step: a pipeline's bubble, and
     transfers that are not hidden.
     """
-    if not isinstance(plan, PipelinePlan):
-        return (Share(devices=plan.n_devices, seconds=_by_cause(plan.seconds)),)
     dispatch = plan.cluster.group().device.dispatch_seconds
     shares: list[Share] = []
-    for group, tasks in enumerate(plan.schedule.groups):
+    for group, programs in enumerate(plan.submeshes):
         seconds: dict[str, float] = {}
-        for stage in plan.stages[group :: plan.groups]:
-            for cause, spent in _by_cause(stage.seconds).items():
+        for program in programs:
+            for cause, spent in _by_cause(program.seconds).items():
                 seconds[cause] = seconds.get(cause, 0.0) + spent
-        seconds[DISPATCH] = dispatch * len(tasks)
-        seconds[WAITING] = max(0.0, plan.step_seconds - sum(seconds.values()))
-        shares.append(Share(devices=plan.stages[group].mesh.size, seconds=seconds))
+        if plan.timeline is not None:
+            seconds[DISPATCH] = dispatch * len(plan.timeline.schedule.groups[group])
+            seconds[WAITING] = max(0.0, plan.step_seconds - sum(seconds.values()))
+        shares.append(Share(devices=programs[0].n_devices, seconds=seconds))
     return tuple(shares)
 
 
@@ -60,14 +60,11 @@ def _by_cause(seconds: Mapping[str, float]) -> dict[str, float]:
     return {COMPUTE: computing, **{cause: spent for cause, spent in seconds.items() if cause in apart}}
 
 
-def measured_shares(
-    plan: Plan | PipelinePlan, by_device: Sequence[Mapping[str, float]], step_seconds: float
-) -> tuple[Share, ...]:
+def measured_shares(plan: AnyPlan, by_device: Sequence[Mapping[str, float]], step_seconds: float) -> tuple[Share, ...]:
     """What the devices of each submesh were seen to spend on average [devices of the plan]; the rest is `waiting`."""
-    starts = plan.offsets[: plan.groups] if isinstance(plan, PipelinePlan) else (0,)
-    ends = (*starts[1:], plan.n_devices)
+    ends = accumulate((programs[0].n_devices for programs in plan.submeshes), initial=0)
     shares: list[Share] = []
-    for start, end in zip(starts, ends, strict=True):
+    for start, end in pairwise(ends):
         members = by_device[start:end]
         seconds = {cause: sum(each.get(cause, 0.0) for each in members) / len(members) for cause in CAUSES}
         seconds[WAITING] = max(0.0, step_seconds - sum(seconds.values()))
@@ -85,7 +82,7 @@ class StepReport:
     calibrated by already; `kept_in` is the file in which the new ones are kept.
     """
 
-    plan: Plan | PipelinePlan
+    plan: AnyPlan
     steps: Steps
     profiled_seconds: float | None = None
     measured: tuple[Share, ...] | None = None

@@ -16,7 +16,7 @@ from autopar.plan import Plan
 from autopar.runtime.program import Feed, Free, Program, Run, Send, Slot
 from passes.errors import OverBudgetError
 from passes.intra_op import away
-from passes.plan import PipelinePlan
+from passes.plan import AnyPlan
 from passes.planners import allowed, held
 from passes.text import quantities
 
@@ -49,7 +49,7 @@ class Limit:
     source: str
     searched: bool
 
-    def error(self, plan: Plan | PipelinePlan, needed: int) -> OverBudgetError:
+    def error(self, plan: AnyPlan, needed: int) -> OverBudgetError:
         """The error about a plan whose compiled form needs more."""
         less = int(self.nbytes * self.nbytes / needed)
         remedy = f"plan for less with memory_limit={less:,} (bytes)" if self.searched else "use planner=autopar.Auto()"
@@ -66,7 +66,7 @@ class Limit:
 
 
 def limit_of(
-    plan: Plan | PipelinePlan, devices: Sequence[Device], memory_limit: int | None, source: str, *, searched: bool
+    plan: AnyPlan, devices: Sequence[Device], memory_limit: int | None, source: str, *, searched: bool
 ) -> Limit | None:
     """The limit of the compiled form of a plan on these devices: `memory_limit`, or else the devices' own memory.
 

@@ -28,7 +28,7 @@ from autopar.tools.progress_bar import shown
 from autopar.tools.targets import TARGET, UsageError
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
-from passes.plan import PipelinePlan, Plan, differences, load_plan
+from passes.plan import AnyPlan, load_plan
 from passes.plan import json as plan_json
 from passes.planners import Auto
 from passes.text import Table
@@ -307,11 +307,9 @@ def _show(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _plot(plan: Plan | PipelinePlan, path: Path) -> None:
+def _plot(plan: AnyPlan, path: Path) -> None:
     """Draws a plan's memory; of a pipeline, that of each stage for one microbatch."""
-    staged = isinstance(plan, PipelinePlan)
-    plans = {p.solution.planner: p for p in plan.stages} if staged else {plan.solution.planner: plan}
-    plot_memory(plans, path, Auto().limit(plan.cluster))
+    plot_memory({program.planner: program for program in plan.programs}, path, Auto().limit(plan.cluster))
 
 
 def _fit(arguments: argparse.Namespace) -> int:
@@ -344,9 +342,9 @@ def _fit(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if note else DONE if any(row.fits for row in rows) else DIFFERENT
 
 
-def _save_trace(plan: Plan | PipelinePlan, path: Path) -> None:
+def _save_trace(plan: AnyPlan, path: Path) -> None:
     """Writes a pipeline's predicted timeline as a Chrome trace. Raises UsageError where there is none."""
-    if not isinstance(plan, PipelinePlan):
+    if plan.timeline is None:
         raise UsageError("--trace: only a pipeline has a timeline; plan one with --planner pipeline:4x8")
     try:
         path.write_text(json.dumps(plan.timeline.to_trace()) + "\n", encoding="utf-8")
@@ -355,7 +353,7 @@ def _save_trace(plan: Plan | PipelinePlan, path: Path) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    difference = differences(load_plan(arguments.before), load_plan(arguments.after))
+    difference = load_plan(arguments.before).diff(load_plan(arguments.after))
     _print(json.dumps(difference.to_json(), indent=2) if arguments.json else difference.tables() or str(difference))
     return DONE if difference.is_empty else DIFFERENT
 

@@ -12,13 +12,12 @@ import jax
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.checks import Verification
-from autopar.plan import Plan
 from autopar.runtime import CompiledPipeline
 from autopar.tools.command_options import CLUSTERS, PLANNERS
 from autopar.tools.targets import TARGET
 from autopar.tools.topologies import topology
 from passes.cluster import Cluster
-from passes.plan import PipelinePlan
+from passes.plan import AnyPlan
 from passes.planners import allowed
 from passes.text import Column, Table, quantities
 
@@ -56,7 +55,7 @@ class Judgement:
     `refused` is the compiler's message where it ran out of memory itself; there is nothing else then.
     """
 
-    plan: Plan | PipelinePlan
+    plan: AnyPlan
     limit_nbytes: float
     compiler: str
     needed_nbytes: int = 0
@@ -72,7 +71,7 @@ class Judgement:
     def tables(self) -> tuple[Table, ...]:
         """The verdict as tables."""
         facts = {
-            "plan": f"{self.plan.shape} by {planner_of(self.plan)} for {self.plan.cluster.name}",
+            "plan": f"{self.plan.shape} by {self.plan.planner} for {self.plan.cluster.name}",
             "compiler": self.compiler,
             "a device needs": self.refused or quantities.nbytes(self.needed_nbytes),
             "a device may need": quantities.nbytes(int(self.limit_nbytes)),
@@ -89,7 +88,7 @@ class Judgement:
         """The verdict as JSON data, bytes as numbers."""
         return {
             "cluster": self.plan.cluster.name,
-            "planner": planner_of(self.plan),
+            "planner": self.plan.planner,
             "compiler": self.compiler,
             "fits": self.fits,
             "limit_nbytes": self.limit_nbytes,
@@ -106,11 +105,6 @@ class Judgement:
                 for name, v in (self.verifications or {}).items()
             ],
         }
-
-
-def planner_of(plan: Plan | PipelinePlan) -> str:
-    """The name of the planner that made a plan."""
-    return plan.planner if isinstance(plan, PipelinePlan) else plan.solution.planner
 
 
 def judge(

@@ -140,7 +140,7 @@ def row(name: str, step: TracedStep, room: Room, announce: Announce = quiet) -> 
     try:
         return Row(name=name, limit_nbytes=room.limit_nbytes, plan=PLANNERS[name](step, room, announce))
     except OverBudgetError as error:
-        leanest = error.leanest if isinstance(error.leanest, Plan) else None
+        leanest = cast("Plan | None", error.leanest)
         return Row(name=name, limit_nbytes=room.limit_nbytes, plan=leanest, refusal=str(error))
     except PlanningError as error:
         return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))

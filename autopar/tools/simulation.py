@@ -19,7 +19,7 @@ from autopar.compilation import Compilation
 from autopar.tools.fit import Example, batch_of, quiet, with_rows
 from passes.cluster import Cluster, what_if
 from passes.errors import OverBudgetError, PlanningError
-from passes.plan import Estimate, PipelinePlan, Plan
+from passes.plan import AnyPlan, Estimate
 from passes.planners import Auto, Manual, Planner
 from passes.progress import Progress
 
@@ -148,7 +148,7 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
     """The outcome of one scenario."""
     about = ", ".join(f"{name} {value}" for name, value in scenario.values.items() if name in ("planner", "cluster"))
     limit = Auto(memory_limit=request.memory_limit).limit(scenario.cluster)
-    plan: object = None
+    plan: AnyPlan | None = None
     refusal = ""
 
     def report(now: Progress) -> None:
@@ -167,10 +167,10 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
         }
         plan = replace(compilation, settings=compilation.settings.but(options), chosen=None).plan()
     except OverBudgetError as error:
-        plan, refusal = error.leanest, str(error)
+        plan, refusal = cast("AnyPlan | None", error.leanest), str(error)
     except PlanningError as error:
         refusal = str(error)
-    if not isinstance(plan, Plan | PipelinePlan):
+    if plan is None:
         return Row(scenario=scenario, limit_nbytes=limit, refusal=refusal)
     return Row(
         scenario=scenario,
@@ -181,7 +181,7 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
     )
 
 
-def saved(plan: Plan | PipelinePlan, tokens_per_step: float | None = None) -> Row:
+def saved(plan: AnyPlan, tokens_per_step: float | None = None) -> Row:
     """The row of a saved plan, on the cluster that it was made for."""
     limit = Auto().limit(plan.cluster)
     return Row(estimate=Estimate.of(plan), limit_nbytes=limit, tokens_per_step=tokens_per_step)

@@ -15,7 +15,7 @@ from autopar.tools.fit import Example
 from autopar.tools.simulation import Request, Row, Sweep, named, rows, saved, several
 from autopar.tools.simulation_plot import plot_simulation
 from passes.cluster import Cluster
-from passes.plan import PipelinePlan, Plan
+from passes.plan import AnyPlan, load_plan
 from passes.planners import Planner
 from passes.text import Table
 
@@ -45,7 +45,7 @@ class Simulation:
 
 
 def simulate(
-    step: Callable[..., Any] | Plan | PipelinePlan,
+    step: Callable[..., Any] | AnyPlan,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -73,13 +73,14 @@ def simulate(
     Definitions are those of `passes.plan.Estimate`. Raises ClusterError, ArgumentError or PlanningError for options
     that cannot be read.
     """
-    if isinstance(step, Plan | PipelinePlan):
+    if not callable(step):
+        plan = load_plan(step, "simulate")
         varied = (cluster, planner, devices, bandwidth, network, batch, microbatches)
         if any(value is not None and value != () for value in varied):
             rule = "a saved plan is of one step on one cluster, and has nothing to vary"
             remedy = "pass the step and its arguments, with planner=autopar.Manual(plan)"
             raise ArgumentError(explain(f"simulate({type(step).__name__}, ...)", rule, "", remedy))
-        simulated = (saved(step, tokens_per_step),)
+        simulated = (saved(plan, tokens_per_step),)
     else:
         sweep = _sweep(cluster, planner, devices, bandwidth, network, batch, microbatches)
         example = Example.of(step, tuple(args), dict(kwargs or {}))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from benchmarks.published.alike import DeepMegatron
 from benchmarks.published.rows import Answer
 from passes.cluster import Cluster
 from passes.gc_pause import without_gc
-from passes.plan import PipelinePlan, Plan
+from passes.plan import AnyPlan, PipelinePlan
 from passes.planners import Auto, Planner, PlanOptions, Zero
 from passes.step import Step, Variant
 
@@ -72,21 +72,20 @@ class Configuration:
         """Seconds of a step and peak bytes as planned. Raises PlanningError where there is no such plan."""
         plan = self.plan()
         nbytes = plan.peak_nbytes
-        if self.total and isinstance(plan, PipelinePlan):
+        if self.total and plan.timeline is not None:
             nbytes = sum(plan.timeline.peak_nbytes)
         limit = Auto().limit(self.cluster)
         return Answer(seconds=plan.step_seconds, nbytes=nbytes, limit_nbytes=limit)
 
-    def plan(self) -> Plan | PipelinePlan:
+    def plan(self) -> AnyPlan:
         """The plan. What stages cost is the same under every schedule with as many stages: that is planned once."""
-        if self.interleave > 1:
+        if self.interleave > 1 or self.pipeline == 1:
             return _plan(self)
-        plan = _plan(replace(self, schedule="1f1b"))
-        return replace(plan, schedule_name=self.schedule) if isinstance(plan, PipelinePlan) else plan
+        return replace(cast("PipelinePlan", _plan(replace(self, schedule="1f1b"))), schedule_name=self.schedule)
 
 
 @lru_cache(maxsize=4)
-def _plan(config: Configuration) -> Plan | PipelinePlan:
+def _plan(config: Configuration) -> AnyPlan:
     count, stages = config.microbatches, config.pipeline * config.interleave
     with without_gc():
         return planner(config).plan(step(config.job, count, stages, config.by_work), config.cluster, PlanOptions()).plan

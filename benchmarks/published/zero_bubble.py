@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from benchmarks.published.machines import machine
 from benchmarks.published.megatron import gpt_job
@@ -43,9 +43,9 @@ class TaskTimes:
 
     def answer(self) -> Answer:
         """Seconds of the task. Raises PlanningError where there is no such plan."""
-        plan = self.asked.plan()
-        if not isinstance(plan, PipelinePlan):
+        if self.asked.pipeline == 1:
             raise PlanningError("a plan without stages has no tasks")
+        plan = cast("PipelinePlan", self.asked.plan())
         match self.task:
             case "T_F":
                 seconds = [cost.forward_seconds for cost in plan.costs]

@@ -9,11 +9,11 @@ from passes.intra_op.computing import weight_gradient_share
 from passes.intra_op.extract import accounted, move_seconds
 from passes.intra_op.flops import product_flops, slow_dtype
 from passes.intra_op.mesh_problems import MeshProblems
-from passes.intra_op.mesh_search import MeshSearch, best, stopped
+from passes.intra_op.mesh_search import MeshSearch, best
 from passes.intra_op.meshes import layouts, named
 from passes.intra_op.offloading import away
 from passes.intra_op.roles import in_forward
-from passes.intra_op.variants import MOST_OPERATORS, VariantSearch, variant_of
+from passes.intra_op.variants import MOST_OPERATORS, VariantSearch
 
 __all__ = [
     "MOST_OPERATORS",
@@ -32,7 +32,5 @@ __all__ = [
     "product_flops",
     "restrictions",
     "slow_dtype",
-    "stopped",
-    "variant_of",
     "weight_gradient_share",
 ]

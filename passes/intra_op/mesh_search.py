@@ -273,7 +273,7 @@ class MeshSearch:
             late = any(other.status == "time limit" for other in others)
             answer = replace(answer, status="time limit" if late else "near optimal")
         plan = self.problems.plan(self.name, one, answer)
-        return stopped(plan) if self.context.is_interrupted else plan
+        return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
 
 
 def _fitted(
@@ -334,13 +334,3 @@ def _better(answer: Answer, known: Answer) -> Answer:
 def count(graph: Graph) -> int:
     """The operators of a program, those in loops and branches included."""
     return sum(1 + sum(map(count, node.subgraphs)) for node in graph.nodes)
-
-
-def stopped(plan: Plan) -> Plan:
-    """A plan marked as the best of a search that was interrupted."""
-    return ended(plan, INTERRUPTED)
-
-
-def ended(plan: Plan, status: str) -> Plan:
-    """A plan with what ended its search, in words."""
-    return replace(plan, solution=replace(plan.solution, status=status))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op.by_hand import SURELY
-from passes.intra_op.mesh_search import MeshSearch, ended, stopped
+from passes.intra_op.mesh_search import MeshSearch
 from passes.intra_op.offloading import resting
-from passes.plan import LATE, Plan
+from passes.plan import INTERRUPTED, LATE, Plan
 from passes.progress import SearchContext
 from passes.step import Step, Variant
 from passes.transforms import KEPT, Kept, kept_of
@@ -80,8 +80,8 @@ class VariantSearch:
         """The cheapest plan that fits. Raises OverBudgetError with the leanest plan that was met."""
         with self.context.ending_early():
             plan = self._run()
-            return ended(plan, LATE) if self.context.deadline.was_met else plan
-        return stopped(self.context.kept(self.best))
+            return plan.ended(LATE) if self.context.deadline.was_met else plan
+        return self.context.kept(self.best).ended(INTERRUPTED)
 
     def _run(self) -> Plan:
         refused: PlanningError | None = None
@@ -95,7 +95,7 @@ class VariantSearch:
             if not self.tried:
                 self.offloads = bool(resting(step.graph, step.state_pairs))
                 if (plan := search.cheapest).peak_nbytes <= self.limit:
-                    return _formed(plan, variant)
+                    return plan.of_variant(variant)
             self.floor = self.floor or search.least_seconds
             if self.is_bracketing and not search.fits(self.limit) and not self.context.is_interrupted:
                 self.tried += 1
@@ -108,7 +108,7 @@ class VariantSearch:
         for variant, search in [] if self.best else self.refused:
             plan = search.left_out(self.limit)
             if plan and (self.best is None or plan.step_seconds < self.best.step_seconds):
-                self.best = _formed(plan, variant)
+                self.best = plan.of_variant(variant)
         if self.best is None:
             self.leanest = self._least()
             if self.leanest is None or self.leanest.peak_nbytes > self.limit:
@@ -203,7 +203,7 @@ class VariantSearch:
         plan, best = self._fitting(search, variant), self.best
         is_better = plan is not None and (best is None or plan.step_seconds < best.step_seconds)
         if plan is not None and is_better:
-            self.best = _formed(plan, variant)
+            self.best = plan.of_variant(variant)
         self.context.raise_if_interrupted()
         return is_better
 
@@ -240,7 +240,7 @@ class VariantSearch:
 
     def _least(self) -> Plan | None:
         """The leanest plan of the leanest variants: which needs least is seen once each is made as lean as can be."""
-        made = [_formed(search.leanest(), variant) for variant, search in self.lean]
+        made = [search.leanest().of_variant(variant) for variant, search in self.lean]
         return min(made, key=lambda one: one.peak_nbytes, default=None)
 
     def _mixed(self, best: Plan) -> Plan:
@@ -257,13 +257,3 @@ class VariantSearch:
             else:
                 most = middle
         return self.best or best
-
-
-def _formed(plan: Plan, variant: Variant) -> Plan:
-    """A plan that says which variant of the step it is of."""
-    return replace(plan, microbatches=variant.count, remat=variant.kept)
-
-
-def variant_of(plan: Plan) -> Variant:
-    """The variant of the step that a plan is of."""
-    return Variant(microbatches=plan.microbatches, kept=kept_of(plan.remat), offload=bool(plan.offloaded))

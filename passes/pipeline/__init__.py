@@ -2,7 +2,7 @@
 
 from passes.pipeline.assemble import body_of, check_submeshes, pipelined, recounted
 from passes.pipeline.samples import layers_of, samples_of
-from passes.pipeline.search import StagedSearch, interrupted
+from passes.pipeline.search import StagedSearch
 from passes.pipeline.segments import homes, piece_of
 from passes.pipeline.step_blocks import Sample
 
@@ -12,7 +12,6 @@ __all__ = [
     "body_of",
     "check_submeshes",
     "homes",
-    "interrupted",
     "layers_of",
     "piece_of",
     "pipelined",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import singledispatch
 from itertools import accumulate
 
 from passes.cluster import Cluster, Mesh, boundary_seconds
@@ -14,7 +15,7 @@ from passes.ir import Graph, StatePairs
 from passes.memory import peak
 from passes.pipeline.segments import Needs, needs
 from passes.placement import Layout, collectives, group, is_free, resharding_plan
-from passes.plan import MemoryReport, PipelinePlan, Plan, operators
+from passes.plan import AnyPlan, MemoryReport, PipelinePlan, Plan, operators
 from passes.sharding import Resharder
 from passes.step import Step
 from passes.text import count
@@ -130,16 +131,25 @@ def joined(
     return plan
 
 
-def recounted(plan: PipelinePlan, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> PipelinePlan:
-    """The pipeline with the numbers that follow from its stages' placements."""
-    cut = stages.cut(graph, plan.firsts, state_pairs)
+@singledispatch
+def recounted(plan: AnyPlan, step: Step) -> AnyPlan:
+    """The plan with the numbers that follow from its placements."""
+    raise InternalError(f"what a {type(plan).__name__} sends and holds cannot be counted")
+
+
+@recounted.register
+def _(plan: Plan, step: Step) -> Plan:
+    return accounted(plan, step.graph, step.state_pairs, step.donated)
+
+
+@recounted.register
+def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
+    cut = stages.cut(step.graph, plan.firsts, step.state_pairs)
     plans = [
-        accounted(
-            stage, part.graph, stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
-        )
-        for part, stage in zip(cut.parts, plan.stages, strict=True)
+        accounted(stage, part.graph, part.state_pairs, part.donated)
+        for part, stage in zip(step.parts(cut), plan.stages, strict=True)
     ]
-    about = plan.planner, graph, plan.cluster, state_pairs, donated, cut, plan.firsts, plans
+    about = plan.planner, step.graph, plan.cluster, step.state_pairs, step.donated, cut, plan.firsts, plans
     return joined(*about, plan.schedule_name, plan.chunks)
 
 

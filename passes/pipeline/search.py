@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from passes import inter_op
 from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError
-from passes.intra_op import stopped
 from passes.pipeline.block_costs import Pricer
 from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
 from passes.pipeline.drafts import Draft, evenly
@@ -23,22 +22,13 @@ from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCosts
 from passes.pipeline.step_blocks import Sample, StepBlocks
 from passes.pipeline.workers import WorkerPool
-from passes.plan import PipelinePlan, Plan
+from passes.plan import INTERRUPTED, PipelinePlan
 from passes.progress import Progress, SearchContext
 from passes.solver import SolverOptions
 from passes.step import Step
 
 RETRIES, LESS = 3, 0.95
 """How often stages that do not fit are chosen again, and the share that is kept of what should do."""
-
-
-def interrupted(plan: Plan | PipelinePlan) -> Plan | PipelinePlan:
-    """A plan, or all of its stages, marked as the best of a search that was interrupted."""
-    return _marked(plan) if isinstance(plan, PipelinePlan) else stopped(plan)
-
-
-def _marked(plan: PipelinePlan) -> PipelinePlan:
-    return replace(plan, stages=tuple(map(stopped, plan.stages)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,7 +116,8 @@ class StagedSearch:
             if self.context.is_interrupted:
                 fits = [draft for draft in search.found if draft.peak_nbytes <= limit]
                 fastest = self.context.kept(best or min(fits, key=lambda draft: draft.seconds, default=None))
-                return _marked(self.plans.plan(fastest, pool) if isinstance(fastest, Draft) else fastest)
+                plan = self.plans.plan(fastest, pool) if isinstance(fastest, Draft) else fastest
+                return plan.ended(INTERRUPTED)
             better, over = self._best(self.drafting.worth(search), search.most, pool)
             best = better or best
             if over is None or (best is not None and (self.context.is_interrupted or self.drafting.is_large)):
@@ -168,7 +159,7 @@ class StagedSearch:
                     over = min(plan.peak_nbytes, over or plan.peak_nbytes)
                 elif plan.step_seconds < (best.step_seconds if best else cutoff):
                     best = plan
-        return _marked(self.context.kept(best)) if self.context.is_interrupted else best, over
+        return self.context.kept(best).ended(INTERRUPTED) if self.context.is_interrupted else best, over
 
     def _tell_price(self, mesh: Mesh | None) -> None:
         phase = f"price a layer on {mesh}" if mesh else "partition the layers"

@@ -4,11 +4,10 @@ whether it is legal.
 
 from passes.plan import json, text
 from passes.plan.estimate import Estimate
-from passes.plan.face import AnyPlan
 from passes.plan.parts import INTERRUPTED, LATE, POINTS, MemoryReport, Operator, Solution, operators
-from passes.plan.pipeline import PipelinePlan, load_plan
-from passes.plan.pipeline_diff import differences
-from passes.plan.plan import SCHEMA, Plan
+from passes.plan.pipeline import PipelinePlan, load_plan, plan_from_json
+from passes.plan.plan import AnyPlan, Plan
+from passes.plan.reading import SCHEMA
 
 __all__ = [
     "INTERRUPTED",
@@ -22,9 +21,9 @@ __all__ = [
     "PipelinePlan",
     "Plan",
     "Solution",
-    "differences",
     "json",
     "load_plan",
     "operators",
+    "plan_from_json",
     "text",
 ]

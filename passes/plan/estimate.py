@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Self, get_args
 
 from passes.cluster import Kind
+from passes.errors import InternalError
 from passes.inter_op import StageCost
 from passes.plan.pipeline import PipelinePlan
-from passes.plan.plan import Plan
+from passes.plan.plan import AnyPlan, Plan
 
 DAY_SECONDS, DAY_HOURS = 86400.0, 24.0
 """One day, in seconds and in hours."""
@@ -40,7 +42,7 @@ class Estimate:
     peak_nbytes: int
 
     @classmethod
-    def of(cls, plan: Plan | PipelinePlan) -> Self:
+    def of(cls, plan: AnyPlan) -> Self:
         """What `plan` promises."""
         flops = _flops(plan)
         dtype = max(flops, key=flops.__getitem__, default="")
@@ -52,7 +54,7 @@ class Estimate:
             flops=sum(flops.values()),
             dtype=dtype,
             peak_flops_per_second=peaks.get(device.widened.get(dtype, dtype), min(peaks.values())),
-            bubble=plan.bubble if isinstance(plan, PipelinePlan) else 0.0,
+            bubble=plan.timeline.bubble if plan.timeline else 0.0,
             exposed_seconds=_exposed_seconds(plan),
             peak_nbytes=plan.peak_nbytes,
         )
@@ -90,19 +92,28 @@ class Estimate:
         return self.days(tokens, tokens_per_step) * DAY_HOURS * self.devices * price_per_device_hour
 
 
-def _flops(plan: Plan | PipelinePlan) -> dict[str, float]:
+def _flops(plan: AnyPlan) -> dict[str, float]:
     """What the model asks all devices together for in one step, by dtype."""
     flops: dict[str, float] = {}
-    for part in plan.stages if isinstance(plan, PipelinePlan) else (plan,):
+    for part in plan.programs:
         for dtype, several in part.flops.items():
             flops[dtype] = flops.get(dtype, 0.0) + several
     return flops
 
 
-def _exposed_seconds(plan: Plan | PipelinePlan) -> float | None:
+@singledispatch
+def _exposed_seconds(plan: AnyPlan) -> float | None:
     """Seconds by which a step would be shorter if nothing had to be sent; None for stages that do not say."""
-    if not isinstance(plan, PipelinePlan):
-        return sum(plan.seconds.get(kind, 0.0) for kind in get_args(Kind))
+    raise InternalError(f"a {type(plan).__name__} has no estimate")
+
+
+@_exposed_seconds.register
+def _(plan: Plan) -> float | None:
+    return sum(plan.seconds.get(kind, 0.0) for kind in get_args(Kind))
+
+
+@_exposed_seconds.register
+def _(plan: PipelinePlan) -> float | None:
     if not all(stage.computing for stage in plan.stages):
         return None
     silent = [_without_collectives(*both) for both in zip(plan.stages, plan.costs, strict=True)]

@@ -200,3 +200,12 @@ def _verify_spec(spec: ShardingSpec, type: TensorType, mesh: Mesh, where: str) -
                 f"{where}: {spec} cuts dimension {dimension} of {type} over {'+'.join(axes)}, {parts} devices, "
                 f"which do not divide {size}"
             )
+
+
+def first_difference(graph: Graph, names: Sequence[str], types: Sequence[TensorType]) -> str:
+    """The first input whose name or type is not the plan's, in words; empty if all agree."""
+    theirs = zip(graph.input_names, (graph.types[v] for v in graph.inputs), strict=False)
+    for (name, type), planned_name, planned in zip(theirs, names, types, strict=False):
+        if (name, type) != (planned_name, planned):
+            return f"the first input that differs is {name} {type}; the plan has {planned_name} {planned}"
+    return ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 from passes.cluster import Cluster, Collective
 from passes.errors import PlanMismatchError, PlanningError, explain
@@ -16,11 +16,13 @@ from passes.inter_op import build as build_schedule
 from passes.ir import Graph, StatePairs
 from passes.plan import json as plan_json
 from passes.plan import text as plan_text
-from passes.plan.face import AnyPlan
 from passes.plan.json import Fields
-from passes.plan.plan import SCHEMA, Plan
+from passes.plan.plan import AnyPlan, Plan, Specs
+from passes.plan.reading import SCHEMA
+from passes.sharding import replicated
+from passes.step import MOST_CHUNKS, Step, Variant
 from passes.text import Column, Table, quantities
-from passes.transforms import cut
+from passes.transforms import Stages, cut
 
 SomePlan = TypeVar("SomePlan", bound="PipelinePlan")
 
@@ -54,7 +56,7 @@ class PipelinePlan(AnyPlan):
         return build_schedule(self.schedule_name, len(self.stages), self.microbatches, self.chunks)
 
     @cached_property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> Timeline:  # pyright: ignore[reportIncompatibleMethodOverride] # simulated once
         """When each task runs, as simulated."""
         return self.simulated(self.costs, self.transfers)
 
@@ -65,9 +67,53 @@ class PipelinePlan(AnyPlan):
         return simulate(self.schedule, costs, transfers, dispatch_seconds=dispatch, overlap=overlap)
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether it is the best until a search was interrupted."""
-        return any(stage.is_interrupted for stage in self.stages)
+    def programs(self) -> tuple[Plan, ...]:
+        return self.stages
+
+    @property
+    def submeshes(self) -> tuple[tuple[Plan, ...], ...]:
+        return tuple(self.stages[group :: self.groups] for group in range(self.groups))
+
+    def ended(self, status: str) -> Self:
+        return replace(self, stages=tuple(stage.ended(status) for stage in self.stages))
+
+    def on(self, cluster: Cluster) -> Self:
+        return replace(self, cluster=cluster, stages=tuple(stage.on(cluster) for stage in self.stages))
+
+    def variant(self, stages: int = 0) -> Variant:
+        return Variant(microbatches=self.microbatches, stages=stages or len(self.stages))
+
+    def of_variant(self, variant: Variant) -> Self:
+        return self
+
+    def step_of(self, step: Step) -> Step:
+        """The variant of a step that it is of, by its fingerprint; if there is none, one for its stages.
+
+        A saved plan does not say for how many stages loops were chunked: the search does so for layers.
+        """
+        for stages in range(MOST_CHUNKS + 1):
+            variant = step.variant(self.variant(stages))
+            if variant.graph.fingerprint == self.fingerprint:
+                return variant
+        return step.variant(self.variant())
+
+    def graphs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Graph, ...]:
+        return tuple(part.graph for part in cut(graph, self.firsts, state_pairs).parts)
+
+    def specs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Specs, Specs]:
+        return _specs(self.stages, cut(graph, self.firsts, state_pairs), graph)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {
+            **super().facts,
+            "stages": f"{len(self.stages)}",
+            "mesh": "; ".join(str(stage.mesh) for stage in self.stages[: self.groups]),
+            "schedule": self.schedule_name,
+            "chunks": f"{self.chunks}",
+            "cut before": ", ".join(f"node {first}" for first in self.firsts[1:]),
+            "bubble": f"{self.bubble:.1%}",
+        }
 
     @property
     def splits_backward(self) -> bool:
@@ -113,7 +159,7 @@ class PipelinePlan(AnyPlan):
         return max(self.timeline.peak_nbytes)
 
     @property
-    def nbytes(self) -> Mapping[str, int]:
+    def nbytes(self) -> Mapping[str, int]:  # pyright: ignore[reportIncompatibleVariableOverride] # a field of others
         """Predicted peak bytes on the fullest device by cause."""
         return max(peaks(self.schedule, self.costs), key=lambda causes: sum(causes.values()))
 
@@ -123,30 +169,17 @@ class PipelinePlan(AnyPlan):
         return max(plan.gap for plan in self.stages)
 
     @property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(  # pyright: ignore[reportIncompatibleVariableOverride] # a field of others
+        self,
+    ) -> tuple[Collective, ...]:
         """The collectives of all stages."""
         return tuple(c for plan in self.stages for c in plan.collectives)
 
     def verify(self) -> None:
         """Raises PlanningError unless stages, costs and devices agree and the schedule can run."""
-        if (
-            len({len(self.stages), len(self.firsts), len(self.costs), len(self.sent_nbytes), len(self.transfers) + 1})
-            > 1
-        ):
-            raise PlanningError(
-                "a pipeline has a first node, a cost and the bytes it sends for each stage, and a transfer between "
-                "neighbours; plan again"
-            )
-        if self.chunks < 1 or len(self.stages) % self.chunks:
-            raise PlanningError(f"{len(self.stages)} stages in {self.chunks} chunks a submesh; plan again")
-        sizes = [plan.mesh.size for plan in self.stages]
-        if sizes != sizes[: self.groups] * self.chunks:
-            raise PlanningError(f"stages that share submeshes have {sizes} devices; plan again")
-        if self.n_devices > self.cluster.n_devices:
-            raise PlanningError(f"a pipeline of {self.n_devices} devices on {self.cluster.n_devices}; plan again")
-        self.schedule.verify()
+        _verify(self)
 
-    def check(self, graph: Graph, state_pairs: StatePairs) -> None:
+    def check(self, graph: Graph, state_pairs: StatePairs = ()) -> None:
         """Raises PlanMismatchError unless this plan was made for this step, and every stage's is legal for its part."""
         if graph.fingerprint != self.fingerprint:
             raise PlanMismatchError(
@@ -158,8 +191,8 @@ class PipelinePlan(AnyPlan):
                     "plan again, or call the function with the arguments that the plan was made for",
                 )
             )
-        for part, plan in zip(cut(graph, self.firsts, state_pairs).parts, self.stages, strict=True):
-            plan.check(part.graph)
+        for part, plan in zip(self.graphs(graph, state_pairs), self.stages, strict=True):
+            plan.check(part)
 
     def to_json(self) -> dict[str, object]:
         """The plan as JSON data; `from_json` gives an equal plan back."""
@@ -190,42 +223,76 @@ class PipelinePlan(AnyPlan):
 
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
         """The pipeline as tables, then each stage's own if `operators`."""
-        all_tables = [self._header(), self._stages_table(), self.timeline.table()]
+        all_tables = [_header(self), _stages_table(self), self.timeline.table()]
         if operators:
             all_tables.extend(table for plan in self.stages for table in plan.tables(operators=True))
         return tuple(all_tables)
 
-    def _header(self) -> Table:
-        facts: Mapping[str, str] = {
-            "program": self.fingerprint,
-            "cluster": self.cluster.name,
-            "planner": self.planner,
-            "schedule": self.schedule_name,
-            "microbatches": f"{self.microbatches:,}",
-            "step": quantities.seconds(self.step_seconds),
-            "bubble": f"{self.bubble:.1%}",
-        }
-        columns = (Column(heading=""), Column(heading="", flexible=True))
-        stale = any(plan.is_stale for plan in self.stages)
-        note = plan_text.STALE if stale else ""
-        return Table(title="Pipeline", columns=columns, rows=tuple(facts.items()), note=note)
 
-    def _stages_table(self) -> Table:
-        headings = ("stage", "mesh", "forward", "backward", "update", "sent", "peak")
-        columns = tuple(Column(heading=heading, right=heading != "mesh") for heading in headings)
-        rows = tuple(
-            (
-                str(k),
-                str(plan.mesh),
-                quantities.seconds(cost.forward_seconds),
-                quantities.seconds(cost.backward_seconds),
-                quantities.seconds(cost.finish_seconds),
-                quantities.nbytes(sent),
-                quantities.nbytes(self.timeline.peak_nbytes[k % self.groups]),
-            )
-            for k, (plan, cost, sent) in enumerate(zip(self.stages, self.costs, self.sent_nbytes, strict=True))
+def _header(plan: PipelinePlan) -> Table:
+    facts: Mapping[str, str] = {
+        "program": plan.fingerprint,
+        "cluster": plan.cluster.name,
+        "planner": plan.planner,
+        "schedule": plan.schedule_name,
+        "microbatches": f"{plan.microbatches:,}",
+        "step": quantities.seconds(plan.step_seconds),
+        "bubble": f"{plan.bubble:.1%}",
+    }
+    columns = (Column(heading=""), Column(heading="", flexible=True))
+    stale = any(stage.is_stale for stage in plan.stages)
+    note = plan_text.STALE if stale else ""
+    return Table(title="Pipeline", columns=columns, rows=tuple(facts.items()), note=note)
+
+
+def _stages_table(plan: PipelinePlan) -> Table:
+    headings = ("stage", "mesh", "forward", "backward", "update", "sent", "peak")
+    columns = tuple(Column(heading=heading, right=heading != "mesh") for heading in headings)
+    rows = tuple(
+        (
+            str(k),
+            str(stage.mesh),
+            quantities.seconds(cost.forward_seconds),
+            quantities.seconds(cost.backward_seconds),
+            quantities.seconds(cost.finish_seconds),
+            quantities.nbytes(sent),
+            quantities.nbytes(plan.timeline.peak_nbytes[k % plan.groups]),
         )
-        return Table(title="Stages, a microbatch", columns=columns, rows=rows)
+        for k, (stage, cost, sent) in enumerate(zip(plan.stages, plan.costs, plan.sent_nbytes, strict=True))
+    )
+    return Table(title="Stages, a microbatch", columns=columns, rows=rows)
+
+
+def _specs(plans: Sequence[Plan], stages: Stages, graph: Graph) -> tuple[Specs, Specs]:
+    """(inputs, outputs): where each array of a step lies, on the mesh of the stage that holds it."""
+    parts = list(zip(stages.parts, plans, strict=True))
+    entering = [dict(zip(part.graph.inputs, plan.inputs, strict=True)) for part, plan in parts]
+    leaving = [dict(zip(part.graph.outputs, plan.outputs, strict=True)) for part, plan in parts]
+    unread = {value: replicated(graph.types[value].rank) for value in graph.inputs}
+    inputs = [
+        next(specs[value] for specs in (entering[home], *entering, unread) if value in specs)
+        for value, home in zip(graph.inputs, stages.homes, strict=True)
+    ]
+    outputs = [leaving[owner][value] for value, owner in zip(graph.outputs, stages.owners, strict=True)]
+    return tuple(inputs), tuple(outputs)
+
+
+def _verify(plan: PipelinePlan) -> None:
+    """Raises PlanningError unless stages, costs and devices agree and the schedule can run."""
+    lists = (plan.stages, plan.firsts, plan.costs, plan.sent_nbytes, (*plan.transfers, None))
+    if len(set(map(len, lists))) > 1:
+        raise PlanningError(
+            "a pipeline has a first node, a cost and the bytes it sends for each stage, and a transfer between "
+            "neighbours; plan again"
+        )
+    if plan.chunks < 1 or len(plan.stages) % plan.chunks:
+        raise PlanningError(f"{len(plan.stages)} stages in {plan.chunks} chunks a submesh; plan again")
+    sizes = [stage.mesh.size for stage in plan.stages]
+    if sizes != sizes[: plan.groups] * plan.chunks:
+        raise PlanningError(f"stages that share submeshes have {sizes} devices; plan again")
+    if plan.n_devices > plan.cluster.n_devices:
+        raise PlanningError(f"a pipeline of {plan.n_devices} devices on {plan.cluster.n_devices}; plan again")
+    plan.schedule.verify()
 
 
 def _read(kind: type[SomePlan], data: object) -> SomePlan:
@@ -264,14 +331,28 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
     return plan
 
 
-def load_plan(path: str | os.PathLike[str]) -> Plan | PipelinePlan:
-    """The plan in a file, of one program or of a pipeline. Raises PlanningError for a file that holds none."""
+def load_plan(source: object, call: str = "Manual") -> AnyPlan:
+    """The plan that a path leads to or that this is, of one program or of a pipeline; `call` is what was given it.
+
+    Raises PlanningError.
+    """
+    if isinstance(source, AnyPlan):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        rule = "a saved plan is a path, an autopar.Plan or an autopar.PipelinePlan"
+        remedy = "pass what plan.save(path) wrote, or the plan itself"
+        raise PlanningError(explain(f"{call}({source!r:.60})", rule, "", remedy))
+    path = cast("str | os.PathLike[str]", source)
     try:
-        data = plan_json.read(path)
-        read = plan_json.as_object(data, "the plan")
-        return PipelinePlan.from_json(data) if "pipeline" in read.data else Plan.from_json(data)
+        return plan_from_json(plan_json.read(path))
     except PlanningError as error:
         raise type(error)(f"{path}: {error}") from error
+
+
+def plan_from_json(data: object) -> AnyPlan:
+    """The plan that JSON data describe, of one program or of a pipeline. Raises PlanningError."""
+    kind = PipelinePlan if "pipeline" in plan_json.as_object(data, "the plan").data else Plan
+    return kind.from_json(data)
 
 
 def _cost(fields: Fields) -> StageCost:

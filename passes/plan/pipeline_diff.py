@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from passes.plan.diff import Amount, Change, PlanDiff, amounts, changes
-from passes.plan.pipeline import PipelinePlan
-from passes.plan.plan import Plan
 from passes.text import Column, Table, quantities
 
 
@@ -22,6 +22,24 @@ class PipelineDiff:
     seconds: tuple[Amount, ...]
     nbytes: tuple[Amount, ...]
     stages: tuple[PlanDiff, ...]
+
+    @classmethod
+    def between(
+        cls,
+        facts: tuple[Mapping[str, str], Mapping[str, str]],
+        seconds: tuple[float, float],
+        nbytes: tuple[float, float],
+        stages: Sequence[PlanDiff],
+    ) -> Self:
+        """The differences of two plans, of which each pair says what was chosen and what a step takes and needs."""
+        before, after = facts
+        names = dict.fromkeys((*before, *after))
+        return cls(
+            words=changes({name: (before.get(name, "none"), after.get(name, "none")) for name in names}),
+            seconds=amounts({"step": seconds[0]}, {"step": seconds[1]}),
+            nbytes=amounts({"peak": nbytes[0]}, {"peak": nbytes[1]}),
+            stages=tuple(stages),
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -56,42 +74,6 @@ class PipelineDiff:
 
     def __str__(self) -> str:
         return self.format()
-
-
-def differences(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> PlanDiff | PipelineDiff:
-    """The differences between two plans, either of which may be a pipeline."""
-    if isinstance(before, Plan) and isinstance(after, Plan):
-        return before.diff(after)
-    olds, news = _words(before), _words(after)
-    names = dict.fromkeys((*olds, *news))
-    first, second = _stages(before), _stages(after)
-    alike = len(first) == len(second)
-    return PipelineDiff(
-        words=changes({name: (olds.get(name, "none"), news.get(name, "none")) for name in names}),
-        seconds=amounts({"step": before.step_seconds}, {"step": after.step_seconds}),
-        nbytes=amounts({"peak": before.peak_nbytes}, {"peak": after.peak_nbytes}),
-        stages=tuple(a.diff(b) for a, b in zip(first, second, strict=True)) if alike else (),
-    )
-
-
-def _stages(plan: Plan | PipelinePlan) -> tuple[Plan, ...]:
-    return plan.stages if isinstance(plan, PipelinePlan) else ()
-
-
-def _words(plan: Plan | PipelinePlan) -> dict[str, str]:
-    common = {"program": plan.fingerprint, "cluster": plan.cluster.name, "microbatches": f"{plan.microbatches:,}"}
-    if isinstance(plan, Plan):
-        return {**common, "planner": plan.solution.planner, "stages": "none", "mesh": str(plan.mesh)}
-    return {
-        **common,
-        "planner": plan.planner,
-        "stages": f"{len(plan.stages)}",
-        "mesh": "; ".join(str(stage.mesh) for stage in plan.stages[: plan.groups]),
-        "schedule": plan.schedule_name,
-        "chunks": f"{plan.chunks}",
-        "cut before": ", ".join(f"node {first}" for first in plan.firsts[1:]),
-        "bubble": f"{plan.bubble:.1%}",
-    }
 
 
 def _fields(change: Change | Amount) -> dict[str, object]:

@@ -6,30 +6,146 @@ A saved plan is a planner: `autopar.Manual("plan.json")` replays it without solv
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import Self
 
 from passes.cluster import Cluster, Collective, Mesh
-from passes.errors import InternalError, PlanMismatchError, PlanningError, explain
-from passes.ir import Graph, TensorType
+from passes.errors import InternalError, PlanMismatchError, explain
+from passes.inter_op import Timeline
+from passes.ir import Graph, StatePairs, TensorType
 from passes.placement import Layout
 from passes.plan import diff as plan_diff
 from passes.plan import json as plan_json
 from passes.plan import legality
 from passes.plan import text as plan_text
 from passes.plan.diff import PlanDiff
-from passes.plan.face import AnyPlan
 from passes.plan.parts import MemoryReport, Operator, Solution
+from passes.plan.pipeline_diff import PipelineDiff
+from passes.plan.reading import SCHEMA, read_plan
+from passes.plan.storable import Storable
 from passes.sharding import ShardingSpec
+from passes.step import Step, Variant
 from passes.text import Table
+from passes.transforms import kept_of
 
-__all__ = ["SCHEMA", "MemoryReport", "Operator", "Plan", "PlanDiff", "Solution"]
+Specs = tuple[ShardingSpec, ...]
 
-SCHEMA = 1
-"""The version of a plan's file that is written, and the newest that is read."""
 
-SomePlan = TypeVar("SomePlan", bound="Plan")
+class AnyPlan(Storable):
+    """A plan, of one mesh or of a pipeline: what it is planned for, what a step should cost, and how it is kept."""
+
+    fingerprint: str
+    cluster: Cluster
+    microbatches: int
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    planner: str
+    collectives: tuple[Collective, ...]
+    """Those of one step, in all of its programs."""
+    nbytes: Mapping[str, int]
+    """Predicted peak bytes on the fullest device, by cause."""
+
+    @property
+    @abstractmethod
+    def programs(self) -> tuple[Plan, ...]:
+        """The plan of each program that it consists of: itself, or one a stage."""
+
+    @property
+    def submeshes(self) -> tuple[tuple[Plan, ...], ...]:
+        """The plans of the programs of each group of devices, which it runs in turn."""
+        return (self.programs,)
+
+    @property
+    @abstractmethod
+    def timeline(self) -> Timeline | None:
+        """When each task of each stage runs, as simulated; None where there is one program alone."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What was chosen, in words, by name."""
+        return {
+            "program": self.fingerprint,
+            "cluster": self.cluster.name,
+            "microbatches": f"{self.microbatches:,}",
+            "planner": self.planner,
+        }
+
+    @property
+    @abstractmethod
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+
+    @property
+    @abstractmethod
+    def peak_nbytes(self) -> int:
+        """Predicted peak bytes on the fullest device."""
+
+    @property
+    @abstractmethod
+    def gap(self) -> float:
+        """How far the answer may be from the best of its kind; 0 is proven optimal."""
+
+    @property
+    @abstractmethod
+    def n_devices(self) -> int:
+        """The devices that it runs on."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> str:
+        """Its mesh or its stages, in words."""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it is the best until a search was interrupted."""
+        return any(program.solution.is_interrupted for program in self.programs)
+
+    @abstractmethod
+    def ended(self, status: str) -> Self:
+        """The plan with what ended its search, in words."""
+
+    @abstractmethod
+    def on(self, cluster: Cluster) -> Self:
+        """The same placements on the first devices of another cluster, with the numbers of this one."""
+
+    @abstractmethod
+    def variant(self, stages: int = 0) -> Variant:
+        """The variant of the step that it is of; loops of a pipeline are chunked for so many `stages` (0: its own)."""
+
+    @abstractmethod
+    def of_variant(self, variant: Variant) -> Self:
+        """The plan as one that says of which variant of the step it is."""
+
+    def step_of(self, step: Step) -> Step:
+        """The variant of a step that it is of."""
+        return step.variant(self.variant())
+
+    @abstractmethod
+    def graphs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Graph, ...]:
+        """The graph of each of its programs, of which that of the step consists."""
+
+    @abstractmethod
+    def specs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Specs, Specs]:
+        """(inputs, outputs): where each array of the step lies, on the mesh of the program that holds it."""
+
+    @abstractmethod
+    def check(self, graph: Graph, state_pairs: StatePairs = ()) -> None:
+        """Raises PlanMismatchError unless it was made for this step, and is legal for it."""
+
+    def diff(self, other: AnyPlan) -> PlanDiff | PipelineDiff:
+        """What changes from this plan to `other`."""
+        if self.timeline is None and other.timeline is None:
+            return _difference(*self.programs, *other.programs)
+        return PipelineDiff.between(
+            (self.facts, other.facts),
+            (self.step_seconds, other.step_seconds),
+            (self.peak_nbytes, other.peak_nbytes),
+            stages=[_difference(*pair) for pair in zip(self.programs, other.programs, strict=False)]
+            if len(self.programs) == len(other.programs)
+            else (),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +198,10 @@ class Plan(AnyPlan):
     @property
     def placed(self) -> str:
         """A fingerprint of all that its numbers follow from: placements, mesh, and how the step is run."""
-        placements = [plan_text.placement_text(operator.placement) for operator in plan_text.everything(self.operators)]
-        inside = [
-            (layout.inputs, layout.outputs)
-            for operator in plan_text.everything(self.operators)
-            for layout in operator.placement.bodies
-        ]
-        specs = [[str(spec) for spec in several] for pair in ((self.inputs, self.outputs), *inside) for several in pair]
-        how = (str(self.mesh), self.microbatches, self.refetch, self.remat, self.offloaded)
-        return hashlib.sha256(repr((how, specs, placements)).encode()).hexdigest()[:16]
+        return _placed(self)
 
     @property
-    def planner(self) -> str:
+    def planner(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] # a field of others
         """Who made it."""
         return self.solution.planner
 
@@ -106,18 +214,37 @@ class Plan(AnyPlan):
         return str(self.mesh)
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether it is the best until a search was interrupted."""
-        return self.solution.is_interrupted
+    def programs(self) -> tuple[Plan, ...]:
+        return (self,)
+
+    @property
+    def timeline(self) -> None:
+        return None
+
+    def ended(self, status: str) -> Self:
+        return replace(self, solution=replace(self.solution, status=status))
+
+    def on(self, cluster: Cluster) -> Self:
+        return replace(self, cluster=cluster, mesh=replace(self.mesh, cluster=cluster))
+
+    def variant(self, stages: int = 0) -> Variant:
+        return Variant(microbatches=self.microbatches, kept=kept_of(self.remat), offload=bool(self.offloaded))
+
+    def of_variant(self, variant: Variant) -> Self:
+        return replace(self, microbatches=variant.count, remat=variant.kept)
+
+    def graphs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Graph, ...]:
+        return (graph,)
+
+    def specs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Specs, Specs]:
+        return self.inputs, self.outputs
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of one step."""
         return sum(self.seconds.values())
 
     @property
     def peak_nbytes(self) -> int:
-        """Predicted peak bytes on one device."""
         return sum(self.nbytes.values())
 
     @property
@@ -128,7 +255,6 @@ class Plan(AnyPlan):
 
     @property
     def gap(self) -> float:
-        """How far the answer may be from the best of its kind; 0 is proven optimal."""
         return self.solution.gap
 
     @property
@@ -137,7 +263,7 @@ class Plan(AnyPlan):
         placements = tuple(operator.placement for operator in self.operators)
         return Layout(inputs=self.inputs, placements=placements, outputs=self.outputs)
 
-    def check(self, graph: Graph) -> None:
+    def check(self, graph: Graph, state_pairs: StatePairs = ()) -> None:
         """Raises PlanMismatchError unless this plan was made for these operations and shapes, and is legal for them."""
         if graph.fingerprint != self.fingerprint:
             raise PlanMismatchError(
@@ -145,19 +271,11 @@ class Plan(AnyPlan):
                     f"plan {self.fingerprint} of {len(self.operators)} operators and {len(self.inputs)} inputs",
                     f"this function traces to program {graph.fingerprint} of {len(graph.nodes)} operators and "
                     f"{len(graph.inputs)} inputs, and a plan belongs to one function with its shapes and dtypes",
-                    self._first_difference(graph),
+                    legality.first_difference(graph, self.input_names, self.input_types),
                     "plan again, or call the function with the arguments that the plan was made for",
                 )
             )
         self.verify(graph)
-
-    def _first_difference(self, graph: Graph) -> str:
-        """The first input whose name or type is not the plan's, in words; empty if all agree."""
-        theirs = zip(graph.input_names, (graph.types[v] for v in graph.inputs), strict=False)
-        for (name, type), planned_name, planned in zip(theirs, self.input_names, self.input_types, strict=False):
-            if (name, type) != (planned_name, planned):
-                return f"the first input that differs is {name} {type}; the plan has {planned_name} {planned}"
-        return ""
 
     def verify(self, graph: Graph) -> None:
         """Raises PlanMismatchError unless every placement fits its types and is one that the operator's rule allows."""
@@ -188,12 +306,15 @@ class Plan(AnyPlan):
             all_tables.append(plan_text.operators_table(self.operators))
         return tuple(all_tables)
 
-    def diff(self, other: Plan) -> PlanDiff:
-        """What changes from this plan to `other`."""
-        return _difference(self, other)
+    @property
+    def facts(self) -> dict[str, str]:
+        return {
+            **super().facts,
+            "stages": "none",
+            "mesh": str(self.mesh),
+        }
 
     def to_json(self) -> dict[str, object]:
-        """The plan as JSON data; `from_json` gives an equal plan back."""
         if self.mesh.cluster != self.cluster:
             raise InternalError("a plan's mesh lies on another cluster than the plan")
         numbers = {"phases": self.phases, "computing": self.computing, "flops": self.flops}
@@ -224,7 +345,21 @@ class Plan(AnyPlan):
     @classmethod
     def from_json(cls, data: object) -> Self:
         """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
-        return _read(cls, data)
+        plan = read_plan(data, cls)
+        return replace(plan, counted_for="") if plan.counted_for == plan.placed else plan
+
+
+def _placed(plan: Plan) -> str:
+    """The fingerprint of a plan's placements, its mesh, and how the step is run."""
+    placements = [plan_text.placement_text(operator.placement) for operator in plan_text.everything(plan.operators)]
+    inside = [
+        (layout.inputs, layout.outputs)
+        for operator in plan_text.everything(plan.operators)
+        for layout in operator.placement.bodies
+    ]
+    specs = [[str(spec) for spec in several] for pair in ((plan.inputs, plan.outputs), *inside) for several in pair]
+    how = (str(plan.mesh), plan.microbatches, plan.refetch, plan.remat, plan.offloaded)
+    return hashlib.sha256(repr((how, specs, placements)).encode()).hexdigest()[:16]
 
 
 def _difference(before: Plan, after: Plan) -> PlanDiff:
@@ -257,67 +392,8 @@ def _difference(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
-def _read(kind: type[SomePlan], data: object) -> SomePlan:
-    """The plan that JSON data describe."""
-    read = plan_json.as_object(data, "the plan")
-    if not {"schema", "fingerprint"} <= read.data.keys():
-        raise PlanningError("this is not a plan: it has no schema or no fingerprint; `autopar plan` writes plans")
-    if "pipeline" in read.data:
-        raise PlanningError("this is the plan of a pipeline; autopar.PipelinePlan.load reads it")
-    if read.of("schema") != SCHEMA:
-        writer = read.data.get("autopar", "(unknown)")
-        raise PlanningError(
-            f"the plan has schema {read.of('schema')!r}, written by autopar {writer}; this is autopar "
-            f"{plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use that autopar"
-        )
-    cluster = Cluster.from_json(read.object("cluster").data)
-    mesh = plan_json.mesh_from_json(read.object("mesh"), cluster)
-    inputs = plan_json.values_from_json(read.list("inputs"), mesh, "input")
-    outputs = plan_json.values_from_json(read.list("outputs"), mesh, "output")
-    seconds, nbytes = read.object("seconds"), read.object("nbytes")
-    collectives, replicated = read.list("collectives"), read.list("replicated")
-    remat = read.list("remat") if "remat" in read.data else ()
-    offloaded = read.list("offloaded") if "offloaded" in read.data else ()
-    plan = kind(
-        fingerprint=read.text("fingerprint"),
-        cluster=cluster,
-        mesh=mesh,
-        operators=plan_json.operators_from_json(read.list("operators"), mesh),
-        inputs=inputs.specs,
-        outputs=outputs.specs,
-        input_names=inputs.names,
-        output_names=outputs.names,
-        collectives=tuple(
-            plan_json.collective_from_json(plan_json.as_object(entry, f"collectives[{i}]"))
-            for i, entry in enumerate(collectives)
-        ),
-        seconds={cause: seconds.float(cause) for cause in seconds.data},
-        nbytes={cause: nbytes.int(cause) for cause in nbytes.data},
-        solution=plan_json.solution_from_json(read.object("solution")),
-        replicated=tuple(plan_json.as_text(entry, f"replicated[{i}]") for i, entry in enumerate(replicated)),
-        microbatches=read.int("microbatches"),
-        input_types=inputs.types,
-        output_types=outputs.types,
-        phases=_floats(read, "phases"),
-        computing=_floats(read, "computing"),
-        flops=_floats(read, "flops"),
-        refetch=read.data.get("refetch", True) is True,
-        offloaded=plan_json.positions(offloaded, len(inputs.specs), "offloaded"),
-        memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
-        remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
-    )
-    counted_for = read.text("placed") if "placed" in read.data else plan.placed  # files have it since 2026-11
-    return plan if counted_for == plan.placed else replace(plan, counted_for=counted_for)
-
-
 def _numbers(values: Mapping[str, float]) -> dict[str, float | str]:
     return {name: plan_json.number(value) for name, value in values.items()}
-
-
-def _floats(read: plan_json.Fields, name: str) -> dict[str, float]:
-    """The numbers of a field by name; none where a file does not have it."""
-    values = read.object(name) if name in read.data else None
-    return {key: values.float(key) for key in values.data} if values else {}
 
 
 def _when_counted(plan: Plan) -> str:

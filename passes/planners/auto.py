@@ -40,10 +40,10 @@ from typing import cast
 from passes.cluster import Cluster, Mesh
 from passes.errors import InternalError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
-from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, restrictions, variant_of
+from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, restrictions
 from passes.ir import has_effect
-from passes.pipeline import Sample, StagedSearch, interrupted, layers_of, samples_of
-from passes.plan import PipelinePlan, Plan
+from passes.pipeline import Sample, StagedSearch, layers_of, samples_of
+from passes.plan import INTERRUPTED, AnyPlan, PipelinePlan, Plan
 from passes.planners.infeasible import leaner, shortage
 from passes.planners.planner import PLAIN, Planned, PlanOptions, limit_nbytes, takes_graphs
 from passes.progress import Deadline, SearchContext
@@ -107,11 +107,7 @@ class Auto:
             plan = planner.search(step, cluster, context)
         else:
             plan = planner.choose(step, cluster, context)
-        if isinstance(plan, PipelinePlan):
-            chosen = Variant(microbatches=plan.microbatches, stages=self.pieces)
-        else:
-            chosen = variant_of(plan)
-        return Planned.of(plan, step.variant(chosen), searched=True, memory_limit=asked)
+        return Planned.of(plan, step.variant(plan.variant(self.pieces)), searched=True, memory_limit=asked)
 
     def choose(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan:
         """The cheapest plan of a step, without stages, in any of its variants. Raises OverBudgetError."""
@@ -129,11 +125,11 @@ class Auto:
 
             def elsewhere(cluster: Cluster) -> Plan | None:
                 """The leanest variant on another cluster."""
-                one = step.variant(variant_of(lean) if lean else Variant())
+                one = step.variant(lean.variant() if lean else Variant())
                 offload = bool(lean and lean.offloaded)
                 return self._search(one, cluster, context, offload, most_nbytes=limit).within(limit)
 
-            raise shortage(error, limit, cluster, elsewhere) from None
+            raise shortage(error, lean, limit, cluster, elsewhere) from None
 
     def limit(self, cluster: Cluster) -> float:
         """Bytes that a plan may need on one device."""
@@ -158,7 +154,7 @@ class Auto:
         search.over(self._laid_out(cluster, cluster.n_devices))
         return search
 
-    def search(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan | PipelinePlan:
+    def search(self, step: Step, cluster: Cluster, context: SearchContext) -> AnyPlan:
         """The cheapest of what `choose` finds, without stages, and what a search over stages of the `step` does.
 
         Raises OverBudgetError where nothing fits, with the leanest plan of all.
@@ -189,10 +185,10 @@ class Auto:
                     whole = self.choose(step, cluster, context)
             except PlanningError as error:
                 refused = error
-        plans = [plan for plan in (whole, staged) if plan is not None]
+        plans: list[AnyPlan] = [plan for plan in (whole, staged) if plan is not None]
         best = min(plans, key=lambda plan: plan.step_seconds, default=None)
         if context.is_interrupted:
-            return interrupted(context.kept(best))
+            return context.kept(best).ended(INTERRUPTED)
         if best is None and refused is not None:
             raise leaner(refused, staging.leanest, self.limit(cluster), cluster)
         return _or_raise(best, refused)
@@ -222,7 +218,7 @@ class Auto:
         return list({tuple(sorted(mesh.sizes)): mesh for mesh in reversed(meshes)}.values())[::-1]
 
 
-def _or_raise(plan: Plan | PipelinePlan | None, refused: PlanningError | None) -> Plan | PipelinePlan:
+def _or_raise(plan: AnyPlan | None, refused: PlanningError | None) -> AnyPlan:
     """The plan, or the reason why there is none."""
     if plan is None:
         raise refused or InternalError("neither a plan nor a reason why there is none")

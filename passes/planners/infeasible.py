@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from passes.cluster import CPU, Cluster
 from passes.errors import OverBudgetError, PlanningError, explain
-from passes.plan import PipelinePlan, Plan
+from passes.plan import AnyPlan, PipelinePlan, Plan
 from passes.text import count, nbytes
 
 _MOST = 8
@@ -17,14 +17,17 @@ _MOST = 8
 
 def shortage(
     error: OverBudgetError,
+    lean: Plan | None,
     limit: float,
     cluster: Cluster,
     plan: Callable[[Cluster], Plan | None] | None = None,
 ) -> OverBudgetError:
-    """The error in four parts; `plan` plans for other clusters, to see how many devices would do."""
-    lean = error.leanest
+    """The error in four parts; `lean` is the leanest plan.
+
+    `plan` plans for other clusters, to see how many devices would do.
+    """
     argument = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
-    if not isinstance(lean, Plan):
+    if lean is None:
         return OverBudgetError(
             explain(argument, str(error), "", "give each device more memory, or plan for more devices")
         )
@@ -47,7 +50,7 @@ def shortage(
     )
 
 
-def held(plan: Plan | PipelinePlan) -> str:
+def held(plan: AnyPlan) -> str:
     """What holds a device's memory at the peak, largest first, in words; a hundredth of it or less is left out."""
     smallest = plan.peak_nbytes / 100
     causes = sorted(((size, cause) for cause, size in plan.nbytes.items() if size > smallest), reverse=True)
@@ -73,7 +76,7 @@ def allowed(cluster: Cluster, asked: float | None) -> tuple[float, str]:
     )
 
 
-def check(plan: Plan | PipelinePlan, cluster: Cluster, asked: float | None, where: str) -> None:
+def check(plan: AnyPlan, cluster: Cluster, asked: float | None, where: str) -> None:
     """Raises OverBudgetError for a plan that needs more than was asked for, or than a device has.
 
     `where` is the function in the user's source.
@@ -96,8 +99,8 @@ def check(plan: Plan | PipelinePlan, cluster: Cluster, asked: float | None, wher
 
 def leaner(refused: PlanningError, staged: PipelinePlan | None, limit: float, cluster: Cluster) -> PlanningError:
     """Why nothing fits, by what needs the least of all: the plan that was refused, or the stages that were met."""
-    leanest: object = getattr(refused, "leanest", None)
-    if staged is None or (isinstance(leanest, Plan) and leanest.peak_nbytes <= staged.peak_nbytes):
+    leanest: AnyPlan | None = getattr(refused, "leanest", None)
+    if staged is None or (leanest is not None and leanest.peak_nbytes <= staged.peak_nbytes):
         return refused
     argument = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
     variant = f"{count(len(staged.stages), 'stage')}, {count(staged.microbatches, 'microbatch', 'microbatches')}"

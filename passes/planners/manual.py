@@ -9,20 +9,19 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from passes.cluster import Cluster, Mesh
-from passes.errors import PlanMismatchError, PlanningError, explain
-from passes.intra_op import Assembly, accounted, best, in_forward, layouts, named, restrictions, variant_of
+from passes.errors import PlanMismatchError, explain
+from passes.intra_op import Assembly, best, in_forward, layouts, named, restrictions
 from passes.ir import Graph, StatePairs, TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
-from passes.plan import PipelinePlan, Plan, load_plan
+from passes.plan import AnyPlan, Plan, load_plan
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
 from passes.solver import SolverOptions
-from passes.step import MOST_CHUNKS, Step, Variant
+from passes.step import Step, Variant
 from passes.text import nbytes
 from passes.transforms import microbatch_stacks
 
@@ -237,19 +236,14 @@ class GPipe:
 class Manual:
     """A saved or edited plan (a path or a Plan), replayed without solving; what it sends and holds is counted anew."""
 
-    source: str | Path | Plan | PipelinePlan
+    source: str | Path | AnyPlan
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
-        plan = self._read()
-        if isinstance(plan, PipelinePlan):
-            step = _variant_of(plan, step)
-            plan.check(step.graph, step.state_pairs)
-            plan = recounted(plan, step.graph, step.state_pairs, step.donated)
-        else:
-            step = step.variant(variant_of(plan))
-            plan.check(step.graph)
-            plan = accounted(plan, step.graph, step.state_pairs, step.donated)
+        saved = load_plan(self.source)
+        step = saved.step_of(step)
+        saved.check(step.graph, step.state_pairs)
+        plan = recounted(saved, step)
         _check_devices(plan, cluster)
         return Planned.of(plan, step)
 
@@ -258,45 +252,18 @@ class Manual:
 
         Raises PlanningError where there is no plan, or more devices are needed than there are.
         """
-        plan = self._read()
+        plan = load_plan(self.source)
         _check_devices(plan, cluster)
-        if isinstance(plan, PipelinePlan):
-            return Manual(replace(plan, cluster=cluster, stages=tuple(_on(stage, cluster) for stage in plan.stages)))
-        return Manual(_on(plan, cluster))
-
-    def _read(self) -> Plan | PipelinePlan:
-        if not isinstance(cast(object, self.source), str | Path | Plan | PipelinePlan):
-            rule = "a saved plan is a path, an autopar.Plan or an autopar.PipelinePlan"
-            remedy = "pass what plan.save(path) wrote, or the plan itself"
-            raise PlanningError(explain(f"Manual({self.source!r:.60})", rule, "", remedy))
-        return load_plan(self.source) if isinstance(self.source, str | Path) else self.source
+        return Manual(plan.on(cluster))
 
 
-def _check_devices(plan: Plan | PipelinePlan, cluster: Cluster) -> None:
+def _check_devices(plan: AnyPlan, cluster: Cluster) -> None:
     """Raises PlanMismatchError for a cluster of fewer devices than the plan has."""
     if plan.n_devices > cluster.n_devices:
         raise PlanMismatchError(
             f"the plan was made for {plan.n_devices} devices ({plan.shape}), the cluster {cluster.name!r} has "
             f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
         )
-
-
-def _on(plan: Plan, cluster: Cluster) -> Plan:
-    return replace(plan, cluster=cluster, mesh=replace(plan.mesh, cluster=cluster))
-
-
-def _variant_of(plan: PipelinePlan, step: Step) -> Step:
-    """The variant of a step that a pipeline was planned for, by its fingerprint; if there is none, one for its stages.
-
-    A saved plan does not say for how many stages loops were chunked: the search does so for layers.
-    """
-    first = step.variant(Variant(microbatches=plan.microbatches, stages=len(plan.stages)))
-    found = first
-    for number in range(1, MOST_CHUNKS + 1):
-        if found.graph.fingerprint == plan.fingerprint:
-            return found
-        found = step.variant(Variant(microbatches=plan.microbatches, stages=number))
-    return found if found.graph.fingerprint == plan.fingerprint else first
 
 
 def _best(

@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self, TypeVar
 from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, StatePairs
-from passes.plan import PipelinePlan, Plan
+from passes.plan import AnyPlan
 from passes.progress import Report, silent
 from passes.step import Step, as_written, seen_by
 from passes.text import parse_nbytes
@@ -56,17 +56,15 @@ class Planned:
     keep to, None where nothing was said.
     """
 
-    plan: Plan | PipelinePlan
+    plan: AnyPlan
     step: Step
     searched: bool = False
     memory_limit: int | None = None
 
     @classmethod
-    def of(cls, plan: Plan | PipelinePlan, step: Step, **search: Any) -> Self:
+    def of(cls, plan: AnyPlan, step: Step, **search: Any) -> Self:
         """A plan that says which variant of a step it is of."""
-        if isinstance(plan, Plan):
-            plan = replace(plan, microbatches=step.chosen.microbatches or 1, remat=step.chosen.kept)
-        return cls(plan=plan, step=step, **search)
+        return cls(plan=plan.of_variant(step.chosen), step=step, **search)
 
 
 def limit_nbytes(*limits: object) -> int | None:
@@ -105,7 +103,7 @@ def takes_graphs(plan: Method) -> Method:
         *,
         tied: StatePairs = (),
         donated: Sequence[bool] = (),
-    ) -> Planned | Plan | PipelinePlan:
+    ) -> Planned | AnyPlan:
         if isinstance(step, Step):
             planned = plan(self, seen_by(step, cluster), cluster, options)
             return replace(planned, step=as_written(planned.step))

@@ -106,6 +106,15 @@ def test_plan_in_the_users_pytrees():
     assert outputs == ({"up": P(), "down": P()}, P())
 
 
+def test_plans_in_microbatches_tell_the_shardings_of_whole_batches():
+    function = parallel(planner=autopar.Megatron(data=4, tensor=2, microbatches=2))
+    compiled = function.lower(PARAMS, BATCH).compile()
+    ((params, batch), _), outputs = function.plan(PARAMS, BATCH).shardings
+    assert params == {"up": P(None, "tensor"), "down": P("tensor")}
+    assert batch == {"inputs": P("data"), "targets": P("data")}
+    assert outputs == jax.tree.map(lambda sharding: sharding.spec, compiled.output_shardings)
+
+
 def test_keyword_arguments_are_a_tree_of_their_own():
     (args, kwargs), _ = parallel().plan(PARAMS, batch=BATCH).shardings
     assert args == ({"up": P(), "down": P()},)

@@ -21,9 +21,9 @@ CLUSTER = "1x4:a100-80g"
 
 def alike(plan: Any) -> Any:
     """All of a plan but the seconds that planning took, and the function that it is bound to."""
-    stages = plan.stages if isinstance(plan, autopar.PipelinePlan) else (plan,)
-    return type(plan) is autopar.PipelinePlan and plan.costs, [
-        (one.fingerprint, one.mesh, one.layout, one.seconds, one.nbytes, one.microbatches, one.remat) for one in stages
+    return plan.timeline and plan.costs, [
+        (one.fingerprint, one.mesh, one.layout, one.seconds, one.nbytes, one.microbatches, one.remat)
+        for one in plan.programs
     ]
 
 

@@ -19,7 +19,6 @@ from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.layers import blocks
 from passes.pipeline import body_of
-from passes.plan import differences
 from passes.plan.pipeline_diff import PipelineDiff
 from passes.transforms import loop_of, stages
 from tests.autopar.runtime.test_pipeline import (
@@ -180,19 +179,19 @@ def test_a_pipeline_is_told_in_80_columns():
 
 def test_pipelines_are_compared(tmp_path: Any, capsys: Any):
     plan, _, _ = written(Pipeline(stages=2, microbatches=8))
-    assert differences(plan, plan).is_empty
+    assert plan.diff(plan).is_empty
     other, _, _ = written(Pipeline(stages=2, microbatches=8, schedule="gpipe"))
     longer, _, _ = written(Pipeline(stages=4, microbatches=8))
-    found = differences(plan, other)
+    found = plan.diff(other)
     assert isinstance(found, PipelineDiff)
     assert [(c.name, c.before, c.after) for c in found.words if c.name == "schedule"] == [("schedule", "1f1b", "gpipe")]
     assert all(stage.is_empty for stage in found.stages)
-    apart = differences(plan, longer)
+    apart = plan.diff(longer)
     assert isinstance(apart, PipelineDiff)
     assert not apart.stages
     assert ("stages", "2", "4") in [(c.name, c.before, c.after) for c in apart.words]
     assert [(a.before, a.after) for a in apart.seconds] == [(plan.step_seconds, longer.step_seconds)]
-    whole = differences(plan, plan.stages[0])
+    whole = plan.diff(plan.stages[0])
     assert ("stages", "2", "none") in [(c.name, c.before, c.after) for c in whole.words]
     plan.save(tmp_path / "a.json")
     other.save(tmp_path / "b.json")

@@ -356,3 +356,25 @@ def test_no_stage_has_more_layers_than_it_must(n_stages: int):
         pieces = n_pieces(trips, n_stages)
         assert trips % pieces == 0
         assert -(-pieces // n_stages) * (trips // pieces) == -(-trips // n_stages)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_pipeline_tells_the_shardings_of_its_results(data: int) -> None:
+    """Of arrays on one stage, and of weights whose rows lie on both."""
+    params, batch = mlp()
+
+    def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(score)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+    parallel = autopar.parallelize(step, planner=Pipeline(stages=2, microbatches=2), devices=jax.devices()[: 2 * data])
+    plan, results = parallel.plan(params, batch), parallel(params, batch)
+    ((args, kwargs), outputs) = plan.shardings
+    assert jax.tree.structure(args) == jax.tree.structure((params, batch))
+    assert kwargs == {}
+    assert args[0] == outputs[0]
+    assert outputs[0]["stack"]["w"][0] in ("stage", ("stage", "data"))
+    told, leaves = jax.tree.leaves(outputs), jax.tree.leaves(results)
+    assert len(told) == len(leaves)
+    for spec, leaf in zip(told, leaves, strict=True):
+        assert spec == getattr(leaf.sharding, "spec", jax.sharding.PartitionSpec())

@@ -1,4 +1,4 @@
-"""What a plan of one mesh and a plan of a pipeline have in common: as text, and in a file."""
+"""What is shown as tables and kept in a file."""
 
 from __future__ import annotations
 
@@ -11,38 +11,10 @@ from passes.plan import json as plan_json
 from passes.text import Table
 
 
-class AnyPlan(ABC):
-    """A plan, of one mesh or of a pipeline: what it is planned for, what a step should cost, and how it is kept.
-
-    `planner` is who made it, `shape` its mesh or its stages in words.
-    """
+class Storable(ABC):
+    """A value as text, as JSON data and in a file."""
 
     __slots__ = ()
-
-    @property
-    @abstractmethod
-    def step_seconds(self) -> float:
-        """Predicted seconds of one step."""
-
-    @property
-    @abstractmethod
-    def peak_nbytes(self) -> int:
-        """Predicted peak bytes on the fullest device."""
-
-    @property
-    @abstractmethod
-    def n_devices(self) -> int:
-        """The devices that it runs on."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> str:
-        """Its mesh or its stages, in words."""
-
-    @property
-    @abstractmethod
-    def is_interrupted(self) -> bool:
-        """Whether it is the best until a search was interrupted."""
 
     @abstractmethod
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:

@@ -1,0 +1,171 @@
+"""What a plan is compiled to: one program on a mesh, or the programs of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from typing import Any, Protocol
+
+import jax
+
+from autopar.distributed import Processes
+from autopar.frontend import Signature
+from autopar.jax_compat import Device, PyTreeDef
+from autopar.plan import PipelinePlan, Plan
+from autopar.planning import Chosen
+from autopar.runtime import (
+    Executable,
+    Joined,
+    Limit,
+    Lowered,
+    LoweredPipeline,
+    Pipeline,
+    Prepared,
+    build,
+    load,
+    lower,
+    needed_nbytes,
+    pipeline_nbytes,
+    prepare,
+)
+from autopar.runtime import Program as Instructions
+from passes.errors import InternalError
+from passes.transforms import stages
+
+Structs = Sequence[jax.ShapeDtypeStruct]
+Tightened = Callable[[int], Lowered | LoweredPipeline]
+"""The program of a plan for as much less memory than the limit as the compiled one needed more, in bytes."""
+
+
+class Program(Protocol):
+    """A function's planned program on its way to devices."""
+
+    def lower(
+        self, structs: Structs, statics: tuple[Any, ...], limit: Limit | None, tightened: Tightened | None
+    ) -> Lowered | LoweredPipeline:
+        """The program lowered, with what it may need; `tightened` is planned anew if its compiled form needs more."""
+        ...
+
+    def executable(self) -> Executable | Pipeline | Joined:
+        """What runs the program, compiled when it is called first."""
+        ...
+
+    def compiled(self, structs: Structs, *, nested: bool) -> tuple[Executable | Pipeline | Joined, int] | None:
+        """What runs the program, and the bytes of a device that it needs.
+
+        None for a call that is `nested` in another transformation: what is compiled then is not this program.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OneProgram:
+    """A program on one mesh."""
+
+    plan: Plan
+    prepared: Prepared
+
+    def lower(
+        self, structs: Structs, statics: tuple[Any, ...], limit: Limit | None, tightened: Tightened | None
+    ) -> Lowered:
+        lowered = lower(self.prepared, structs, statics)
+        return lowered if limit is None else replace(lowered, _limit=limit, _again=tightened)
+
+    def executable(self) -> Executable:
+        return self.prepared.executable()
+
+    def compiled(self, structs: Structs, *, nested: bool) -> tuple[Executable, int] | None:
+        if nested:
+            return None
+        compiled = lower(self.prepared, structs).compile()
+        return compiled.executable(), needed_nbytes(self.plan, compiled.memory_analysis())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PipelineProgram:
+    """The programs of a pipeline's stages."""
+
+    plan: PipelinePlan
+    chosen: Chosen
+    signature: Signature
+    devices: tuple[Device, ...]
+    out_tree: PyTreeDef
+    processes: Processes | None
+
+    def lower(
+        self, structs: Structs, statics: tuple[Any, ...], limit: Limit | None, tightened: Tightened | None
+    ) -> LoweredPipeline:
+        program = self._instructions()
+        return LoweredPipeline(
+            plan=self.plan,
+            signature=self.signature,
+            program=program,
+            load=lambda executables: self._joined(self._pipeline(program, executables)),
+            limit=limit,
+        )
+
+    def executable(self) -> Pipeline | Joined:
+        return self._joined(self._pipeline(self._instructions()))
+
+    def compiled(self, structs: Structs, *, nested: bool) -> tuple[Pipeline | Joined, int]:
+        pipeline = self._pipeline(self._instructions())
+        return self._joined(pipeline), pipeline_nbytes(pipeline.program, pipeline.executables)
+
+    def _instructions(self) -> Instructions:
+        """The segments of all stages, and the order in which they run."""
+        traced = self.chosen.traced
+        cut = stages.cut(traced.graph, self.plan.firsts, traced.state_pairs)
+        return build(traced, self.plan, cut, self.devices)
+
+    def _pipeline(self, program: Instructions, executables: tuple[Any, ...] | None = None) -> Pipeline:
+        """The pipeline on arrays in pieces, compiled."""
+        traced = self.chosen.traced
+        rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
+        return load(program, rows, traced.out_tree, traced.weak, executables, self.processes)
+
+    def _joined(self, pipeline: Pipeline) -> Pipeline | Joined:
+        """The pipeline on the caller's arrays."""
+        if (pieces := self.chosen.pieces) is None:
+            return pipeline
+        donation = pieces.donation(pipeline.program.donation)
+        return Joined(pipeline, pieces, self.out_tree, donation, arrivals=pipeline.arrivals)
+
+
+@singledispatch
+def program_of(
+    plan: object,
+    chosen: Chosen,
+    signature: Signature,
+    devices: tuple[Device, ...],
+    out_tree: PyTreeDef,
+    processes: Processes | None,
+) -> Program:
+    """The program of a plan on these devices, whose results the caller has in `out_tree`."""
+    raise InternalError(f"a {type(plan).__name__} has no program")
+
+
+@program_of.register
+def _(
+    plan: Plan,
+    chosen: Chosen,
+    signature: Signature,
+    devices: tuple[Device, ...],
+    out_tree: PyTreeDef,
+    processes: Processes | None,
+) -> _OneProgram:
+    return _OneProgram(plan=plan, prepared=prepare(signature, chosen.traced, plan, devices, processes))
+
+
+@program_of.register
+def _(
+    plan: PipelinePlan,
+    chosen: Chosen,
+    signature: Signature,
+    devices: tuple[Device, ...],
+    out_tree: PyTreeDef,
+    processes: Processes | None,
+) -> _PipelineProgram:
+    return _PipelineProgram(
+        plan=plan, chosen=chosen, signature=signature, devices=devices, out_tree=out_tree, processes=processes
+    )
