@@ -7,7 +7,10 @@ import pytest
 
 from passes.errors import PlanningError
 from passes.inter_op import StageCost, Transfer
-from passes.plan import AnyPlan, PipelinePlan, Plan
+from passes.plan import INTERRUPTED, AnyPlan, PipelinePlan, Plan
+from passes.plan.reading import SCHEMA, read_plan
+from passes.plan.storable import Storable
+from passes.step import Variant
 from tests.passes.plan.made_up import CLUSTER, make_plan
 
 
@@ -68,3 +71,43 @@ def test_a_file_of_the_other_kind_is_refused_by_its_name(kind: type[AnyPlan], ot
     other.save(tmp_path / "other.json")
     with pytest.raises(PlanningError, match=r"other\.json"):
         kind.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("plan", [make_plan(), make_pipeline()], ids=["mesh", "pipeline"])
+def test_what_is_asked_of_a_plan_is_answered_by_both_kinds(plan: AnyPlan) -> None:
+    assert isinstance(plan, Storable)
+    assert all(type(program) is Plan for program in plan.programs)
+    assert (plan.timeline is None) == (len(plan.programs) == 1)
+    assert plan.gap == max(program.gap for program in plan.programs)
+    assert sum(plan.nbytes.values()) == plan.peak_nbytes
+    assert plan.collectives == sum((program.collectives for program in plan.programs), ())
+    ended = plan.ended(INTERRUPTED)
+    assert ended.is_interrupted
+    assert not plan.is_interrupted
+    assert plan.diff(plan).is_empty
+    assert not plan.diff(ended).is_empty
+    assert plan.variant().count == plan.microbatches
+    elsewhere = plan.on(replace(plan.cluster, name="elsewhere"))
+    assert [program.mesh.cluster.name for program in elsewhere.programs] == ["elsewhere"] * len(plan.programs)
+
+
+def test_plans_of_different_kinds_are_compared() -> None:
+    plan, pipeline = make_plan(), make_pipeline()
+    there, back = plan.diff(pipeline), pipeline.diff(plan)
+    assert ("stages", "none", "2") in [(c.name, c.before, c.after) for c in there.words]
+    assert [(c.name, c.after, c.before) for c in back.words] == [(c.name, c.before, c.after) for c in there.words]
+    assert [(a.before, a.after) for a in there.seconds] == [(plan.step_seconds, pipeline.step_seconds)]
+
+
+def test_a_plan_says_which_variant_of_the_step_it_is_of() -> None:
+    variant = Variant(microbatches=4, kept=("inputs", "matmuls"))
+    assert make_plan().of_variant(variant).variant() == variant
+    assert make_pipeline().of_variant(variant) == make_pipeline()
+    assert make_pipeline().variant() == Variant(microbatches=2, stages=2)
+    assert make_pipeline().variant(8) == Variant(microbatches=2, stages=8)
+
+
+def test_a_file_of_another_schema_names_both() -> None:
+    data = make_plan().to_json() | {"schema": SCHEMA + 1}
+    with pytest.raises(PlanningError, match=f"has schema {SCHEMA + 1}, .* reads schema {SCHEMA}"):
+        read_plan(data, Plan)
