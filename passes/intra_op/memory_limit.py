@@ -34,7 +34,7 @@ Row = Callable[[Path], Budget]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Where most is live, and the bytes."""
+    """The place where most is live, and the bytes."""
 
     at: Path
     nbytes: float
@@ -89,13 +89,13 @@ def within(
         if stalled > 1:
             break
         new = budget(program, row(point.at), answer.choice, point.nbytes, limit)
-        rows[point.at] = min(new, rows.get(point.at, new), key=lambda one: one.limit)
+        rows[point.at] = min(new, rows.get(point.at, new), key=lambda row: row.limit)
         if point.at not in seen:
             seen.append(point.at)
         problem = replace(problem, budgets=tuple(rows.values()))
         if is_hopeless(problem, limit):
             raise InfeasibleRowError("no combination of strategies keeps the memory limit")
-        if any(problem.least(one) > one.limit for one in problem.budgets):  # a solver would take long to see it
+        if any(problem.least(row) > row.limit for row in problem.budgets):  # a solver would take long to see it
             raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
         try:
             answer = solve(problem, options, at_most)
@@ -126,15 +126,15 @@ def is_hopeless(problem: ShardingProblem, limit: float) -> bool:
     return any(problem.least(row) > limit for row in problem.budgets)
 
 
-def tightened(found: Fitted, least: float, limit: float, options: SolverOptions, peak: Peak) -> Answer:
+def tightened(fitted: Fitted, least: float, limit: float, options: SolverOptions, peak: Peak) -> Answer:
     """An answer that fits, brought nearer to the optimum, with the time that it took; none takes less than `least`.
 
     The budgets that led to it take working space to shrink with the rest, which is no proof. Its bound is that of the
     same points with all of the `limit` to be had there.
     """
-    start, answer = time.perf_counter(), replace(found.answer, bound=min(least, found.answer.objective))
-    whole = replace(found.problem, budgets=tuple(replace(row, limit=limit) for row in found.problem.budgets))
-    for problem in (whole, found.problem):
+    start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
+    whole = replace(fitted.problem, budgets=tuple(replace(row, limit=limit) for row in fitted.problem.budgets))
+    for problem in (whole, fitted.problem):
         if answer.objective - answer.bound <= options.gap * answer.objective:
             break
         try:

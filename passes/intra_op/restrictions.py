@@ -282,14 +282,14 @@ def _weight_classes(region: Region, values: Roles) -> Iterator[tuple[int, frozen
     for index, bundle in enumerate(grouping.bundles):
         classes: set[int] = set()
         for member in bundle.members if not bundle.light else ():
-            own = [bundle.find(cls) for cls in bundle.factor_classes[member]]
+            member_classes = [bundle.find(cls) for cls in bundle.factor_classes[member]]
             operands = zip(graph.nodes[member].inputs, grouping.rules[member].operands, strict=True)
             for value, factors in operands:
                 if graph.types[value].rank > 1 and origin(region, value, weights) is not None:
-                    classes |= {own[f] for f in factors if f >= 0}
-            kept = {own[f] for factors in grouping.rules[member].results for f in factors if f >= 0}
+                    classes |= {member_classes[f] for f in factors if f >= 0}
+            kept = {member_classes[f] for factors in grouping.rules[member].results for f in factors if f >= 0}
             if (
-                not (batch := values.batch_classes.get(region.first + index, frozenset())).isdisjoint(own)
+                not (batch := values.batch_classes.get(region.first + index, frozenset())).isdisjoint(member_classes)
                 and not batch & kept
             ):
                 classes |= kept

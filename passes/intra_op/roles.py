@@ -18,7 +18,7 @@ Value = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What values are: `batch` inputs and the dimension that the batch is on (those in microbatches, if any are);
+    """The roles of values: `batch` inputs and the dimension that the batch is on (those in microbatches, if any are);
     `parameters` are state that the loss reads, be it updated in another stage, `state` is the rest of what the step
     returns again; `weights` are parameters and their slices inside loops, with the dimensions that are their own.
     `batch_classes[n]` are the classes of bundle node n on the batch; `aligned_classes[n]`, of a node off the batch, are

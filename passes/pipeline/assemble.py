@@ -23,7 +23,7 @@ from passes.transforms import Part, Stages, loop_of, stages
 
 
 def body_of(graph: Graph) -> Graph:
-    """What a microbatch computes."""
+    """The program of a microbatch: the body of the loop over them."""
     index = loop_of(graph)
     if index is None:
         raise InternalError("a pipeline is planned from a step in microbatches")
@@ -84,7 +84,7 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
 
 
 def sources(graph: Graph) -> list[object]:
-    """Where each operator was written, those of loops and branches included."""
+    """The source line of each operator, those of loops and branches included."""
     return [(node.source, *map(sources, node.subgraphs)) for node in graph.nodes]
 
 
@@ -154,7 +154,7 @@ def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
 
 
 def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
-    """What a stage costs by its plan, with what it needs besides what lies there."""
+    """The cost of a stage by its plan, with the bytes that it needs besides what lies there."""
     cost = priced(part, plan.layout, plan.mesh, plan.phases)
     return replace(
         cost,

@@ -1,4 +1,4 @@
-"""What a search over stages has of a step: samples in few numbers of microbatches at first, in others when it asks."""
+"""The samples that a search over stages has of a step: of few numbers of microbatches first, of others on request."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def samples_of(step: Step, stages: int) -> dict[int, Sample]:
 
     Stages may turn out to be fewer.
     """
-    found = {count: one for count in anchors(step.counts) if (one := sampled(step, stages, count)) is not None}
-    if 1 in step.counts and any(one.left_out for one in found.values()):
-        found |= {1: one} if (one := sampled(step, stages, 1)) else {}
-    return found
+    samples = {count: sample for count in anchors(step.counts) if (sample := sampled(step, stages, count)) is not None}
+    if 1 in step.counts and any(sample.left_out for sample in samples.values()):
+        samples |= {1: sample} if (sample := sampled(step, stages, 1)) else {}
+    return samples
 
 
 def sampled(step: Step, stages: int, count: int) -> Sample | None:
-    """What the step in so many microbatches is priced on; None where it has no such variant."""
+    """The sample of a step on which it is priced in so many microbatches; None where it has no such variant."""
     try:
-        found = step.variant(Variant(microbatches=count, stages=stages, sample=True))
+        variant = step.variant(Variant(microbatches=count, stages=stages, sample=True))
     except PlanningError:
         return None
-    return Sample(graph=found.graph, state_pairs=found.state_pairs, left_out=found.left_out)
+    return Sample(graph=variant.graph, state_pairs=variant.state_pairs, left_out=variant.left_out)
 
 
 def layers_of(samples: Mapping[int, Sample], layers: int | None, most: int) -> int:
-    """In how many layers every sample can be cut, up to `layers`, by default `most` or as many as are worth it.
+    """The number of layers into which every sample can be cut, up to `layers`, by default `most` or as many as pay.
 
     1 if it cannot be cut, or if there are no samples.
     """
-    asked = layers or max((finest(one, most) for one in samples.values()), default=1)
-    return min((most_layers(body_of(one.graph), asked, one.left_out) for one in samples.values()), default=1)
+    limit = layers or max((finest(sample, most) for sample in samples.values()), default=1)
+    return min((most_layers(body_of(sample.graph), limit, sample.left_out) for sample in samples.values()), default=1)
 
 
 def finest(sample: Sample, layers: int) -> int:

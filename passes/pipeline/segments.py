@@ -56,7 +56,7 @@ def piece_of(
 
 
 def homes(graph: Graph, layout: Layout) -> dict[int, ShardingSpec]:
-    """Where every value of a graph is at home."""
+    """The placement in which each value of a graph is made or enters."""
     specs = dict(zip(graph.inputs, layout.inputs, strict=True))
     for node, placement in zip(graph.nodes, layout.placements, strict=True):
         specs |= zip(node.outputs, placement.results, strict=True)
@@ -77,7 +77,7 @@ class Needs:
 
 
 def needs(part: Part, layout: Layout, mesh: Mesh, state_pairs: StatePairs, donated: Sequence[bool]) -> Needs:
-    """What a stage needs, given the positions of its state and which inputs are `donated`."""
+    """The bytes that a stage needs, given the positions of its state and which inputs are `donated`."""
     resharder = Resharder(mesh)
     return Needs(
         entering=entering(part, layout, mesh),
@@ -98,7 +98,7 @@ def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
 
 
 def _working(part: Part, inside: Layout, mesh: Mesh, resharder: Resharder) -> int:
-    """What a task needs besides what it reads and what is kept of it: the forward, or the backward."""
+    """Bytes that a task needs besides what it reads and what is kept of it: the forward, or the backward."""
     body, n_constants, n_carries = part.body, part.scan.constants, part.scan.carries
     specs, ends = homes(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
     sums = dict(zip(body.outputs[:n_carries], body.inputs[n_constants:], strict=False))

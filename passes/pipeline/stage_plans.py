@@ -67,7 +67,7 @@ class StagePlans:
             self._needs,
         )
         under = (replace(made, schedule_name=name) for name in self.schedules if is_chunked(name) == (made.chunks > 1))
-        return min(under, default=made, key=lambda one: (one.peak_nbytes > self.limit, one.step_seconds))
+        return min(under, default=made, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
 
     def _stages(self, draft: Draft, parts: Sequence[Step], pool: WorkerPool) -> list[Plan]:
         """The plan of every stage; equal ones are planned once, in this draft or another."""
@@ -81,16 +81,16 @@ class StagePlans:
             for part, meshes in zip(parts, laid_out, strict=True)
         ]
         options = replace(self.solver, gap=max(self.solver.gap, NEAR))
-        left = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
-        tasks = [(f"stage {at}", parts[at], laid_out[at], options) for at in left.values()]
+        unplanned = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
+        tasks = [(f"stage {at}", parts[at], laid_out[at], options) for at in unplanned.values()]
         is_shared = table is self.shared
         planned = pool.call("plan", tasks) if is_shared else [table.pricer.plan(*task) for task in tasks]
-        self._plans |= {key: (parts[at], plan) for (key, at), plan in zip(left.items(), planned, strict=True)}
+        self._plans |= {key: (parts[at], plan) for (key, at), plan in zip(unplanned.items(), planned, strict=True)}
         plans: list[Plan] = []
-        for stage, (key, own) in enumerate(zip(keys, parts, strict=True)):
+        for stage, (key, stage_step) in enumerate(zip(keys, parts, strict=True)):
             part, plan = self._plans[key]
-            if part is not own:
-                plan = restated(plan, part.graph, own.graph, own.state_pairs, own.donated)
+            if part is not stage_step:
+                plan = restated(plan, part.graph, stage_step.graph, stage_step.state_pairs, stage_step.donated)
                 plan = replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
             plans.append(plan)
         return plans

@@ -64,9 +64,14 @@ class StepBlocks:
         cuts, sample = self.cuts(microbatches), self.samples[microbatches]
         if microbatches not in self._blocks:
             parts = stages.cut(sample.graph, cuts.firsts, sample.state_pairs).parts
-            found = alike(parts, [stages.state_pairs_of(part, sample.graph, sample.state_pairs) for part in parts])
-            own = [replace(block, fewer=fewer) for block, fewer in zip(found, self._fewer(microbatches), strict=True)]
-            self._blocks[microbatches] = tuple(own[part] for part in cuts.blocks)
+            unique_blocks = alike(
+                parts, [stages.state_pairs_of(part, sample.graph, sample.state_pairs) for part in parts]
+            )
+            stage_blocks = [
+                replace(block, fewer=fewer)
+                for block, fewer in zip(unique_blocks, self._fewer(microbatches), strict=True)
+            ]
+            self._blocks[microbatches] = tuple(stage_blocks[part] for part in cuts.blocks)
         return self._blocks[microbatches]
 
     def _fewer(self, microbatches: int) -> list[tuple[str, ...]]:

@@ -41,7 +41,7 @@ def structural_hash(part: Part, state_pairs: StatePairs) -> str:
 def _paired(
     inside: _Names, inner: Sequence[int], outer: Sequence[int], roles: Sequence[str]
 ) -> list[tuple[str, str, int]]:
-    """What a loop's body calls its ends, what they are to it (a microbatch's own by default), and the step's value."""
+    """Triples of a value in a loop's body, its role there (a microbatch's by default), and its value of the step."""
     given = (*roles, *["each"] * (len(inner) - len(roles)))
     return sorted(zip(map(inside.of, inner), given, outer, strict=True))
 

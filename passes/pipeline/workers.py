@@ -32,32 +32,32 @@ Task = tuple[Any, ...]
 
 
 def processors() -> int:
-    """How many processors this process may run on."""
+    """The number of processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class WorkerPool:
-    """Copies of `one` object in processes of their own, as many as there are processors, the caller's among them.
+    """Copies of a `served` object in processes of their own, as many as there are processors, the caller's among them.
 
     They start when `call` first has enough to share, unless there is one processor; `with` ends them.
     """
 
-    def __init__(self, one: object, count: int | None = None) -> None:
-        self.one = one
+    def __init__(self, served: object, count: int | None = None) -> None:
+        self.served = served
         self.count = min(processors() if count is None else count, _MOST) - 1
         self.members: list[_Worker] = []
 
     def call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
-        """`one.method(*task)` of every task, in order. Raises what the first failing one raised."""
+        """`served.method(*task)` of every task, in order. Raises what the first failing one raised."""
         if len(tasks) > 1 and not self.members:
-            self.members = [_Worker(self.one) for _ in range(self.count)]
+            self.members = [_Worker(self.served) for _ in range(self.count)]
         turn = _Turn(method, tasks)
         for member in self.members:
             member.join(turn)
-        for number in turn.left():
-            turn.done(number, _tried(self.one, method, tasks[number]))
+        for number in turn.take_all():
+            turn.done(number, _tried(self.served, method, tasks[number]))
         return turn.results()
 
     def __enter__(self) -> Self:
@@ -77,14 +77,14 @@ class _Turn:
     def __init__(self, method: str, tasks: Sequence[Task]) -> None:
         self.method, self.tasks = method, tasks
         self.waiting = deque(range(len(tasks)))
-        self.found: dict[int, tuple[bool, Any]] = {}
+        self.outcomes: dict[int, tuple[bool, Any]] = {}
         self.news = threading.Condition()
 
-    def left(self) -> Iterator[int]:
+    def take_all(self) -> Iterator[int]:
         """Tasks that nobody has taken yet, in order; what a member gives back comes again."""
         while True:
             with self.news:
-                while not self.waiting and len(self.found) < len(self.tasks):
+                while not self.waiting and len(self.outcomes) < len(self.tasks):
                     self.news.wait()
                 if not self.waiting:
                     return
@@ -104,24 +104,24 @@ class _Turn:
 
     def done(self, number: int, outcome: tuple[bool, Any]) -> None:
         with self.news:
-            self.found[number] = outcome
+            self.outcomes[number] = outcome
             self.news.notify_all()
 
     def results(self) -> list[Any]:
-        for _, (failed, outcome) in sorted(self.found.items()):
+        for _, (failed, outcome) in sorted(self.outcomes.items()):
             if failed:
                 raise outcome
-        return [outcome for _, (_, outcome) in sorted(self.found.items())]
+        return [outcome for _, (_, outcome) in sorted(self.outcomes.items())]
 
 
 class _Worker:
     """One process, and the thread that talks to it."""
 
-    def __init__(self, one: object) -> None:
+    def __init__(self, served: object) -> None:
         root = str(Path(__file__).parents[2])
         script = f"import sys; sys.path.insert(0, {root!r}); from passes.pipeline.workers import serve; serve()"
         self.process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.one = one
+        self.served = served
         self.turns: deque[_Turn] = deque()
         self.news = threading.Condition()
         self.ended = False
@@ -151,7 +151,7 @@ class _Worker:
         assert answers is not None
         turn, number = None, None
         try:
-            _send(calls, self.one)
+            _send(calls, self.served)
             pickle.load(answers)  # it is there
             while (turn := self._turn()) is not None:
                 while (number := turn.take()) is not None:
@@ -179,10 +179,10 @@ def _send(stream: IO[bytes], message: object) -> None:
     stream.flush()
 
 
-def _tried(one: object, method: str, task: Task) -> tuple[bool, Any]:
+def _tried(served: object, method: str, task: Task) -> tuple[bool, Any]:
     """Whether a call failed, and what it returned or raised."""
     try:
-        return False, getattr(one, method)(*task)
+        return False, getattr(served, method)(*task)
     except Exception as error:
         return True, error
 
@@ -191,16 +191,16 @@ def serve() -> None:
     """A member's side: the object, then calls of it until there are no more. Ctrl-C is for the caller to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with _channel() as (calls, answers), suppress(EOFError, BrokenPipeError):
-        one = pickle.load(calls)
+        served = pickle.load(calls)
         _send(answers, True)
         while True:
             method, task = pickle.load(calls)
-            _send(answers, _tried(one, method, task))
+            _send(answers, _tried(served, method, task))
 
 
 @contextmanager
 def _channel() -> Generator[tuple[IO[bytes], IO[bytes]]]:
-    """Where calls come from and answers go; what a solver prints goes to where errors do."""
+    """The streams that calls come from and answers go to; what a solver prints goes to where errors do."""
     with os.fdopen(os.dup(0), "rb") as calls, os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         yield calls, answers

@@ -18,7 +18,7 @@ DAY_SECONDS, DAY_HOURS = 86400.0, 24.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a plan promises of one step on all its `devices`.
+    """The figures that a plan promises of one step on all its `devices`.
 
     `flops` are the model's, of all devices: its matrix products and convolutions without what is computed again, most
     of them in `dtype`, of which one device computes `peak_flops_per_second` at most by its data sheet. `bubble` is the
@@ -43,7 +43,7 @@ class Estimate:
 
     @classmethod
     def of(cls, plan: AnyPlan) -> Self:
-        """What `plan` promises."""
+        """The figures that `plan` promises."""
         flops = _flops(plan)
         dtype = max(flops, key=flops.__getitem__, default="")
         device = plan.cluster.group().device
@@ -88,12 +88,12 @@ class Estimate:
         return tokens / tokens_per_step * self.step_seconds / DAY_SECONDS
 
     def cost(self, tokens: float, tokens_per_step: float, price_per_device_hour: float) -> float:
-        """What those days cost, in the unit of the price."""
+        """The cost of those days, in the unit of the price."""
         return self.days(tokens, tokens_per_step) * DAY_HOURS * self.devices * price_per_device_hour
 
 
 def _flops(plan: AnyPlan) -> dict[str, float]:
-    """What the model asks all devices together for in one step, by dtype."""
+    """The model's flops of one step on all devices together, by dtype."""
     flops: dict[str, float] = {}
     for part in plan.programs:
         for dtype, several in part.flops.items():
@@ -121,7 +121,7 @@ def _(plan: PipelinePlan) -> float | None:
 
 
 def _without_collectives(stage: Plan, cost: StageCost) -> StageCost:
-    """What a stage would cost if its collectives took no time; copies on one device stay."""
+    """The cost of a stage if its collectives took no time; copies on one device stay."""
     moving = sum(stage.phases.values()) - sum(stage.computing.values())
     share = min(1.0, (_exposed_seconds(stage) or 0.0) / moving) if moving > 0 else 0.0
 

@@ -357,7 +357,7 @@ def collective_from_json(data: Fields) -> Collective:
 
 
 def solution_to_json(solution: Solution) -> dict[str, object]:
-    """How the plan was found; seconds in the names, as in the file."""
+    """The record of how the plan was found; seconds in the names, as in the file."""
     return {
         "planner": solution.planner,
         "status": solution.status,
@@ -368,7 +368,7 @@ def solution_to_json(solution: Solution) -> dict[str, object]:
 
 
 def solution_from_json(data: Fields) -> Solution:
-    """How the plan was found."""
+    """The record of how the plan was found."""
     phases = data.object("phase_seconds")
     return Solution(
         planner=data.text("planner"),
@@ -380,13 +380,13 @@ def solution_from_json(data: Fields) -> Solution:
 
 
 def memory_to_json(memory: MemoryReport) -> dict[str, object]:
-    """What a plan says of one device's memory."""
+    """A plan's report of one device's memory, as JSON data."""
     holders = [{"name": h.name, "nbytes": h.nbytes, "cause": h.cause} for h in memory.holders]
     return {"where": memory.where, "over_time": list(memory.over_time), "holders": holders}
 
 
 def memory_from_json(data: Fields) -> MemoryReport:
-    """What a plan says of one device's memory."""
+    """A plan's report of one device's memory."""
     holders = [as_object(entry, data.place(f"holders[{i}]")) for i, entry in enumerate(data.list("holders"))]
     return MemoryReport(
         where=data.text("where"),

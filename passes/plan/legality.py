@@ -94,13 +94,13 @@ def _verify_control(operator: Operator, control: Control, mesh: Mesh, where: str
     if len(operator.placement.bodies) != len(control.bodies):
         bodies = quantities.count(len(control.bodies), "body", "bodies")
         raise PlanMismatchError(f"{where} has {bodies}, the plan places {len(operator.placement.bodies)}")
-    held: dict[int, ShardingSpec] = {}
+    spec_of_slot: dict[int, ShardingSpec] = {}
 
     def hold(slot: int, spec: ShardingSpec, role: str) -> None:
-        if held.setdefault(slot, spec) != spec:
+        if spec_of_slot.setdefault(slot, spec) != spec:
             raise PlanMismatchError(
-                f"{where}: {role} is placed {spec} and elsewhere {held[slot]}; a value that a loop or branch holds has "
-                "one placement, where it enters, in every body and where it leaves"
+                f"{where}: {role} is placed {spec} and elsewhere {spec_of_slot[slot]}; a value that a loop or branch "
+                "holds has one placement, where it enters, in every body and where it leaves"
             )
 
     sides = ((operator.placement.operands, control.operands), (operator.placement.results, control.results))

@@ -126,7 +126,7 @@ class PipelinePlan(AnyPlan):
 
     @property
     def groups(self) -> int:
-        """How many submeshes there are."""
+        """The number of submeshes."""
         return len(self.stages) // self.chunks
 
     @property

@@ -1,4 +1,4 @@
-"""What changed between two plans, one or both of them pipelines: words, the step's seconds and bytes, each stage."""
+"""The differences between two plans, one or both of them pipelines: words, the step's seconds and bytes, each stage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PipelineDiff:
         return not (self.words or self.seconds or self.nbytes) and all(stage.is_empty for stage in self.stages)
 
     def tables(self) -> tuple[Table, ...]:
-        """What differs of the whole, then of every stage that differs."""
+        """Tables of what differs of the whole, then of every stage that differs."""
         rows_of_words = tuple((c.name, c.before, c.after) for c in self.words)
         numbers = [(amount, quantities.seconds) for amount in self.seconds] + [
             (amount, quantities.nbytes) for amount in self.nbytes

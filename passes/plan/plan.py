@@ -64,7 +64,7 @@ class AnyPlan(Storable):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What was chosen, in words, by name."""
+        """Everything that was chosen, in words, by name."""
         return {
             "program": self.fingerprint,
             "cluster": self.cluster.name,
@@ -85,7 +85,7 @@ class AnyPlan(Storable):
     @property
     @abstractmethod
     def gap(self) -> float:
-        """How far the answer may be from the best of its kind; 0 is proven optimal."""
+        """The share by which the answer may be above the best of its kind; 0 is proven optimal."""
 
     @property
     @abstractmethod
@@ -128,14 +128,14 @@ class AnyPlan(Storable):
 
     @abstractmethod
     def specs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Specs, Specs]:
-        """(inputs, outputs): where each array of the step lies, on the mesh of the program that holds it."""
+        """(inputs, outputs): the placement of each array of the step, on the mesh of the program that holds it."""
 
     @abstractmethod
     def check(self, graph: Graph, state_pairs: StatePairs = ()) -> None:
         """Raises PlanMismatchError unless it was made for this step, and is legal for it."""
 
     def diff(self, other: AnyPlan) -> PlanDiff | PipelineDiff:
-        """What changes from this plan to `other`."""
+        """The differences from this plan to `other`."""
         if self.timeline is None and other.timeline is None:
             return _difference(*self.programs, *other.programs)
         return PipelineDiff.between(
@@ -259,7 +259,7 @@ class Plan(AnyPlan):
 
     @property
     def layout(self) -> Layout:
-        """Where everything is."""
+        """The placements of all values."""
         placements = tuple(operator.placement for operator in self.operators)
         return Layout(inputs=self.inputs, placements=placements, outputs=self.outputs)
 
@@ -363,7 +363,7 @@ def _placed(plan: Plan) -> str:
 
 
 def _difference(before: Plan, after: Plan) -> PlanDiff:
-    """What changes from one plan to another."""
+    """The differences from one plan to another."""
     mine, theirs = ([op.primitive for op in plan_text.everything(plan.operators)] for plan in (before, after))
     aligned = mine == theirs
     tensors, sent = plan_diff.collective_amounts(before.collectives, after.collectives)

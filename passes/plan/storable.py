@@ -1,4 +1,4 @@
-"""What is shown as tables and kept in a file."""
+"""Values that are shown as tables and kept in files."""
 
 from __future__ import annotations
 

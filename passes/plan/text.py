@@ -41,7 +41,7 @@ def header(
     remat: Sequence[str] = (),
     offloaded: Sequence[int] = (),
 ) -> Table:
-    """What was planned, for which devices, by whom, and how sure the answer is."""
+    """The table of what was planned, for which devices, by whom, and how sure the answer is."""
     planning = sum(solution.phase_seconds.values())
     phases = ", ".join(f"{name} {quantities.seconds(value)}" for name, value in solution.phase_seconds.items())
     rows = [
@@ -62,7 +62,7 @@ def header(
 
 
 def kept(remat: Sequence[str]) -> str:
-    """What layers keep for the backward pass, in words."""
+    """The text of what layers keep for the backward pass."""
     counted = Counter(remat)
     several = ", ".join(f"{quantities.count(number, 'layer')} {_KEEPS[choice]}" for choice, number in counted.items())
     return several or "none"

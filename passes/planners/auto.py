@@ -99,15 +99,15 @@ class Auto:
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         """The cheapest plan of any variant of the step. Raises OverBudgetError, with what would help."""
-        asked = limit_nbytes(options.memory_limit, self.memory_limit)
-        planner = replace(self, memory_limit=asked)
+        memory_limit = limit_nbytes(options.memory_limit, self.memory_limit)
+        planner = replace(self, memory_limit=memory_limit)
         deadline = Deadline(self.seconds)
         context = SearchContext(report=options.report, deadline=deadline, interruptible=self.interruptible)
         if self.searches(cluster) and not any(map(has_effect, step.graph.nodes)):  # stages have no callbacks
             plan = planner.search(step, cluster, context)
         else:
             plan = planner.choose(step, cluster, context)
-        return Planned.of(plan, step.variant(plan.variant(self.pieces)), searched=True, memory_limit=asked)
+        return Planned.of(plan, step.variant(plan.variant(self.pieces)), searched=True, memory_limit=memory_limit)
 
     def choose(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan:
         """The cheapest plan of a step, without stages, in any of its variants. Raises OverBudgetError."""
@@ -125,9 +125,9 @@ class Auto:
 
             def elsewhere(cluster: Cluster) -> Plan | None:
                 """The leanest variant on another cluster."""
-                one = step.variant(lean.variant() if lean else Variant())
+                variant = step.variant(lean.variant() if lean else Variant())
                 offload = bool(lean and lean.offloaded)
-                return self._search(one, cluster, context, offload, most_nbytes=limit).within(limit)
+                return self._search(variant, cluster, context, offload, most_nbytes=limit).within(limit)
 
             raise shortage(error, lean, limit, cluster, elsewhere) from None
 

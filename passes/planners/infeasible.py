@@ -51,7 +51,7 @@ def shortage(
 
 
 def held(plan: AnyPlan) -> str:
-    """What holds a device's memory at the peak, largest first, in words; a hundredth of it or less is left out."""
+    """The holders of a device's memory at the peak, largest first, in words, without those of a hundredth or less."""
     smallest = plan.peak_nbytes / 100
     causes = sorted(((size, cause) for cause, size in plan.nbytes.items() if size > smallest), reverse=True)
     return ", ".join(f"{nbytes(size)} of {cause}" for size, cause in causes)
@@ -63,10 +63,10 @@ def own_nbytes(cluster: Cluster) -> float:
     return math.inf if device.name == CPU else float(device.memory_nbytes)
 
 
-def allowed(cluster: Cluster, asked: float | None) -> tuple[float, str]:
+def allowed(cluster: Cluster, memory_limit: float | None) -> tuple[float, str]:
     """(bytes that a device may need, in words): as asked for, else the device's own."""
-    if asked is not None:
-        return asked, f"memory_limit={asked:,} bytes"
+    if memory_limit is not None:
+        return memory_limit, f"memory_limit={memory_limit:,} bytes"
     device_nbytes = own_nbytes(cluster)
     return (
         device_nbytes,
@@ -76,12 +76,12 @@ def allowed(cluster: Cluster, asked: float | None) -> tuple[float, str]:
     )
 
 
-def check(plan: AnyPlan, cluster: Cluster, asked: float | None, where: str) -> None:
+def check(plan: AnyPlan, cluster: Cluster, memory_limit: float | None, where: str) -> None:
     """Raises OverBudgetError for a plan that needs more than was asked for, or than a device has.
 
     `where` is the function in the user's source.
     """
-    limit, description = allowed(cluster, asked)
+    limit, description = allowed(cluster, memory_limit)
     if plan.peak_nbytes <= limit:
         return
     needed = f"{plan.peak_nbytes:,} bytes ({nbytes(plan.peak_nbytes)})"

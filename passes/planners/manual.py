@@ -104,8 +104,8 @@ def most_parts(shape: Sequence[int], sizes: Sequence[int]) -> int:
     best = most_parts(shape, rest)
     for dim, size in enumerate(shape):
         if size and size % first == 0:
-            left = (*shape[:dim], size // first, *shape[dim + 1 :])
-            best = max(best, first * most_parts(left, rest))
+            smaller = (*shape[:dim], size // first, *shape[dim + 1 :])
+            best = max(best, first * most_parts(smaller, rest))
     return best
 
 
@@ -113,14 +113,14 @@ def _warn_of_wholes(plan: Plan, graph: Graph, state: Sequence[int]) -> None:
     """Warns where a good part of what ZeRO should cut is whole on every device, as no axis divides it."""
     at = dict(zip(graph.inputs, plan.inputs, strict=True))
     whole = [v for v in state if at[v].is_replicated and plan.mesh.axes]
-    held, total = (sum(graph.types[v].nbytes for v in values) for values in (whole, state))
-    if held > LARGE * total:
+    whole_nbytes, total = (sum(graph.types[v].nbytes for v in values) for values in (whole, state))
+    if whole_nbytes > LARGE * total:
         largest = max(whole, key=lambda v: graph.types[v].nbytes)
         name = dict(zip(graph.inputs, graph.input_names, strict=False)).get(largest, f"input {largest}")
         warnings.warn(
             explain(
                 f"{plan.solution.planner} on {plan.mesh.size} devices",
-                f"{nbytes(held)} of {nbytes(total)} of state stay whole on every device: no axis of the mesh "
+                f"{nbytes(whole_nbytes)} of {nbytes(total)} of state stay whole on every device: no axis of the mesh "
                 f"{plan.mesh} divides a dimension of {name} {graph.types[largest]}",
                 "",
                 "use a number of devices that divides it, pad it, or planner=Auto()",

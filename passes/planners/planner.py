@@ -1,4 +1,4 @@
-"""What a planner is: from a step, a cluster and options to a plan, and the variant of the step that the plan is of.
+"""The interface of planners: from a step, a cluster and options to a plan, and the variant of the step that it is of.
 
 A planner of one's own is any value with such a method:
 
@@ -34,7 +34,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What is asked of any planner beside the step: the bytes that a device may need, and who hears of progress.
+    """The options of any planner beside the step: the bytes that a device may need, and who hears of progress.
 
     `memory_limit` is None where nothing is said. A planner that does not search may disregard it: a plan that needs
     more is refused by whoever asked.

@@ -19,7 +19,7 @@ _ROUNDING = 1e-12
 
 
 class Replacements:
-    """What it costs at most to read or make a value in one placement in the place of another; known for all problems
+    """The most that it costs to read or make a value in one placement in the place of another; known for all problems
     with one memory, so that equal layers ask once."""
 
     def __init__(self) -> None:

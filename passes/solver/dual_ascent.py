@@ -75,12 +75,14 @@ class Messages:
             self.behind[high].append(self._onward(read, made, seconds, node=low, there=down, back=up))
         self.shares = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
 
-    def _onward(self, own: Indices, other: Indices, seconds: Floats, *, node: int, there: int, back: int) -> _Onward:
-        """An edge as seen from the end whose strategies have placements `own`; equal ends share that array."""
-        if id(own) not in self._sorted:
-            sizes = np.bincount(own)
-            self._sorted[id(own)] = own, np.argsort(own, kind="stable"), np.cumsum(sizes) - sizes
-        _, order, first = self._sorted[id(own)]
+    def _onward(
+        self, placements: Indices, other: Indices, seconds: Floats, *, node: int, there: int, back: int
+    ) -> _Onward:
+        """An edge as seen from the end whose strategies have these `placements`; equal ends share that array."""
+        if id(placements) not in self._sorted:
+            sizes = np.bincount(placements)
+            self._sorted[id(placements)] = placements, np.argsort(placements, kind="stable"), np.cumsum(sizes) - sizes
+        _, order, first = self._sorted[id(placements)]
         seconds = np.ascontiguousarray(seconds)
         return _Onward(node=node, order=order, first=first, other=other, seconds=seconds, there=there, back=back)
 

@@ -117,12 +117,12 @@ class GroupEdge:
         return self.seconds[before, after], self.labels[after], priced
 
 
-def classes(wanted: Sequence[Indices]) -> Indices:
+def classes(class_arrays: Sequence[Indices]) -> Indices:
     """The coarsest classes of strategies that refine all those given, numbered from 0."""
-    if all(class_array is wanted[0] for class_array in wanted[1:]):
-        return wanted[0]
-    key = wanted[0]
-    for class_array in wanted[1:]:
+    if all(class_array is class_arrays[0] for class_array in class_arrays[1:]):
+        return class_arrays[0]
+    key = class_arrays[0]
+    for class_array in class_arrays[1:]:
         key = _numbered(key * (int(class_array.max()) + 1) + class_array)
     return key
 

@@ -211,7 +211,7 @@ class _Highs:
         )
 
     def _grow(self, program: LinearProgram, cost: Floats) -> None:
-        """What is new: columns, and the rows that all new entries stand in."""
+        """The new columns, and the rows that all new entries stand in."""
         new = program.entries[self.entries :]
         rows, columns, values = _summed(*(_joined([entry[part] for entry in new]) for part in range(3)))
         order = np.argsort(rows, kind="stable")
@@ -229,7 +229,7 @@ class _Highs:
 
 
 def _starts(places: Indices, count: int) -> NDArray[np.int32]:
-    """Where the entries of each of so many places begin in a list sorted by place, and where the last ones end."""
+    """The start of the entries of each of so many places in a list sorted by place, and the end of the last ones."""
     return np.concatenate([[0], np.cumsum(np.bincount(places.astype(np.intp), minlength=count))]).astype(np.int32)
 
 

@@ -153,7 +153,7 @@ class Walk:
         self._postpone(index, None if repaired else placed)
 
     def _varying_results(self, index: int) -> Iterable[int]:
-        """What a node makes of the batch; some results of a loop or barrier have nothing to do with it."""
+        """The places of a node's results on the batch; some results of a loop or barrier have nothing to do with it."""
         node = self.graph.nodes[index]
         if index in self.loops:
             loop = self.loops[index]
@@ -185,7 +185,7 @@ class Walk:
             self.refusals.append(refusal)
 
     def _place(self, index: int) -> Placement | Refusal:
-        """Where a node that meets the batch stands on the axis, or why it cannot."""
+        """The place on the axis of a node that meets the batch, or why it has none."""
         node, rule = self.graph.nodes[index], self.rules[index]
         if rule.once:
             return Refusal(node=node, words=rule.reason)

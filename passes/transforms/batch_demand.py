@@ -1,4 +1,4 @@
-"""What no microbatch changes and all want in pieces, made in pieces: a mask over the batch, or random bits.
+"""Values that no microbatch changes and all want in pieces, made in pieces: a mask over the batch, or random bits.
 
 A second walk over placements in time, from the last node to the first, once the first walk has placed what microbatches
 do change.

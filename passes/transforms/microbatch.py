@@ -96,7 +96,7 @@ def split(graph: Graph, count: int, *, state_pairs: StatePairs = (), coupling: C
 
 
 def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | None:
-    """What a graph computes for the loop, as sums over microbatches; None if it has to be computed whole.
+    """The split of a graph that computes sums over microbatches for the loop; None if it has to be computed whole.
 
     `batch` are the positions of the inputs that are cut. Whole is right as well, but puts microbatches together by a
     reshape of (microbatches, rows), which no device that has a part of each microbatch's rows can do by itself.
@@ -126,7 +126,7 @@ def microbatch_stacks(graph: Graph) -> frozenset[int]:
 
 
 def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> Walk:
-    """Where everything stands in time if these inputs are cut; what uses a sum comes after the loop if it `waits`."""
+    """The place of everything in time if these inputs are cut; what uses a sum comes after the loop if it `waits`."""
     rules = {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}
     cut = {position: _cut(graph.types[graph.inputs[position]].rank, 0) for position in batch}
     inputs = [cut.get(i, replicated(graph.types[v].rank)) for i, v in enumerate(graph.inputs)]
@@ -144,7 +144,10 @@ def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling
 
 
 def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
-    """What to compute where. Raises PlanningError if an operator couples microbatches, or nothing is cut."""
+    """The regions in which nodes are computed.
+
+    Raises PlanningError if an operator couples microbatches, or nothing is cut.
+    """
     graph, count = walk.graph, walk.time.count
     late = [i for i in walk.later if phase(graph.nodes[i]) == "backward" and not only_reports(graph.nodes[i])]
     if late:

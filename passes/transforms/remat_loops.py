@@ -177,8 +177,8 @@ class _Rewriting:
         }
         entering = self.entering
 
-        def ordered(operands: Sequence[int], held: Sequence[int], sliced: Sequence[int]) -> tuple[int, ...]:
-            return (*operands[:constants], *held, *operands[constants:fixed], *(operands[k] for k in stays), *sliced)
+        def ordered(operands: Sequence[int], carried: Sequence[int], sliced: Sequence[int]) -> tuple[int, ...]:
+            return (*operands[:constants], *carried, *operands[constants:fixed], *(operands[k] for k in stays), *sliced)
 
         nodes = [*copies]
         nodes += [replace(node, inputs=tuple(again.get(v, v) for v in node.inputs)) for node in target.nodes]

@@ -1,4 +1,4 @@
-"""What a layer may keep for its backward pass, and whether that includes a node."""
+"""The policies of what a layer keeps for its backward pass, and whether one includes a node."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class LoopDrafts:
             first = total
 
     def _summands(self, value: int, reader: int) -> list[int]:
-        """What a value is the sum of, as far as stages differ; the sums themselves are not computed any more."""
+        """The values of which a value is the sum, as far as stages differ; the sums are no longer computed."""
         body = self.body
         producer = body.producers.get(value)
         if producer is None or body.consumers[value] != (reader,):
