@@ -113,14 +113,13 @@ def partition(
     the numbers of stages allowed, by default all. Who sends computes during the part `overlap` of a transfer.
     `memory_limit` is in bytes of one device. `proof` is the most partial partitions that the last part of the search
     extends. `lower_bound` bounds the cost of any candidate; without it every entry is requested. `prefetch` is called
-    with the entries that are requested next. The `context` has the cutoff, and says whether Ctrl-C ends the search as
-    soon as there is a partition. Schedules with several stages on a device group are not searched. Raises PlanningError
-    for numbers that make no sense, and where no partition fits in memory.
+    with the entries that are requested next. The `context` has the cutoff, and may be interrupted. Schedules with
+    several stages on a device group are not searched. Raises PlanningError for numbers that make no sense, and where no
+    partition fits in memory.
     """
     context = context or SearchContext()
-    numbers = _check(n_layers, n_stages, microbatches, schedules)
     places = place(whole, choices, idle)
-    numbers = tuple(p for p in numbers if p <= places.n_slots)
+    numbers = tuple(p for p in _check(n_layers, n_stages, microbatches, schedules) if p <= places.n_slots)
     splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
     incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, overlap=overlap, seconds=context.cutoff)
     hops = {m: boundaries(n_layers, places, table, m) for m in dict.fromkeys(microbatches)}
