@@ -9,7 +9,10 @@ import jax
 from autopar.errors import ArgumentError, DeviceError, explain
 
 HEARTBEAT_SECONDS = 30
+"""Seconds without a sign of life after which a process counts as dead: JAX waits 100, in which all others are idle."""
+
 SHUTDOWN_SECONDS = 30
+"""Seconds that a process which has finished waits for the others: JAX waits 300, also for one that has failed."""
 
 
 def initialize(

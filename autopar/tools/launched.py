@@ -17,6 +17,7 @@ import jax
 from autopar.distributed import initialize
 
 _STDIN = 0
+"""The file descriptor of standard input, by POSIX."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,11 +3,11 @@ collectives and arrays sent between neighbours take there.
 """
 
 from passes.cluster import collectives, what_if
-from passes.cluster.accelerators import CPU, HostSpec
 from passes.cluster.boundaries import boundary_seconds
 from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Link, Measured
 from passes.cluster.collectives import Collective, Kind
 from passes.cluster.devices import known, local_cluster, parse_cluster, register_device
+from passes.cluster.hosts import CPU, HostSpec
 from passes.cluster.mesh import Axes, Mesh, shapes
 
 __all__ = [

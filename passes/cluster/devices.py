@@ -11,8 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-from passes.cluster.accelerators import CPU, TABLE, HostSpec, virtual_cpu
+from passes.cluster.accelerators import TABLE
 from passes.cluster.cluster import Cluster
+from passes.cluster.hosts import CPU, HostSpec, virtual_cpu
 from passes.errors import ClusterError, close, explain
 
 

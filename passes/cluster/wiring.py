@@ -29,9 +29,10 @@ CUBE_MESH = (
     (0, 0, 1, 0, 1, 2, 0, 2),
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
-"""NVLinks between two of the 8 devices of a DGX-1 or AWS p3 host; every device has 6."""
+"""The number of NVLinks between two of the 8 devices of a DGX-1 or AWS p3 host (NVIDIA, fig. 4)."""
 
 CUBE_MESH_LINKS = 6
+"""NVLinks of each of those devices (NVIDIA, fig. 4): the sum of a row."""
 
 PCIE_LINKS = 0.4
 """Where there is no NVLink: PCI Express 3 x16 through the host, assumed to give half of 15.75 GB/s, of 18.5 a link."""

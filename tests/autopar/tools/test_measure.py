@@ -14,7 +14,7 @@ from autopar.tools.cli import main
 from autopar.tools.device_sweep import Sample
 from autopar.tools.measurement import NBYTES, Measurement, hidden
 from passes.cluster import Cluster, DeviceSpec, Measured, Mesh, collectives, parse_cluster
-from passes.cluster.accelerators import virtual_cpu
+from passes.cluster.hosts import virtual_cpu
 
 
 def measured(*found):

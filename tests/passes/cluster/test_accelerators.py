@@ -5,7 +5,8 @@ from itertools import chain
 import pytest
 
 from passes.cluster import parse_cluster
-from passes.cluster.accelerators import TABLE, HostSpec, virtual_cpu
+from passes.cluster.accelerators import TABLE
+from passes.cluster.hosts import HostSpec, virtual_cpu
 
 
 @pytest.mark.parametrize("host", TABLE, ids=lambda host: host.device.name)
