@@ -2,8 +2,8 @@
 
 Arguments and outputs stay for the whole step, whatever compiles it; outputs that replace donated arguments take no
 room. Everything else is for the compiler to decide. `peak` takes a model of one: any function of `Model`'s type. There
-are those of XLA's CPU compiler (passes/memory/xla_cpu.py), by which plans are chosen for every device, and of its GPU
-compiler (passes/memory/xla_gpu.py), which `model_of` gives for a GPU.
+are those of XLA's CPU compiler (passes/memory/xla_cpu.py), which stands in for that of TPUs as well, and of its GPU
+compiler (passes/memory/xla_gpu.py).
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def peak(
     state_pairs: StatePairs,
     donated: Sequence[bool],
     *,
-    model: Model = xla_cpu.temporaries,
+    model: Model | None = None,
 ) -> Memory:
     """The bytes of one device of `mesh` at the busiest moment of a step, by cause.
 
     `layout` says where the arrays of `graph` lie, `grouping` which rules cut its nodes, and `reshardings` the moves
     between them. `state_pairs` are the (output, input) positions of its state; an output takes no room where its input
-    is `donated`, by input position. `model` says what comes and goes between arguments and outputs.
+    is `donated`, by input position. `model` says what comes and goes between arguments and outputs, by default that of
+    the device's compiler.
     """
     forward = _read_forward(graph, grouping)
     state = {i for _, i in state_pairs}
@@ -76,6 +77,7 @@ def peak(
         if position not in in_place:
             name = graph.output_names[position] if graph.output_names else f"output {position}"
             holders.append(Holder(name=name, nbytes=spec.local_nbytes(graph.types[value], mesh), cause="outputs"))
+    model = model or model_of(mesh.cluster.group().device)
     predicted = model(graph, grouping, mesh, layout, reshardings, in_place)
     gaps = Holder(name="gaps between buffers", nbytes=predicted.gaps_nbytes, cause="transients")
     everything = (*holders, *predicted.holders, *((gaps,) if gaps.nbytes else ()))
