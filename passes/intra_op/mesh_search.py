@@ -113,10 +113,10 @@ class MeshSearch:
                 continue
             with self.context.ending_early():
                 self._tell(f"solve {one.assembly.mesh}", place, len(solved), one.answer)
-                answer = self._run(one, least, close=True)
+                answer = _run(self.problems, one, self._rough, least, close=True)
                 solved[place] = replace(one, answer=_better(answer, one.answer))
         for place, one in enumerate(list(solved)):
-            if one.answer.bound < (1 - max(_OPEN, self._gap)) * min(other.answer.objective for other in solved):
+            if one.answer.bound < (1 - max(_OPEN, self._rough.gap)) * min(other.answer.objective for other in solved):
                 for base, answer in self.by_hand.answers(self.problems, one):
                     if base.refetch == one.refetch:
                         solved[place] = one = replace(one, answer=_better(answer, one.answer))
@@ -188,7 +188,7 @@ class MeshSearch:
     def _is_open(self) -> bool:
         """Whether plans by hand may be better than the cheapest plan by more than the gap of its solve."""
         cheapest = self.solved[0].answer
-        return cheapest.bound < (1 - max(_OPEN, self._gap)) * cheapest.objective
+        return cheapest.bound < (1 - max(_OPEN, self._rough.gap)) * cheapest.objective
 
     def left_out(self, limit: float) -> Plan | None:
         """The cheapest plan that keeps the limit of those by hand that were not expected to; None if none does."""
@@ -206,7 +206,7 @@ class MeshSearch:
         self._tell(f"fit {one.assembly.mesh} within memory", number, len(self.solved), best)
         most = best.objective if best else self.context.cutoff
         if one.answer.status != "optimal":  # it was left when it was dearer than another mesh's
-            one = replace(one, answer=_better(self._run(one, most, close=False), one.answer))
+            one = replace(one, answer=_better(_run(self.problems, one, self._rough, most, close=False), one.answer))
         twins = self._twins(one, number, len(self.solved))
         return _fitted(self.problems, twins, limit, self.options, most)
 
@@ -244,36 +244,47 @@ class MeshSearch:
             self.hopeless.append(one)
             raise InfeasibleRowError(f"no combination of strategies keeps the memory limit on {mesh}")
         self._tell(f"solve {mesh}", done, total, best)
-        one = replace(one, search=Search(assembly.problem, replace(self.options, gap=self._gap)))
-        one = replace(one, answer=self._run(one, best.objective if best else math.inf, close=total == 1))
+        one = replace(one, search=Search(assembly.problem, self._rough))
+        one = replace(
+            one, answer=_run(self.problems, one, self._rough, best.objective if best else math.inf, close=total == 1)
+        )
         if self.most_nbytes < math.inf:
             self.problems.look(one, self.most_nbytes)
         return one
 
-    def _run(self, one: Solved, at_most: float, *, close: bool) -> Answer:
-        """The answer to a mesh's problem, its search gone on with; one of `at_most` or more need not be the best."""
-        search = one.search or Search(one.assembly.problem, replace(self.options, gap=self._gap))
-        before, phases = (search.clock.build_seconds, search.clock.solve_seconds), self.problems.phases
-        answer = search.run(at_most, close=close)
-        phases["build"] += answer.build_seconds - before[0]
-        phases["solve"] += answer.solve_seconds - before[1]
-        return answer
-
     @property
-    def _gap(self) -> float:
-        """The relative gap to which a mesh is solved."""
-        return self.options.gap if self.most_nbytes == math.inf else max(self.options.gap, LOOSE)
+    def _rough(self) -> SolverOptions:
+        """The options with the relative gap to which a mesh is solved."""
+        return self.options if self.most_nbytes == math.inf else replace(self.options, gap=max(self.options.gap, LOOSE))
 
     def _read_off(self, one: Solved, answer: Answer, least: float | None = None) -> Plan:
         """The plan of an answer; those of other problems take `least` seconds, or what is known without a limit."""
         others = [other.answer for other in self.solved if other.assembly is not one.assembly]
-        least = min((other.bound for other in others), default=math.inf) if least is None else least
-        answer = replace(answer, bound=min(answer.bound, least, answer.objective))
-        if answer.status == "optimal" and not answer.is_within(self._gap):
-            late = any(other.status == "time limit" for other in others)
-            answer = replace(answer, status="time limit" if late else "near optimal")
+        answer = _beside(answer, others, self._rough.gap, least)
         plan = self.problems.plan(self.name, one, answer)
         return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
+
+
+def _run(problems: MeshProblems, one: Solved, options: SolverOptions, at_most: float, *, close: bool) -> Answer:
+    """The answer to a mesh's problem, its search gone on with; one of `at_most` or more need not be the best."""
+    search = one.search or Search(one.assembly.problem, options)
+    before = search.clock.build_seconds, search.clock.solve_seconds
+    answer = search.run(at_most, close=close)
+    problems.phases["build"] += answer.build_seconds - before[0]
+    problems.phases["solve"] += answer.solve_seconds - before[1]
+    return answer
+
+
+def _beside(answer: Answer, others: Sequence[Answer], gap: float, least: float | None) -> Answer:
+    """The answer with a bound and a status that hold over all problems: the others' take `least` seconds, or what is
+    known of them without a limit.
+    """
+    least = min((other.bound for other in others), default=math.inf) if least is None else least
+    answer = replace(answer, bound=min(answer.bound, least, answer.objective))
+    if answer.status != "optimal" or answer.is_within(gap):
+        return answer
+    late = any(other.status == "time limit" for other in others)
+    return replace(answer, status="time limit" if late else "near optimal")
 
 
 def _fitted(

@@ -110,7 +110,7 @@ class VariantSearch:
             if plan and (self.best is None or plan.step_seconds < self.best.step_seconds):
                 self.best = plan.of_variant(variant)
         if self.best is None:
-            self.leanest = self._least()
+            self.leanest = _least(self.lean)
             if self.leanest is None or self.leanest.peak_nbytes > self.limit:
                 raise OverBudgetError("no variant of the step keeps the memory limit", leanest=self.leanest)
             self.best = self.leanest
@@ -124,9 +124,9 @@ class VariantSearch:
         """The variants in the order in which they are tried, as far as is allowed if one fits."""
         first = Variant(microbatches=self.step.chosen.count)
         yield first
-        own = self.step.counts
-        counts = own if len(own) == 1 else [n for n in _COUNTS if n in own] or [1]
-        more = [n for n in _MORE_COUNTS if n in own and len(own) > 1]
+        possible = self.step.counts
+        counts = possible if len(possible) == 1 else [n for n in _COUNTS if n in possible] or [1]
+        more = [n for n in _MORE_COUNTS if n in possible and len(possible) > 1]
         forms = {count: tuple(tries(self.step.layers, count, self.offloads)) for count in (*counts, *more)}
         begun: list[int] = []
         if self.best is None:
@@ -147,13 +147,10 @@ class VariantSearch:
                     begun = [count]
         if self.best is None:
             return
-        for count in (
-            count for count in forms if count >= min(begun, default=0) and (count in counts or count in begun)
-        ):
-            left = forms[count][-2::-1] if count in begun else forms[count]
-            for variant in left:
-                if variant == first:
-                    continue
+        fewest = min(begun, default=0)
+        for count in (n for n in forms if n >= fewest and (n in counts or n in begun)):
+            untried = forms[count][-2::-1] if count in begun else forms[count]
+            for variant in (variant for variant in untried if variant != first):
                 is_near = self.best.step_seconds <= _NEAR * self.floor
                 if is_near or not self._goes_on():
                     return
@@ -201,11 +198,10 @@ class VariantSearch:
         Raises the interruption if that ended the variant's own search.
         """
         plan, best = self._fitting(search, variant), self.best
-        is_better = plan is not None and (best is None or plan.step_seconds < best.step_seconds)
-        if plan is not None and is_better:
+        if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
             self.best = plan.of_variant(variant)
         self.context.raise_if_interrupted()
-        return is_better
+        return self.best is not best
 
     def _fitting(self, search: MeshSearch, variant: Variant) -> Plan | None:
         """The cheapest plan of a variant that fits, None if it has none or takes more time than the best so far."""
@@ -238,11 +234,6 @@ class VariantSearch:
         least = self.floors.get(replace(variant, microbatches=1), 0.0) / variant.count
         return least <= SURELY * self.limit
 
-    def _least(self) -> Plan | None:
-        """The leanest plan of the leanest variants: which needs least is seen once each is made as lean as can be."""
-        made = [search.leanest().of_variant(variant) for variant, search in self.lean]
-        return min(made, key=lambda one: one.peak_nbytes, default=None)
-
     def _mixed(self, best: Plan) -> Plan:
         """The plan with as many of its last layers as can be keeping everything, by bisection."""
         if not best.remat:
@@ -257,3 +248,9 @@ class VariantSearch:
             else:
                 most = middle
         return self.best or best
+
+
+def _least(lean: Sequence[tuple[Variant, MeshSearch]]) -> Plan | None:
+    """The leanest plan of the leanest variants: which needs least is seen once each is made as lean as can be."""
+    made = [search.leanest().of_variant(variant) for variant, search in lean]
+    return min(made, key=lambda one: one.peak_nbytes, default=None)

@@ -17,4 +17,4 @@ def test_a_network_gives_a_share_of_its_data_sheet_later_than_a_link_in_a_host()
     network, link = links.network(25), links.gpu_link(25)
     assert network.bytes_per_second == pytest.approx(links.NETWORK_SHARE * 25e9)
     assert network.alpha_seconds > link.alpha_seconds
-    assert network.low_latency and link.low_latency and not links.plain(25, 0.0).low_latency
+    assert [made.low_latency for made in (network, link, links.plain(25, 0.0))] == [True, True, False]
