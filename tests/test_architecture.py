@@ -27,6 +27,7 @@ FILES = {
         "cache",
         "options",
         "planning",
+        "programs",
         "compilation",
         "reporting",
     },

@@ -19,6 +19,7 @@ from typing import Literal
 
 from passes.cluster.cluster import HostGroup, Wiring
 
+# NVLinks between two of the 8 devices of a DGX-1 or AWS p3 host (NVIDIA, fig. 4).
 CUBE_MESH = (
     (0, 1, 1, 2, 2, 0, 0, 0),
     (1, 0, 2, 1, 0, 2, 0, 0),
@@ -29,8 +30,6 @@ CUBE_MESH = (
     (0, 0, 1, 0, 1, 2, 0, 2),
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
-"""The number of NVLinks between two of the 8 devices of a DGX-1 or AWS p3 host (NVIDIA, fig. 4)."""
-
 CUBE_MESH_LINKS = 6
 """NVLinks of each of those devices (NVIDIA, fig. 4): the sum of a row."""
 

@@ -157,7 +157,7 @@ class MeshSearch:
         context = self.context
         self.problems.look(self.solved[0], limit)
         cheapest: tuple[Solved, Fitted] | None = None
-        if self._is_open or not self.fits(limit):
+        if _is_open(self.solved[0].answer, self._rough.gap) or not self.fits(limit):
             cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.hopeless], limit, context.cutoff)
         dear = False
         with context.ending_early():
@@ -173,29 +173,24 @@ class MeshSearch:
                     dear = dear or cheapest is None
                 except (NoLegalPlanError, InfeasibleRowError):
                     continue
-        if cheapest is not None:
-            return self._read_off(*_proven(self.problems, self.solved, cheapest, limit, self.options))
-        context.raise_if_interrupted()
-        if dear:
-            return None
-        raise OverBudgetError("no placements keep the memory limit")
+        if cheapest is None:
+            context.raise_if_interrupted()
+            if dear:
+                return None
+            raise OverBudgetError("no placements keep the memory limit")
+        return self._proven(cheapest, limit)
 
     def fits(self, limit: float) -> bool:
         """Whether the cheapest plan of all, whatever memory it needs, needs at most `limit` bytes."""
         return self.problems.peak(self.solved[0], self.solved[0].answer.choice).nbytes <= limit
 
-    @property
-    def _is_open(self) -> bool:
-        """Whether plans by hand may be better than the cheapest plan by more than the gap of its solve."""
-        cheapest = self.solved[0].answer
-        return cheapest.bound < (1 - max(_OPEN, self._rough.gap)) * cheapest.objective
-
     def left_out(self, limit: float) -> Plan | None:
         """The cheapest plan that keeps the limit of those by hand that were not expected to; None if none does."""
         meshes = [*self.solved, *self.hopeless] if self.by_hand.left_out else []
         cheapest = self.by_hand.fitting(self.problems, meshes, limit, self.context.cutoff, surely=math.inf)
-        if cheapest is None:
-            return None
+        return None if cheapest is None else self._proven(cheapest, limit)
+
+    def _proven(self, cheapest: tuple[Solved, Fitted], limit: float) -> Plan:
         return self._read_off(*_proven(self.problems, self.solved, cheapest, limit, self.options))
 
     def _fitted(
@@ -260,8 +255,7 @@ class MeshSearch:
     def _read_off(self, one: Solved, answer: Answer, least: float | None = None) -> Plan:
         """The plan of an answer; those of other problems take `least` seconds, or what is known without a limit."""
         others = [other.answer for other in self.solved if other.assembly is not one.assembly]
-        answer = _beside(answer, others, self._rough.gap, least)
-        plan = self.problems.plan(self.name, one, answer)
+        plan = self.problems.plan(self.name, one, _beside(answer, others, self._rough.gap, least))
         return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
 
 
@@ -334,6 +328,11 @@ def _proven(
             kept = floor(form.assembly.problem, rows, limit, options, answer.objective)
             least = min(least, max(one.answer.bound, kept))
     return own, answer, least
+
+
+def _is_open(cheapest: Answer, gap: float) -> bool:
+    """Whether plans by hand may be better than the cheapest answer by more than the gap of its solve."""
+    return cheapest.bound < (1 - max(_OPEN, gap)) * cheapest.objective
 
 
 def _better(answer: Answer, known: Answer) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes.cluster import parse_cluster
-from passes.memory import xla, xla_cpu
+from passes.memory import xla, xla_cpu, xla_gpu
 from passes.memory.accounting import model_of
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
@@ -153,6 +153,6 @@ def test_what_is_held_at_the_busiest_moment_is_what_is_live_then() -> None:
 def test_devices_have_the_model_of_their_compiler() -> None:
     gpu, tpu, cpu = (parse_cluster(f"8:{kind}").group().device for kind in ("h100", "tpu-v5e", "cpu"))
     assert model_of(gpu) is not temporaries
-    assert model_of(gpu) is model_of(gpu)
+    assert model_of(gpu) is model_of(gpu) is xla_gpu.model(WEIGHTS["h100"])
     assert model_of(tpu) is temporaries
     assert model_of(cpu) is temporaries
