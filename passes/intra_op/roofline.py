@@ -46,9 +46,14 @@ def times_made(types: Sequence[TensorType]) -> int:
 
 
 def is_slowed(rule: ShardingRule, mesh: Mesh) -> bool:
-    """Whether an operator is a product on a device on which its shape matters."""
+    """Whether an operator is a product on a device on which its shape matters.
+
+    Convolutions are no tiled products on GPUs, whose libraries have other algorithms for them (Winograd, FFT), and no
+    measurement that we know of says how their shapes matter: all reach what large products do.
+    """
     device = mesh.cluster.group().device
-    return bool((device.half_extent or device.cores) and not rule.light and rule.flops and len(rule.operands) == 2)
+    is_tiled = device.cores and rule.window == 1.0
+    return bool((device.half_extent or is_tiled) and not rule.light and rule.flops and len(rule.operands) == 2)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -79,8 +84,8 @@ def _batch(rule: ShardingRule, parts: Mapping[int, int]) -> float:
 def extents(rule: ShardingRule, parts: Mapping[int, int]) -> tuple[float, float, float]:
     """The rows, columns and inner dimension of one device's product of two operands, shared batch dimensions left out.
 
-    A convolution's channels are columns and inner dimension; all that it multiplies beside its named dimensions, the
-    positions and the window, counts as rows.
+    A convolution is the product that it is computed as: positions of its result are rows, and every place of its window
+    adds to the inner dimension. That of a gradient of weights is as large as an image.
     """
     lhs, rhs, out = (
         {f for f in dims if f >= 0 and rule.factors[f].size}
@@ -91,5 +96,6 @@ def extents(rule: ShardingRule, parts: Mapping[int, int]) -> tuple[float, float,
         return math.prod(rule.factors[f].size / parts.get(f, 1) for f in factors)
 
     named = math.prod(rule.factors[f].size for f in lhs | rhs | out)
-    rows = extent((lhs & out) - rhs) * max(rule.flops / (2 * named), 1.0)
-    return rows, extent((rhs & out) - lhs), extent((lhs & rhs) - out)
+    positions = max(rule.flops / (2 * named) / rule.window, 1.0)
+    rows, inner = extent((lhs & out) - rhs) * positions, extent((lhs & rhs) - out) * rule.window
+    return rows, extent((rhs & out) - lhs), inner

@@ -45,7 +45,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         flops=2.0 * results[0].size * window * kernel[kernel_in],
         light=False,
     )
-    return replace(base, localized=True)
+    return replace(base, localized=True, window=max(1.0, window))
 
 
 def _placed(spec: tuple[int, ...], labels: tuple[Hashable, Hashable]) -> list[Hashable]:

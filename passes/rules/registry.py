@@ -36,7 +36,8 @@ class Factor:
 class ShardingRule:
     """The factors of one operation; `operands[o][d]` is the factor of dimension d of operand o, -1 if never cut.
 
-    `flops` counts the whole operation; of `sparse` operands as many elements as the result has are read. `light`
+    `flops` counts the whole operation; a convolution adds up `window` places for each channel; of `sparse` operands as
+    many elements as the result has are read. `light`
     operators are fused with their neighbours and follow their sharding. An `alias` passes operand i through as result
     i in any placement. `reason` says why nothing can be cut. Users ask for a number of `pieces` of each dimension of
     the result (None: any), or have `pinned` the specs of (operands, results). What runs `once` does so on one device of
@@ -59,6 +60,7 @@ class ShardingRule:
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
     flops: float = 0.0
+    window: float = 1.0
     light: bool = True
     alias: bool = False
     sparse: tuple[int, ...] = ()

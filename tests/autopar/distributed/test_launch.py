@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -77,12 +77,10 @@ def test_processes_end_with_their_launcher(tmp_path: Path, number: signal.Signal
     assert process.stdout is not None
     try:
         pids = [int(line.split()[-1]) for line in (process.stdout.readline(), process.stdout.readline())]
+        ends = [os.pidfd_open(pid) for pid in pids]  # readable once the process has ended
         process.send_signal(number)
         assert process.wait(SECONDS) == status
-        deadline = time.monotonic() + SECONDS
-        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert [bool(select.select([end], [], [], SECONDS)[0]) for end in ends] == [True, True]
     finally:
         process.kill()
         process.stdout.close()

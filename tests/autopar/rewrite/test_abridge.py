@@ -281,14 +281,14 @@ def test_stages_that_do_not_fit_are_chosen_again():
 def deep_mlp():
     """(loss, parameters, batch) of residual layers so wide that stages pay."""
     keys = jax.random.split(jax.random.key(0), LAYERS)
-    params = [(jax.random.normal(key, (512, 512)) / 24, jnp.zeros(512)) for key in keys]
+    params = [(jax.random.normal(key, (1024, 1024)) / 32, jnp.zeros(1024)) for key in keys]
 
     def loss(params, batch):
         for weight, bias in params:
             batch = batch + jnp.tanh(batch @ weight + bias)
         return jnp.mean(batch**2)
 
-    return loss, params, jax.random.normal(jax.random.key(1), (16, 512))
+    return loss, params, jax.random.normal(jax.random.key(1), (16, 1024))
 
 
 def deep_gpt():
