@@ -98,7 +98,7 @@ def test_the_benchmark_fails_where_a_prediction_is_out_of_bounds(
 
 
 def test_accelerators_compute_in_the_dtype_that_they_are_given():
-    """Only the CPU widens bfloat16, so the same step takes less on an accelerator; in float32 a TPU's is as the CPU's."""
+    """Only the CPU widens bfloat16: the same step takes less on an accelerator. In float32 a TPU's is as the CPU's."""
 
     def peaks(dtype: str, accelerator: str) -> list[int]:
         a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, 512), (512, 512)))
