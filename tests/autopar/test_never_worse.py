@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import autopar
-from passes.intra_op import MeshProblems, VariantSearch, memory_limit, variants
+from passes.intra_op import MeshProblems, memory_limit, variants
 
 F32 = jnp.float32
 
@@ -100,7 +100,7 @@ def test_what_is_not_expected_to_fit_by_hand_is_tried_before_a_limit_is_refused(
 
     monkeypatch.setattr(MeshProblems, "look", gloomy)
     monkeypatch.setattr(memory_limit, "_ROUNDS", 0)
-    monkeypatch.setattr(VariantSearch, "_least", lambda _: None)
+    monkeypatch.setattr(variants, "_least", lambda _: None)
     monkeypatch.setattr(variants, "resting", lambda *_: ())
     step, state, batch = feed_forward()
     made = autopar.parallelize(

@@ -53,6 +53,7 @@ def test_lines_come_out_with_the_rank_of_their_process(tmp_path: Path):
         assert f"[{rank}] {max(1, len(os.sched_getaffinity(0)) // 2)}\n" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "status", "report"),
     [("exit", 1, "process 1 ended with status 1"), slow("kill", 128 + 9, "process 1 was ended by SIGKILL")],

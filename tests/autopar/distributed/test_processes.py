@@ -63,6 +63,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.slow
 def test_arrays_go_from_anywhere_to_anywhere():
     done = launch(HERE / "transfers.py", "30", "1", processes=2, devices=2)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -124,6 +124,7 @@ def test_a_sample_has_the_blocks_of_the_step(module):
     assert max(map(kinds[0].count, kinds[0])) >= LAYERS - 2
 
 
+@pytest.mark.slow
 def test_a_search_on_samples_finds_what_one_on_the_step_does():
     traced = language_model(gpt)
     assert sample(gpt).left_out
@@ -269,6 +270,7 @@ def test_deep_models_have_more_layers():
     assert finest(shallow, 8) == 8
 
 
+@pytest.mark.slow
 def test_stages_that_do_not_fit_are_chosen_again():
     traced = language_model(gpt)
     free = free_plan()

@@ -263,6 +263,7 @@ def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
         assert spent == sorted(spent)
 
 
+@pytest.mark.slow
 def test_a_chain_of_blocks_costs_what_its_blocks_do():
     traced, graphs = in_microbatches(6, 4)
     table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))

@@ -97,6 +97,7 @@ def assert_never_worse(case: tuple[Callable[..., Any], Any, str], shares: tuple[
         assert not limit or found.peak_nbytes <= limit
 
 
+@pytest.mark.slow
 def test_stages_are_never_worse_than_by_hand() -> None:
     assert_never_worse(CASES["plain"], (0.2,))
 
@@ -196,6 +197,7 @@ def test_there_are_stages_where_cuts_are_few_and_batches_odd(layers: int, rows: 
     assert rows % found.microbatches == 0
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_leanest_of_all_is_named() -> None:
     step, args = sgd(plain), ([f(256, 256)] * 2, f(8, 256))
 

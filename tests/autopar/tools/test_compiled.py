@@ -18,7 +18,8 @@ from autopar.tools.compiled import judge
 from autopar.tools.gpu_targets import GPU_TARGETS
 from autopar.tools.topologies import EXTRAS, torus
 from benchmarks.trainings import MODELS, make_state, make_step
-from passes.cluster import known, parse_cluster
+from passes.cluster import parse_cluster
+from passes.cluster.accelerators import TABLE
 
 needs_gpu_compiler = pytest.mark.skipif(
     not topologies._is_installed(EXTRAS["gpu"][0]), reason="needs pip install 'autopar[gpu-compiler]'"
@@ -114,7 +115,8 @@ def test_every_gpu_has_devices_under_its_own_name(kind: str):
 
 
 def test_every_known_device_but_the_cpu_has_a_compiler():
-    assert set(known()) - {"cpu"} == {*GPU_TARGETS, *topologies._TPUS}
+    devices = {host.device.name for host in TABLE}
+    assert devices - {"cpu"} == {*GPU_TARGETS, *topologies._TPUS}
 
 
 @pytest.mark.parametrize(("cluster", "packages"), [("8:h100", "jax-cuda12-pjrt"), ("8:tpu-v5e", "libtpu")])

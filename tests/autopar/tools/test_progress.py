@@ -267,7 +267,7 @@ def test_a_planner_that_was_not_asked_to_is_stopped():
 
 
 def test_a_search_among_forms_returns_the_best_that_fits():
-    report = stopping(lambda p: p.phase.startswith("4 microbatches"))
+    report = stopping(lambda p: p.phase.startswith("2 microbatches: fit"))
     found = varied(report, {2: 0.9, 4: 0.8}).run()
     assert (found.step_seconds, found.microbatches, found.solution.status) == (0.8, 2, "interrupted")
 
@@ -281,7 +281,7 @@ def test_a_search_among_forms_without_one_that_fits_has_none():
 
 @pytest.mark.parametrize("fits", [False, True])
 def test_a_form_whose_own_search_was_interrupted_is_the_last(fits: bool):
-    searches = [{"fits": True}, {"fits": fits, "is_pressed": True}]
+    searches = [{"can_fit": True}, {"can_fit": fits, "is_pressed": True}]
 
     def search(step: Step, offload: bool, most_nbytes: float, context: SearchContext) -> Any:
         return Searched(context=context, seconds=1.0 - 0.1 * len(searches), **searches.pop(0))
