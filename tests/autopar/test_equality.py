@@ -176,7 +176,8 @@ def test_gpt_equals_jit(planner: str, dtype: str, dropout: float, optimizer: str
             assert_one_reduction_a_parameter(watched.plan, training.state[0])
 
 
-@pytest.mark.parametrize("planner", [pytest.param("data_parallel", marks=pytest.mark.slow), "zero"])
+@pytest.mark.slow
+@pytest.mark.parametrize("planner", ["data_parallel", "zero"])
 @pytest.mark.usefixtures("as_users_compile")
 def test_remat_equals_jit(planner: str):
     with jax.enable_x64(True):

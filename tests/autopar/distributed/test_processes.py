@@ -17,7 +17,7 @@ def pipelines(model: str, stages: int) -> list[str]:
 # Processes, devices of each, and what runs on them one after the other.
 CASES = [
     (2, 2, ["moe=Megatron(data=1, tensor=2, pipeline=2, microbatches=2)"]),
-    (3, 1, ["gpt=Pipeline(stages=2, microbatches=2, submeshes=(2, 1), schedule='zero-bubble-h1')"]),
+    slow(3, 1, ["gpt=Pipeline(stages=2, microbatches=2, submeshes=(2, 1), schedule='zero-bubble-h1')"]),
     slow(2, 2, ["gpt=Megatron(data=2, tensor=2)", *pipelines("gpt", 4)]),
     slow(2, 4, ["gpt=DataParallel()", "gpt=Zero(3)", "moe=Auto()", "moe=Megatron(data=4, tensor=2)"]),
     slow(2, 1, [*pipelines("gpt", 2), *pipelines("moe", 2)]),

@@ -128,7 +128,8 @@ def test_what_is_recomputed_is_there():
     assert temporaries["inputs"] < 0.6 * temporaries["everything"]
 
 
-@pytest.mark.parametrize("name", ["gpt-scan", pytest.param("llama-scan", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-scan", "llama-scan"])
 def test_loops_stack_less(name: str):
     """A loop over layers stacks what is kept of each, and multiplies as often as its graph says."""
     training = MODELS[name].training(least=True)

@@ -126,7 +126,7 @@ def table_of(traced, graphs, cluster, n_layers, pricer, *, lazy=True):
     )
 
 
-@pytest.mark.parametrize("cluster", [slow("1x4:v100-16g"), "2x2:v100-16g"])
+@pytest.mark.parametrize("cluster", [slow("1x4:v100-16g"), slow("2x2:v100-16g")])
 def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
     cluster = parse_cluster(cluster)
     traced, graphs = in_microbatches(4, 4, 8)
