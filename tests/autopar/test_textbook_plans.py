@@ -33,7 +33,8 @@ RECOMPUTING = ("plain", "jax.checkpoint", "remat=inputs", "remat=matmuls")
 
 
 def planned(model: Model, planner: Any, *, recomputing: str = "plain", dtype: str = "float32", **options: Any) -> Any:
-    """(the plan of a model's `least` training for 8 GPUs, the shapes of its parameters)."""
+    """(the plan of a model's `least` training, for 8 GPUs by default, the shapes of its parameters)."""
+    options = {"cluster": "8:a100-80g", **options}
     config = replace(model.least, dtype=dtype, **({"remat": True} if recomputing == "jax.checkpoint" else {}))
     optimizer = optax.adam(1e-3)
     state = jax.eval_shape(partial(make_state, model.module, config, optimizer), jax.random.key(0))
@@ -41,7 +42,7 @@ def planned(model: Model, planner: Any, *, recomputing: str = "plain", dtype: st
     if recomputing.startswith("remat="):
         options["remat"] = recomputing.removeprefix("remat=")
     step = make_step(model.module, config, optimizer)
-    function = autopar.parallelize(step, cluster="8:a100-80g", planner=planner, donate_argnums=(0,), **options)
+    function = autopar.parallelize(step, planner=planner, donate_argnums=(0,), **options)
     return function.plan(state, batch), state[0]
 
 
@@ -200,15 +201,16 @@ LARGE = {"sequence_length": 1024, "hidden": 2048, "heads": 16, "layers": 4}
 def test_a_loop_over_layers_costs_what_they_cost_written_out(microbatches: int, recomputing: str):
     options = {"microbatches": microbatches} if microbatches > 1 else {}
 
-    def plan(scan_layers: bool) -> Any:
+    def plan(scan_layers: bool, cluster: str) -> Any:
         config = replace(MODELS["gpt"].least, **LARGE, scan_layers=scan_layers)
         model = replace(MODELS["gpt"], least=config, least_batch=128)
-        return planned(model, autopar.DataParallel(), recomputing=recomputing, dtype="bfloat16", **options)[0]
+        given = {"recomputing": recomputing, "dtype": "bfloat16", "cluster": cluster, **options}
+        return planned(model, autopar.DataParallel(), **given)[0]
 
-    loop, written_out = plan(True), plan(False)
-    assert loop.step_seconds == pytest.approx(written_out.step_seconds, rel=0.05)
-    # XLA's GPU compiler keeps scores of layers that are written out in bfloat16 alone; a loop hands on what it is told.
-    assert 0.85 * written_out.peak_nbytes <= loop.peak_nbytes <= 2 * written_out.peak_nbytes
+    for cluster in ("8:a100-80g", "8:tpu-v5p"):
+        loop, written_out = plan(True, cluster), plan(False, cluster)
+        assert loop.step_seconds == pytest.approx(written_out.step_seconds, rel=0.05)
+    assert loop.peak_nbytes == pytest.approx(written_out.peak_nbytes, rel=0.15)  # a GPU's compiler fuses them otherwise
 
 
 def test_a_loop_over_layers_in_microbatches_equals_jit():
