@@ -158,7 +158,9 @@ def test_it_runs_as_a_program():
     ran = subprocess.run(
         [sys.executable, "-m", "autopar.tools.cli", "diff", PLAN, OTHER], capture_output=True, text=True
     )
-    assert (ran.returncode, ran.stderr) == (1, "")
+    # XLA's compiler for GPUs, where it is installed, writes lines of its own when JAX is imported.
+    written = [line for line in ran.stderr.splitlines() if "absl::" not in line and "cudart_stub" not in line]
+    assert (ran.returncode, written) == (1, [])
 
 
 # Planning
