@@ -136,6 +136,7 @@ def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkey
     assert asked
 
 
+@pytest.mark.slow
 def test_a_limit_above_the_least_that_is_named_does():
     needed = int(str(refused()).split("memory_limit=")[1].split(" ")[0].replace(",", ""))
     least = refused().leanest

@@ -116,7 +116,7 @@ def examples(count: int) -> settings:
     )
 
 
-@examples(20)
+@examples(10)
 @given(EXAMPLES)
 def test_random_programs_equal_jit(example: Example) -> None:
     assert_equals_jit(example)

@@ -75,6 +75,7 @@ def test_groups_are_routed_apart(quick_jit, random_like):
     np.testing.assert_allclose(loss(params, batch), np.mean(halves), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_remat_changes_neither_loss_nor_gradients(quick_jit, random_like):
     params = random_like(partial(moe.init, SMALL))
     tokens = np.random.default_rng(0).integers(40, size=(2, 8), dtype=np.int32)

@@ -44,6 +44,7 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_lines_come_out_with_the_rank_of_their_process(tmp_path: Path):
     options = ["--bind-cores"]
     done = launch(script(tmp_path, TALKING), "--steps", "3", devices=2, options=options)

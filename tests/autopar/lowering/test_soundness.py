@@ -46,9 +46,20 @@ TOLERANCES = {8: 1e-12, 4: 1e-5, 2: 5e-2}
 
 LONG = frozenset(
     (
-        *("random_gamma of many keys", "igamma", "igamma_grad_a", "igammac", "bessel_i0e"),
+        *(
+            "random_gamma of many keys",
+            "random_gamma of one key",
+            "regularized_incomplete_beta",
+            "igamma",
+            "igamma_grad_a",
+            "igammac",
+            "bessel_i0e",
+        ),
         *(f"random_bits of {width} bits" for width in (8, 16, 64)),
-        *(f"conv_general_dilated {kind}, by grad" for kind in ("batch groups of one", "depthwise, twice", "strided")),
+        *(
+            f"conv_general_dilated {kind}, by grad"
+            for kind in ("batch groups of one", "four batch groups", "depthwise, twice", "strided")
+        ),
     )
 )
 """Cases for a slow run alone: they compile for seconds, and ones of the same rule and its neighbours stay."""

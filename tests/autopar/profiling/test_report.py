@@ -54,6 +54,7 @@ def plan_of(planner: Any, cluster: str = "2x2:h100") -> Any:
 # Steps
 
 
+@pytest.mark.slow
 def test_a_step_goes_on_from_the_state_of_the_last_and_the_callers_arrays_stay():
     params, batch = arguments()
     compiled = jax.jit(step, donate_argnums=0)

@@ -150,7 +150,7 @@ def test_loops_stack_less(name: str):
     assert flops[0] <= flops[1] < flops[2] < 1.34 * flops[0]
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("gpt-scan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [slow("gpt"), slow("gpt-scan")])
 def test_layers_recompute_in_microbatches_and_stages(name: str):
     with jax.enable_x64(True):
         training = MODELS[name].training("float64", least=True)

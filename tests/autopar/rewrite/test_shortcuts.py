@@ -208,6 +208,7 @@ def test_rough_prices_are_close(many_blocks):
             assert nbytes <= min(c.persistent_nbytes for c in (one, other))
 
 
+@pytest.mark.slow
 def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
     """What is sent there and back is what is found here; the copy of a pricer knows nothing."""
     here = Pricer(options=SolverOptions())
@@ -236,6 +237,7 @@ def test_what_is_dear_is_left_with_a_bound(many_blocks):
         assert block.period(pricer.price(block, mesh, 1.1 * period)) == pytest.approx(period, rel=ROUGH)
 
 
+@pytest.mark.slow
 def test_more_microbatches_take_no_less(monkeypatch: pytest.MonkeyPatch):
     """Prices in few microbatches are bounds of those in more, which is what `fewer` kinds are for."""
     monkeypatch.setattr(pricing, "ROUGH", 0.0)  # a bound is as far below its price as that allows

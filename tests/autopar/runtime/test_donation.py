@@ -18,6 +18,7 @@ from autopar.errors import ArgumentError
 from autopar.runtime import pipeline_nbytes
 from tests.autopar.runtime import test_scan_pipeline as scanned
 from tests.autopar.runtime.test_pipeline import OPTIMIZERS, assert_close, mlp, squared, step_of, tied
+from tests.sample import slow
 
 ADAM = OPTIMIZERS["adamw+clip"]
 TWO = Pipeline(stages=2, microbatches=4)
@@ -52,8 +53,8 @@ def small() -> tuple[Any, Any, Any]:
     "planner",
     [
         TWO,
-        Pipeline(stages=4, microbatches=4, schedule="zero-bubble-h1"),
-        Pipeline(stages=2, microbatches=4, interleave=2),
+        slow(Pipeline(stages=4, microbatches=4, schedule="zero-bubble-h1")),
+        slow(Pipeline(stages=2, microbatches=4, interleave=2)),
     ],
     ids=["1f1b", "split backward", "interleaved"],
 )
@@ -85,7 +86,7 @@ def test_a_state_in_pieces_is_gone_as_a_whole():
             assert_close((ours, told), (theirs, wanted))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw+clip"])
+@pytest.mark.parametrize("optimizer", ["sgd", slow("adamw+clip")])
 def test_the_stages_that_update_the_state_alias_it(optimizer: str):
     params, batch = mlp()
     step, state = step_of(squared, OPTIMIZERS[optimizer]), (params, OPTIMIZERS[optimizer].init(params))
@@ -186,7 +187,7 @@ def test_what_jit_has_no_use_for_survives():
     assert gone(given[1:3]) == [False, False]
 
 
-@pytest.mark.parametrize("where", ["another device", "all devices", "the host"])
+@pytest.mark.parametrize("where", ["all devices", slow("another device"), slow("the host")])
 def test_a_donated_state_from_elsewhere_is_gone_too(where: str):
     step, state, batch = small()
     parallel = on(step, donate_argnums=0)

@@ -127,7 +127,7 @@ OPTIMIZERS = {
     [
         (squared, "adamw+clip"),
         (tied, "adamw+clip"),
-        (dropped, "sgd"),
+        slow(dropped, "sgd"),
         slow(squared, "sgd"),
         slow(tied, "sgd"),
         slow(dropped, "adamw+clip"),

@@ -78,6 +78,7 @@ def test_microbatches_change_nothing_of_how_megatron_cuts_weights():
     assert all("data" not in found[1][name] for name in weights)
 
 
+@pytest.mark.slow
 def test_what_is_tied_and_cut_over_tensor_runs():
     with jax.enable_x64(True):
         step, args = residual()
