@@ -20,7 +20,7 @@ from autopar.runtime.program import Donation, Feed, Held, Program, Segment, Slot
 from autopar.runtime.rounds import write_rounds
 from autopar.runtime.segments import Stage, counts, struct_of
 from passes.errors import InternalError
-from passes.pipeline import homes
+from passes.pipeline import value_specs
 from passes.placement import is_free
 from passes.plan import PipelinePlan
 from passes.transforms import Part, Stages, loop_of
@@ -35,7 +35,7 @@ def build(traced: Traced, plan: PipelinePlan, stages: Stages, devices: Sequence[
     listing, arguments = Listing(), {value: i for i, value in enumerate(traced.graph.inputs)}
     program_stages = [_stage(number, part, traced, body, plan, devices) for number, part in enumerate(stages.parts)]
     for stage in program_stages:
-        _feed(stage, listing, arguments, traced, stages.homes)
+        _feed(stage, listing, arguments, traced, stages.input_stages)
     listing.exchange(program_stages)
     for stage in program_stages:
         _before(stage, listing)
@@ -78,7 +78,9 @@ def _stage(
     )
 
 
-def _feed(stage: Stage, listing: Listing, arguments: Mapping[int, int], traced: Traced, owners: Sequence[int]) -> None:
+def _feed(
+    stage: Stage, listing: Listing, arguments: Mapping[int, int], traced: Traced, input_stages: Sequence[int]
+) -> None:
     """Adds slots for the arguments that a stage reads; the state of another stage is sent from there."""
     graph = stage.part.graph
     for value, spec in zip(graph.inputs, stage.layout.inputs, strict=True):
@@ -87,7 +89,7 @@ def _feed(stage: Stage, listing: Listing, arguments: Mapping[int, int], traced: 
             continue
         stacked = position in traced.stacked
         outside = any(index != stage.part.loop for index in graph.consumers.get(value, ()))
-        if outside if stacked else owners[position] == stage.number:
+        if outside if stacked else input_stages[position] == stage.number:
             slot = listing.slots[stage.number, value, spec] = listing.fresh()
             listing.feeds.append(Feed(argument=position, slot=slot, sharding=stage.sharding(spec)))
 
@@ -98,7 +100,7 @@ def _before(stage: Stage, listing: Listing) -> None:
     node, placement = graph.nodes[loop], stage.loop_placement
     n_held = sum(counts(node.params))
     late = {v for n in graph.nodes[loop + 1 :] for v in n.inputs} | set(graph.outputs)
-    specs = homes(graph, stage.layout)
+    specs = value_specs(graph, stage.layout)
     needed: list[Held] = list(zip(node.inputs[:n_held], placement.operands[:n_held], strict=True))
     computed = {v for n in graph.nodes[:loop] for v in n.outputs}
     free = {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}
@@ -124,7 +126,7 @@ def _results(
     taken = {representative.get(slot, slot) for slot in given}
     slots: list[Slot] = []
     for position, value in enumerate(traced.graph.outputs):
-        stage = program_stages[stages.owners[position]]
+        stage = program_stages[stages.output_stages[position]]
         spec = dict(zip(stage.part.graph.outputs, stage.layout.outputs, strict=True))[value]
         slot = listing.slots[stage.number, value, spec]
         if representative.get(slot, slot) in taken:

@@ -96,7 +96,7 @@ class Listing:
         """Sends the values that stages read, live elsewhere and exist by now."""
         for stage in stages:
             for value, spec in zip(stage.part.graph.inputs, stage.layout.inputs, strict=True):
-                if (stage.number, value, spec) not in self.slots and value not in stage.part.streams:
+                if (stage.number, value, spec) not in self.slots and value not in stage.part.boundary_values:
                     self._bring(stages, stage, value, spec)
 
     def _bring(self, stages: Sequence[Stage], stage: Stage, value: int, spec: ShardingSpec) -> None:

@@ -19,7 +19,7 @@ from autopar.runtime.program import Feed, Held, Segment, Slot
 from autopar.runtime.segments import Stage, counts, inner_constants, segment_of, struct_of, task_nodes
 from passes.errors import InternalError
 from passes.inter_op import Task
-from passes.pipeline import homes
+from passes.pipeline import value_specs
 from passes.placement import is_free
 from passes.sharding import ShardingSpec
 
@@ -39,12 +39,12 @@ def tasks_of(stage: Stage, listing: Listing, loop_body: Body, *, splits_backward
     part, inner = stage.part, stage.loop_placement.bodies[0]
     body, node = part.body, part.graph.nodes[part.loop]
     constants, carries = counts(node.params)
-    specs = homes(body, inner)
+    specs = value_specs(body, inner)
     ends = dict(zip(body.outputs, inner.outputs, strict=True))
     start = body.inputs[constants : constants + carries]
     totals = dict(zip(start, body.outputs[:carries], strict=True))
     specs |= {v: specs[begin] for begin, v in totals.items()}
-    sent = [v for v in part.streams.values() if v in body.outputs]
+    sent = [v for v in part.boundary_values.values() if v in body.outputs]
     rows = list(body.outputs[carries : len(body.outputs) - len(sent)])
     groups = task_nodes(part, sent, splits_backward)
     loop = Body(graph=body, equations=stage.loop_equations, constants=inner_constants(loop_body, body))
@@ -104,7 +104,7 @@ class Loop:
         """Sends a slice to every stage that reads it."""
         for receiver in self.stages:
             part = receiver.part
-            if not any(v == value and stream in part.graph.inputs for stream, v in part.streams.items()):
+            if not any(v == value and stream in part.graph.inputs for stream, v in part.boundary_values.items()):
                 continue
             body, inner = part.body, receiver.loop_placement.bodies[0]
             spec = dict(zip(body.inputs, inner.inputs, strict=True))[value]
@@ -179,7 +179,7 @@ class Loop:
             if i < carries:
                 start = body.inputs[constants + i]
                 slots[stage.number, value, spec] = self.total(stage, start, begins[start])
-            elif value not in part.streams:
+            elif value not in part.boundary_values:
                 row = body.outputs[i]
                 slots[stage.number, value, spec] = self._joined(stage, (row, ends[row]), (value, spec))
 

@@ -9,7 +9,7 @@ from autopar.runtime.program import Held
 from autopar.runtime.segments import Stage
 from passes.errors import InternalError
 from passes.ir import Graph
-from passes.pipeline import homes
+from passes.pipeline import value_specs
 from passes.placement import is_free
 
 
@@ -34,7 +34,7 @@ def _write_round(stage: Stage, stages: Sequence[Stage], listing: Listing, ran: s
     While a stage waits for others it runs what they wait for and no more, so that state is updated in one segment,
     which has a use for its buffers.
     """
-    graph, specs = stage.part.graph, homes(stage.part.graph, stage.layout)
+    graph, specs = stage.part.graph, value_specs(stage.part.graph, stage.layout)
     free = {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}
     present = {v for v in specs if (stage.number, v, specs[v]) in listing.slots}
     present |= free | set(graph.literals) | set(graph.constants)
@@ -74,7 +74,7 @@ def _write_round(stage: Stage, stages: Sequence[Stage], listing: Listing, ran: s
 
 def _outputs(stage: Stage) -> list[Held]:
     outputs = zip(stage.part.graph.outputs, stage.layout.outputs, strict=True)
-    return [(v, s) for v, s in outputs if v not in stage.part.streams]
+    return [(v, s) for v, s in outputs if v not in stage.part.boundary_values]
 
 
 def _leading_to(graph: Graph, nodes: Sequence[int], values: Iterable[int]) -> list[int]:

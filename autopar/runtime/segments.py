@@ -20,7 +20,7 @@ from autopar.lowering import OnPieces, walk
 from autopar.plan import partition_spec
 from autopar.runtime.program import Held, Segment
 from passes.ir import Graph, TensorType
-from passes.pipeline import piece_of
+from passes.pipeline import subgraph_of
 from passes.placement import Layout, Placement, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder, ShardingSpec
@@ -102,7 +102,7 @@ def segment_of(
     donated: Iterable[int] = (),
 ) -> Segment:
     """The segment of the `nodes` of a body that compute `needed`."""
-    piece_graph, types = piece_of(body.graph, nodes, layout, specs, needed), body.graph.types
+    piece_graph, types = subgraph_of(body.graph, nodes, layout, specs, needed), body.graph.types
     piece = Body(
         graph=piece_graph.graph,
         equations=tuple(body.equations[i] for i in piece_graph.nodes),

@@ -41,7 +41,7 @@ class Submesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(StageCost):
-    """What one stage would cost; `key` is the caller's, and comes back untouched."""
+    """The cost of a possible stage; `key` is the caller's, and comes back untouched."""
 
     key: object = None
 
@@ -101,7 +101,7 @@ class StageChoice:
 class Statistics:
     """Counts of a search's work: table entries requested, dynamic programs, simulations, partial partitions."""
 
-    asked: int
+    entries: int
     programs: int
     simulated: int
     expanded: int

@@ -22,7 +22,7 @@ Entry = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class CostArrays:
     """Costs of stages [choices, layers, layers + 1] and boundaries [cuts, choices, choices, offsets]; infinite: none.
 
     `period` is busy + finish / microbatches. `max_in_flight` is the number of microbatches in flight that fit, below
@@ -52,7 +52,7 @@ def tabulate(
     split: bool,
     dispatch_seconds: float,
     memory_limit: float,
-) -> Costs:
+) -> CostArrays:
     """The candidates' costs as arrays, for schedules that run the backward whole or split."""
     usable = {entry: candidate for entry, candidate in candidates.items() if candidate and _can(candidate, split)}
     shape = (len(places.choices), n_layers, n_layers + 1)
@@ -75,7 +75,7 @@ def tabulate(
     forward += dispatch_seconds
     chain += forward + dispatch_seconds
     busy = chain + weights
-    return Costs(
+    return CostArrays(
         candidates=usable,
         forward=forward,
         chain=chain,
@@ -107,7 +107,7 @@ class Problem:
     microbatches: int
     schedules: tuple[str, ...]
     numbers: tuple[int, ...]
-    costs: Costs
+    costs: CostArrays
     after_chain: Floats
     after_forward: Floats
     least_seconds: float
@@ -119,7 +119,7 @@ class Problem:
 
     def counts(self, schedule: str, n_stages: int) -> tuple[int, ...]:
         """The number of microbatches in flight on each stage [stages]."""
-        return live(schedule, n_stages, self.microbatches)
+        return in_flight_counts(schedule, n_stages, self.microbatches)
 
     def schedule_groups(self, capacities: Floats) -> dict[tuple[float, ...], dict[int, list[str]]]:
         """The schedules by number of stages, grouped so that one dynamic program serves each group.
@@ -141,7 +141,7 @@ class Problem:
 
 
 def with_bounds(
-    places: Places, costs: Costs, microbatches: int, schedules: tuple[str, ...], numbers: tuple[int, ...]
+    places: Places, costs: CostArrays, microbatches: int, schedules: tuple[str, ...], numbers: tuple[int, ...]
 ) -> Problem:
     """The problem of these costs, with its bounds."""
     work = microbatches * costs.busy + costs.finish
@@ -212,11 +212,11 @@ def _relax(local: Floats, latency: Floats, hops: Floats, places: Places) -> tupl
 
 
 FORMULAS = frozenset(("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1"))
-"""The schedules of which `live` has a formula."""
+"""The schedules of which `in_flight_counts` has a formula."""
 
 
 @cache
-def live(schedule: str, n_stages: int, microbatches: int) -> tuple[int, ...]:
+def in_flight_counts(schedule: str, n_stages: int, microbatches: int) -> tuple[int, ...]:
     """The number of microbatches in flight on each stage [stages], by formula where there is one."""
     remaining = range(n_stages, 0, -1)
     match schedule:

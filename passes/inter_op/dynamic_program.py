@@ -128,12 +128,10 @@ def _before(values: Floats, between: Floats, places: Places, combine: np.ufunc =
 def levels(
     stages: Callable[[int], Stages], hops: Floats, places: Places, combine: np.ufunc, most_stages: int, ceiling: Floats
 ) -> list[Floats]:
-    """The tables of the dynamic program: the least combination of the values of 1, 2, ...
+    """The tables of the dynamic program [choices, cuts, offsets]: the least combination of values of the last stages.
 
-    `most_stages` last stages. `most` stages that end it all [choices, cuts, offsets].
-
-    `stages` are those that may have so many to come, themselves included. What is above the ceiling [cuts, offsets] is
-    infinite; where all is, the list ends.
+    There is one table for 1, 2, ... `most_stages` last stages. `stages(n)` are those that may be the first of the last
+    n. Values above the ceiling [cuts, offsets] are infinite; where all are, the list ends.
     """
     tables: list[Floats] = []
     bands = [_band(limits > -math.inf) for limits in ceiling]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import InternalError
-from passes.inter_op.costs import FORMULAS, live
+from passes.inter_op.costs import FORMULAS, in_flight_counts
 from passes.inter_op.schedule_table import SCHEDULES, Builder, build
 from passes.inter_op.schedules import LETTERS, MADE, NOTHING, Kind, Schedule
 from passes.inter_op.simulator import StageCost, Transfer, hops_of, peaks_of
@@ -76,7 +76,7 @@ class TaskNumbers:
         """Seconds of the step, as `simulate` has them."""
         groups, n_stages = range(len(self.tasks)), self.n_stages
         hops = hops_of(transfers if len(groups) > 1 else (), n_stages)
-        spent = [dispatch_seconds + one.seconds(k) if k in self.kinds else 0.0 for k in _KINDS for one in costs]
+        spent = [dispatch_seconds + cost.seconds(k) if k in self.kinds else 0.0 for k in _KINDS for cost in costs]
         on_the_way = [seconds for kind in _KINDS for seconds in hops[kind]]
         sending = [(1.0 - overlap) * seconds for seconds in on_the_way]
         ends = [-1.0] * self.n_results + [0.0]
@@ -88,12 +88,12 @@ class TaskNumbers:
             group = ready.pop()
             now, tasks = free[group], self.tasks[group]
             for position in range(at[group], len(tasks)):
-                own, other, result, number = tasks[position]
-                if ends[own] < 0.0 or arrivals[other] < 0.0:
-                    waiting.setdefault(own if ends[own] < 0.0 else other, []).append(group)
+                producer, sender, result, number = tasks[position]
+                if ends[producer] < 0.0 or arrivals[sender] < 0.0:
+                    waiting.setdefault(producer if ends[producer] < 0.0 else sender, []).append(group)
                     at[group] = position
                     break
-                now = max(now, ends[own], arrivals[other]) + spent[number]
+                now = max(now, ends[producer], arrivals[sender]) + spent[number]
                 ends[result] = done[group] = now
                 arrivals[result] = now + on_the_way[number]
                 now += sending[number]
@@ -104,7 +104,7 @@ class TaskNumbers:
             free[group] = now
         if any(position < len(tasks) for position, tasks in zip(at, self.tasks, strict=True)):
             raise InternalError("a schedule that was registered does not come to an end")
-        return max(done[group] + sum(one.finish_seconds for one in costs[group :: len(groups)]) for group in groups)
+        return max(done[group] + sum(cost.finish_seconds for cost in costs[group :: len(groups)]) for group in groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class NamedSchedule:
     def in_flight(self, each: Sequence[int]) -> list[int]:
         """The most that is in flight on each group, as `schedules.in_flight` has it for `each` [stages]."""
         if self.chunks == 1 and self.name in FORMULAS:
-            counts = live(self.name, self.n_stages, self.microbatches)
+            counts = in_flight_counts(self.name, self.n_stages, self.microbatches)
             return [count * size for count, size in zip(counts, each, strict=True)]
         microbatches = self.microbatches
         if self.name == "interleaved":  # its rounds are alike: as much is in flight in few of them as in many
@@ -138,7 +138,7 @@ class NamedSchedule:
 
     def peak_nbytes(self, costs: Sequence[StageCost]) -> int:
         """Peak bytes of the device that needs most, as the timeline has them."""
-        each = self.in_flight([one.in_flight_nbytes for one in costs])
+        each = self.in_flight([cost.in_flight_nbytes for cost in costs])
         return max(sum(causes.values()) for causes in peaks_of(each, costs))
 
     def _numbers(self, microbatches: int) -> TaskNumbers:
@@ -174,9 +174,9 @@ def _numbered(
     gradient = output + height
     is_forward, is_weight = kinds == _KINDS.index("forward"), kinds == _KINDS.index("weight_gradient")
     made = output + np.array([MADE[kind] for kind in _KINDS])[kinds] * height
-    own = np.where(is_forward, NOTHING, np.where(is_weight, gradient, output))
+    produced = np.where(is_forward, NOTHING, np.where(is_weight, gradient, output))
     before = np.where(stages > 0, output - width, NOTHING)
     after = np.where((stages + 1 < schedule.n_stages) & ~is_weight, gradient + width, NOTHING)
-    other = np.where(is_forward, before, after)
-    columns = (own, other, made, kinds * schedule.n_stages + stages)
+    received = np.where(is_forward, before, after)
+    columns = (produced, received, made, kinds * schedule.n_stages + stages)
     return tuple(zip(*(column.tolist() for column in columns), strict=True))

@@ -37,7 +37,7 @@ import numpy as np
 
 from passes.errors import OverBudgetError, PlanningError, explain
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Places, StageTable, Submesh, place, submeshes
-from passes.inter_op.costs import Costs, Entry, Floats, Problem, boundaries, entries, tabulate, with_bounds
+from passes.inter_op.costs import CostArrays, Entry, Floats, Problem, boundaries, entries, tabulate, with_bounds
 from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
 from passes.inter_op.schedule_table import build, is_chunked
 from passes.inter_op.search import CLOSE, Incumbent, branch_and_bound, search_by_period, search_single_stages
@@ -135,13 +135,13 @@ def partition(
         n_layers=n_layers,
     )
 
-    def pose(m: int, split: bool) -> Problem:
+    def problem_of(m: int, split: bool) -> Problem:
         costs = tabulate(n_layers, places, requests.known[m], hops[m], m, split, dispatch_seconds, memory_limit)
         return with_bounds(places, costs, m, tuple(name for name in splits if splits[name] == split), numbers)
 
     kinds = tuple(product(hops, dict.fromkeys(splits.values())))
-    problems = _searched(requests, partial(starmap, pose, kinds), incumbent, epsilon, context)
-    incumbent.asked = sum(map(len, requests.known.values()))
+    problems = _searched(requests, partial(starmap, problem_of, kinds), incumbent, epsilon, context)
+    incumbent.entries = sum(map(len, requests.known.values()))
     bound = 0.0 if context.is_interrupted else branch_and_bound(problems, incumbent, proof)
     if incumbent.best is None and math.isfinite(context.cutoff):
         return None
@@ -186,7 +186,7 @@ class _Requests:
     known: dict[int, dict[Entry, Candidate | None]]
 
     def ask(self, seconds: float) -> bool:
-        """Whether some partition that may take less than `seconds` needs further entries, which are then requested."""
+        """Whether further entries were requested: those that a partition of less than `seconds` may need."""
         bounds = {m: self._bounds(m) for m in self.known}
         missing = [(m, e, float(bounds[m][e])) for m in bounds for e in self.entries if e not in self.known[m]]
         lowest = min((bound for _, _, bound in missing), default=math.inf)
@@ -202,14 +202,14 @@ class _Requests:
 
     def _bounds(self, m: int) -> Floats:
         """A lower bound on the step of every partition that has a given entry."""
-        floors, periods = np.full((2, len(self.places.choices), self.n_layers, self.n_layers + 1), math.inf)
+        busy, periods = np.full((2, len(self.places.choices), self.n_layers, self.n_layers + 1), math.inf)
         for entry in self.entries:
-            floors[entry], periods[entry] = self._bound(m, entry)
+            busy[entry], periods[entry] = self._bound(m, entry)
         if self.lower_bound is None:
-            return floors
-        none = np.where(np.isfinite(floors), 0.0, math.inf)
-        latencies = floors if self.chained else none
-        return np.maximum(bounds_with(m * floors, latencies, self.places), bounds_with(m * periods, none, self.places))
+            return busy
+        none = np.where(np.isfinite(busy), 0.0, math.inf)
+        latencies = busy if self.chained else none
+        return np.maximum(bounds_with(m * busy, latencies, self.places), bounds_with(m * periods, none, self.places))
 
     def _bound(self, m: int, entry: Entry) -> tuple[float, float]:
         """The least seconds of a microbatch on an entry, and its least period; infinite where none fits.
@@ -263,7 +263,7 @@ def _unfit(problems: Sequence[Problem], places: Places, memory_limit: float) -> 
         for counts, names in problem.schedule_groups(np.arange(0.0)).items():
 
             @cache
-            def needs(level: int, costs: Costs = costs, counts: Sequence[float] = counts) -> Stages:
+            def needs(level: int, costs: CostArrays = costs, counts: Sequence[float] = counts) -> Stages:
                 return Stages.of(costs.base_nbytes + counts[level - 1] * costs.in_flight_nbytes)
 
             program = (needs, np.zeros_like(costs.onward), places, np.maximum)

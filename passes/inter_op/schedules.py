@@ -31,10 +31,10 @@ from passes.errors import PlanningError, explain
 from passes.text import count, wrap
 
 Kind = Literal["forward", "backward", "input_gradient", "weight_gradient"]
-"""What a task computes; `backward` is both gradients at once, the other two are its halves."""
+"""The work of a task; `backward` is both gradients at once, the other two are its halves."""
 
 LETTERS: Mapping[Kind, str] = {"forward": "F", "backward": "B", "input_gradient": "B", "weight_gradient": "W"}
-"""How a kind is drawn; a B is what the stage before waits for, whether or not it is whole."""
+"""The letter of each kind in drawings; a B is what the stage before waits for, whether or not it is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def _peak(tasks: Sequence[Task], weights: Sequence[int]) -> int:
 
 MADE: Mapping[Kind, int] = {"forward": 0, "backward": 1, "input_gradient": 1, "weight_gradient": 2}
 NOTHING = -1
-"""What is made: outputs, then gradients of inputs, then of weights [3, stages, microbatches], flat; -1 is nothing."""
+"""The numbers of results: outputs, then gradients of inputs, then of weights [3, stages, microbatches]; -1 is none."""
 
 
 def _made(schedule: Schedule, task: Task) -> int:

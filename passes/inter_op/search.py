@@ -46,7 +46,7 @@ class Incumbent:
     seconds: float = math.inf
     best: tuple[Problem, str, tuple[Entry, ...]] | None = None
     seen: set[tuple[int, str, tuple[Entry, ...]]] = field(default_factory=set[tuple[int, str, tuple[Entry, ...]]])
-    asked: int = 0
+    entries: int = 0
     programs: int = 0
     expanded: int = 0
 
@@ -66,7 +66,7 @@ class Incumbent:
             self.seconds, self.best = seconds, (problem, schedule, stages)
 
     def simulate(self, problem: Problem, schedule: str, stages: tuple[Entry, ...]) -> Timeline:
-        """The timeline of a partition."""
+        """The simulated timeline of a partition."""
         pipeline = build(schedule, len(stages), problem.microbatches)
         costs, hops = self._costs(problem, stages)
         return simulate(pipeline, costs, hops, dispatch_seconds=self.dispatch_seconds, overlap=self.overlap)
@@ -101,7 +101,7 @@ class Incumbent:
             timeline=self.simulate(problem, schedule, stages),
             bound=min(bound, self.seconds),
             statistics=Statistics(
-                asked=self.asked, programs=self.programs, simulated=len(self.seen), expanded=self.expanded
+                entries=self.entries, programs=self.programs, simulated=len(self.seen), expanded=self.expanded
             ),
         )
 
@@ -204,9 +204,10 @@ aimed at, the first stages, where their devices end, their chain and forward lat
 
 
 def branch_and_bound(problems: Sequence[Problem], incumbent: Incumbent, limit: int) -> float:
-    """The least lower bound of what is left after going through partitions in the order of their bounds.
+    """The least step of any partition, in seconds, as far as it is proven; at most that of the incumbent.
 
-    Gives the least bound of what is left, at most the best seconds.
+    Goes through partial partitions in the order of their lower bounds, until none is left that may be better, or
+    `limit` of them were extended.
     """
     nodes: list[Node] = []
     for problem in problems:

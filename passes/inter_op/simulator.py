@@ -229,7 +229,7 @@ def peaks(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[dict[str, in
 
 
 def peaks_of(saved: Sequence[int], stages: Sequence[StageCost]) -> tuple[dict[str, int], ...]:
-    """As `peaks`, of stages of which microbatches save so many bytes at most on each group [groups]."""
+    """The peak bytes of `peaks`, of stages whose microbatches in flight save so many bytes on each group [groups]."""
     by_cause: list[dict[str, int]] = []
     for group, saved_nbytes in enumerate(saved):
         stages_of_group = stages[group :: len(saved)]

@@ -3,7 +3,7 @@
 from passes.pipeline.assemble import body_of, check_submeshes, pipelined, recounted
 from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
-from passes.pipeline.segments import homes, piece_of
+from passes.pipeline.segments import subgraph_of, value_specs
 from passes.pipeline.step_blocks import Sample
 
 __all__ = [
@@ -11,10 +11,10 @@ __all__ = [
     "StagedSearch",
     "body_of",
     "check_submeshes",
-    "homes",
     "layers_of",
-    "piece_of",
     "pipelined",
     "recounted",
     "samples_of",
+    "subgraph_of",
+    "value_specs",
 ]

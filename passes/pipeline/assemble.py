@@ -1,4 +1,4 @@
-"""From stages with plans to a pipeline with costs: seconds of tasks, bytes in flight, transfers."""
+"""Pipelines assembled from planned stages, with their costs: seconds of tasks, bytes in flight, transfers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def pipelined(
     """The pipeline whose stages begin at body nodes `firsts`, each planned as a step of its own."""
     cut = stages.cut(step.graph, firsts, step.state_pairs)
     plans = [plan_stage(part, k) for k, part in enumerate(step.parts(cut))]
-    return joined(name, step.graph, cluster, step.state_pairs, step.donated, cut, firsts, plans, schedule, chunks)
+    return assemble_pipeline(
+        name, step.graph, cluster, step.state_pairs, step.donated, cut, firsts, plans, schedule, chunks
+    )
 
 
 def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> Plan:
@@ -88,7 +90,7 @@ def sources(graph: Graph) -> list[object]:
     return [(node.source, *map(sources, node.subgraphs)) for node in graph.nodes]
 
 
-def joined(
+def assemble_pipeline(
     planner: str,
     graph: Graph,
     cluster: Cluster,
@@ -101,7 +103,7 @@ def joined(
     chunks: int,
     known: dict[object, Needs] | None = None,
 ) -> PipelinePlan:
-    """The pipeline of these stages; what each needs is added to what is `known`."""
+    """The pipeline of these stages; the bytes that each needs are added to what is `known`."""
     needs_by_key = {} if known is None else known
 
     def cost(part: Part, plan: Plan) -> StageCost:
@@ -111,7 +113,7 @@ def joined(
             needs_by_key[key] = needs(part, plan.layout, plan.mesh, pairs, given)
         return stage_cost(part, plan, needs_by_key[key])
 
-    sent = [_sent_nbytes(cut, k) for k in range(len(plans))]
+    sent = [sent_nbytes(part) for part in cut.parts]
     plan = PipelinePlan(
         fingerprint=graph.fingerprint,
         cluster=cluster,
@@ -150,12 +152,12 @@ def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
         for part, stage in zip(step.parts(cut), plan.stages, strict=True)
     ]
     about = plan.planner, step.graph, plan.cluster, step.state_pairs, step.donated, cut, plan.firsts, plans
-    return joined(*about, plan.schedule_name, plan.chunks)
+    return assemble_pipeline(*about, plan.schedule_name, plan.chunks)
 
 
 def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
     """The cost of a stage by its plan, with the bytes that it needs besides what lies there."""
-    cost = priced(part, plan.layout, plan.mesh, plan.phases)
+    cost = layout_cost(part, plan.layout, plan.mesh, plan.phases)
     return replace(
         cost,
         persistent_nbytes=cost.persistent_nbytes + needed.entering,
@@ -164,7 +166,7 @@ def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
     )
 
 
-def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float]) -> StageCost:
+def layout_cost(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float]) -> StageCost:
     """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
     length = part.scan.length
     backward = seconds.get("backward", 0.0) / length
@@ -184,18 +186,18 @@ def priced(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float])
 
 def _sent(part: Part) -> frozenset[int]:
     """The values of the body that other stages get."""
-    return frozenset(inner for value, inner in part.streams.items() if value in part.graph.outputs)
+    return frozenset(inner for value, inner in part.boundary_values.items() if value in part.graph.outputs)
 
 
-def kept(part: Part) -> frozenset[int]:
+def saved_values(part: Part) -> frozenset[int]:
     """The values of the body that a microbatch's forward keeps for its backward, what it received included."""
     body = part.body
-    streams = set(part.streams.values()) & set(body.inputs)
+    boundary_values = set(part.boundary_values.values()) & set(body.inputs)
     for index in part.forward:
         if not is_free(body, index):
-            streams |= set(body.nodes[index].outputs)
+            boundary_values |= set(body.nodes[index].outputs)
     read = {v for i, node in enumerate(body.nodes) if i not in part.forward for v in node.inputs}
-    return frozenset(read & streams)
+    return frozenset(read & boundary_values)
 
 
 def _kept_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
@@ -204,24 +206,23 @@ def _kept_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
     specs = dict(zip(body.inputs, inside.inputs, strict=True))
     for index in part.forward:
         specs |= zip(body.nodes[index].outputs, inside.placements[index].results, strict=True)
-    return sum(specs[v].local_nbytes(body.types[v], mesh) for v in kept(part))
+    return sum(specs[v].local_nbytes(body.types[v], mesh) for v in saved_values(part))
 
 
 def _persistent_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
     """Bytes of one device of parameters, state and summed gradients."""
     graph = part.graph
     inputs = zip(graph.inputs, layout.inputs, strict=True)
-    nbytes = sum(s.local_nbytes(graph.types[v], mesh) for v, s in inputs if v not in part.streams)
+    nbytes = sum(s.local_nbytes(graph.types[v], mesh) for v, s in inputs if v not in part.boundary_values)
     loop = graph.nodes[part.loop]
     results = zip(loop.outputs, layout.placements[part.loop].results, strict=True)
-    return nbytes + sum(s.local_nbytes(graph.types[v], mesh) for v, s in results if v not in part.streams)
+    return nbytes + sum(s.local_nbytes(graph.types[v], mesh) for v, s in results if v not in part.boundary_values)
 
 
-def _sent_nbytes(cut: Stages, stage: int) -> tuple[int, int]:
+def sent_nbytes(part: Part) -> tuple[int, int]:
     """Bytes that a stage sends on with each microbatch, and back."""
-    part = cut.parts[stage]
     onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
-    sent = [(v, inner) for v, inner in part.streams.items() if v in part.graph.outputs]
+    sent = [(v, inner) for v, inner in part.boundary_values.items() if v in part.graph.outputs]
     forward = sum(part.body.types[inner].nbytes for _, inner in sent if inner in onward)
     backward = sum(part.body.types[inner].nbytes for _, inner in sent if inner not in onward)
     return forward, backward

@@ -1,4 +1,4 @@
-"""What is drafted of a step: its best partition by prices, and every pipeline by hand, in the numbers of microbatches
+"""The drafts of a step: its best partition by prices, and every pipeline by hand, in the numbers of microbatches
 near to the best."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from passes.inter_op import Partition, Submesh, build, is_chunked
 from passes.intra_op import named, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
-from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, first_of_each, found
+from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, first_of_each, shape_of
 from passes.pipeline.samples import ANCHORS, anchors, near, sampled
-from passes.pipeline.stage_table import StageCosts
+from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample
 from passes.progress import SearchContext
 from passes.step import Step
@@ -50,32 +50,34 @@ class Drafting:
     samples: dict[int, Sample]
     schedules: Sequence[str]
     limit: float
-    table: StageCosts
-    _restricted: dict[tuple[int, int], StageCosts] = field(default_factory=dict[tuple[int, int], StageCosts])
+    table: StageCostTable
+    _megatron_tables: dict[tuple[int, int], StageCostTable] = field(
+        default_factory=dict[tuple[int, int], StageCostTable]
+    )
 
     @property
     def layers(self) -> int:
         """The layers of which stages are made."""
         return self.table.step.n_layers
 
-    def search(self, limit: float, most: float, most_nbytes: float) -> DraftSearch:
+    def search(self, limit: float, cutoff: float, most_nbytes: float) -> DraftSearch:
         return DraftSearch(
             table=self.table,
             schedules=self.schedules,
             limit=limit,
             most_nbytes=most_nbytes,
-            most=most,
+            limit_seconds=cutoff,
             reach=1.0 if self.is_large else CLOSE,
             has=self._has,
-            leaner=self._leaner,
+            megatron_table=self._megatron_table,
         )
 
     def draft(self, search: DraftSearch, context: SearchContext) -> None:
         """Adds all that is worth planning to the search, and the partition that is the best by its prices if it may be.
 
         Pipelines by hand come first, since what they take bounds the partition; then its stages in numbers of
-        microbatches near to its own; what does not fit is tried in a lean form as well. Raises the interruption that
-        ended the search for a partition.
+        microbatches near to its own; what does not fit is tried with the weights of every submesh cut as Megatron
+        does. Raises the interruption that ended the search for a partition.
         """
         first = ANCHORS[-1 if self.is_large else 1]
         is_tight = self.is_large and search.is_tight(self.cluster.n_devices)
@@ -84,43 +86,43 @@ class Drafting:
         if partition is not None:
             search.take(drafted(self.table, partition))
             context.raise_if_interrupted()
-        fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
+        fits = [draft for draft in search.drafts if draft.peak_nbytes <= search.limit]
         base = min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
         if partition is not None:
-            shape = found(self.table, partition, partition.microbatches)
+            shape = shape_of(self.table, partition, partition.microbatches)
             search.add((shape, n) for n in self._near(base))
         self._by_hand(search, base)
 
-    def leanest(self) -> list[Draft]:
+    def of_least_memory(self) -> list[Draft]:
         """Drafts by hand that are not said to fit, those first that need least."""
         search = self.search(self.limit, math.inf, math.inf)
         self._by_hand(search, ANCHORS[-1 if self.is_large else 1], max(self.samples))
-        unfit = [draft for draft in search.found if draft.peak_nbytes > SLACK * self.limit]
+        unfit = [draft for draft in search.drafts if draft.peak_nbytes > SLACK * self.limit]
         return first_of_each(sorted(unfit, key=lambda draft: draft.peak_nbytes))[:MOST_UNFIT]
 
     def rivals(self, seconds: float) -> bool:
         """Whether the step without stages, in one form or another, may take hardly longer than that by its prices."""
         for count in self.samples:
             most = RIVAL * seconds / count
-            one = self.table.candidate(0, self.layers, self._everything(), count, beneath=most)
-            if one is not None and one.needed_nbytes(1) <= self.limit:
+            stage = self.table.candidate(0, self.layers, self._everything(), count, cutoff=most)
+            if stage is not None and stage.needed_nbytes(1) <= self.limit:
                 return True
         return False
 
-    def _whole_seconds(self, beneath: float) -> float:
-        """Seconds that stages must stay beneath to be better than none, by its price, if that is less."""
+    def _whole_seconds(self, cutoff: float) -> float:
+        """Seconds that stages must stay below to be better than none, by the price of the whole step, or the cutoff."""
         if 1 not in self.samples:
-            return beneath
-        one = self.table.candidate(0, self.layers, self._everything(), 1, beneath=beneath / RIVAL)
-        return RIVAL * one.period(1) if one is not None and one.needed_nbytes(1) <= self.limit else beneath
+            return cutoff
+        stage = self.table.candidate(0, self.layers, self._everything(), 1, cutoff=cutoff / RIVAL)
+        return RIVAL * stage.period(1) if stage is not None and stage.needed_nbytes(1) <= self.limit else cutoff
 
     def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
-        """The stages that take least by their prices and keep the limit of a search, if any may be better than its own.
+        """The stages that take least by their prices and keep the limit, if any may be better than the drafts so far.
 
         In the number of microbatches that is best for pipelines by hand and, unless the step is large, the first ones.
         Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
         """
-        fits = [draft for draft in search.found if draft.peak_nbytes <= search.limit]
+        fits = [draft for draft in search.drafts if draft.peak_nbytes <= search.limit]
         counts = {min(fits, key=lambda draft: draft.seconds).microbatches} if fits else set[int]()
         if not fits or not self.is_large:
             counts |= {n for n in anchors(self.step.counts) if n in self.samples}
@@ -142,40 +144,42 @@ class Drafting:
                 idle=False,
                 lower_bound=self.table.bounds.of_layers,
                 prefetch=self.table.expect,
-                context=replace(context, cutoff=self._whole_seconds(search.beneath)),
+                context=replace(context, cutoff=self._whole_seconds(search.cutoff)),
             )
         except OverBudgetError:
             return None
 
     def _by_hand(self, search: DraftSearch, *bases: int) -> None:
         """Adds even stages in numbers of microbatches near to those, and in those that there are."""
-        wanted: list[tuple[Shape, int]] = []
+        shapes: list[tuple[Shape, int]] = []
         for n in dict.fromkeys(n for base in bases for n in self._near(base)):
             known = n if n in self.samples else next(iter(self.samples))
-            wanted += [(shape, n) for shape in by_hand(self.table, self.cluster.n_devices, known)]
-        search.add(wanted)
+            shapes += [(shape, n) for shape in by_hand(self.table, self.cluster.n_devices, known)]
+        search.add(shapes)
 
     def _near(self, base: int) -> list[int]:
         """Numbers of microbatches near to that, and those sampled; of a step that is not large, all are."""
-        own = [n for n in self.samples if n > 1] or [1]
-        return [n for n in dict.fromkeys((*own, *near(self.step.counts, base))) if self.is_large or self._has(n)]
+        sampled_counts = [n for n in self.samples if n > 1] or [1]
+        return [
+            n for n in dict.fromkeys((*sampled_counts, *near(self.step.counts, base))) if self.is_large or self._has(n)
+        ]
 
     def worth(self, search: DraftSearch) -> list[Draft]:
         """The drafts that may be the best and may fit: first what fits, the fastest first.
 
         Of a large step those that are slower come after the first, for where its plan does not fit after all.
         """
-        most = math.inf if self.is_large else search.beneath
-        ours = [one for one in search.found if one.seconds < most and one.peak_nbytes <= SLACK * search.limit]
+        most = math.inf if self.is_large else search.cutoff
+        ours = [draft for draft in search.drafts if draft.seconds < most and draft.peak_nbytes <= SLACK * search.limit]
         return first_of_each(sorted(ours, key=lambda draft: (draft.peak_nbytes > search.limit, draft.seconds)))
 
-    def _leaner(self, size: int, tensor: int) -> StageCosts:
+    def _megatron_table(self, size: int, tensor: int) -> StageCostTable:
         """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
-        if (size, tensor) not in self._restricted:
+        if (size, tensor) not in self._megatron_tables:
             mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor))
-            pricer = self.table.pricer.restricted(restrictions.megatron)
-            self._restricted[size, tensor] = self.table.restricted(pricer, lambda _: [mesh])
-        return self._restricted[size, tensor]
+            block_costs = self.table.block_costs.restricted(restrictions.megatron)
+            self._megatron_tables[size, tensor] = self.table.restricted(block_costs, lambda _: [mesh])
+        return self._megatron_tables[size, tensor]
 
     def _has(self, count: int) -> bool:
         """Whether the step can be had in so many microbatches, and cut as it is in others."""

@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 from passes.cluster import HostGroup, boundary_seconds
 from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, is_chunked, named_schedule
 from passes.pipeline.lower_bounds import SLACK
-from passes.pipeline.stage_table import StageCosts
+from passes.pipeline.stage_table import StageCostTable
 
 CHUNKS = (1, 2, 3, 4)
 """Stages that a submesh has in turn."""
@@ -61,11 +61,11 @@ class Draft:
     schedule: str
     seconds: float
     peak_nbytes: int
-    table: StageCosts
+    table: StageCostTable
 
     @property
     def key(self) -> object:
-        """What its stages are planned by: all but the schedule."""
+        """The identity of the plans of its stages: all but the schedule."""
         return self.shape, self.microbatches, id(self.table)
 
 
@@ -75,7 +75,7 @@ def evenly(n_devices: int, chunks: Sequence[int] = CHUNKS) -> list[tuple[int, in
     return [(n, each) for n in groups for each in chunks]
 
 
-def by_hand(table: StageCosts, n_devices: int, microbatches: int) -> Iterator[Shape]:
+def by_hand(table: StageCostTable, n_devices: int, microbatches: int) -> Iterator[Shape]:
     """The shapes of even stages on equal submeshes, cut as the step is in so many microbatches."""
     even = table.step.cuts(microbatches).even
     for groups, chunks in evenly(n_devices):
@@ -83,7 +83,7 @@ def by_hand(table: StageCosts, n_devices: int, microbatches: int) -> Iterator[Sh
             yield Shape(begins=begins, devices=(n_devices // groups,) * groups)
 
 
-def found(table: StageCosts, partition: Partition, microbatches: int) -> Shape:
+def shape_of(table: StageCostTable, partition: Partition, microbatches: int) -> Shape:
     """The shape of a partition."""
     layers = table.step.cuts(microbatches).layers
     return Shape(
@@ -92,10 +92,10 @@ def found(table: StageCosts, partition: Partition, microbatches: int) -> Shape:
     )
 
 
-def drafted(table: StageCosts, partition: Partition) -> Draft:
+def drafted(table: StageCostTable, partition: Partition) -> Draft:
     """A partition as a draft."""
     return Draft(
-        shape=found(table, partition, partition.microbatches),
+        shape=shape_of(table, partition, partition.microbatches),
         microbatches=partition.microbatches,
         schedule=partition.schedule,
         seconds=partition.seconds,
@@ -106,122 +106,122 @@ def drafted(table: StageCosts, partition: Partition) -> Draft:
 
 @dataclass(slots=True, kw_only=True)
 class DraftSearch:
-    """The drafts that were `found`, each with the seconds that it takes by its prices.
+    """The `drafts` of a search, each with the seconds that it takes by its prices.
 
     `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
-    `reach` times that or more, or `most` seconds, or that is seen to need more than `most_nbytes` before it is. `has`
-    makes a sample in so many microbatches, and says whether there is one; `leaner(n, tensor)` has Megatron's prices on
-    n devices of which so many cut the weights.
+    `reach` times that or more, or `limit_seconds`, or that is seen to need more than `most_nbytes` before it is. `has`
+    makes a sample in so many microbatches, and says whether there is one; `megatron_table(n, tensor)` has Megatron's
+    prices on n devices of which so many cut the weights.
     """
 
-    table: StageCosts
+    table: StageCostTable
     schedules: Sequence[str]
     limit: float
     most_nbytes: float
-    most: float
+    limit_seconds: float
     reach: float
     has: Callable[[int], bool]
-    leaner: Callable[[int, int], StageCosts]
+    megatron_table: Callable[[int, int], StageCostTable]
     best: float = math.inf
-    found: list[Draft] = field(default_factory=list[Draft])
+    drafts: list[Draft] = field(default_factory=list[Draft])
     _seen: set[object] = field(default_factory=set[object])
 
     @property
-    def beneath(self) -> float:
-        """Seconds that a draft must stay beneath."""
-        return min(self.reach * self.best, self.most)
+    def cutoff(self) -> float:
+        """Seconds that a draft must stay below."""
+        return min(self.reach * self.best, self.limit_seconds)
 
     def take(self, draft: Draft) -> None:
-        if draft.seconds < self.beneath:
-            self.found.append(draft)
+        if draft.seconds < self.cutoff:
+            self.drafts.append(draft)
             if draft.peak_nbytes <= self.limit:
                 self.best = min(self.best, draft.seconds)
 
-    def add(self, wanted: Iterable[tuple[Shape, int]]) -> None:
+    def add(self, shapes: Iterable[tuple[Shape, int]]) -> None:
         """Prices these shapes in so many microbatches under each schedule, in the order of their bounds."""
-        left: list[tuple[float, int, Shape, int, tuple[str, ...]]] = []
-        for shape, count in dict.fromkeys(wanted):
-            for names in _families(shape, count, self.schedules):
+        queue: list[tuple[float, int, Shape, int, tuple[str, ...]]] = []
+        for shape, count in dict.fromkeys(shapes):
+            for names in _schedule_groups(shape, count, self.schedules):
                 if (shape, count, names) not in self._seen:
                     self._seen.add((shape, count, names))
-                    left.append((self._bound(shape, count, names), len(left), shape, count, names))
-        heapq.heapify(left)
-        while left and left[0][0] < self.beneath:
-            bound, number, shape, count, names = heapq.heappop(left)
+                    queue.append((self._bound(shape, count, names), len(queue), shape, count, names))
+        heapq.heapify(queue)
+        while queue and queue[0][0] < self.cutoff:
+            bound, number, shape, count, names = heapq.heappop(queue)
             if not self.has(count):
                 continue
             least = self._bound(shape, count, names)
-            if left and least > left[0][0] and least > bound:
-                heapq.heappush(left, (least, number, shape, count, names))
+            if queue and least > queue[0][0] and least > bound:
+                heapq.heappush(queue, (least, number, shape, count, names))
                 continue
             names = tuple(name for name in names if self.least_nbytes(shape, count, name) <= self.most_nbytes)
             if not names:
                 continue
             over: list[Draft] = []
-            for draft in drafts(shape, self.table, count, names, self.beneath):
+            for draft in priced_drafts(shape, self.table, count, names, self.cutoff):
                 self.take(draft)
                 over += [draft] if draft.peak_nbytes > self.limit else []
-            self._add_lean(shape, count, over)
+            self._add_megatron(shape, count, over)
 
-    def _add_lean(self, shape: Shape, count: int, over: Sequence[Draft]) -> None:
+    def _add_megatron(self, shape: Shape, count: int, over: Sequence[Draft]) -> None:
         """Adds what does not fit with every submesh laid out as Megatron does, weights cut over all or some of it."""
         size = shape.devices[0]
         if not over or len(set(shape.devices)) > 1:
             return
-        held = _most_held(shape, self.table, count)
+        state_nbytes = _most_state_nbytes(shape, self.table, count)
         for tensor in (parts for parts in range(size, 0, -1) if size % parts == 0):
-            names = tuple(one.schedule for one in over if one.seconds < self.beneath)
-            if names and held <= tensor * self.limit:
-                for draft in drafts(shape, self.leaner(size, tensor), count, names, self.beneath):
+            names = tuple(draft.schedule for draft in over if draft.seconds < self.cutoff)
+            if names and state_nbytes <= tensor * self.limit:
+                for draft in priced_drafts(shape, self.megatron_table(size, tensor), count, names, self.cutoff):
                     self.take(draft)
 
     def is_tight(self, n_devices: int) -> bool:
         """Whether some even stages are seen not to fit in as many microbatches as there are samples of."""
         names, count = [name for name in self.schedules if not is_chunked(name)], max(self.table.step.samples)
         shapes = (shape for shape in by_hand(self.table, n_devices, count) if shape.chunks == 1)
-        needed = (min((self.least_nbytes(one, count, name) for name in names), default=0.0) for one in shapes)
+        needed = (min((self.least_nbytes(shape, count, name) for name in names), default=0.0) for shape in shapes)
         return any(nbytes > self.most_nbytes for nbytes in needed)
 
     def least_nbytes(self, shape: Shape, count: int, schedule: str) -> float:
-        """What some group of a shape needs at least of a device: what it holds, and what is in flight."""
+        """The least bytes of a device that some group of a shape needs: what it holds, and what is in flight."""
         runs, groups = _runs(shape, self.table, count), len(shape.devices)
-        held = [self.table.bounds.of_blocks(*run, count).nbytes for run in runs]
+        state_nbytes = [self.table.bounds.of_blocks(*run, count).nbytes for run in runs]
         each = [self.table.kept_nbytes(*run, count) for run in runs]
         flying = named_schedule(schedule, len(runs), count, shape.chunks).in_flight(each)
-        return max(nbytes + sum(held[group::groups]) for group, nbytes in enumerate(flying))
+        return max(nbytes + sum(state_nbytes[group::groups]) for group, nbytes in enumerate(flying))
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
         samples = self.table.step.samples
-        known = count if count in samples else min(samples, key=lambda one: abs(one - count))
-        floors = [self.table.bounds.of_blocks(*run, count) for run in _runs(shape, self.table, known)]
-        return least_seconds(floors, _transfers(shape, self.table, known, count), shape, count, _splits(names[0]))
+        known = count if count in samples else min(samples, key=lambda n: abs(n - count))
+        bounds = [self.table.bounds.of_blocks(*run, count) for run in _runs(shape, self.table, known)]
+        return least_seconds(bounds, _transfers(shape, self.table, known, count), shape, count, _splits(names[0]))
 
 
 def least_seconds(
-    floors: Sequence[LowerBound], transfers: Sequence[Transfer], shape: Shape, microbatches: int, split: bool
+    bounds: Sequence[LowerBound], transfers: Sequence[Transfer], shape: Shape, microbatches: int, split: bool
 ) -> float:
-    """Seconds that a shape takes at least; with the backward `split` nothing need follow a group's last task."""
+    """The least seconds that a shape takes; with the backward `split` nothing need follow a group's last task."""
     groups, before, onward, least = len(shape.devices), 0.0, 0.0, 0.0
     for group in range(groups):
-        own = floors[group::groups]
-        busy, period = sum(one.seconds for one in own), sum(one.period for one in own)
+        of_group = bounds[group::groups]
+        busy, period = sum(bound.seconds for bound in of_group), sum(bound.period for bound in of_group)
         least = max(least, onward + microbatches * period, before + microbatches * busy)
         if group + 1 < groups:
             hop = transfers[group]
             onward += hop.forward_seconds
             before += hop.forward_seconds
-            before += 0.0 if split else hop.backward_seconds + floors[group].seconds
+            before += 0.0 if split else hop.backward_seconds + bounds[group].seconds
     return least
 
 
-def _families(shape: Shape, microbatches: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _schedule_groups(shape: Shape, microbatches: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The schedules that a shape can have, those with a whole backward apart from those with halves of it."""
     if shape.chunks > 1 and microbatches % len(shape.devices):
         return
     names = [name for name in schedules if is_chunked(name) == (shape.chunks > 1)]
     for split in (False, True):
-        if own := tuple(name for name in names if _splits(name) == split):
-            yield own
+        if same_backward := tuple(name for name in names if _splits(name) == split):
+            yield same_backward
 
 
 @cache
@@ -230,32 +230,32 @@ def _splits(schedule: str) -> bool:
     return any(task.kind == "weight_gradient" for task in build(schedule, 1, 1).groups[0])
 
 
-def _most_held(shape: Shape, table: StageCosts, microbatches: int) -> int:
+def _most_state_nbytes(shape: Shape, table: StageCostTable, microbatches: int) -> int:
     """The most bytes of state that the stages of a group have, all devices together."""
     state = [table.state_nbytes(begin, end, microbatches) for begin, end, _ in _runs(shape, table, microbatches)]
     return max(sum(state[group :: len(shape.devices)]) for group in range(len(shape.devices)))
 
 
-def _runs(shape: Shape, table: StageCosts, microbatches: int) -> list[tuple[int, int, int]]:
+def _runs(shape: Shape, table: StageCostTable, microbatches: int) -> list[tuple[int, int, int]]:
     """The first block of each stage, the one after its last, and its devices."""
     ends = (*shape.begins[1:], len(table.step.cuts(microbatches).blocks))
     sizes = (shape.devices[stage % len(shape.devices)] for stage in range(len(ends)))
     return list(zip(shape.begins, ends, sizes, strict=True))
 
 
-def drafts(
-    shape: Shape, table: StageCosts, microbatches: int, schedules: Sequence[str], beneath: float
+def priced_drafts(
+    shape: Shape, table: StageCostTable, microbatches: int, schedules: Sequence[str], cutoff: float
 ) -> Iterator[Draft]:
-    """A shape under each of these schedules; none once it is seen that it takes `beneath` seconds or more."""
+    """A shape under each of these schedules; none once it is seen that it takes `cutoff` seconds or more."""
     transfers = _transfers(shape, table, microbatches, microbatches)
-    costs = _costs(shape, table, microbatches, transfers, _splits(schedules[0]), beneath)
+    costs = _costs(shape, table, microbatches, transfers, _splits(schedules[0]), cutoff)
     if costs is None:
         return
     device = table.cluster.group().device
     for schedule in schedules:
         tasks = named_schedule(schedule, len(shape.begins), microbatches, shape.chunks)
         seconds = tasks.seconds(costs, transfers, device.dispatch_seconds, device.send_overlap)
-        if seconds < beneath:
+        if seconds < cutoff:
             yield Draft(
                 shape=shape,
                 microbatches=microbatches,
@@ -267,9 +267,9 @@ def drafts(
 
 
 def _costs(
-    shape: Shape, table: StageCosts, microbatches: int, transfers: Sequence[Transfer], split: bool, beneath: float
+    shape: Shape, table: StageCostTable, microbatches: int, transfers: Sequence[Transfer], split: bool, cutoff: float
 ) -> list[StageCost] | None:
-    """The cost of each stage; None once a stage cannot be had, or all that is known of them takes `beneath` seconds.
+    """The cost of each stage; None once a stage cannot be had, or all that is known of them takes `cutoff` seconds.
 
     Stages of the group that has most to do are priced first: a pipeline that takes too long is mostly seen to there.
     Each may take what the others of its group leave.
@@ -288,20 +288,20 @@ def _costs(
     periods = [bound.period for bound in least()]
     for stage in sorted(range(len(runs)), key=lambda stage: (-sum(periods[stage % groups :: groups]), stage)):
         bounds = least()
-        if least_seconds(bounds, transfers, shape, microbatches, split) >= beneath:
+        if least_seconds(bounds, transfers, shape, microbatches, split) >= cutoff:
             return None
         others = sum(bound.period for bound in bounds[stage % groups :: groups]) - bounds[stage].period
-        cost = table.stage(*runs[stage], microbatches, SLACK * (beneath / microbatches - others))
+        cost = table.stage(*runs[stage], microbatches, SLACK * (cutoff / microbatches - others))
         if cost is None:
             return None
         costs[stage] = cost
-    if least_seconds(least(), transfers, shape, microbatches, split) >= beneath:
+    if least_seconds(least(), transfers, shape, microbatches, split) >= cutoff:
         return None
     return [costs[stage] for stage in range(len(runs))]
 
 
-def _transfers(shape: Shape, table: StageCosts, known: int, microbatches: int) -> list[Transfer]:
-    """What crosses between stages; in so many microbatches as there are of a sample, or the like of that in others."""
+def _transfers(shape: Shape, table: StageCostTable, known: int, microbatches: int) -> list[Transfer]:
+    """The transfers between stages, in as many microbatches as a sample has, or in proportion in others."""
     hosts, places = table.cluster.group(), shape.places()
     edges = [table.step.edge_nbytes(block, known) * known // microbatches for block in shape.begins[1:]]
     return [

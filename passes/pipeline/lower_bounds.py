@@ -1,4 +1,4 @@
-"""The least that all runs of layers can take on so many devices, from the least of each kind of block on each mesh."""
+"""Lower bounds on the cost of any run of layers on so many devices, from those of each kind of block on each mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from passes.cluster import Cluster, Mesh
 from passes.inter_op import LowerBound, Submesh
-from passes.pipeline.block_costs import Block, Pricer
+from passes.pipeline.block_costs import Block, BlockCosts
 from passes.pipeline.step_blocks import Counted, StepBlocks
 
 SLACK = 1 + 1e-9
@@ -22,35 +22,35 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Floors:
-    """The floors of all runs of layers on so many devices [layers, layers + 1], when so many prices were `found`."""
+class LayerBounds:
+    """The lower bounds of all runs of layers [layers, layers + 1] on so many devices, as of so many prices."""
 
-    found: int
+    n_prices: int
     seconds: Floats
     periods: Floats
     nbytes: Floats
 
     @classmethod
-    def of(cls, sums: Floats, floors: Floats, known: NDArray[np.bool_], nbytes: Floats, found: int) -> Self:
-        """From the seconds and periods of kinds of blocks on meshes [2, kinds, meshes], of which some are `known`.
+    def of(cls, sums: Floats, bounds: Floats, known: NDArray[np.bool_], nbytes: Floats, n_prices: int) -> Self:
+        """The bounds of runs, from the least seconds and periods of kinds of blocks on meshes [2, kinds, meshes].
 
-        `sums` [layers + 1, kinds] counts the blocks before each layer, of which each holds `nbytes` [kinds]. Meshes do
-        not count that are dearer than one on which all is known.
+        `sums` [layers + 1, kinds] counts the blocks before each layer, of which each holds `nbytes` [kinds]. Some are
+        `known` exactly; meshes do not count that take longer than one on which all is known.
         """
         counts = np.maximum(sums - sums[:, None], 0.0)[:-1]
         some = (counts > 0).astype(np.float64)
-        finite = np.isfinite(floors)
-        totals = counts @ np.where(finite, floors, 0.0)[:, None]
+        finite = np.isfinite(bounds)
+        totals = counts @ np.where(finite, bounds, 0.0)[:, None]
         totals[some @ ~finite[:, None] > 0] = np.inf
         seconds, periods = totals
         best = np.where(some @ ~known > 0, np.inf, periods).min(axis=2, keepdims=True)
         chosen = np.where(periods <= best * SLACK, seconds, np.inf)
-        return cls(found=found, seconds=chosen.min(axis=2), periods=periods.min(axis=2), nbytes=counts @ nbytes)
+        return cls(n_prices=n_prices, seconds=chosen.min(axis=2), periods=periods.min(axis=2), nbytes=counts @ nbytes)
 
 
 @dataclass(slots=True, kw_only=True)
 class BlockBounds:
-    """What stages of a step take at least, by the prices of its blocks that are `found` so far.
+    """Lower bounds on the cost of stages of a step, by the `n_prices` prices of its blocks that there are so far.
 
     What is not priced is bounded from three sides: operators cut over the devices, without any communication; the same
     block in fewer microbatches, since smaller ones save nothing; and the same block on fewer devices, since twice as
@@ -60,9 +60,9 @@ class BlockBounds:
     step: StepBlocks
     cluster: Cluster
     meshes: Callable[[int], Sequence[Mesh]]
-    pricer: Pricer
-    found: int = 0
-    _floors: dict[tuple[int, int], Floors] = field(default_factory=dict[tuple[int, int], Floors])
+    block_costs: BlockCosts
+    n_prices: int = 0
+    _by_size: dict[tuple[int, int], LayerBounds] = field(default_factory=dict[tuple[int, int], LayerBounds])
     _spent: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _runs: dict[tuple[tuple[tuple[str, int], ...], int], tuple[int, LowerBound]] = field(
@@ -70,19 +70,16 @@ class BlockBounds:
     )
 
     def of_layers(self, first: int, last: int, submesh: Submesh, microbatches: int) -> LowerBound:
-        """What no candidate for these layers goes below, on the best mesh for that.
-
-        Of what is known so far: it rises as blocks are priced.
-        """
+        """A lower bound on the cost of these layers as a stage, on its best mesh; it rises as blocks are priced."""
         key = (submesh.n_devices, microbatches)
-        if key not in self._floors or self._floors[key].found != self.found:
-            self._floors[key] = self._floors_of(*key)
-        found = self._floors[key]
-        seconds, period, nbytes = (float(of[first, last]) for of in (found.seconds, found.periods, found.nbytes))
+        if key not in self._by_size or self._by_size[key].n_prices != self.n_prices:
+            self._by_size[key] = self._layer_bounds(*key)
+        bounds = self._by_size[key]
+        seconds, period, nbytes = (float(of[first, last]) for of in (bounds.seconds, bounds.periods, bounds.nbytes))
         return LowerBound(seconds=seconds, period=period, nbytes=nbytes)
 
     def of_blocks(self, begin: int, end: int, n_devices: int, microbatches: int) -> LowerBound:
-        """What no stage of some blocks goes below, of what is known so far; in any number of microbatches.
+        """A lower bound on the cost of some blocks as a stage, by what is known so far; in any number of microbatches.
 
         Where the step was not cut in so many, it takes no less than what lies between its steps in fewer and in more:
         each way to do it takes a time of its own, and one for each microbatch.
@@ -105,37 +102,39 @@ class BlockBounds:
 
     def of_run(self, chosen: Sequence[Counted], n_devices: int) -> LowerBound:
         key = tuple((block.kind, n) for block, n in chosen), n_devices
-        if key not in self._runs or self._runs[key][0] != self.found:
+        if key not in self._runs or self._runs[key][0] != self.n_prices:
             meshes = self.meshes_of(n_devices)
             each = [
-                [(n * one[0], n * one[1]) for one, n in ((self.of_block(b, mesh), n) for b, n in chosen)]
+                [(n * seconds, n * period) for (seconds, period), n in ((self.of_block(b, mesh), n) for b, n in chosen)]
                 for mesh in meshes
             ]
-            found = LowerBound(
-                seconds=min((math.fsum(seconds for seconds, _ in one) for one in each), default=math.inf),
-                period=min((math.fsum(period for _, period in one) for one in each), default=math.inf),
-                nbytes=math.fsum(n * self.pricer.least(block, self.cluster, n_devices)[1] for block, n in chosen),
+            bound = LowerBound(
+                seconds=min((math.fsum(seconds for seconds, _ in bounds) for bounds in each), default=math.inf),
+                period=min((math.fsum(period for _, period in bounds) for bounds in each), default=math.inf),
+                nbytes=math.fsum(n * self.block_costs.least(block, self.cluster, n_devices)[1] for block, n in chosen),
             )
-            self._runs[key] = self.found, found
+            self._runs[key] = self.n_prices, bound
         return self._runs[key][1]
 
     def of_block(self, block: Block, mesh: Mesh) -> tuple[float, float]:
-        """As `Pricer.floor`, and no less than half of what half of the devices take at best."""
-        seconds, period = self.pricer.floor(block, mesh)
-        if self.pricer.is_known(block, mesh):
+        """The bound of `BlockCosts.lower_bound`, and no less than half of what half of the devices take at best."""
+        seconds, period = self.block_costs.lower_bound(block, mesh)
+        if self.block_costs.is_known(block, mesh):
             return seconds, period
         key = (block.kind, mesh.size)
-        if key not in self._spent or self._spent[key][0] != self.found:
+        if key not in self._spent or self._spent[key][0] != self.n_prices:
             fewer = (n for n in self._laid_out if n < mesh.size and mesh.size % n == 0)
-            self._spent[key] = self.found, max((self._least_spent(block, n) for n in fewer), default=0.0)
+            self._spent[key] = self.n_prices, max((self._least_spent(block, n) for n in fewer), default=0.0)
         return seconds, max(period, self._spent[key][1] / mesh.size)
 
     def _least_spent(self, block: Block, n_devices: int) -> float:
         """Seconds of so many devices that a microbatch of a block takes at least; 0 if it cannot be on them."""
-        least = min((self.pricer.floor(block, mesh)[1] for mesh in self.meshes_of(n_devices)), default=math.inf)
+        least = min(
+            (self.block_costs.lower_bound(block, mesh)[1] for mesh in self.meshes_of(n_devices)), default=math.inf
+        )
         return n_devices * least if math.isfinite(least) else 0.0
 
-    def _floors_of(self, n_devices: int, microbatches: int) -> Floors:
+    def _layer_bounds(self, n_devices: int, microbatches: int) -> LayerBounds:
         kinds = [block for block, _ in self.step.in_layers(0, self.step.n_layers, microbatches)]
         numbers = {block.kind: number for number, block in enumerate(kinds)}
         each = np.zeros((self.step.n_layers + 1, len(kinds)))
@@ -143,13 +142,13 @@ class BlockBounds:
             for block, n in self.step.in_layers(layer, layer + 1, microbatches):
                 each[layer + 1, numbers[block.kind]] = n
         meshes = self.meshes_of(n_devices)
-        floors = np.array([[self.of_block(block, mesh) for mesh in meshes] for block in kinds])
-        return Floors.of(
+        bounds = np.array([[self.of_block(block, mesh) for mesh in meshes] for block in kinds])
+        return LayerBounds.of(
             np.cumsum(each, axis=0),
-            np.moveaxis(floors, 2, 0),
-            np.array([[self.pricer.is_known(block, mesh) for mesh in meshes] for block in kinds]),
-            np.array([self.pricer.least(block, self.cluster, n_devices)[1] for block in kinds]),
-            self.found,
+            np.moveaxis(bounds, 2, 0),
+            np.array([[self.block_costs.is_known(block, mesh) for mesh in meshes] for block in kinds]),
+            np.array([self.block_costs.least(block, self.cluster, n_devices)[1] for block in kinds]),
+            self.n_prices,
         )
 
     def meshes_of(self, n_devices: int) -> Sequence[Mesh]:

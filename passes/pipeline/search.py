@@ -1,4 +1,4 @@
-"""A step in stages: blocks priced, partitions drafted by their prices, and the best of them planned as they are.
+"""The search over stages: blocks are priced, partitions drafted by their prices, and the best of them planned.
 
 Drafts begin with the partition that the dynamic program finds in few numbers of microbatches: its stages, and those of
 every pipeline that is made by hand (`passes.pipeline.drafts`), are priced in the numbers near to that, under every
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from passes import inter_op
 from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError
-from passes.pipeline.block_costs import Pricer
+from passes.pipeline.block_costs import BlockCosts
 from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
 from passes.pipeline.drafts import Draft, evenly
 from passes.pipeline.stage_plans import StagePlans
-from passes.pipeline.stage_table import StageCosts
+from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample, StepBlocks
 from passes.pipeline.workers import WorkerPool
 from passes.plan import INTERRUPTED, PipelinePlan
@@ -36,8 +36,8 @@ class StagedSearch:
     """The search over stages of a `step` in so many `layers`, with the `samples` that there are of it so far.
 
     Samples and plans are of its variants for so many `stages`, whose loops over layers are chunked.
-    `meshes(n)` lays out n devices. A sample of one microbatch prices the step without stages, too. Of what was planned
-    and does not keep the limit, `leanest` needs the least.
+    `meshes(n)` lays out n devices. A sample of one microbatch prices the step without stages, too. Of the plans made
+    that do not keep the limit, `least_memory_plan` needs least.
 
     An interruption that the `context` allows ends the search as soon as there are stages: they are planned, and marked.
     """
@@ -52,22 +52,22 @@ class StagedSearch:
     solver: SolverOptions
     meshes: Callable[[int], Sequence[Mesh]]
     context: SearchContext = field(default_factory=SearchContext)
-    leanest: PipelinePlan | None = None
-    pricer: Pricer = field(init=False)
-    table: StageCosts = field(init=False)
+    least_memory_plan: PipelinePlan | None = None
+    block_costs: BlockCosts = field(init=False)
+    table: StageCostTable = field(init=False)
     drafting: Drafting = field(init=False)
     plans: StagePlans = field(init=False)
     _seen: set[object] = field(default_factory=set[object])
 
     def __post_init__(self) -> None:
-        self.pricer = Pricer(options=self.solver)
+        self.block_costs = BlockCosts(options=self.solver)
         also = sorted({groups * chunks for groups, chunks in evenly(self.cluster.n_devices)})
-        self.table = StageCosts(
+        self.table = StageCostTable(
             step=StepBlocks(samples=self.samples, n_layers=self.layers, also=also),
             cluster=self.cluster,
             meshes=self.meshes,
-            pricer=self.pricer,
-            told=self._tell_price,
+            block_costs=self.block_costs,
+            on_price=self._report_price,
         )
         self.drafting = Drafting(
             step=self.step,
@@ -96,15 +96,15 @@ class StagedSearch:
 
     def run(self) -> PipelinePlan | None:
         """The cheapest plan in stages; None if none is found that takes less than the cutoff and keeps the limit."""
-        with WorkerPool(self.pricer) as pool:
-            self.pricer.pool = pool
+        with WorkerPool(self.block_costs) as pool:
+            self.block_costs.pool = pool
             try:
                 return self._run(pool)
             finally:
-                self.pricer.pool = None
+                self.block_costs.pool = None
 
     def _run(self, pool: WorkerPool) -> PipelinePlan | None:
-        self._tell_price(None)
+        self._report_price(None)
         sizes = [choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)]
         self.table.survey([n_devices for n_devices in sizes if n_devices < self.cluster.n_devices])
         self._seen.clear()
@@ -114,17 +114,17 @@ class StagedSearch:
             with self.context.ending_early():
                 self.drafting.draft(search, self.context)
             if self.context.is_interrupted:
-                fits = [draft for draft in search.found if draft.peak_nbytes <= limit]
+                fits = [draft for draft in search.drafts if draft.peak_nbytes <= limit]
                 fastest = self.context.kept(best or min(fits, key=lambda draft: draft.seconds, default=None))
                 plan = self.plans.plan(fastest, pool) if isinstance(fastest, Draft) else fastest
                 return plan.ended(INTERRUPTED)
-            better, over = self._best(self.drafting.worth(search), search.most, pool)
+            better, over = self._best(self.drafting.worth(search), search.limit_seconds, pool)
             best = better or best
             if over is None or (best is not None and (self.context.is_interrupted or self.drafting.is_large)):
                 break
             limit *= LESS * min(1.0, self.limit / over)
         if best is None and math.isinf(self.context.cutoff):
-            best, _ = self._best(self.drafting.leanest(), self.context.cutoff, pool)
+            best, _ = self._best(self.drafting.of_least_memory(), self.context.cutoff, pool)
         return best
 
     def _best(
@@ -153,14 +153,14 @@ class StagedSearch:
                     plan = self.plans.plan(draft, pool)
                 except PlanningError:
                     continue  # blocks can be where a whole stage cannot
-                if self.leanest is None or plan.peak_nbytes < self.leanest.peak_nbytes:
-                    self.leanest = plan
+                if self.least_memory_plan is None or plan.peak_nbytes < self.least_memory_plan.peak_nbytes:
+                    self.least_memory_plan = plan
                 if plan.peak_nbytes > self.limit:
                     over = min(plan.peak_nbytes, over or plan.peak_nbytes)
                 elif plan.step_seconds < (best.step_seconds if best else cutoff):
                     best = plan
         return self.context.kept(best).ended(INTERRUPTED) if self.context.is_interrupted else best, over
 
-    def _tell_price(self, mesh: Mesh | None) -> None:
+    def _report_price(self, mesh: Mesh | None) -> None:
         phase = f"price a layer on {mesh}" if mesh else "partition the layers"
-        self.context.report(Progress(phase=phase, done=self.pricer.solved, total=None))
+        self.context.report(Progress(phase=phase, done=self.block_costs.solved, total=None))

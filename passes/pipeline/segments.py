@@ -1,4 +1,4 @@
-"""Segments of a stage's program: the part of a graph that runs between two waits, and what a stage needs to run them.
+"""Segments of a stage's program, which run between two waits, as subgraphs; and the bytes that a stage needs to run.
 
 A stage runs a segment for each kind of task and one when all microbatches are done (autopar/runtime/instructions.py).
 Bytes are those of one device: what stays all the time, what a task works with, and what the end of a step does, when
@@ -17,12 +17,12 @@ from passes.placement import Layout, group, is_free, resharding_plan
 from passes.sharding import Resharder, ShardingSpec
 from passes.transforms import Part
 
-Held = tuple[int, ShardingSpec]
+PlacedValue = tuple[int, ShardingSpec]
 """A value in a placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Subgraph:
     """Some nodes of a graph as a program of their own: they are its `nodes`, and `layout` has their placements."""
 
     graph: Graph
@@ -30,10 +30,10 @@ class Piece:
     layout: Layout
 
 
-def piece_of(
-    graph: Graph, nodes: Iterable[int], layout: Layout, specs: Mapping[int, ShardingSpec], needed: Sequence[Held]
-) -> Piece:
-    """The part of a graph that makes `wanted`, of those of its `nodes` that matter; `home` is where values are."""
+def subgraph_of(
+    graph: Graph, nodes: Iterable[int], layout: Layout, specs: Mapping[int, ShardingSpec], needed: Sequence[PlacedValue]
+) -> Subgraph:
+    """The part of a graph, of `nodes` alone, that makes the `needed` values from placements `specs`."""
     live, allowed = {v for v, _ in needed}, set(nodes)
     chosen: list[int] = []
     for index in reversed(range(len(graph.nodes))):
@@ -44,7 +44,7 @@ def piece_of(
     picked = tuple(reversed(chosen))
     computed = {v for i in picked for v in graph.nodes[i].outputs}
     entering = sorted(v for v in live - computed if v not in graph.literals and v not in graph.constants)
-    return Piece(
+    return Subgraph(
         graph=graph.part(picked, entering, [v for v, _ in needed]),
         nodes=picked,
         layout=Layout(
@@ -55,7 +55,7 @@ def piece_of(
     )
 
 
-def homes(graph: Graph, layout: Layout) -> dict[int, ShardingSpec]:
+def value_specs(graph: Graph, layout: Layout) -> dict[int, ShardingSpec]:
     """The placement in which each value of a graph is made or enters."""
     specs = dict(zip(graph.inputs, layout.inputs, strict=True))
     for node, placement in zip(graph.nodes, layout.placements, strict=True):
@@ -100,46 +100,46 @@ def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
 def _working(part: Part, inside: Layout, mesh: Mesh, resharder: Resharder) -> int:
     """Bytes that a task needs besides what it reads and what is kept of it: the forward, or the backward."""
     body, n_constants, n_carries = part.body, part.scan.constants, part.scan.carries
-    specs, ends = homes(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
+    specs, ends = value_specs(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
     sums = dict(zip(body.outputs[:n_carries], body.inputs[n_constants:], strict=False))
     late = [i for i in range(len(body.nodes)) if i not in part.forward]
     read = {v for i in late for v in body.nodes[i].inputs}
     sizes: list[int] = []
     for nodes in (sorted(part.forward), late):
         computed = dict.fromkeys(v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs)
-        saved: list[Held] = [(v, specs[v]) for v in computed if v in read and nodes is not late]
-        sent: list[Held] = [(v, ends[v]) for v in computed if v in ends and (v, ends[v]) not in saved]
-        piece = piece_of(body, nodes, inside, specs, [*saved, *sent])
-        places = {v: i for i, v in enumerate(piece.graph.inputs)}
+        saved: list[PlacedValue] = [(v, specs[v]) for v in computed if v in read and nodes is not late]
+        sent: list[PlacedValue] = [(v, ends[v]) for v in computed if v in ends and (v, ends[v]) not in saved]
+        subgraph = subgraph_of(body, nodes, inside, specs, [*saved, *sent])
+        places = {v: i for i, v in enumerate(subgraph.graph.inputs)}
         state_pairs = tuple((o, places[sums[v]]) for o, (v, _) in enumerate((*saved, *sent)) if sums.get(v) in places)
         onward = [(v, spec) for v, spec in sent if v not in sums]
         sizes.append(
-            _temporary(piece, mesh, resharder, state_pairs)
+            _temporary(subgraph, mesh, resharder, state_pairs)
             + sum(spec.local_nbytes(body.types[v], mesh) for v, spec in onward)
         )
     return max(sizes)
 
 
 def _finish(part: Part, layout: Layout, mesh: Mesh, resharder: Resharder, in_place: set[int]) -> int:
-    graph, specs = part.graph, homes(part.graph, layout)
+    graph, specs = part.graph, value_specs(part.graph, layout)
     outputs = list(zip(graph.outputs, layout.outputs, strict=True))
-    needed = [(v, spec) for v, spec in outputs if v not in part.streams]
-    piece = piece_of(graph, range(part.loop + 1, len(graph.nodes)), layout, specs, needed)
+    needed = [(v, spec) for v, spec in outputs if v not in part.boundary_values]
+    subgraph = subgraph_of(graph, range(part.loop + 1, len(graph.nodes)), layout, specs, needed)
     loop = set(graph.nodes[part.loop].outputs)  # a sum that is a result as it is has its room already
     new_nbytes = [
         spec.local_nbytes(graph.types[v], mesh)
         for o, (v, spec) in enumerate(outputs)
-        if v not in part.streams and o not in in_place and v not in loop
+        if v not in part.boundary_values and o not in in_place and v not in loop
     ]
-    return _temporary(piece, mesh, resharder, ()) + sum(new_nbytes)
+    return _temporary(subgraph, mesh, resharder, ()) + sum(new_nbytes)
 
 
-def _temporary(piece: Piece, mesh: Mesh, resharder: Resharder, state_pairs: StatePairs) -> int:
-    """Bytes of a segment besides its inputs and outputs."""
-    graph = piece.graph
+def _temporary(subgraph: Subgraph, mesh: Mesh, resharder: Resharder, state_pairs: StatePairs) -> int:
+    """Bytes of a subgraph besides its inputs and outputs."""
+    graph = subgraph.graph
     if not graph.nodes:
         return 0
-    schedule = resharding_plan(graph, piece.layout, resharder)
+    schedule = resharding_plan(graph, subgraph.layout, resharder)
     donated = (True,) * len(graph.inputs)
-    memory = peak(graph, group(graph), mesh, piece.layout, schedule, state_pairs, donated)
+    memory = peak(graph, group(graph), mesh, subgraph.layout, schedule, state_pairs, donated)
     return sum(nbytes for cause, nbytes in memory.nbytes.items() if cause not in (*PERSISTENT, "outputs"))

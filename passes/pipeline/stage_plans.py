@@ -1,4 +1,4 @@
-"""The plans of the stages of drafts, as they are; equal stages are planned once."""
+"""The plans of the stages of drafts; equal stages are planned once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from passes.cluster import Cluster
 from passes.inter_op import is_chunked
-from passes.pipeline.assemble import joined, restated
+from passes.pipeline.assemble import assemble_pipeline, restated
 from passes.pipeline.drafts import Draft
 from passes.pipeline.segments import Needs
-from passes.pipeline.stage_table import StageCosts
+from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.workers import WorkerPool
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, SearchContext
@@ -24,11 +24,9 @@ NEAR = 1e-3
 
 @dataclass(slots=True, kw_only=True)
 class StagePlans:
-    """Plans drafts of a `step` in its variants for so many `stages`, with what was planned for other drafts.
+    """The plans of drafts of a `step`, in its variants for so many `stages`; those of equal stages are kept.
 
-    Devices have `limit` bytes.
-
-    Work is shared by a pool on drafts of the `shared` prices.
+    Devices have `limit` bytes. Work is shared by a pool on drafts of the `shared` prices.
     """
 
     step: Step
@@ -37,23 +35,23 @@ class StagePlans:
     schedules: Sequence[str]
     limit: float
     solver: SolverOptions
-    shared: StageCosts
+    shared: StageCostTable
     context: SearchContext
     _needs: dict[object, Needs] = field(default_factory=dict[object, Needs])
     _plans: dict[object, tuple[Step, Plan]] = field(default_factory=dict[object, "tuple[Step, Plan]"])
 
     def written(self, microbatches: int) -> Step:
-        """All of the step in so many microbatches."""
+        """The whole step, no block left out, in so many microbatches."""
         self.context.report(Progress(phase="write the step in microbatches", done=0, total=None))
         return self.step.variant(Variant(microbatches=microbatches, stages=self.stages))
 
     def plan(self, draft: Draft, pool: WorkerPool) -> PipelinePlan:
-        """A draft with its stages planned as they are, under the schedule that is the best then."""
+        """The plan of a draft: its stages planned in full, under the schedule that is the best then."""
         step, shape = self.written(draft.microbatches), draft.shape
         begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
         cut = stages.cut(step.graph, begins, step.state_pairs)
         plans = self._stages(draft, step.parts(cut), pool)
-        made = joined(
+        made = assemble_pipeline(
             "auto",
             step.graph,
             self.cluster,
@@ -75,7 +73,7 @@ class StagePlans:
         ends = (*shape.begins[1:], len(table.step.cuts(count).blocks))
         sizes = [shape.devices[stage % len(shape.devices)] for stage in range(len(ends))]
         laid_out = [table.near(*run, count) for run in zip(shape.begins, ends, sizes, strict=True)]
-        self._tell_stage(0, len(ends))
+        self._report_stage(0, len(ends))
         keys: list[object] = [
             (part.graph.fingerprint, part.state_pairs, part.donated, tuple(meshes))
             for part, meshes in zip(parts, laid_out, strict=True)
@@ -84,7 +82,7 @@ class StagePlans:
         unplanned = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
         tasks = [(f"stage {at}", parts[at], laid_out[at], options) for at in unplanned.values()]
         is_shared = table is self.shared
-        planned = pool.call("plan", tasks) if is_shared else [table.pricer.plan(*task) for task in tasks]
+        planned = pool.call("plan", tasks) if is_shared else [table.block_costs.plan(*task) for task in tasks]
         self._plans |= {key: (parts[at], plan) for (key, at), plan in zip(unplanned.items(), planned, strict=True)}
         plans: list[Plan] = []
         for stage, (key, stage_step) in enumerate(zip(keys, parts, strict=True)):
@@ -95,5 +93,5 @@ class StagePlans:
             plans.append(plan)
         return plans
 
-    def _tell_stage(self, done: int, total: int) -> None:
+    def _report_stage(self, done: int, total: int) -> None:
         self.context.report(Progress(phase="plan the stages chosen", done=done, total=total))

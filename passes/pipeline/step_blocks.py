@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from passes.errors import InternalError
 from passes.ir import Graph, StatePairs
 from passes.layers import Cuts, in_blocks
-from passes.pipeline.assemble import body_of
+from passes.pipeline.assemble import body_of, sent_nbytes
 from passes.pipeline.block_costs import Block, alike
 from passes.transforms import stages
 
@@ -22,7 +22,7 @@ Counted = tuple[Block, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A step in microbatches that is there to be priced; after the second of its equal blocks, some are `left_out`."""
+    """A step in microbatches to be priced; after the second of its equal blocks, some are `left_out`."""
 
     graph: Graph
     state_pairs: StatePairs
@@ -108,8 +108,5 @@ class StepBlocks:
         """Bytes of one microbatch that a block is sent by the one before it."""
         sender = self.blocks(microbatches)[block - 1]
         if sender.kind not in self._sent:
-            part, body = sender.part, sender.part.body
-            onward = {value for i in part.forward for value in body.nodes[i].outputs}
-            sent = (inner for v, inner in part.streams.items() if v in part.graph.outputs and inner in onward)
-            self._sent[sender.kind] = sum(body.types[inner].nbytes for inner in sent)
+            self._sent[sender.kind], _ = sent_nbytes(sender.part)
         return self._sent[sender.kind]

@@ -1,4 +1,4 @@
-"""Whether two stages are the same program but for names, numbers and the order of arguments and updates.
+"""Hashes of stages that are equal where these are one program but for names and the order of arguments and updates.
 
 A model's layers do the same in the same order, but what they read and the updates of it come in the order of their
 names, in which layer 10 stands before layer 2. Values are therefore named as the loop over microbatches meets them,
@@ -32,7 +32,7 @@ def structural_hash(part: Part, state_pairs: StatePairs) -> str:
     order = _reached(graph, part.loop, [outer for _, _, outer in (*entering, *leaving)])
     lines += [names.line(graph.nodes[index]) for index in order]
     lines += [repr(sorted(map(inside.of, body.constants))), repr(sorted(loop.params.items()))]
-    for values in (graph.inputs, graph.constants, graph.outputs, part.streams):
+    for values in (graph.inputs, graph.constants, graph.outputs, part.boundary_values):
         lines.append(repr(sorted(map(names.of, values))))
     lines.append(repr(sorted((names.of(graph.outputs[o]), names.of(graph.inputs[i])) for o, i in state_pairs)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,5 +1,4 @@
-"""Worker processes that share work: each has a copy of one object, whose methods are called with arguments of their
-own.
+"""Worker processes that share work: each has a copy of one object, whose methods are called with other arguments.
 
 The caller works too, so nothing waits for a process to start, and what is found does not depend on who found it.
 Processes are fresh interpreters that import nothing of the caller's script and nothing of JAX; they end with the pool,
@@ -47,18 +46,18 @@ class WorkerPool:
     def __init__(self, served: object, count: int | None = None) -> None:
         self.served = served
         self.count = min(processors() if count is None else count, _MOST) - 1
-        self.members: list[_Worker] = []
+        self.workers: list[_Worker] = []
 
     def call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
         """`served.method(*task)` of every task, in order. Raises what the first failing one raised."""
-        if len(tasks) > 1 and not self.members:
-            self.members = [_Worker(self.served) for _ in range(self.count)]
-        turn = _Turn(method, tasks)
-        for member in self.members:
-            member.join(turn)
-        for number in turn.take_all():
-            turn.done(number, _tried(self.served, method, tasks[number]))
-        return turn.results()
+        if len(tasks) > 1 and not self.workers:
+            self.workers = [_Worker(self.served) for _ in range(self.count)]
+        job = _Job(method, tasks)
+        for worker in self.workers:
+            worker.join(job)
+        for number in job.take_all():
+            job.done(number, _tried(self.served, method, tasks[number]))
+        return job.results()
 
     def __enter__(self) -> Self:
         return self
@@ -66,13 +65,13 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for member in self.members:
-            member.end()
-        self.members.clear()
+        for worker in self.workers:
+            worker.end()
+        self.workers.clear()
 
 
-class _Turn:
-    """The tasks of one call, and who has which."""
+class _Job:
+    """The tasks of one call of a pool, and the results that there are so far."""
 
     def __init__(self, method: str, tasks: Sequence[Task]) -> None:
         self.method, self.tasks = method, tasks
@@ -81,7 +80,7 @@ class _Turn:
         self.news = threading.Condition()
 
     def take_all(self) -> Iterator[int]:
-        """Tasks that nobody has taken yet, in order; what a member gives back comes again."""
+        """The tasks that nobody has taken yet, in order; what a worker gives back comes again."""
         while True:
             with self.news:
                 while not self.waiting and len(self.outcomes) < len(self.tasks):
@@ -92,12 +91,12 @@ class _Turn:
             yield number
 
     def take(self) -> int | None:
-        """The next task for a member, None if there is none."""
+        """The next task for a worker, None if there is none."""
         with self.news:
             return self.waiting.popleft() if self.waiting else None
 
     def give_back(self, number: int) -> None:
-        """A task that a member could not do."""
+        """Puts back a task that a worker could not do."""
         with self.news:
             self.waiting.append(number)
             self.news.notify_all()
@@ -122,15 +121,15 @@ class _Worker:
         script = f"import sys; sys.path.insert(0, {root!r}); from passes.pipeline.workers import serve; serve()"
         self.process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.served = served
-        self.turns: deque[_Turn] = deque()
+        self.jobs: deque[_Job] = deque()
         self.news = threading.Condition()
         self.ended = False
         threading.Thread(target=self._talk, daemon=True).start()
 
-    def join(self, turn: _Turn) -> None:
-        """Takes part in a turn, as long as there is something left of it."""
+    def join(self, job: _Job) -> None:
+        """Takes part in a job, as long as there are tasks of it."""
         with self.news:
-            self.turns.append(turn)
+            self.jobs.append(job)
             self.news.notify()
 
     def end(self) -> None:
@@ -145,33 +144,33 @@ class _Worker:
             self.process.kill()
 
     def _talk(self) -> None:
-        """One task after the other; what it has taken goes back if the process is gone."""
+        """Sends one task after the other to the process; what it has goes back if the process is gone."""
         calls, answers = self.process.stdin, self.process.stdout
         assert calls is not None
         assert answers is not None
-        turn, number = None, None
+        job, number = None, None
         try:
             _send(calls, self.served)
             pickle.load(answers)  # it is there
-            while (turn := self._turn()) is not None:
-                while (number := turn.take()) is not None:
-                    _send(calls, (turn.method, turn.tasks[number]))
-                    turn.done(number, pickle.load(answers))
+            while (job := self._job()) is not None:
+                while (number := job.take()) is not None:
+                    _send(calls, (job.method, job.tasks[number]))
+                    job.done(number, pickle.load(answers))
         except Exception:  # whatever it is, the caller does the task itself and sees what comes of it
             self.ended = True
-            if turn is not None and number is not None:
-                turn.give_back(number)
+            if job is not None and number is not None:
+                job.give_back(number)
 
-    def _turn(self) -> _Turn | None:
-        """The latest turn that there is; None at the end."""
+    def _job(self) -> _Job | None:
+        """The latest job that there is; None at the end."""
         with self.news:
-            while not self.turns and not self.ended:
+            while not self.jobs and not self.ended:
                 self.news.wait()
             if self.ended:
                 return None
-            turn = self.turns.pop()
-            self.turns.clear()
-            return turn
+            job = self.jobs.pop()
+            self.jobs.clear()
+            return job
 
 
 def _send(stream: IO[bytes], message: object) -> None:
@@ -180,7 +179,7 @@ def _send(stream: IO[bytes], message: object) -> None:
 
 
 def _tried(served: object, method: str, task: Task) -> tuple[bool, Any]:
-    """Whether a call failed, and what it returned or raised."""
+    """True and the error of a call that failed, or False and what it returned."""
     try:
         return False, getattr(served, method)(*task)
     except Exception as error:
@@ -188,7 +187,7 @@ def _tried(served: object, method: str, task: Task) -> tuple[bool, Any]:
 
 
 def serve() -> None:
-    """A member's side: the object, then calls of it until there are no more. Ctrl-C is for the caller to handle."""
+    """Runs a worker: it takes the object, then calls of it until the caller has no more. Ctrl-C is left to that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with _channel() as (calls, answers), suppress(EOFError, BrokenPipeError):
         served = pickle.load(calls)

@@ -271,9 +271,9 @@ def _specs(plans: Sequence[Plan], stages: Stages, graph: Graph) -> tuple[Specs, 
     unread = {value: replicated(graph.types[value].rank) for value in graph.inputs}
     inputs = [
         next(specs[value] for specs in (entering[home], *entering, unread) if value in specs)
-        for value, home in zip(graph.inputs, stages.homes, strict=True)
+        for value, home in zip(graph.inputs, stages.input_stages, strict=True)
     ]
-    outputs = [leaving[owner][value] for value, owner in zip(graph.outputs, stages.owners, strict=True)]
+    outputs = [leaving[owner][value] for value, owner in zip(graph.outputs, stages.output_stages, strict=True)]
     return tuple(inputs), tuple(outputs)
 
 

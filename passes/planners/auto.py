@@ -190,7 +190,7 @@ class Auto:
         if context.is_interrupted:
             return context.kept(best).ended(INTERRUPTED)
         if best is None and refused is not None:
-            raise leaner(refused, staging.leanest, self.limit(cluster), cluster)
+            raise leaner(refused, staging.least_memory_plan, self.limit(cluster), cluster)
         return _or_raise(best, refused)
 
     def _staging(

@@ -26,7 +26,7 @@ class Draft:
 
     body_nodes: list[tuple[Origin, Node]] = field(default_factory=list)
     carries: list[tuple[int, int, int, int]] = field(default_factory=list)  # (init, in, out, result)
-    received: set[int] = field(default_factory=set)  # body values that come as streams
+    received: set[int] = field(default_factory=set)  # body values that come from other stages
     sent: set[int] = field(default_factory=set)
     rows: list[tuple[int, int]] = field(default_factory=list)  # (body output, result)
     nodes: dict[int, tuple[Origin, Node]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Draft:
 class LoopDrafts:
     """The stages of a step with what each computes inside the loop, `types` and `body_types` those of new values too.
 
-    `home` holds the stage of the step's values that belong to one; `sums` add up what several have accumulated.
+    `stage_of` holds the stage of the step's values that belong to one; `sums` add up what several have accumulated.
     """
 
     def __init__(self, graph: Graph, firsts: tuple[int, ...]) -> None:
@@ -49,7 +49,7 @@ class LoopDrafts:
         assignment = StageAssignment(body=self.body, firsts=firsts, late=self.late, anywhere=self.anywhere)
         self.stage, self.made = assignment.stage, assignment.made
         self.drafts = tuple(Draft() for _ in firsts)
-        self.home: dict[int, int] = {}
+        self.stage_of: dict[int, int] = {}
         self.sums: list[tuple[Origin, Node]] = []
         self._fill()
         sent = sorted(set[int]().union(*(draft.sent for draft in self.drafts)))
@@ -88,7 +88,7 @@ class LoopDrafts:
         for position, value in enumerate(outputs[self.scan.carries :], self.scan.carries):
             at = self.made.get(value, 0)
             self.drafts[at].rows.append((value, self.node.outputs[position]))
-            self.home[self.node.outputs[position]] = at
+            self.stage_of[self.node.outputs[position]] = at
         for at, draft in enumerate(self.drafts):
             computed = {v for _, node in draft.body_nodes for v in node.outputs}
             read = {v for _, node in draft.body_nodes for v in node.inputs} | {v for v, _ in draft.rows}
@@ -117,7 +117,7 @@ class LoopDrafts:
                 draft.body_nodes.append((("loop", index), _renamed(node, (total, value), (new_total,))))
                 total = new_total
             partial_sum = result if len(by_stage) == 1 else self._fresh(self.graph.types[result])
-            self.home[partial_sum] = at
+            self.stage_of[partial_sum] = at
             results.append(partial_sum)
             draft.carries.append((init, start, total, partial_sum))
         first, *summands = results
@@ -150,31 +150,31 @@ class StepDrafts:
     """
 
     def __init__(self, loop: LoopDrafts, state_pairs: StatePairs) -> None:
-        self.graph, self.drafts, self.home, self.state_pairs = loop.graph, loop.drafts, loop.home, state_pairs
+        self.graph, self.drafts, self.stage_of, self.state_pairs = loop.graph, loop.drafts, loop.stage_of, state_pairs
         self.order = self._ordered(loop)
         for _, _, node in self.order:
-            placed_inputs = [v for v in node.inputs if v in self.home]
+            placed_inputs = [v for v in node.inputs if v in self.stage_of]
             if placed_inputs:
-                largest = max(placed_inputs, key=lambda v: (loop.types[v].nbytes, -self.home[v]))
-                self.home.update(dict.fromkeys(node.outputs, self.home[largest]))
+                largest = max(placed_inputs, key=lambda v: (loop.types[v].nbytes, -self.stage_of[v]))
+                self.stage_of.update(dict.fromkeys(node.outputs, self.stage_of[largest]))
         self._collect(loop)
 
-    def owner(self, value: int) -> int:
-        """The stage that makes an output: its home, else the first that computes or reads it anyway."""
-        if value in self.home:
-            return self.home[value]
+    def stage_of_output(self, value: int) -> int:
+        """The stage that makes an output: the one it is placed on, else the first that computes or reads it anyway."""
+        if value in self.stage_of:
+            return self.stage_of[value]
         for at, draft in enumerate(self.drafts):
             if value in draft.needed or any(value in node.outputs for _, node in draft.nodes.values()):
                 return at
         return 0
 
-    def input_homes(self) -> tuple[int, ...]:
+    def input_stages(self) -> tuple[int, ...]:
         """The stage where each input lives: where the next step's value of it is made, else where it is read first."""
         stage_of: dict[int, int] = {}
         for value in self.graph.inputs:
             stage_of[value] = next((at for at, draft in enumerate(self.drafts) if value in draft.needed), 0)
         for output, position in self.state_pairs:
-            stage_of[self.graph.inputs[position]] = self.owner(self.graph.outputs[output])
+            stage_of[self.graph.inputs[position]] = self.stage_of_output(self.graph.outputs[output])
         return tuple(stage_of[value] for value in self.graph.inputs)
 
     def _ordered(self, loop: LoopDrafts) -> list[Numbered]:
@@ -194,7 +194,7 @@ class StepDrafts:
             entering = zip(loop.body.inputs, loop.node.inputs, strict=True)
             yield from ((at, outer) for inner, outer in entering if inner in read)
             yield from ((at, init) for init, _, _, _ in draft.carries)
-        yield from ((self.owner(v), v) for v in self.graph.outputs)
+        yield from ((self.stage_of_output(v), v) for v in self.graph.outputs)
 
     def _collect(self, loop: LoopDrafts) -> None:
         makers = {v: (number, origin, node) for number, origin, node in self.order for v in node.outputs}
@@ -208,7 +208,7 @@ class StepDrafts:
             if (at, value) in visited or value in everywhere:
                 continue
             visited.add((at, value))
-            draft, stage = self.drafts[at], self.home.get(value)
+            draft, stage = self.drafts[at], self.stage_of.get(value)
             if stage is not None and stage != at:
                 draft.needed.add(value)
                 self.drafts[stage].given.add(value)

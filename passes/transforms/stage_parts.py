@@ -19,16 +19,17 @@ Origin = tuple[Literal["step", "loop"], int]
 class Part:
     """A stage as a program of its own with a loop over microbatches, values numbered as in the step.
 
-    Streams are numbered after the step's values and their slices as in the loop's body: `streams[v]` is the body value
-    whose slices v stacks. `origins` are parallel to `graph.nodes` (the loop's own is the loop), `inside` to the nodes
-    of its body; `forward` are the body's nodes that run before the backward pass.
+    Values that pass between stages are numbered after the step's values, stacked over microbatches:
+    `boundary_values[v]` is the value of the loop's body whose slices v stacks. `origins` are parallel to `graph.nodes`
+    (the loop's own is the loop), `inside` to the nodes of its body; `forward` are the body's nodes that run before the
+    backward pass.
     """
 
     graph: Graph
     origins: tuple[Origin, ...]
     inside: tuple[Origin, ...]
     forward: frozenset[int]
-    streams: Mapping[int, int]
+    boundary_values: Mapping[int, int]
 
     @cached_property
     def loop(self) -> int:
@@ -53,9 +54,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The stages of a step; `homes[i]` is the stage that input i belongs to, `owners[o]` the maker of output o."""
+    """The stages of a step; input i belongs to stage `input_stages[i]`, output o is made by `output_stages[o]`."""
 
     parts: tuple[Part, ...]
-    homes: tuple[int, ...]
-    owners: tuple[int, ...]
+    input_stages: tuple[int, ...]
+    output_stages: tuple[int, ...]
     microbatches: int

@@ -45,8 +45,8 @@ def cut(graph: Graph, firsts: Sequence[int], state_pairs: StatePairs = ()) -> St
     step = StepDrafts(loop, state_pairs)
     return Stages(
         parts=tuple(_part(loop, step, at) for at in range(len(firsts))),
-        homes=step.input_homes(),
-        owners=tuple(step.owner(v) for v in graph.outputs),
+        input_stages=step.input_stages(),
+        output_stages=tuple(step.stage_of_output(v) for v in graph.outputs),
         microbatches=loop.scan.length,
     )
 
@@ -95,13 +95,13 @@ def _around(
     """The program around a stage's loop."""
     graph, draft, stream_of = loop.graph, loop.drafts[at], loop.stream_of
     numbers = [number for number, _, _ in step.order if number in draft.nodes]
-    before = [n for n in numbers if n < loop.loop and step.home.keys().isdisjoint(draft.nodes[n][1].outputs)]
+    before = [n for n in numbers if n < loop.loop and step.stage_of.keys().isdisjoint(draft.nodes[n][1].outputs)]
     early = set(before)
     after = [n for n in numbers if n not in early]
     picked = [draft.nodes[n] for n in before] + [(("step", loop.loop), node)] + [draft.nodes[n] for n in after]
-    streams = {stream_of[v]: v for v in sorted(draft.received | draft.sent)}
+    boundary_values = {stream_of[v]: v for v in sorted(draft.received | draft.sent)}
     read = {v for _, n in picked for v in n.inputs}
-    owned = [v for v in dict.fromkeys(graph.outputs) if step.owner(v) == at]
+    owned = [v for v in dict.fromkeys(graph.outputs) if step.stage_of_output(v) == at]
     outputs = tuple(dict.fromkeys((*owned, *sorted(draft.given), *(stream_of[v] for v in sorted(draft.sent)))))
     names = dict(zip(graph.inputs, graph.input_names, strict=False))
     labels = dict(zip(graph.outputs, graph.output_names, strict=False))
@@ -113,8 +113,8 @@ def _around(
         outputs=outputs,
         constants=tuple(v for v in graph.constants if v in read or v in owned),
         literals={v: x for v, x in graph.literals.items() if v in read or v in outputs},
-        input_names=tuple(names.get(v, f"{'stream' if v in streams else 'value'} {v}") for v in inputs),
-        output_names=tuple(labels.get(v, f"{'stream' if v in streams else 'value'} {v}") for v in outputs),
+        input_names=tuple(names.get(v, f"{'stream' if v in boundary_values else 'value'} {v}") for v in inputs),
+        output_names=tuple(labels.get(v, f"{'stream' if v in boundary_values else 'value'} {v}") for v in outputs),
     )
     step_graph.verify()
     return Part(
@@ -122,7 +122,7 @@ def _around(
         origins=tuple(origin for origin, _ in picked),
         inside=tuple(origin for origin, _ in inner_nodes),
         forward=_forward(loop, inner_nodes),
-        streams=streams,
+        boundary_values=boundary_values,
     )
 
 

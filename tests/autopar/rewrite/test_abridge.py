@@ -233,8 +233,8 @@ def test_no_mesh_is_taken_that_is_too_slow():
     whole = Submesh(hosts=1, devices_per_host=4)
     found = search.table.candidate(0, 4, whole, 4)
     period = found.forward_seconds + found.backward_seconds + found.finish_seconds / 4
-    assert search.table.candidate(0, 4, whole, 4, beneath=0.99 * period) is None
-    assert search.table.candidate(0, 4, whole, 4, beneath=1.01 * period) == found
+    assert search.table.candidate(0, 4, whole, 4, cutoff=0.99 * period) is None
+    assert search.table.candidate(0, 4, whole, 4, cutoff=1.01 * period) == found
 
 
 def test_few_layers_are_not_abridged():
@@ -259,7 +259,7 @@ def test_a_mask_is_made_where_it_is_read():
     graph = in_four(gpt).graph
     body = body_of(graph)
     parts = cut(graph, in_blocks(body, 4).firsts, traced.state_pairs).parts
-    sent = {body.types[inner].dtype for part in parts for inner in part.streams.values()}
+    sent = {body.types[inner].dtype for part in parts for inner in part.boundary_values.values()}
     assert "bool" not in sent
 
 

@@ -22,9 +22,9 @@ from passes.intra_op import assemble, best, layouts
 from passes.layers import in_blocks
 from passes.pipeline import Sample, body_of
 from passes.pipeline import block_costs as pricing
-from passes.pipeline.assemble import priced, restated
-from passes.pipeline.block_costs import ROUGH, Block, Pricer
-from passes.pipeline.stage_table import StageCosts
+from passes.pipeline.assemble import layout_cost, restated
+from passes.pipeline.block_costs import ROUGH, Block, BlockCosts
+from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import StepBlocks
 from passes.placement import group
 from passes.sharding import Resharder
@@ -114,15 +114,31 @@ def in_microbatches(layers, *counts):
     return traced, {count: microbatched(traced, structs, count).graph for count in counts}
 
 
-def table_of(traced, graphs, cluster, n_layers, pricer, *, lazy=True):
+class EveryPrice(StageCostTable):
+    """The table of stages without its shortcuts: every block is priced on every mesh."""
+
+    def _good_enough(self, chosen, n_devices):
+        return 0.0
+
+    def _mesh_cutoff(self, best_period):
+        return math.inf
+
+
+class PlannedCosts(BlockCosts):
+    """The costs of blocks by their plans, as exact as these."""
+
+    def _cost(self, first, mesh, cutoff):
+        return self.planned_cost(first.block, mesh)
+
+
+def table_of(traced, graphs, cluster, n_layers, block_costs, kind=StageCostTable):
     samples = {count: Sample(graph=graph, state_pairs=traced.state_pairs) for count, graph in graphs.items()}
-    return StageCosts(
+    return kind(
         step=StepBlocks(samples=samples, n_layers=n_layers),
         cluster=cluster,
         meshes=lambda n: layouts(cluster, n, 2),
-        pricer=pricer,
-        told=lambda mesh: None,
-        lazy=lazy,
+        block_costs=block_costs,
+        on_price=lambda mesh: None,
     )
 
 
@@ -134,8 +150,8 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
     whole = inter_op.Submesh(hosts=host.hosts, devices_per_host=host.devices_per_host)
     found = {}
     for lazy in (True, False):
-        pricer = Pricer(options=SolverOptions())
-        table = table_of(traced, graphs, cluster, 4, pricer, lazy=lazy)
+        block_costs = BlockCosts(options=SolverOptions())
+        table = table_of(traced, graphs, cluster, 4, block_costs, StageCostTable if lazy else EveryPrice)
         if lazy:
             table.survey([choice.n_devices for choice in inter_op.submeshes(cluster)])
         partition = inter_op.partition(
@@ -149,7 +165,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
             lower_bound=table.bounds.of_layers if lazy else None,
             prefetch=table.expect if lazy else None,
         )
-        found[lazy] = partition, pricer.solved
+        found[lazy] = partition, block_costs.solved
     (few, solved), (everything, all_solved) = found[True], found[False]
     assert (few.stages, few.schedule, few.microbatches) == (
         everything.stages,
@@ -164,7 +180,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
 def many_blocks():
     """What a step of six layers is cut into."""
     traced, graphs = in_microbatches(6, 4)
-    return table_of(traced, graphs, MESH.cluster, 3, Pricer(options=SolverOptions())).step.blocks(4)
+    return table_of(traced, graphs, MESH.cluster, 3, BlockCosts(options=SolverOptions())).step.blocks(4)
 
 
 def test_blocks_that_are_alike_have_the_same_price(many_blocks):
@@ -177,7 +193,7 @@ def test_blocks_that_are_alike_have_the_same_price(many_blocks):
     assert other.kind == block.kind
     assert other.part.graph.fingerprint != graph.fingerprint
     mesh = Mesh(axes=("x",), sizes=(4,), cluster=MESH.cluster)
-    one, same = (Pricer(options=EXACT, rough=False).price(each, mesh) for each in (block, other))
+    one, same = (PlannedCosts(options=EXACT).price(each, mesh) for each in (block, other))
     assert one.forward_seconds == pytest.approx(same.forward_seconds, rel=1e-9)
     assert one.backward_seconds == pytest.approx(same.backward_seconds, rel=1e-9)
     assert (one.persistent_nbytes, one.in_flight_nbytes) == (same.persistent_nbytes, same.in_flight_nbytes)
@@ -197,10 +213,10 @@ def test_the_kind_of_a_block_is_what_it_does(many_blocks):
 
 
 def test_rough_prices_are_close(many_blocks):
-    exact, rough = Pricer(options=EXACT, rough=False), Pricer(options=SolverOptions())
+    exact, rough = PlannedCosts(options=EXACT), BlockCosts(options=SolverOptions())
     for block in many_blocks[:2]:
         for mesh in layouts(MESH.cluster, 4, 2):
-            one, other = (pricer.price(block, mesh) for pricer in (exact, rough))
+            one, other = (block_costs.price(block, mesh) for block_costs in (exact, rough))
             seconds = [4 * (c.forward_seconds + c.backward_seconds) + c.finish_seconds for c in (one, other)]
             assert seconds[0] * (1 - 1e-9) <= seconds[1] <= seconds[0] * (1 + ROUGH)
             least, nbytes = rough.least(block, MESH.cluster, 4)
@@ -210,15 +226,15 @@ def test_rough_prices_are_close(many_blocks):
 
 @pytest.mark.slow
 def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
-    """What is sent there and back is what is found here; the copy of a pricer knows nothing."""
-    here = Pricer(options=SolverOptions())
+    """What is sent there and back is what is found here; the copy of the costs knows nothing."""
+    here = BlockCosts(options=SolverOptions())
     for block in many_blocks[:3]:
         for mesh in layouts(MESH.cluster, 4, 2):
             there = pickle.loads(pickle.dumps(here))
             assert there.solved == 0
             task = pickle.loads(pickle.dumps((block, mesh, math.inf)))
             assert pickle.loads(pickle.dumps(there.cost(*task))) == here.cost(block, mesh, math.inf)
-            here.find([(block, mesh, math.inf)])
+            here.price_all([(block, mesh, math.inf)])
     block, meshes = many_blocks[2], layouts(MESH.cluster, 4, 2)
     task = ("stage", Step(graph=block.part.graph, state_pairs=block.state_pairs, donated=()), meshes, SolverOptions())
     plan, same = here.plan(*task), pickle.loads(pickle.dumps(here)).plan(*pickle.loads(pickle.dumps(task)))
@@ -226,15 +242,15 @@ def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
 
 
 def test_what_is_dear_is_left_with_a_bound(many_blocks):
-    block, pricer, meshes = many_blocks[2], Pricer(options=EXACT), layouts(MESH.cluster, 4, 2)
+    block, block_costs, meshes = many_blocks[2], BlockCosts(options=EXACT), layouts(MESH.cluster, 4, 2)
     assert len(meshes) > 1
     for mesh in meshes:
-        period = block.period(Pricer(options=EXACT).price(block, mesh))
-        assert pricer.price(block, mesh, 0.9 * period) is None
-        assert not pricer.is_known(block, mesh)
-        _, least = pricer.floor(block, mesh)
+        period = block.period(BlockCosts(options=EXACT).price(block, mesh))
+        assert block_costs.price(block, mesh, 0.9 * period) is None
+        assert not block_costs.is_known(block, mesh)
+        _, least = block_costs.lower_bound(block, mesh)
         assert 0.9 * period <= least <= period * (1 + 1e-6)
-        assert block.period(pricer.price(block, mesh, 1.1 * period)) == pytest.approx(period, rel=ROUGH)
+        assert block.period(block_costs.price(block, mesh, 1.1 * period)) == pytest.approx(period, rel=ROUGH)
 
 
 @pytest.mark.slow
@@ -242,25 +258,26 @@ def test_more_microbatches_take_no_less(monkeypatch: pytest.MonkeyPatch):
     """Prices in few microbatches are bounds of those in more, which is what `fewer` kinds are for."""
     monkeypatch.setattr(pricing, "ROUGH", 0.0)  # a bound is as far below its price as that allows
     traced, graphs = in_microbatches(6, 4, 8)
-    table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))
+    table = table_of(traced, graphs, MESH.cluster, 3, BlockCosts(options=EXACT))
     few, many = table.step.blocks(4), table.step.blocks(8)
     assert [block.fewer for block in many] == [(block.kind,) for block in few]
     for mesh in layouts(MESH.cluster, 4, 2):
         for one, other in zip(few, many, strict=True):
-            before = table.pricer.floor(other, mesh)[1]
-            least = 4 * one.period(table.pricer.price(one, mesh))
-            after = table.pricer.floor(other, mesh)[1]
+            before = table.block_costs.lower_bound(other, mesh)[1]
+            least = 4 * one.period(table.block_costs.price(one, mesh))
+            after = table.block_costs.lower_bound(other, mesh)[1]
             assert after >= max(before, 0.99 * least / 8)
-            assert 8 * other.period(table.pricer.price(other, mesh)) >= least * (1 - 1e-6)
+            assert 8 * other.period(table.block_costs.price(other, mesh)) >= least * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("cluster", [slow("1x8:v100-16g"), "2x4:a100-80g", slow("4x2:v100-16g")])
 def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
     """What a survey's bounds are made of: on the best mesh, half of the devices take at most twice as long."""
-    cluster, pricer = parse_cluster(cluster), Pricer(options=EXACT)
+    cluster, block_costs = parse_cluster(cluster), BlockCosts(options=EXACT)
     for block in many_blocks[:3]:
         spent = [
-            n * min(block.period(pricer.price(block, mesh)) for mesh in layouts(cluster, n, 2)) for n in (1, 2, 4, 8)
+            n * min(block.period(block_costs.price(block, mesh)) for mesh in layouts(cluster, n, 2))
+            for n in (1, 2, 4, 8)
         ]
         assert spent == sorted(spent)
 
@@ -268,7 +285,7 @@ def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
 @pytest.mark.slow
 def test_a_chain_of_blocks_costs_what_its_blocks_do():
     traced, graphs = in_microbatches(6, 4)
-    table = table_of(traced, graphs, MESH.cluster, 3, Pricer(options=EXACT))
+    table = table_of(traced, graphs, MESH.cluster, 3, BlockCosts(options=EXACT))
     blocks = table.step.blocks(4)
     kinds = [block.kind for block in blocks]
     middle = max(kinds, key=kinds.count)
@@ -279,7 +296,10 @@ def test_a_chain_of_blocks_costs_what_its_blocks_do():
     run = stages.cut(graphs[4], (0, begins[first], begins[first + count]), traced.state_pairs).parts[1]
     for mesh in layouts(MESH.cluster, 4, 2):
         plan = best("stage", run.graph, [mesh], stages.state_pairs_of(run, graphs[4], traced.state_pairs), (), EXACT)
-        together, one = priced(run, plan.layout, plan.mesh, plan.phases), table.pricer.price(blocks[first], mesh)
+        together, one = (
+            layout_cost(run, plan.layout, plan.mesh, plan.phases),
+            table.block_costs.price(blocks[first], mesh),
+        )
         whole, each = (cost.forward_seconds + cost.backward_seconds for cost in (together, one))
         assert whole == pytest.approx(count * each, rel=0.1)
         assert together.persistent_nbytes == pytest.approx(count * one.persistent_nbytes, rel=0.1)
@@ -288,7 +308,7 @@ def test_a_chain_of_blocks_costs_what_its_blocks_do():
 def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     traced, graphs = in_microbatches(4, 2)
     graph = graphs[2]
-    table = table_of(traced, graphs, MESH.cluster, 4, Pricer(options=SolverOptions()))
+    table = table_of(traced, graphs, MESH.cluster, 4, BlockCosts(options=SolverOptions()))
     cut = stages.cut(graph, table.step.firsts(graph, table.step.cuts(2).layers, 2), traced.state_pairs)
     by_print = {}
     for part in cut.parts:
@@ -303,5 +323,5 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     for planned in (first.graph, elsewhere):
         again = restated(plans[0], planned, second.graph, state_pairs, (False,) * len(second.graph.inputs))
         assert replace(again, solution=plans[1].solution) == plans[1]
-    ours, theirs = (priced(second, one.layout, one.mesh, one.phases) for one in (again, plans[1]))
+    ours, theirs = (layout_cost(second, one.layout, one.mesh, one.phases) for one in (again, plans[1]))
     assert ours == theirs

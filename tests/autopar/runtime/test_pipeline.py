@@ -190,7 +190,7 @@ def test_as_many_microbatches_are_kept_as_the_schedule_says(schedule: str):
 
 def test_of_weights_only_a_tied_one_and_its_gradient_cross():
     _, cut, program = written(Pipeline(stages=2, microbatches=4), tied)
-    streams = {v for part in cut.parts for v in part.streams}
+    streams = {v for part in cut.parts for v in part.boundary_values}
     first, last = (
         {n: part.graph.types[v] for v, n in zip(part.graph.inputs, part.graph.input_names, strict=True)}
         for part in cut.parts

@@ -257,10 +257,10 @@ def test_every_stage_runs_its_layers(loss: Callable[..., jax.Array]):
 def test_of_stacks_nothing_crosses_stages():
     traced, _, cut = cut_of(Pipeline(stages=4, microbatches=2), layers=8)
     graph = traced.graph
-    own = {v: cut.homes[i] for i, v in enumerate(graph.inputs)}
+    own = {v: cut.input_stages[i] for i, v in enumerate(graph.inputs)}
     for k, part in enumerate(cut.parts):
-        assert {str(part.body.types[v]) for v in part.streams.values()} <= {f"float32[4,{WIDTH}]"}
-        foreign = [v for v in part.graph.inputs if v not in part.streams and own.get(v) != k]
+        assert {str(part.body.types[v]) for v in part.boundary_values.values()} <= {f"float32[4,{WIDTH}]"}
+        foreign = [v for v in part.graph.inputs if v not in part.boundary_values and own.get(v) != k]
         assert all(part.graph.types[v].size <= 1 for v in foreign)  # the step's number, parts of the norm
         stacked = [part.graph.types[v].shape for v in part.graph.inputs if len(part.graph.types[v].shape) == 3]
         assert stacked.count((2, WIDTH, WIDTH)) == 3  # a piece of the weights and of two moments

@@ -261,4 +261,4 @@ def test_what_cannot_be_in_the_best_partition_need_not_be_asked_for(seed: int, s
     assert found.seconds == pytest.approx(wanted.seconds, rel=1e-9)
     assert found.gap == pytest.approx(0, abs=1e-9)
     assert set(few.asked.values()) == {1}
-    assert found.statistics.asked == len(few.asked) <= len(everything.asked)
+    assert found.statistics.entries == len(few.asked) <= len(everything.asked)

@@ -12,7 +12,7 @@ import pytest
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import ClusterError, PlanningError
 from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, even, partition, submeshes
-from passes.inter_op.costs import live
+from passes.inter_op.costs import in_flight_counts
 from passes.inter_op.schedules import in_flight
 from passes.progress import SearchContext
 from tests.passes.inter_op.test_inter_op import CASES, SCHEDULES, Random, brute_force, host, shaped
@@ -203,7 +203,7 @@ def test_zero_bubble_is_chosen_where_the_backward_can_be_split() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_flight_formulas_are_those_of_the_schedules(name: str) -> None:
     for n_stages, m in itertools.product(range(1, 9), range(1, 20)):
-        assert live(name, n_stages, m) == in_flight(build(name, n_stages, m))
+        assert in_flight_counts(name, n_stages, m) == in_flight(build(name, n_stages, m))
 
 
 def test_only_what_is_needed_is_asked() -> None:
@@ -278,7 +278,7 @@ def test_many_layers_and_hosts_are_partitioned_in_few_programs() -> None:
     choices = shaped(whole, (*range(1, 8), *range(8, 65, 8)))
     best = partition(48, whole, choices, Alike(efficiency=0.95, hop_seconds=1e-4), microbatches=(8, 32))
     done = best.statistics
-    assert done.asked <= 2 * len(choices) * 48 * 49 / 2
+    assert done.entries <= 2 * len(choices) * 48 * 49 / 2
     assert done.programs <= 8
     assert done.simulated <= 24
     assert done.expanded <= 2000

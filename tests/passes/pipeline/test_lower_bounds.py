@@ -1,9 +1,9 @@
-"""Floors of runs of layers, from the floors of their blocks."""
+"""LayerBounds of runs of layers, from the floors of their blocks."""
 
 import numpy as np
 import pytest
 
-from passes.pipeline.lower_bounds import Floors
+from passes.pipeline.lower_bounds import LayerBounds
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -16,8 +16,8 @@ def test_floors_are_those_of_the_best_mesh_worth_having(seed: int) -> None:
     floors = rng.uniform(1, 2, (2, kinds, meshes))
     floors[:, rng.random((kinds, meshes)) < 0.2] = np.inf
     known, nbytes = rng.random((kinds, meshes)) < 0.5, rng.uniform(1, 2, kinds)
-    found = Floors.of(sums, floors, known, nbytes, 7)
-    assert found.found == 7
+    found = LayerBounds.of(sums, floors, known, nbytes, 7)
+    assert found.n_prices == 7
     for first in range(layers):
         for last in range(first + 1, layers + 1):
             count = blocks[first:last].sum(0)

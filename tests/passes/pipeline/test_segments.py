@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.pipeline.segments import homes, piece_of
+from passes.pipeline.segments import subgraph_of, value_specs
 from passes.pipeline.structural_hash import structural_hash
 from passes.transforms.batch_axis import whole_layout
 from passes.transforms.stages import state_pairs_of
@@ -21,9 +21,9 @@ def test_a_piece_makes_what_the_whole_makes(seed: int) -> None:
     for node in body.nodes:
         values[node.outputs[0]] = APPLY[node.primitive](*(values[v] for v in node.inputs))
     nodes = sorted(r.sample(range(len(body.nodes)), r.randint(1, len(body.nodes))))
-    made_there, home = [body.nodes[i].outputs[0] for i in nodes], homes(body, layout)
+    made_there, home = [body.nodes[i].outputs[0] for i in nodes], value_specs(body, layout)
     wanted = r.sample(made_there, r.randint(1, len(made_there)))
-    piece = piece_of(body, nodes, layout, home, [(v, home[v]) for v in wanted])
+    piece = subgraph_of(body, nodes, layout, home, [(v, home[v]) for v in wanted])
     assert set(piece.nodes) <= set(nodes)
     assert len(piece.layout.placements) == len(piece.graph.nodes)
     known = {v: values[v] for v in piece.graph.inputs}

@@ -42,8 +42,8 @@ def test_what_a_stage_receives_one_other_sends(seed: int) -> None:
     sent = set().union(*(draft.sent for draft in loop.drafts))
     assert sent == set().union(*(draft.received for draft in loop.drafts)) == loop.stream_of.keys()
     step = StepDrafts(loop, ())
-    assert step.input_homes() == stages.homes
-    assert tuple(map(step.owner, graph.outputs)) == stages.owners
+    assert step.input_stages() == stages.input_stages
+    assert tuple(map(step.stage_of_output, graph.outputs)) == stages.output_stages
 
 
 def test_a_value_in_time_is_as_large_as_a_microbatch() -> None:

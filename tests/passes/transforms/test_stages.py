@@ -206,7 +206,7 @@ class Together:
         if position < n_constants + n_carries:
             before = body.outputs[position - n_constants]
             return self.inside(at, microbatch - 1, before) if microbatch else self.outside(at, outer)
-        if outer not in part.streams:
+        if outer not in part.boundary_values:
             return self.outside(at, outer)[microbatch]
         maker = self._maker(outer, at)
         self.got["stream", maker, at, outer] += 1
@@ -232,12 +232,12 @@ def test_stages_compute_what_the_step_computes(seed: int) -> None:
     rng = np.random.default_rng(seed)
     given = {v: rng.normal(size=graph.types[v].shape) / 2 for v in graph.inputs}
     wanted, together = whole(graph, given), Together(graph, stages, given)
-    for value, owner in zip(graph.outputs, stages.owners, strict=True):
+    for value, owner in zip(graph.outputs, stages.output_stages, strict=True):
         assert value in stages.parts[owner].graph.outputs
         np.testing.assert_allclose(together.outside(owner, value), wanted[value], rtol=1e-9)
     # What a stage asks for it uses, once in every microbatch, and nothing is sent that nobody asks for.
     received = {
-        ("stream" if v in part.streams else "value", v, k)
+        ("stream" if v in part.boundary_values else "value", v, k)
         for k, part in enumerate(stages.parts)
         for v in part.graph.inputs
         if v not in given
@@ -268,7 +268,7 @@ def test_results_flow_on_and_gradients_back(seed: int) -> None:
     streams = 0
     for k, part in enumerate(stages.parts):
         early = {v for i in part.forward for v in part.body.nodes[i].outputs}
-        sent = [(stream, inner) for stream, inner in part.streams.items() if stream in part.graph.outputs]
+        sent = [(stream, inner) for stream, inner in part.boundary_values.items() if stream in part.graph.outputs]
         for stream, inner in sent:
             readers = [at for at, other in enumerate(stages.parts) if stream in other.graph.inputs]
             assert readers
@@ -281,9 +281,9 @@ def test_results_flow_on_and_gradients_back(seed: int) -> None:
 def test_an_input_is_at_home_where_it_is_read(seed: int) -> None:
     graph, _, _, stages = made(seed)
     assert stages.microbatches == MICROBATCHES
-    for value, home in zip(graph.inputs, stages.homes, strict=True):
+    for value, home in zip(graph.inputs, stages.input_stages, strict=True):
         assert value in stages.parts[home].graph.inputs
-    last = dict(zip(graph.inputs, stages.homes, strict=True))
+    last = dict(zip(graph.inputs, stages.input_stages, strict=True))
     batch = [v for v in graph.inputs if graph.types[v] == STACK]
     assert last[batch[0]] == 0
     assert last[batch[1]] == len(stages.parts) - 1
@@ -365,6 +365,6 @@ def test_one_stage_is_the_step() -> None:
     graph = step(1)
     (part,) = cut(graph, (0,)).parts
     assert isinstance(part, Part)
-    assert not part.streams
+    assert not part.boundary_values
     assert {n.primitive for n in part.graph.nodes} == {n.primitive for n in graph.nodes}
     assert [n.primitive for n in part.body.nodes] == [n.primitive for n in _body(graph).nodes]

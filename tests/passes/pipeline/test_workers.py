@@ -37,17 +37,17 @@ def test_answers_come_in_the_order_of_the_tasks(count):
 def test_two_processes_share_and_one_is_left():
     with WorkerPool(whose(), 2) as pool:
         assert str(os.getpid()) in shared_by(pool)
-        (member,) = pool.members
-    assert member.process.poll() is not None
-    assert not pool.members
+        (worker,) = pool.workers
+    assert worker.process.poll() is not None
+    assert not pool.workers
 
 
 def test_one_task_or_one_processor_needs_no_process():
     with WorkerPool("tensors", 2) as pool, WorkerPool("tensors", 1) as alone:
         assert pool.call("index", TASKS[:1]) == alone.call("index", TASKS[:1])
         assert alone.call("index", TASKS) == [0, 1, 2, 3, 4, 5]
-        assert not pool.members
-        assert not alone.members
+        assert not pool.workers
+        assert not alone.workers
 
 
 def test_what_a_task_raises_is_raised():
@@ -66,9 +66,9 @@ def test_a_process_that_dies_loses_nothing():
     with WorkerPool(dying, 2) as pool:
         for _ in range(100):
             assert pool.call("__call__", [()] * 6) == ["here"] * 6
-            if pool.members[0].process.poll() is not None:
+            if pool.workers[0].process.poll() is not None:
                 break
-        assert pool.members[0].process.poll() == -9
+        assert pool.workers[0].process.poll() == -9
         assert pool.call("__call__", [()] * 2) == ["here"] * 2
 
 
