@@ -3,6 +3,7 @@
 from autopar import distributed
 from autopar.api import ParallelFunction, parallelize
 from autopar.cache import PlanCache
+from autopar.checkpoint import CheckpointError, Checkpoints, Saved
 from autopar.errors import ArgumentError, DeviceError, DisagreementError, UnboundPlanError, UnsupportedError
 from autopar.lowering import register_rule
 from autopar.plan import PipelinePlan, Plan
@@ -33,6 +34,8 @@ __all__ = [
     "ArgumentError",
     "Auto",
     "Calibration",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "DataParallel",
@@ -58,6 +61,7 @@ __all__ = [
     "Planner",
     "PlanningError",
     "Progress",
+    "Saved",
     "Schedule",
     "Simulation",
     "SolverOptions",

@@ -27,7 +27,18 @@ ORDER = {
         "__init__",
     ),
     "autopar": (
-        *("errors", "jax_compat", "distributed", "plan", "frontend", "lowering", "checks", "runtime", "profiling"),
+        *(
+            "errors",
+            "jax_compat",
+            "distributed",
+            "plan",
+            "frontend",
+            "lowering",
+            "checks",
+            "runtime",
+            "checkpoint",
+            "profiling",
+        ),
         *(
             "rewrite",
             "cache",

@@ -52,7 +52,7 @@ class Processes:
 
     def broadcast(self, topic: str, make: Callable[[], str]) -> str:
         """The text that the leader makes, on all; the leader waits for nobody."""
-        key = self._key()
+        key = f"autopar/{self.fresh_name()}"
         if self.leads:
             text = make()
             self._put(f"{key}/text", text)
@@ -61,7 +61,7 @@ class Processes:
 
     def gather(self, topic: str, text: str) -> tuple[str, ...]:
         """The texts of all processes, by rank. Raises DisagreementError where one of them is at another topic."""
-        key = self._key()
+        key = f"autopar/{self.fresh_name()}"
         if not self.leads:
             self._put(f"{key}/{self.rank}", json.dumps([topic, text]))
             topics, texts = json.loads(self._get(f"{key}/all", self.ranks[0], topic))
@@ -118,8 +118,9 @@ class Processes:
         """The text that process `rank` shares under a name, once it does."""
         return self._get(f"autopar/{name}", rank, name)
 
-    def _key(self) -> str:
-        return f"autopar/rounds/{'.'.join(map(str, self.ranks))}/{next(self.numbers)}"
+    def fresh_name(self) -> str:
+        """A name that no exchange has had; the same on all processes, which make the same calls."""
+        return f"rounds/{'.'.join(map(str, self.ranks))}/{next(self.numbers)}"
 
     def _put(self, key: str, text: str) -> None:
         packed = zlib.compress(text.encode(), 1)

@@ -6,6 +6,7 @@ from autopar.runtime.footprint import Limit, limit_of, needed_nbytes, pipeline_n
 from autopar.runtime.instructions import build
 from autopar.runtime.joined import Joined, Pieces
 from autopar.runtime.lowered_pipeline import CompiledPipeline, LoweredPipeline
+from autopar.runtime.pieces import nowhere
 from autopar.runtime.program import Program
 from autopar.runtime.runtime import Pipeline, load
 
@@ -26,6 +27,7 @@ __all__ = [
     "load",
     "lower",
     "needed_nbytes",
+    "nowhere",
     "pipeline_nbytes",
     "prepare",
     "runtime",

@@ -18,9 +18,10 @@ from autopar.runtime.across import takes_part, transport_of
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.pieces import nowhere, placed
 from autopar.runtime.program import Free, Instruction, Program, Run, Segment, Send
-from autopar.runtime.sharing import IN_FLIGHT, Window, agree, result_types, signs, spans, vulnerable
+from autopar.runtime.sharing import Window, agree, result_types, signs, spans, vulnerable
 from autopar.runtime.transfer import Transfer, compile_transfer
 from autopar.runtime.transfer_plan import TransferPlan, plan_transfer
+from autopar.runtime.waiting import IN_FLIGHT
 
 Slots = list[Any]
 Step = Callable[[Slots], None]

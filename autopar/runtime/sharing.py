@@ -2,7 +2,8 @@
 
 Every process has the whole program and issues, in its order, what its devices take part in. A process waits in two
 places. Before it issues a task it waits until fewer than `IN_FLIGHT` earlier ones are unfinished, or on CPUs none that
-spans processes; and where an array comes from another process, its devices wait for the contents.
+spans processes; and where an array comes from another process, its devices wait for the contents. `waiting` has these
+rules as a graph, in which `agree` looks for cycles before the first step.
 
 **No schedule deadlocks.** Say that every process waits, and take the instruction that comes first in the program's
 order of all those that are issued and unfinished, or are next to be issued. Everything before it is finished, on all
@@ -29,9 +30,7 @@ from autopar.distributed import Processes, digest_of
 from autopar.runtime.donation import shared
 from autopar.runtime.program import Free, Instruction, Program, Run, Send, Slot
 from autopar.runtime.transfer_plan import type_text, where
-
-IN_FLIGHT = 8
-"""Tasks of a process that may be unfinished at once; sixteen have been seen to fill XLA's pool of threads on CPUs."""
+from autopar.runtime.waiting import check
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +96,14 @@ def result_types(program: Program) -> tuple[tuple[tuple[int, ...], Any, Sharding
 
 
 def agree(processes: Processes, program: Program, lowered: Sequence[Any]) -> None:
-    """Raises DisagreementError where processes have other instructions, or other programs of a segment that they share.
+    """Raises DisagreementError where processes have other instructions, or other programs of a segment that they share,
+    or would wait for each other.
 
     A segment is lowered by the processes that run it.
     """
     text = "\n".join(map(_text, program.instructions))
     processes.agree("the pipeline", {"its list of instructions": digest_of(text)})
+    check(program, processes.ranks)
     digests = {
         f"segment {number} ({segment.name})": digest_of(lowered[number].as_text())
         for number, segment in enumerate(program.segments)

@@ -1,0 +1,186 @@
+"""The user's pytree on disk, by Orbax: each process writes and reads the shards of its own devices.
+
+Orbax takes arrays of which every process has a part. A pipeline's lie on the devices of some alone, so that leaves are
+handed over as `_Shards`: what a process has of an array, be it nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from autopar import jax_compat
+from autopar.checkpoint.manifest import CheckpointError
+from autopar.distributed import Processes
+from autopar.errors import explain
+from autopar.runtime import nowhere
+
+SECONDS = 1200
+"""So long a process waits for the others to write."""
+
+
+def orbax() -> Any:
+    """The library. Raises CheckpointError without it."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        rule = "checkpoints are written by Orbax, which is not installed"
+        raise CheckpointError(explain("autopar.Checkpoints", rule, "", "pip install 'autopar[checkpoint]'")) from error
+    return orbax.checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """A shard of this type that is another process's to write."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    index: Any
+    replica_id: int
+    data: Any
+
+
+class _Shards:
+    """What this process has of an array, with the names that Orbax reads of one."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self.shape, self.dtype, self.ndim, self.sharding = array.shape, array.dtype, array.ndim, array.sharding
+        self.itemsize, self.size, self.nbytes = array.dtype.itemsize, array.size, array.nbytes
+        shards = [_Shard(shard.index, shard.replica_id, shard.data) for shard in array.addressable_shards]
+        absent = _Absent(array.sharding.shard_shape(array.shape), array.dtype)
+        self.addressable_shards = shards or [_Shard((), -1, absent)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Orbax's part of a program's checkpoints: `checkpointer` saves in the background, `handler` restores."""
+
+    checkpointer: Any
+    handler: Any
+
+    @classmethod
+    def of(cls, processes: Processes | None) -> Arrays:
+        """Orbax set up for these processes. Raises CheckpointError where it is not installed."""
+        ocp = orbax()
+        kinds = ocp.type_handlers
+        arrays = kinds.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
+        registry = kinds.create_type_handler_registry(
+            (_Shards, arrays), (jax.Array, arrays), (np.ndarray, kinds.NumpyHandler())
+        )
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        ranks = set(processes.ranks) if processes else {0}
+        checkpointer = ocp.AsyncCheckpointer(
+            handler,
+            timeout_secs=SECONDS,
+            # Named processes wait for each other in the coordination service; all of them would run a collective.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=ranks),
+        )
+        return cls(checkpointer, handler)
+
+    def save(self, folder: Path, state: Any, is_global: Sequence[bool]) -> None:
+        """Begins to write a pytree of arrays; what they hold is read before this returns."""
+        leaves, tree = jax.tree.flatten(state)
+        written = [_written(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
+        args = orbax().args.PyTreeSave(jax.tree.unflatten(tree, written))
+        self.checkpointer.save(folder, args=args, force=True)
+
+    def restore(self, folder: Path, like: Any) -> Any:
+        """The pytree of arrays in a folder, each in the sharding of the leaf of `like` at its place."""
+        from etils import epath  # Orbax's own paths
+
+        ocp = orbax()
+        leaves, tree = jax.tree.flatten(like)
+        targets = [_target(leaf) for leaf in leaves]
+        read = [0 not in shape and bool(sharding.addressable_devices) for shape, _, sharding in targets]
+        args = [
+            ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=dtype)
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+            else ocp.RestoreArgs(restore_type=np.ndarray)
+            for leaf, (shape, dtype, sharding) in zip(leaves, targets, strict=True)
+        ]
+        items = [leaf if is_read else ocp.PLACEHOLDER for leaf, is_read in zip(args, read, strict=True)]
+        wanted = ocp.args.PyTreeRestore(
+            item=jax.tree.unflatten(tree, items), restore_args=jax.tree.unflatten(tree, args)
+        )
+        restored = tree.flatten_up_to(self.handler.restore(epath.Path(folder), args=wanted))
+        arrays = [
+            _restored(array, leaf) if is_read else _empty(leaf, *target)
+            for array, leaf, target, is_read in zip(restored, leaves, targets, read, strict=True)
+        ]
+        return jax.tree.unflatten(tree, arrays)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed key, or many."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def words(leaf: Any) -> Any:
+    """A leaf as plain numbers: keys as their words."""
+    if not is_key(leaf):
+        return leaf
+    if leaf.is_fully_addressable or leaf.addressable_shards:
+        return jax.random.key_data(leaf)
+    struct = _type_of_words(leaf)
+    return nowhere(struct.shape, struct.dtype, leaf.sharding)
+
+
+def _type_of_words(leaf: Any) -> Any:
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+
+def _written(leaf: Any, is_global: bool) -> Any:
+    """A leaf as Orbax is given it: it takes no empty array."""
+    if np.size(leaf) == 0:
+        return None
+    return _Shards(words(leaf)) if is_global else np.asarray(words(leaf))
+
+
+def _target(leaf: Any) -> tuple[tuple[int, ...], Any, Sharding]:
+    """The shape, dtype and sharding of the words of a leaf."""
+    struct = _type_of_words(leaf) if is_key(leaf) else leaf
+    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return np.shape(struct), np.asarray(struct).dtype if np.isscalar(struct) else struct.dtype, sharding
+
+
+def _restored(array: Any, leaf: Any) -> Any:
+    """An array as what its leaf is: an array, a NumPy array, keys or a number."""
+    if is_key(leaf):
+        return jax.random.wrap_key_data(array, impl=jax_compat.key_implementation(leaf.dtype))
+    if isinstance(leaf, bool | int | float | complex):
+        return type(leaf)(array.item())
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.asarray(array)
+    return jax_compat.with_weakness(array, bool(getattr(leaf, "weak_type", False)))
+
+
+def _empty(leaf: Any, shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> Any:
+    """An array of no elements, or of none here."""
+    if isinstance(leaf, np.ndarray):
+        return np.zeros(shape, dtype)
+    if not sharding.addressable_devices:
+        return nowhere(leaf.shape, leaf.dtype, sharding)
+    zeros = [
+        jax.device_put(jnp.zeros(sharding.shard_shape(leaf.shape), leaf.dtype), device)
+        for device in sharding.addressable_devices_indices_map(leaf.shape)
+    ]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, zeros)

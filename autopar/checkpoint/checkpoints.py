@@ -1,0 +1,327 @@
+"""Checkpoints of a training run in a folder that all its processes see."""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import threading
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from autopar import jax_compat
+from autopar.checkpoint.arrays import Arrays, is_key, words
+from autopar.checkpoint.digests import Piece, digest, partial_sum, pieces_of
+from autopar.checkpoint.folder import Folder
+from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, RefusedError, files_of
+from autopar.distributed import Processes, among
+from autopar.errors import ArgumentError, explain
+from passes.plan import AnyPlan, plan_from_json
+
+KEEP = 3
+"""Checkpoints that stay: the last may turn out to be damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint as it is restored: the state, and what was saved beside it."""
+
+    step: int
+    state: Any
+    position: Any = None
+    rng: Any = None
+    plan: AnyPlan | None = None
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """The checkpoints in `folder`, of which the last `keep` good ones stay.
+
+    All processes of a program make the same calls in the same order.
+    """
+
+    keep: int
+    _folder: Folder
+    _processes: Processes | None = None
+    _arrays: Arrays | None = None
+    _known: dict[Hashable, tuple[bool, ...]] = field(default_factory=dict)
+    _writing: threading.Thread | None = None
+    _failures: list[BaseException] = field(default_factory=list)
+
+    def __init__(self, folder: str | Path, *, keep: int = KEEP) -> None:
+        if keep < 1:
+            raise ArgumentError(explain(f"keep={keep}", "should be a whole number from 1", "", "write, say, 3"))
+        self.keep, self._folder = keep, Folder(Path(folder).absolute())
+        self._processes = among(jax.devices()) if jax.distributed.is_initialized() else None
+        self._arrays = self._writing = None
+        self._known, self._failures = {}, []
+        atexit.register(self._join)
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, the last one first; some may be damaged or unfinished."""
+        return self._folder.steps()
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        position: Any = None,
+        rng: Any = None,
+        plan: AnyPlan | None = None,
+    ) -> None:
+        """Nothing; the state of a step is on its way to the disk, and may be donated to the next step.
+
+        It is a checkpoint only when all of it is there. `position` is where the data goes on, as plain data (such as a
+        count of batches), `rng` a key or an array, `plan` the step's plan. Raises CheckpointError where an earlier one
+        could not be written.
+        """
+        self.wait()
+        folder, processes, arrays = self._folder.of(step), self._processes, self._orbax()
+        paths, leaves = _flattened(state)
+        is_global = self._survey(leaves)
+        plain = [_plain(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
+        manifest = Manifest(
+            step=step,
+            leaves={
+                path: Leaf(shape=tuple(np.shape(leaf)), dtype=_dtype_name(leaf), digest="")
+                for path, leaf in zip(paths, leaves, strict=True)
+            },
+            files={},
+            position=_encoded(position),
+            rng=_words_of_key(rng),
+            plan=plan and plan.to_json(),
+        )
+        if self._leads:  # of a run before, which got so far and no further
+            self._folder.delete(step)
+        pieces = [pieces_of(leaf, is_global=everywhere) for leaf, everywhere in zip(plain, is_global, strict=True)]
+        arrays.save(folder / STATE, state, is_global)
+        name = processes.fresh_name() if processes else ""
+        work = (manifest, [np.shape(leaf) for leaf in plain], pieces, name, arrays)
+        self._writing = threading.Thread(target=self._finish, args=work, name="autopar checkpoint", daemon=True)
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Nothing; what was saved is on the disk. Raises CheckpointError where it could not be written."""
+        self._join()
+        if self._failures:
+            error = self._failures.pop()
+            rule = f"it could not be written: {error!r:.300}"
+            remedy = "see that all processes can write to the folder, and that the disk is not full"
+            raise CheckpointError(explain(f"a checkpoint in {self._folder.path}", rule, "", remedy)) from error
+
+    def restore(self, like: Any) -> Saved | None:
+        """The last good checkpoint, with arrays in the shardings of `like`; None where there is none at all.
+
+        `like` is a state of the same pytree and types, of arrays or `jax.ShapeDtypeStruct`s, as
+        `train_step.init(...)` makes it. A checkpoint that is unfinished, truncated, corrupted or of another program is
+        refused with a warning that names it and the reason, and the one before it is used. Raises CheckpointError
+        where none is good.
+        """
+        self.wait()
+        refused: list[str] = []
+        for step, reason in self._candidates():
+            try:
+                if reason:
+                    raise RefusedError(reason)
+                return self._read(step, like)
+            except RefusedError as error:
+                refused.append(f"{self._folder.of(step)}: {error}")
+                warnings.warn(f"a checkpoint is not used: {refused[-1]}", stacklevel=2)
+        if refused:
+            rule = f"none of {len(refused)} can be used: " + "; ".join(refused)
+            remedy = "restore the state of the program that wrote them, or choose an empty folder"
+            raise CheckpointError(explain(f"checkpoints in {self._folder.path}", rule, "", remedy))
+        return None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def _join(self) -> None:
+        if self._writing:
+            self._writing.join()
+            self._writing = None
+
+    @property
+    def _leads(self) -> bool:
+        return self._processes is None or self._processes.leads
+
+    def _orbax(self) -> Arrays:
+        if self._arrays is None:
+            self._arrays = Arrays.of(self._processes)
+        return self._arrays
+
+    def _survey(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
+        """Whether each leaf is a global array, rather than something that every process has whole."""
+        if self._processes is None:
+            return tuple(isinstance(leaf, jax.Array) for leaf in leaves)
+        shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
+        if shardings not in self._known:
+            texts = json.dumps([_place(sharding) if sharding else "" for sharding in shardings])
+            columns = zip(*map(json.loads, self._processes.gather("where the state lies", texts)), strict=True)
+            self._known[shardings] = tuple(bool(column[0]) and len(set(column)) == 1 for column in columns)
+        return self._known[shardings]
+
+    def _finish(
+        self, manifest: Manifest, shapes: Sequence[Any], pieces: Sequence[Sequence[Piece]], name: str, arrays: Arrays
+    ) -> None:
+        """Makes a checkpoint of what Orbax writes, in the background."""
+        try:
+            sums = [partial_sum(parts, shape) for parts, shape in zip(pieces, shapes, strict=True)]
+            arrays.checkpointer.wait_until_finished()
+            folder, processes = self._folder.of(manifest.step), self._processes
+            of_all = _gathered(processes, name, sums) if processes else [sums]
+            if self._leads:
+                digests = [digest(column) for column in zip(*of_all, strict=True)]
+                leaves = {
+                    path: Leaf(shape=leaf.shape, dtype=leaf.dtype, digest=text)
+                    for (path, leaf), text in zip(manifest.leaves.items(), digests, strict=True)
+                }
+                fields = {"step": manifest.step, "position": manifest.position, "rng": manifest.rng}
+                done = Manifest(**fields, plan=manifest.plan, leaves=leaves, files=files_of(folder))
+                done.write(folder)
+                self._folder.prune(self.keep)
+            if processes and self._leads:
+                processes.share(f"{name}/done", "")
+            elif processes:
+                processes.shared(f"{name}/done", processes.ranks[0])
+        except BaseException as error:  # the next call on the main thread raises it
+            self._failures.append(error)
+
+    def _candidates(self) -> list[tuple[int, str]]:
+        """The steps to try, the last one first, each with the reason why it is refused, if it is."""
+
+        def listed() -> str:
+            return json.dumps([(step, self._folder.reason(step)) for step in self._folder.steps()])
+
+        return json.loads(self._processes.broadcast("the checkpoints", listed) if self._processes else listed())
+
+    def _read(self, step: int, like: Any) -> Saved:
+        """A checkpoint. Raises RefusedError, on all processes, with the reason why it cannot be used."""
+        sums: list[int] = []
+        reason, state, manifest = "", None, None
+        try:
+            manifest = Manifest.read(self._folder.of(step))
+            _check_types(manifest, like)
+            state = self._restored(step, like)
+            leaves = jax.tree.leaves(state)
+            is_global = self._survey(leaves)
+            plain = [_plain(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
+            sums = [
+                partial_sum(pieces_of(leaf, is_global=everywhere), np.shape(leaf))
+                for leaf, everywhere in zip(plain, is_global, strict=True)
+            ]
+        except RefusedError as error:
+            reason = str(error)
+        texts = [json.dumps([reason, sums])]
+        if self._processes:
+            texts = self._processes.gather(f"the checkpoint of step {step}", texts[0])
+        rows = [json.loads(text) for text in texts]
+        reason = next((reason for reason, _ in rows if reason), "")
+        if not reason and manifest is not None:
+            digests = [digest(column) for column in zip(*(sums for _, sums in rows), strict=True)]
+            for (path, leaf), present in zip(manifest.leaves.items(), digests, strict=True):
+                if present != leaf.digest:
+                    reason = f"{path} is corrupted: its digest is {present} in place of {leaf.digest}"
+                    break
+        if reason or manifest is None:
+            raise RefusedError(reason)
+        plan = manifest.plan and plan_from_json(manifest.plan)
+        position, rng = _decoded(manifest.position), _key(manifest.rng)
+        return Saved(step=step, state=state, position=position, rng=rng, plan=plan)
+
+    def _restored(self, step: int, like: Any) -> Any:
+        """The state of a step. Raises RefusedError where Orbax cannot read it."""
+        try:
+            return self._orbax().restore(self._folder.of(step) / STATE, like)
+        except Exception as error:  # of whatever kind: what is on the disk is not what was written
+            reason = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise RefusedError(reason) from error
+
+
+def _flattened(state: Any) -> tuple[list[str], list[Any]]:
+    """The paths and leaves of a pytree."""
+    pairs = tree_flatten_with_path(state)[0]
+    return [keystr(path) for path, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def _place(sharding: Sharding) -> str:
+    """The devices of an array and how it lies on them, in words."""
+    return f"{sorted(device.id for device in sharding.device_set)} {sharding}"
+
+
+def _plain(leaf: Any, is_global: bool) -> Any:
+    """A leaf as plain numbers, which nobody changes."""
+    return words(leaf) if is_global else np.array(words(leaf))
+
+
+def _gathered(processes: Processes, name: str, sums: list[int]) -> list[list[int]]:
+    """The sums of all processes, exchanged under a name while the main threads talk of other things."""
+    processes.share(f"{name}/{processes.rank}", json.dumps(sums))
+    if not processes.leads:
+        return []
+    return [json.loads(processes.shared(f"{name}/{rank}", rank)) for rank in processes.ranks]
+
+
+def _check_types(manifest: Manifest, like: Any) -> None:
+    """Raises RefusedError for a state of other arrays."""
+    paths, leaves = _flattened(like)
+    expected = {path: (tuple(np.shape(leaf)), _dtype_name(leaf)) for path, leaf in zip(paths, leaves, strict=True)}
+    present = {path: (leaf.shape, leaf.dtype) for path, leaf in manifest.leaves.items()}
+    if expected == present:
+        return
+    for path in [*expected, *present]:
+        if expected.get(path) != present.get(path):
+            there, here = (_type_text(types.get(path)) for types in (present, expected))
+            raise RefusedError(f"it is of another program: {path} is {there} there, and {here} here")
+
+
+def _type_text(type: tuple[tuple[int, ...], str] | None) -> str:
+    return f"{type[1]}[{','.join(map(str, type[0]))}]" if type else "missing"
+
+
+def _dtype_name(leaf: Any) -> str:
+    return str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
+
+
+def _encoded(position: Any) -> Any:
+    """Plain data as JSON has it. Raises ArgumentError for anything else."""
+    if isinstance(position, bytes):
+        return {"bytes": base64.b64encode(position).decode()}
+    try:
+        return {"json": json.loads(json.dumps(position))}
+    except TypeError as error:
+        rule = f"it is no plain data: {error}"
+        raise ArgumentError(explain("position=", rule, "", "pass numbers, texts, lists and dicts, or bytes")) from error
+
+
+def _decoded(position: Any) -> Any:
+    return base64.b64decode(position["bytes"]) if "bytes" in position else position["json"]
+
+
+def _words_of_key(rng: Any) -> Any:
+    """A key or array of random numbers as plain data."""
+    if rng is None:
+        return None
+    array = np.asarray(words(rng))
+    name = jax_compat.key_implementation(rng.dtype) if is_key(rng) else None
+    return {"key": name, "dtype": array.dtype.name, "words": array.tolist()}
+
+
+def _key(fields: Any) -> Any:
+    if fields is None:
+        return None
+    array = np.asarray(fields["words"], fields["dtype"])
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=fields["key"]) if fields["key"] else array

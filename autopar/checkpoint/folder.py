@@ -1,0 +1,51 @@
+"""The folder of a run's checkpoints, by step."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.checkpoint.manifest import NAME, Manifest, RefusedError
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder with a folder for each step, some of which may be damaged or unfinished."""
+
+    path: Path
+
+    def of(self, step: int) -> Path:
+        """The folder of a step."""
+        return self.path / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps, the last one first."""
+        names = [_NAME.fullmatch(path.name) for path in self.path.iterdir()] if self.path.is_dir() else []
+        return sorted((int(name[1]) for name in names if name), reverse=True)
+
+    def reason(self, step: int) -> str:
+        """The reason why the folder of a step is no checkpoint; empty if it is one, as far as its page says."""
+        try:
+            Manifest.read(self.of(step))
+        except RefusedError as error:
+            return str(error)
+        return ""
+
+    def delete(self, step: int) -> None:
+        """Deletes what there is of a step, its page first: half of a checkpoint is none."""
+        if self.of(step).exists():
+            self.of(step).joinpath(NAME).unlink(missing_ok=True)
+            shutil.rmtree(self.of(step))
+
+    def prune(self, keep: int) -> None:
+        """Deletes all but the last `keep` checkpoints, with what a run left that ended while it wrote."""
+        good = 0
+        for step in self.steps():
+            is_good = good < keep and not self.reason(step)
+            good += is_good
+            if good and not is_good:
+                self.delete(step)

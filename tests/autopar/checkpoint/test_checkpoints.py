@@ -1,0 +1,168 @@
+"""Checkpoints: what is saved comes back bit for bit, in other shardings; what is damaged is refused by name."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import autopar
+from autopar.checkpoint.digests import digest, partial_sum, pieces_of
+
+
+def sharding(shape: tuple[int, ...], *spec: Any) -> NamedSharding:
+    devices = np.asarray(jax.devices()[: int(np.prod(shape))], dtype=object).reshape(shape)
+    return NamedSharding(Mesh(devices, ("x", "y")[: len(shape)]), PartitionSpec(*spec))
+
+
+def state_in(*spec: Any, shape: tuple[int, ...] = (2, 2)) -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    params = {
+        "w": jax.device_put(draw.normal(size=(8, 12)).astype(np.float32), sharding(shape, *spec)),
+        "half": jax.device_put(jnp.asarray(draw.normal(size=8), jnp.bfloat16), sharding(shape)),
+    }
+    return {
+        "params": params,
+        "optimizer": optax.adam(1e-3).init(params),
+        "key": jax.random.key(7),
+        "empty": jnp.zeros((0, 4)),
+        "count": 3,
+        "table": np.arange(3) * 10**12,
+        "nothing": None,
+        "odd": jnp.asarray([np.nan, -0.0, np.inf]) * (1 + 0j),
+    }
+
+
+def assert_same_bits(ours: Any, theirs: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert type(a) is type(b)
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of one state, which is donated as soon as each save returns."""
+    folder, state = tmp_path_factory.mktemp("checkpoints"), state_in("x", "y")
+    step = jax.jit(lambda params: jax.tree.map(lambda p: p + 1, params), donate_argnums=0)
+    with autopar.Checkpoints(folder) as checkpoints:
+        assert checkpoints.restore(state) is None
+        for number in (1, 2, 3):
+            checkpoints.save(number, state, position={"batch": number}, rng=jax.random.key(number))
+            state = {**state, "params": step(state["params"])}
+    return folder
+
+
+def copied(folder: Path, to: Path) -> autopar.Checkpoints:
+    import shutil
+
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    return autopar.Checkpoints(to)
+
+
+def test_a_state_comes_back_bit_for_bit_in_another_sharding(folder: Path):
+    like = state_in("y", shape=(4, 2))
+    saved = autopar.Checkpoints(folder).restore(jax.tree.map(lambda leaf: leaf, like))
+    assert saved is not None
+    assert (saved.step, saved.position) == (3, {"batch": 3})
+    assert jax.random.key_data(saved.rng).tolist() == [0, 3]
+    expected = state_in("y", shape=(4, 2))
+    expected["params"] = jax.tree.map(lambda p: p + 1 + 1, expected["params"])
+    assert_same_bits(saved.state, expected)
+    assert saved.state["params"]["w"].sharding == like["params"]["w"].sharding
+
+
+def truncate(folder: Path) -> str:
+    file = max((path for path in folder.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-9])
+    return "is truncated"
+
+
+def corrupt(folder: Path) -> str:
+    """Every byte of the largest file is changed in turn below; here one in its middle."""
+    file = max((path for path in folder.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    file.write_bytes(content)
+    return "corrupted|cannot be read"
+
+
+def forget(folder: Path) -> str:
+    (folder / "autopar.json").unlink()
+    return "unfinished"
+
+
+def edit(folder: Path) -> str:
+    page = json.loads((folder / "autopar.json").read_text())
+    page["checkpoint"]["position"] = {"json": 99}
+    (folder / "autopar.json").write_text(json.dumps(page))
+    return "its digest is not"
+
+
+def lie(folder: Path) -> str:
+    """The arrays of another step under this one's page."""
+    (folder / "state").rename(folder / "gone")
+    (folder.parent / "step-00000001" / "state").rename(folder / "state")
+    return "missing|corrupted|truncated"
+
+
+@pytest.mark.parametrize("damage", [truncate, corrupt, forget, edit, lie])
+def test_what_is_damaged_is_refused_by_name_and_the_one_before_used(folder: Path, tmp_path: Path, damage: Any):
+    checkpoints = copied(folder, tmp_path)
+    reason = damage(tmp_path / "step-00000003")
+    with pytest.warns(UserWarning, match=f"step-00000003: .*({reason})"):
+        saved = checkpoints.restore(state_in())
+    assert saved is not None
+    assert saved.step == 2
+
+
+def test_another_programs_checkpoints_are_refused(folder: Path):
+    like = state_in()
+    like["params"]["w"] = jnp.zeros((8, 13))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(
+            autopar.CheckpointError, match=r"\['w'\] is float32\[8,12\] there, and float32\[8,13\] here"
+        ):
+            autopar.Checkpoints(folder).restore(like)
+
+
+def test_the_last_good_ones_stay(tmp_path: Path):
+    state = {"w": jnp.arange(4.0)}
+    (tmp_path / "step-00000002").mkdir()
+    with autopar.Checkpoints(tmp_path, keep=2) as checkpoints:
+        for number in (1, 3, 4):
+            checkpoints.save(number, state)
+    assert checkpoints.steps() == [4, 3]
+    with pytest.raises(autopar.ArgumentError, match="keep=0"):
+        autopar.Checkpoints(tmp_path, keep=0)
+    with pytest.raises(autopar.ArgumentError, match="no plain data"):
+        checkpoints.save(5, state, position=object())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int8", "complex64"])
+def test_a_digest_is_of_the_contents_alone(dtype: str):
+    values = np.random.default_rng(1).integers(0, 2, (4, 6)).astype(jnp.dtype(dtype))
+    cuts = [sharding((1,)), sharding((2, 2), "x", "y"), sharding((4,), "x"), sharding((2, 2), None, ("y", "x"))]
+    cuts = [cut if cut.spec != PartitionSpec(None, ("y", "x")) else sharding((2, 3), "x", "y") for cut in cuts]
+
+    def of(array: np.ndarray, cut: Any) -> str:
+        return digest([partial_sum(pieces_of(jax.device_put(array, cut), is_global=True), array.shape)])
+
+    digests = {of(values, cut) for cut in cuts}
+    assert len(digests) == 1
+    changed = values.copy()
+    changed[2, 3] = 1 - changed[2, 3] if dtype != "bool" else not changed[2, 3]
+    assert of(changed, cuts[1]) not in digests
+    assert of(values[::-1].copy(), cuts[0]) not in digests
