@@ -215,7 +215,7 @@ class Checkpoints:
         try:
             manifest = Manifest.read(self._folder.of(step))
             _check_types(manifest, like)
-            state = self._restored(step, like)
+            state = _restored(self._orbax(), self._folder.of(step), like)
             leaves = jax.tree.leaves(state)
             is_global = self._survey(leaves)
             plain = [_plain(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
@@ -242,13 +242,14 @@ class Checkpoints:
         position, rng = _decoded(manifest.position), _key(manifest.rng)
         return Saved(step=step, state=state, position=position, rng=rng, plan=plan)
 
-    def _restored(self, step: int, like: Any) -> Any:
-        """The state of a step. Raises RefusedError where Orbax cannot read it."""
-        try:
-            return self._orbax().restore(self._folder.of(step) / STATE, like)
-        except Exception as error:  # of whatever kind: what is on the disk is not what was written
-            reason = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise RefusedError(reason) from error
+
+def _restored(arrays: Arrays, folder: Path, like: Any) -> Any:
+    """The state in a checkpoint's folder. Raises RefusedError where Orbax cannot read it."""
+    try:
+        return arrays.restore(folder / STATE, like)
+    except Exception as error:  # of whatever kind: what is on the disk is not what was written
+        reason = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise RefusedError(reason) from error
 
 
 def _flattened(state: Any) -> tuple[list[str], list[Any]]:
