@@ -33,6 +33,9 @@ from passes.transforms import Coupling, Kept
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
+JIT = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+"""The options that are `jax.jit`'s."""
+
 
 def parallelize(
     fun: Callable[..., Any] | None = None,
@@ -44,6 +47,8 @@ def parallelize(
     static_argnames: Names = None,
     donate_argnums: Positions = None,
     donate_argnames: Names = None,
+    batch_argnums: Positions = None,
+    batch_argnames: Names = None,
     microbatches: int | None = None,
     microbatch_semantics: Coupling = "exact",
     memory_limit: int | str | None = None,
@@ -55,9 +60,11 @@ def parallelize(
     """`fun` as a ParallelFunction; a decorator that makes one, without `fun`.
 
     `cluster` is what to plan for, by description (`"8x8:a100-80g"`) or value; by default the `devices`, which are by
-    default all of JAX's. `planner` chooses, `Auto()` by default. The batch is computed in `microbatches` that add up to
-    the same step; where an operator couples them (batch normalisation) there is none of that, unless
-    `microbatch_semantics` is `"independent"`: then each takes its own statistics, and results are averaged.
+    default all of JAX's. `planner` chooses, `Auto()` by default. The batch is what looks like one, or what
+    `batch_argnums` and `batch_argnames` name: arguments, or parts of them (`"data['images']"`). It is computed in
+    `microbatches` that add up to the same step; where an operator couples them (batch normalisation) there is none of
+    that, unless `microbatch_semantics` is `"independent"`: then each takes its own statistics, and results are
+    averaged.
 
     No device may need more than `memory_limit` (bytes, or in words, `"12 GiB"`), by default the device's memory less a
     reserve. Where the step does not fit as it is, `Auto` cuts its state further, computes in more microbatches or lets
@@ -70,24 +77,8 @@ def parallelize(
 
     Raises ClusterError for a description that cannot be read, ArgumentError for what is no planner or no devices.
     """
-    jit = {
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-    }
-    options = {
-        "cluster": cluster,
-        "planner": planner,
-        "devices": devices,
-        "microbatches": microbatches,
-        "microbatch_semantics": microbatch_semantics,
-        "memory_limit": memory_limit,
-        "remat": remat,
-        "cache": cache,
-        "calibration": calibration,
-        "progress": progress,
-    }
+    options = {name: value for name, value in locals().items() if name != "fun"}
+    jit = {name: options.pop(name) for name in JIT}
     decorate = partial(ParallelFunction, jit=jit, settings=Settings.of(options))
     return decorate if fun is None else decorate(fun)
 

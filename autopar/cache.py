@@ -70,6 +70,7 @@ def key_of(
         "rules": _digest("\n".join(_own_rules(graph))),
         "state_pairs": step.state_pairs,
         "donated": [i for i, is_donated in enumerate(step.donated) if is_donated],
+        "batch": [i for i, is_batch in enumerate(step.named) if is_batch],
         "cluster": cluster.to_json(),
         "planner": described,
         **options,

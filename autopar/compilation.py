@@ -251,6 +251,13 @@ class Compilations:
                 settings=self.settings,
                 structs=structs,
                 statics=statics,
-                traced=trace(self.fun, args, kwargs, **self.jit),
+                traced=trace(
+                    self.fun,
+                    args,
+                    kwargs,
+                    batch_argnums=self.settings.batch_argnums,
+                    batch_argnames=self.settings.batch_argnames,
+                    **self.jit,
+                ),
             )
         return self.known[key]

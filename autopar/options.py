@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -31,6 +32,8 @@ class Settings:
     cluster: Cluster | None
     planner: Planner
     devices: tuple[Device, ...] | None
+    batch_argnums: tuple[int, ...]
+    batch_argnames: tuple[str, ...]
     microbatches: int | None
     microbatch_semantics: Coupling
     memory_limit: int | None
@@ -114,6 +117,18 @@ def checked_microbatches(microbatches: Any) -> int | None:
     raise ArgumentError(explain(f"microbatches={microbatches!r:.60}", rule, "", "leave it out for 1"))
 
 
+def checked_names(option: str, kind: type, names: Any) -> tuple[Any, ...]:
+    """The positions or names of arguments, of which there may be one alone or none. Raises ArgumentError."""
+    listed = () if names is None else (names,) if isinstance(names, kind) else names
+    if isinstance(listed, Iterable) and not isinstance(listed, str):
+        listed = tuple(listed)
+        if all(isinstance(name, kind) and not isinstance(name, bool) for name in listed):
+            return listed
+    written = "0 or (0, 1)" if kind is int else "'batch' or ('images', 'labels')"
+    rule = "it names arguments by position" if kind is int else "it names arguments, or paths into them"
+    raise ArgumentError(explain(f"{option}={names!r:.60}", rule, "", f"write, say, {option}={written}"))
+
+
 def checked_progress(progress: Any) -> Any:
     """The function that is called with each `Progress`, by default a silent one. Raises ArgumentError."""
     if progress is None:
@@ -178,6 +193,8 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "cluster": checked_cluster,
         "planner": checked_planner,
         "devices": checked_devices,
+        "batch_argnums": partial(checked_names, "batch_argnums", int),
+        "batch_argnames": partial(checked_names, "batch_argnames", str),
         "microbatches": checked_microbatches,
         "microbatch_semantics": checked_coupling,
         "memory_limit": checked_limit,

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from passes.cluster import Cluster
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, StatePairs
-from passes.layers import fused_attention
+from passes.layers import batch_inputs, fused_attention
 from passes.text import count
-from passes.transforms import Kept, Stages, stages
+from passes.transforms import Kept, Stages, microbatch_stacks, stages
 
 MOST_CHUNKS = 64
 """The most chunks that a loop is cut into so that each stage gets one, where its trips do not divide evenly: as many
@@ -52,14 +53,23 @@ class Variant:
 class Step:
     """A step that can be planned: a program, its state, and whether each input's room may be taken (`donated`).
 
+    `named` says of each input whether the user calls it a part of the batch; it is empty where nothing is said.
     `chosen` is the variant that it is, and `left_out` the blocks that a sample lacks.
     """
 
     graph: Graph
     state_pairs: StatePairs = ()
     donated: tuple[bool, ...] = ()
+    named: tuple[bool, ...] = ()
     chosen: Variant = Variant(microbatches=1)
     left_out: int = 0
+
+    @cached_property
+    def batch(self) -> tuple[int, ...]:
+        """The positions of the inputs that are the batch: microbatches, else what the user says or looks like one."""
+        if stacks := microbatch_stacks(self.graph):
+            return tuple(i for i, value in enumerate(self.graph.inputs) if value in stacks)
+        return batch_inputs(self.graph, self.state_pairs, self.named)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -105,6 +115,7 @@ class FusedStep(Step):
             graph=fused_attention(step.graph),
             state_pairs=step.state_pairs,
             donated=step.donated,
+            named=step.named,
             chosen=step.chosen,
             left_out=step.left_out,
             written=step,

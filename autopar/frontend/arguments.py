@@ -6,6 +6,7 @@ Static arguments follow `jax.jit`'s own rules.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -95,6 +96,22 @@ class Signature:
             )
             flags.append(named)
         return tuple(flags)
+
+    def named(self, dynamic: Any, paths: Sequence[str], positions: Positions, names: Names) -> tuple[bool, ...]:
+        """Whether each leaf, at these paths, is part of an argument at `positions` or of what a name stands for.
+
+        Empty where nothing is named. Raises ArgumentError for a name or position that is no argument of the call.
+        """
+        listed = [(f"batch_argnums={i}", self.name(i)) for i in _tuple(positions, int)]
+        listed += [(f"batch_argnames={name!r}", name) for name in _tuple(names, str)]
+        whole = [[bool(re.match(rf"{re.escape(name)}(?![\w])", path)) for path in paths] for _, name in listed]
+        for (option, _), flags in zip(listed, whole, strict=True):
+            if not any(flags):
+                arguments = ", ".join(dict.fromkeys(re.split(r"[.\[]", path)[0] for path in paths)) or "none"
+                rule = f"it names no array of this call, whose arguments are {arguments}"
+                remedy = "write an argument, or the path of a part of one: batch_argnames=\"data['images']\""
+                raise ArgumentError(explain(option, rule, self.source, remedy))
+        return tuple(map(any, zip(*whole, strict=True)))
 
     def _dynamic_positions(self, n_args: int) -> list[int]:
         static = self._positions(n_args)

@@ -24,7 +24,8 @@ class Traced:
 
     `in_tree` is the tree of (args, kwargs) without static arguments. `donated` has one flag a flat input, `weak` one a
     flat output: whether `jax.jit` would return it weakly typed. `state_pairs` pairs flat outputs with the
-    flat inputs that the next call takes them for. The inputs at `stacked` come as microbatches: [count, rows, ...] for
+    flat inputs that the next call takes them for, `named` says of each flat input whether the user calls it a part of
+    the batch, and is empty where nothing is said. The inputs at `stacked` come as microbatches: [count, rows, ...] for
     the caller's [count * rows, ...]. `jaxpr` is what `jax.jit` would run of flat arguments, None where the graph is no
     longer that function.
     """
@@ -37,6 +38,7 @@ class Traced:
     donated: tuple[bool, ...]
     weak: tuple[bool, ...]
     state_pairs: StatePairs
+    named: tuple[bool, ...] = ()
     stacked: tuple[int, ...] = ()
     jaxpr: Any = None
 
@@ -51,8 +53,10 @@ def trace(
     static_argnames: Names = None,
     donate_argnums: Positions = None,
     donate_argnames: Names = None,
+    batch_argnums: Positions = None,
+    batch_argnames: Names = None,
 ) -> Traced:
-    """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are `jax.jit`'s.
+    """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are `parallelize`'s.
 
     Raises ArgumentError for an argument that is no array or an unhashable static one, UnsupportedError for an operation
     that no plan can keep, and whatever `fun` or `jax.jit` raise.
@@ -85,6 +89,7 @@ def trace(
         donated=donated,
         weak=tuple(bool(aval.weak_type) for aval in traced.jaxpr.out_avals),
         state_pairs=_state_pairs(body.graph, in_tree, out_tree, donated),
+        named=signature.named(dynamic, body.graph.input_names, batch_argnums, batch_argnames),
         jaxpr=traced.jaxpr,
     )
 

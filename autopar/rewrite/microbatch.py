@@ -37,7 +37,7 @@ def microbatched(
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
-    chosen = split(traced.graph, count, state_pairs=traced.state_pairs, coupling=coupling)
+    chosen = split(traced.graph, count, state_pairs=traced.state_pairs, named=traced.named, coupling=coupling)
     origins: list[Node] = []
     body = _marked(body_of(traced), origins)
     graph = traced.graph
@@ -51,6 +51,7 @@ def microbatched(
         graph=restored,
         equations=tuple(map(_matching, written.equations, restored.nodes)),
         constants=written.constants,
+        state_pairs=tuple(pair for pair in traced.state_pairs if pair[1] not in chosen.batch),
         stacked=chosen.batch,
         jaxpr=traced.jaxpr if coupling == "exact" else None,
     )

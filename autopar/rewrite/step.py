@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -135,6 +136,7 @@ class _Family:
             graph=traced.graph,
             state_pairs=traced.state_pairs,
             donated=traced.donated,
+            named=traced.named,
             chosen=chosen,
             left_out=left_out,
             traced=traced,
@@ -157,10 +159,12 @@ class _Family:
     def _divisors(self) -> tuple[int, ...]:
         graph = self.traced.graph
         try:
-            batch = split(graph, 1, state_pairs=self.traced.state_pairs, coupling=self.coupling).batch
+            batch = split(
+                graph, 1, state_pairs=self.traced.state_pairs, named=self.traced.named, coupling=self.coupling
+            ).batch
         except PlanningError:
             return ()
-        rows = graph.types[graph.inputs[batch[0]]].shape[0]
+        rows = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
         return tuple(count for count in range(1, rows + 1) if rows % count == 0)
 
 
@@ -174,6 +178,7 @@ def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, S
         graph=sample.graph,
         equations=tuple(traced.equations[i] for i in sample.nodes),
         donated=tuple(traced.donated[i] for i in sample.inputs),
+        named=tuple(traced.named[i] for i in sample.inputs) if traced.named else (),
         weak=tuple(traced.weak[o] for o in sample.outputs),
         state_pairs=sample.state_pairs,
     )

@@ -121,7 +121,8 @@ def with_rows(example: Example, rows: Mapping[int, int]) -> Example:
 
 def batch_of(step: TracedStep) -> tuple[int, ...]:
     """The flat arguments that make up the batch. Raises PlanningError where none does."""
-    return split(step.written.graph, 1, state_pairs=step.written.state_pairs, coupling="independent").batch
+    written = step.written
+    return split(written.graph, 1, state_pairs=written.state_pairs, named=written.named, coupling="independent").batch
 
 
 def quiet(what: str) -> None:

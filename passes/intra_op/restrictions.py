@@ -24,6 +24,7 @@ from passes.intra_op.forms import PARTIAL
 from passes.intra_op.roles import Roles, Value, origin, roles
 from passes.intra_op.strategies import Strategy
 from passes.ir import phase
+from passes.layers import OTHERWISE, taken_for
 from passes.placement import weights
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec
@@ -53,10 +54,10 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
             larger = -(-size // parts) * parts
             dimension = "leading dimension" if batch[value] == 0 else "microbatches, which have a dimension"
             along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
-            raise PlanningError(
-                f"{name} has type {graph.types[value]}: {parts} devices on {along} do not divide its {dimension} "
-                f"of {size}. Use a batch of {larger}, fewer devices, or planner=Auto()"
-            )
+            rule = f"{parts} devices on {along} do not divide its {dimension} of {size}"
+            context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
+            remedy = f"use a batch of {larger}, fewer devices or planner=Auto(), or {OTHERWISE}"
+            raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
 
 
 def _restrict(
@@ -130,11 +131,11 @@ def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
     return pick in classes if classes else pick in (None, PARTIAL, *values.aligned_classes.get(node, ()))
 
 
-def data_parallel(assembly: Assembly) -> Assembly:
-    """Only strategies of data parallelism along the mesh's one axis."""
+def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Assembly:
+    """Only strategies of data parallelism along the mesh's one axis, of the `batch` at these positions of inputs."""
     if not assembly.mesh.axes:
         return assembly
-    values, axis = roles(assembly), assembly.mesh.axes[0]
+    values, axis = roles(assembly, batch), assembly.mesh.axes[0]
     _check_batch(assembly, values.batch, (axis,))
     return _restrict(
         assembly,
@@ -143,7 +144,7 @@ def data_parallel(assembly: Assembly) -> Assembly:
     )
 
 
-def zero(stage: int) -> Callable[[Assembly], Assembly]:
+def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly], Assembly]:
     """The restriction of ZeRO's stage 1, 2 or 3 on a mesh of one or more axes: the batch is cut over all of them.
 
     State is cut over as many devices as its dimensions allow. Raises PlanningError for another stage.
@@ -157,7 +158,7 @@ def zero(stage: int) -> Callable[[Assembly], Assembly]:
         mesh, axes = assembly.mesh, assembly.mesh.axes
         if not axes:
             return assembly
-        values, root = roles(assembly), assembly.root
+        values, root = roles(assembly, batch), assembly.root
         graphs = {region.number: region.graph for region in root.all()}
         _check_batch(assembly, values.batch, axes)
         sharded = {(root.number, v) for v in values.state | (values.parameters if stage == 3 else frozenset[int]())}
@@ -207,12 +208,14 @@ def _made_of_weights(region: Region, values: Roles) -> Iterator[int]:
             yield value
 
 
-def megatron(assembly: Assembly, data: str = "data", tensor: str = "tensor") -> Assembly:
+def megatron(
+    assembly: Assembly, data: str = "data", tensor: str = "tensor", batch: Sequence[int] | None = None
+) -> Assembly:
     """Only strategies that cut the batch over `data` and every matrix that is multiplied or looked up over `tensor`."""
     axes = assembly.mesh.axes
     if tensor not in axes:
-        return data_parallel(assembly)
-    values = roles(assembly)
+        return data_parallel(assembly, batch)
+    values = roles(assembly, batch)
     if data in axes:
         _check_batch(assembly, values.batch, (data,))
     weighty = {
@@ -243,17 +246,17 @@ def megatron(assembly: Assembly, data: str = "data", tensor: str = "tensor") -> 
     return _restrict(assembly, allows, allows_input, allows_slot)
 
 
-def textbook(mesh: Mesh) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
+def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
     """The restrictions of planners by hand on a mesh, by any names of its axes, and whether each regathers weights."""
     if len(mesh.axes) == 1:
-        yield data_parallel, False
-        yield partial(megatron, data="", tensor=mesh.axes[0]), False
+        yield partial(data_parallel, batch=batch), False
+        yield partial(megatron, data="", tensor=mesh.axes[0], batch=batch), False
     alike = mesh.cluster.group().hosts == 1 and len(set(mesh.sizes)) == 1  # within a host the order of axes is naming
     for data, tensor in list(permutations(mesh.axes, 2))[: 1 if alike else None]:
         if len(mesh.axes) == 2:
-            yield partial(megatron, data=data, tensor=tensor), False
+            yield partial(megatron, data=data, tensor=tensor, batch=batch), False
     for stage in (1, 3):
-        yield zero(stage), stage == 3
+        yield zero(stage, batch), stage == 3
 
 
 def _multiplied(region: Region, values: Roles) -> set[Value]:

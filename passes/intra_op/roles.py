@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from passes.errors import PlanningError
+from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Region
 from passes.ir import Graph, Wire, phase
+from passes.layers import OTHERWISE, batch_inputs
 from passes.transforms import loop_of, microbatch_stacks
 
 Value = tuple[int, int]
@@ -33,24 +34,25 @@ class Roles:
     aligned_classes: Mapping[int, frozenset[int]]
 
 
-def roles(assembly: Assembly) -> Roles:
-    """The roles of a step's inputs. Raises PlanningError when no input looks like a batch."""
+def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
+    """The roles of a step's inputs, of which those at `batch_at` are the batch, by default what looks like one.
+
+    Raises PlanningError when there is none.
+    """
     graph = assembly.root.graph
     stacks = microbatch_stacks(graph)
     returned = {graph.inputs[i] for _, i in assembly.state_pairs} - stacks
     shared = _shared(graph, returned, stacks)
     parameters = {value for value in returned if in_forward(graph, value)} | shared
-    batch = {
-        v: int(v in stacks)
-        for v in graph.inputs
-        if v in stacks or (v not in returned and not stacks)
-        if graph.types[v].rank > int(v in stacks) and not graph.types[v].dtype.startswith("key<")
-    }
+    if stacks:
+        batch = {v: 1 for v in stacks if graph.types[v].rank > 1 and not graph.types[v].dtype.startswith("key<")}
+    else:
+        at = batch_inputs(graph, assembly.state_pairs) if batch_at is None else batch_at
+        batch = {graph.inputs[i]: 0 for i in at}
     if not batch:
-        raise PlanningError(
-            "data parallelism needs an input that is not returned as state and has a batch dimension; this function "
-            "has none: return the state that the step updates, or use planner=Auto()"
-        )
+        rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
+        remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"
+        raise PlanningError(explain("data parallelism", rule, "", remedy))
     on_batch, aligned = _batch_classes(assembly.root, batch)
     return Roles(
         batch=batch,

@@ -1,6 +1,7 @@
-"""The forward pass of a step as layers: where to cut it, which blocks repeat, and the step with fewer of them."""
+"""The forward pass of a step: its batch, where to cut it, which blocks repeat, and the step with fewer of them."""
 
 from passes.layers.attention import fused_attention
+from passes.layers.batch import OTHERWISE, batch_inputs, taken_for
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
 from passes.layers.modules import even_parts, numbered_modules
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
@@ -8,10 +9,12 @@ from passes.layers.sample import KEPT, abridge
 
 __all__ = [
     "KEPT",
+    "OTHERWISE",
     "Cuts",
     "abridge",
     "adds_up",
     "after_backward",
+    "batch_inputs",
     "blocks",
     "even_parts",
     "everywhere",
@@ -22,4 +25,5 @@ __all__ = [
     "most_layers",
     "numbered_modules",
     "stage_cuts",
+    "taken_for",
 ]

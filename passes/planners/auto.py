@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 from passes.cluster import Cluster, Mesh
@@ -146,7 +147,7 @@ class Auto:
         search = MeshSearch(
             name="auto",
             problems=problems,
-            textbook=restrictions.textbook,
+            textbook=partial(restrictions.textbook, batch=step.batch),
             options=self.solver,
             most_nbytes=most_nbytes,
             context=context,

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from passes.cluster import Cluster, Mesh
@@ -35,7 +36,9 @@ class DataParallel:
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         mesh = named(cluster, ("data", cluster.n_devices))
-        return Planned.of(_best("data parallel", step, mesh, self.solver, restrictions.data_parallel), step)
+        return Planned.of(
+            _best("data parallel", step, mesh, self.solver, partial(restrictions.data_parallel, batch=step.batch)), step
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Zero:
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
-        restrict = restrictions.zero(self.stage)
+        restrict = restrictions.zero(self.stage, step.batch)
         state = _sharded(step.graph, step.state_pairs, self.stage)
         sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
@@ -160,7 +163,8 @@ class Megatron:
         name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if is_staged else "")
         step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages if is_staged else 0))
         if not is_staged:
-            return Planned.of(_best(name, step, mesh, self.solver, restrictions.megatron), step)
+            restrict = partial(restrictions.megatron, batch=step.batch)
+            return Planned.of(_best(name, step, mesh, self.solver, restrict), step)
         firsts = stage_cuts(body_of(step.graph), self.stages)
         schedule = "interleaved" if self.interleave > 1 else self.schedule
 

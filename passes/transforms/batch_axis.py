@@ -110,6 +110,7 @@ class Walk:
         self.late_values: set[int] = set()
         self.placements: dict[int, Placement] = {}
         self.refusals: list[Refusal] = []
+        self.delayed: list[Refusal] = []  # of the apply phase, which may wait unless the backward pass needs it
         self.loops: dict[int, LoopInTime] = {}
         self.outputs: tuple[ShardingSpec, ...] = ()
         self.wanted: dict[int, set[ShardingSpec]] = {}  # where values that microbatches do not change are read
@@ -181,8 +182,9 @@ class Walk:
         self.late_values.update(node.outputs)
         self.varying.update(node.outputs)
         self.home.update((v, replicated(self.graph.types[v].rank)) for v in node.outputs)
-        if refusal and (self.inside or phase(node) != "apply"):
-            self.refusals.append(refusal)
+        if refusal:
+            late = not self.inside and phase(node) == "apply"
+            (self.delayed if late else self.refusals).append(refusal)
 
     def _place(self, index: int) -> Placement | Refusal:
         """The place on the axis of a node that meets the batch, or why it has none."""
@@ -190,7 +192,7 @@ class Walk:
         if rule.once:
             return Refusal(node=node, words=rule.reason)
         if not self.inside and phase(node) == "apply" and any(self._is_sum(v) for v in node.inputs):
-            return Refusal(node=node, words="a sum over microbatches is used after the gradient")
+            return Refusal(node=node, words="a sum over the batch is used before all of it is there")
         control = control_of(node, self.graph)
         if control:
             settled = _settle(self, node, control)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from passes.errors import PlanningError, explain
 from passes.ir import LOOP, Graph, StatePairs, control_of, has_effect, is_ordered, phase, scan_of
+from passes.layers import OTHERWISE, batch_inputs, taken_for
 from passes.placement import Placement, is_free
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec, replicated
@@ -44,55 +45,43 @@ class Split:
     flops: float
 
 
-def split(graph: Graph, count: int, *, state_pairs: StatePairs = (), coupling: Coupling = "exact") -> Split:
-    """The graph in `count` microbatches of the inputs that look like a batch and whose cutting keeps its meaning.
+def split(
+    graph: Graph,
+    count: int,
+    *,
+    state_pairs: StatePairs = (),
+    named: Sequence[bool] = (),
+    coupling: Coupling = "exact",
+) -> Split:
+    """The graph in `count` microbatches of its batch, which are the `named` inputs, else what looks like one.
 
-    Inputs that `state_pairs` names are state. Of the others, those that share the extent of dimension 0 are tried
-    together; the most work inside the loop wins. With `independent` coupling, a sum over the batch that a microbatch
-    needs is taken to be its own sum times `count`, and what comes of it is averaged.
+    With `independent` coupling, a sum over the batch that a microbatch needs is taken to be its own sum times `count`,
+    and what comes of it is averaged.
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
-    state = {i for _, i in state_pairs}
-    groups: dict[int, list[int]] = {}
-    for position, value in enumerate(graph.inputs):
-        shape = graph.types[value].shape
-        if position not in state and shape and graph.types[value].size and graph.consumers.get(value):
-            groups.setdefault(shape[0], []).append(position)
-    if not groups:
+    batch = batch_inputs(graph, state_pairs, named)
+    if not batch:
         raise PlanningError(
             explain(
                 f"microbatches={count}",
                 "microbatches are cut from a batch: an array argument that is not state and has a leading dimension",
                 "this function has none",
-                "leave out microbatches=, or pass the batch as an argument",
+                f"leave out microbatches=, pass the batch as an argument, or {OTHERWISE}",
             )
         )
-    fitting = {extent: positions for extent, positions in groups.items() if extent % count == 0}
-    if not fitting:
-        extents = " or ".join(
-            f"{extent} ({graph.input_names[positions[0]] if graph.input_names else f'input {positions[0]}'})"
-            for extent, positions in groups.items()
-        )
+    uneven = [i for i in batch if graph.types[graph.inputs[i]].shape[0] % count]
+    if uneven:
+        extents = sorted({graph.types[graph.inputs[i]].shape[0] for i in uneven})
         raise PlanningError(
             explain(
                 f"microbatches={count}",
-                f"the number of microbatches must divide the batch, which is {extents}",
-                "",
-                f"write a divisor of it, or pad the batch to a multiple of {count}",
+                f"the number of microbatches must divide the batch, which is {' and '.join(map(str, extents))}",
+                taken_for(graph, batch),
+                f"write a divisor of it, pad the batch to a multiple of {count}, or {OTHERWISE}",
             )
         )
-    splits: list[Split] = []
-    refused: list[PlanningError] = []
-    for positions in sorted(fitting.values(), key=max, reverse=True):  # a batch comes after the state, as a rule
-        walk = _walked(graph, count, tuple(positions), coupling)
-        try:
-            splits.append(_regions(walk, tuple(positions)))
-        except PlanningError as error:
-            refused.append(error)
-    if not splits:
-        raise refused[0]
-    return max(splits, key=lambda candidate: candidate.flops)
+    return _regions(_walked(graph, count, batch, coupling), batch)
 
 
 def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | None:
@@ -151,7 +140,7 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
     graph, count = walk.graph, walk.time.count
     late = [i for i in walk.later if phase(graph.nodes[i]) == "backward" and not only_reports(graph.nodes[i])]
     if late:
-        raise PlanningError(_coupled(walk, count))
+        raise PlanningError(_coupled(walk, batch))
     effects = [i for i, node in enumerate(graph.nodes) if has_effect(node)]
     _check_repeated(walk, effects, count)
     around = _AroundTheLoop(walk, effects)
@@ -163,9 +152,10 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
         raise PlanningError(
             explain(
                 f"microbatches={count}",
-                "a microbatch must be computed by itself, and this function needs its whole batch at once",
-                str(walk.refusals[0]) if walk.refusals else "",
-                "leave out microbatches=",
+                "a microbatch must be computed by itself, and this function needs its whole batch at once"
+                + (f" ({walk.refusals[0]})" if walk.refusals else ""),
+                taken_for(graph, batch),
+                f"leave out microbatches=, or {OTHERWISE}",
             )
         )
     # What was computed for the loop is not computed again for what comes after it.
@@ -272,14 +262,14 @@ def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], coun
         )
 
 
-def _coupled(walk: Walk, count: int) -> str:
-    refusal = walk.refusals[0]
+def _coupled(walk: Walk, batch: Sequence[int]) -> str:
+    refusal = (walk.refusals or walk.delayed)[0]
     return explain(
-        f"microbatches={count} of a batch that {refusal} needs as a whole",
+        f"microbatches={walk.time.count} of a batch that {refusal} needs as a whole",
         f"microbatches add up to the full step only where each is computed by itself; here {refusal.words}",
-        "",
+        taken_for(walk.graph, batch),
         'leave out microbatches=, or accept other numbers with microbatch_semantics="independent": each microbatch '
-        "then takes its own statistics",
+        f"then takes its own statistics; if that is not the batch, {OTHERWISE}",
     )
 
 

@@ -257,6 +257,8 @@ CALLS = {
     "programs": [
         "here(printed, planner=autopar.Pipeline(stages=2, microbatches=4)).plan(PARAMS, BATCH)",
         "here(printed_by_layers, microbatches=4, donate_argnums=0).plan(PARAMS, BATCH)",
+        "here(step, batch_argnames='images').plan(PARAMS, BATCH)",
+        "here(step, batch_argnums='batch')",
         "here(updated).plan(X)",
         "here(over_one_axis).plan(X)",
         "here(over_half_of_the_devices).plan(X)",

@@ -292,3 +292,34 @@ def test_a_saved_plan_brings_its_microbatches(tmp_path: Any):
     other = autopar.parallelize(step, planner=autopar.Manual(path), microbatches=2)
     with pytest.raises(ArgumentError, match="says 4"):
         other.plan(params, batch)
+
+
+@pytest.mark.parametrize("planner", [None, slow(autopar.DataParallel()), autopar.Megatron(data=2, tensor=2)])
+def test_what_lies_beside_the_batch_is_not_cut_with_it(planner: Any):
+    params, batch = mlp()
+    beside = {"key": jax.random.PRNGKey(1), "rates": jnp.linspace(0.1, 0.3, 3)}
+
+    def step(data: Any) -> Any:
+        noise = jax.random.normal(data["key"], data["x"].shape)
+        loss = mlp_step(LOSSES["mean"])
+        return data | {"params": loss(data["params"], {"x": data["x"] + data["rates"][2] * noise, "y": data["y"]})[0]}
+
+    data = {"params": params, "x": batch["x"], "y": batch["y"], **beside}
+    parallel = autopar.parallelize(step, planner=planner, microbatches=4, devices=jax.devices()[:4])
+    assert_close(parallel(data), jax.jit(step)(data), 1e-5)
+
+
+def test_a_forward_pass_is_computed_in_microbatches():
+    params, batch = mlp()
+    step = autopar.parallelize(lambda p, x: jnp.tanh(x @ p["w"]), microbatches=4, devices=jax.devices()[:2])
+    weight = {"w": jnp.ones((batch["x"].shape[1], batch["x"].shape[0]))}
+    assert_close(step(weight, batch["x"]), jax.jit(lambda p, x: jnp.tanh(x @ p["w"]))(weight, batch["x"]), 1e-6)
+
+
+def test_statistics_that_were_taken_before_the_gradient_are_refused_by_name():
+    def step(p: jax.Array, x: jax.Array) -> jax.Array:
+        mean = jnp.mean(jnp.tanh(x @ p), 0)
+        return p - jax.grad(lambda p: jnp.mean((x @ p - mean) ** 2))(p)
+
+    with pytest.raises(PlanningError, match=r"(?s)before all of it is there.*taken for the batch: x float32\[8,4\]"):
+        autopar.parallelize(step, cluster="2:a100-80g", microbatches=2).plan(jnp.ones((4, 4)), jnp.ones((8, 4)))

@@ -1,0 +1,154 @@
+"""The inputs that are a step's batch: their leading dimension runs through the work of the forward pass.
+
+Dimensions that operators cut together are one class. The batch's is the class along which most work is done and nothing
+is summed up: features are contracted by products, positions and masks have their dimension second elsewhere, a key or a
+vector of learning rates has one that leads nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from passes.ir import Graph, StatePairs, Wire, control_of, phase
+from passes.rules import ShardingRule, rule_of
+
+OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
+"""The remedy where something else was taken for the batch."""
+
+ALMOST = 0.9
+"""Classes of so much of the most work are equally likely to be the batch's, which then is the one that only leads."""
+
+WORTH = 0.01
+"""The share of the batch's work that makes another class, apart from it, a second batch: unlabelled beside labelled."""
+
+
+def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()) -> tuple[int, ...]:
+    """The positions of the inputs that are the batch, along dimension 0; none where no input can be.
+
+    The user may have said so of each input (`named`). Otherwise, inputs that `state_pairs` names are state, unless the
+    step returns all that it takes; then what it returns unchanged may be the batch.
+    """
+    if any(named):
+        return tuple(i for i, is_batch in enumerate(named) if is_batch and has_rows(graph, i))
+    state = {i for _, i in state_pairs}
+    unchanged = [i for o, i in state_pairs if graph.outputs[o] == graph.inputs[i]]
+    others = [i for i in range(len(graph.inputs)) if i not in state and has_rows(graph, i)]
+    candidates = others or sorted(i for i in unchanged if has_rows(graph, i))
+    if len(candidates) < 2:
+        return tuple(candidates)
+    dims = _Dims()
+    firsts = dims.enter(graph)
+    heads = {i: dims.root(firsts[graph.inputs[i]]) for i in candidates}
+    inner = {dims.root(firsts[v] + d) for v in graph.inputs for d in range(1, graph.types[v].rank)}
+    works = dims.works()
+    work = {head: sum(flops for flops, kept in works if head in kept) for head in set(heads.values())}
+    most = max(work.values())
+    if not most:
+        return tuple(candidates)
+    first = max((i for i in candidates if work[heads[i]] >= ALMOST * most), key=lambda i: (heads[i] not in inner, i))
+    batch, extents = {heads[first]}, {graph.types[graph.inputs[first]].shape[0]}
+    for i in sorted(candidates, key=lambda i: work[heads[i]], reverse=True):
+        own, extent = work[heads[i]], graph.types[graph.inputs[i]].shape[0]
+        shared = sum(flops for flops, kept in works if heads[i] in kept and heads[first] in kept)
+        if (own >= WORTH * most or (own and extent in extents)) and shared < own / 2:
+            batch.add(heads[i])
+            extents.add(extent)
+    return tuple(i for i in candidates if heads[i] in batch)
+
+
+def has_rows(graph: Graph, position: int) -> bool:
+    """Whether an input may be a part of a batch: it is read, and has elements along a leading dimension."""
+    value = graph.inputs[position]
+    type = graph.types[value]
+    return bool(type.rank and type.size and graph.consumers.get(value)) and not type.dtype.startswith("key<")
+
+
+def taken_for(graph: Graph, positions: Sequence[int]) -> str:
+    """The inputs that are taken for the batch in words, with their types; the first few of many."""
+    names = dict(enumerate(graph.input_names))
+    words = [f"{names.get(i) or f'input {i}'} {graph.types[graph.inputs[i]]}" for i in positions]
+    return f"taken for the batch: {', '.join(words[:3])}" + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+
+
+@dataclass(slots=True)
+class _Dims:
+    """The dimensions of all values, those of bodies included, by number, in classes of those that are cut together."""
+
+    parents: list[int] = field(default_factory=list[int])
+    nodes: list[tuple[float, bool, list[int], list[int]]] = field(default_factory=list)
+    """Of each operator: its flops, whether it is of the forward pass, its dimensions kept and those summed up."""
+
+    def enter(self, graph: Graph, times: float = 1.0) -> list[int]:
+        """The number of the first dimension of each value of a graph that runs so many times, all of it followed."""
+        firsts = self._numbered([type.rank for type in graph.types])
+        for node in graph.nodes:
+            rule, control = rule_of(node, graph), control_of(node, graph)
+            if control is not None:
+                slots = self._numbered([slot.type.rank for slot in control.slots])
+                wires = (
+                    *zip(node.inputs, control.operands, strict=True),
+                    *zip(node.outputs, control.results, strict=True),
+                )
+                for value, wire in wires:
+                    self._hang(firsts[value], graph.types[value].rank, slots, wire)
+                for body in control.bodies:
+                    inside = self.enter(body.graph, times * body.trips * body.share)
+                    slotted = (
+                        *zip(body.graph.inputs, body.inputs, strict=True),
+                        *zip(body.graph.outputs, body.outputs, strict=True),
+                    )
+                    for value, slot in slotted:
+                        self._hang(inside[value], body.graph.types[value].rank, slots, Wire(slot=slot))
+            elif rule.alias:
+                for before, after in zip(node.inputs, node.outputs, strict=True):
+                    self._hang(firsts[before], graph.types[before].rank, firsts, Wire(slot=after))
+            else:
+                read = [firsts[v] for v in node.inputs]
+                kept, summed = self._follow(rule, read, [firsts[v] for v in node.outputs])
+                self.nodes.append((times * rule.flops, phase(node) == "forward", kept, summed))
+        return firsts
+
+    def _numbered(self, ranks: Sequence[int]) -> list[int]:
+        firsts: list[int] = []
+        for rank in ranks:
+            firsts.append(len(self.parents))
+            self.parents.extend(range(len(self.parents), len(self.parents) + rank))
+        return firsts
+
+    def _hang(self, first: int, rank: int, slots: Sequence[int], wire: Wire) -> None:
+        """Joins the dimensions of a value with those of the slot that it hangs on."""
+        for dim in range(int(wire.stacked), rank):
+            self._join(first + dim, slots[wire.slot] + dim - wire.stacked)
+
+    def _follow(self, rule: ShardingRule, read: Sequence[int], made: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(the dimensions that an operator keeps, those that it sums up), one of each factor, joined with the rest."""
+        by_factor: dict[int, int] = {}
+        for firsts, sides in ((made, rule.results), (read, rule.operands)):
+            for first, factors in zip(firsts, sides, strict=True):
+                for dim, factor in enumerate(factors):
+                    if factor >= 0:
+                        self._join(first + dim, by_factor.setdefault(factor, first + dim))
+        kept = {factor for factors in rule.results for factor in factors} - {-1}
+        return [by_factor[f] for f in kept], [by_factor[f] for f in by_factor if f not in kept]
+
+    def _join(self, a: int, b: int) -> None:
+        self.parents[self.root(a)] = self.root(b)
+
+    def root(self, dim: int) -> int:
+        """The dimension that stands for the class of this one."""
+        while self.parents[dim] != dim:
+            self.parents[dim] = self.parents[self.parents[dim]]
+            dim = self.parents[dim]
+        return dim
+
+    def works(self) -> list[tuple[float, set[int]]]:
+        """The flops of each operator, of the forward pass if there is one, and the classes that it keeps, sums up none
+        of.
+        """
+        return list(self._works(any(is_forward for _, is_forward, _, _ in self.nodes)))
+
+    def _works(self, forward: bool) -> Iterator[tuple[float, set[int]]]:
+        for flops, is_forward, kept, summed in self.nodes:
+            if is_forward or not forward:
+                yield flops, set(map(self.root, kept)) - set(map(self.root, summed))
