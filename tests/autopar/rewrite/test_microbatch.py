@@ -310,7 +310,7 @@ def test_what_lies_beside_the_batch_is_not_cut_with_it(planner: Any):
 
 
 def test_a_forward_pass_is_computed_in_microbatches():
-    params, batch = mlp()
+    _, batch = mlp()
     step = autopar.parallelize(lambda p, x: jnp.tanh(x @ p["w"]), microbatches=4, devices=jax.devices()[:2])
     weight = {"w": jnp.ones((batch["x"].shape[1], batch["x"].shape[0]))}
     assert_close(step(weight, batch["x"]), jax.jit(lambda p, x: jnp.tanh(x @ p["w"]))(weight, batch["x"]), 1e-6)
