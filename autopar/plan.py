@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import singledispatch
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 import passes.plan
 from autopar.errors import ArgumentError, UnboundPlanError, explain
 from autopar.jax_compat import PyTreeDef
+from passes import page
 from passes.errors import InternalError
 from passes.plan import AnyPlan
 from passes.sharding import ShardingSpec
@@ -52,6 +54,15 @@ class _Bound(AnyPlan):
             )
         arguments, results = self.bound
         return unflattened(*arguments, "plan.shardings"), unflattened(*results, "plan.shardings")
+
+    def to_html(self) -> str:
+        """The plan as a web page that stands by itself: what was chosen, what that costs, and what was rejected."""
+        return page.html(self)
+
+    def _repr_html_(self) -> str:
+        """The plan's page in a frame, which is how notebooks show it."""
+        frame = 'title="plan" style="width:100%;height:48rem;border:0"'
+        return f'<iframe {frame} srcdoc="{html.escape(self.to_html())}"></iframe>'
 
 
 @dataclass(frozen=True, kw_only=True)

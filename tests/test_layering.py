@@ -23,7 +23,8 @@ FOLDERS = ("autopar", "benchmarks", "models", "passes", "tests")
 ORDER = {
     "passes": (
         *("errors", "gc_pause", "progress", "text", "cluster", "solver", "inter_op", "ir", "sharding", "rules"),
-        *("placement", "layers", "transforms", "step", "memory", "plan", "intra_op", "pipeline", "planners"),
+        *("placement", "layers", "transforms", "step", "memory", "plan", "page", "intra_op", "pipeline"),
+        "planners",
         "__init__",
     ),
     "autopar": (

@@ -14,6 +14,7 @@ from autopar.profiling.calibration import NONE, Factors
 from autopar.profiling.events import CAUSES, COMPUTE, TRANSFERS
 from autopar.profiling.steps import Steps
 from passes.cluster import Kind
+from passes.page import html
 from passes.plan import AnyPlan
 from passes.text import Column, Table, quantities
 
@@ -99,6 +100,10 @@ class StepReport:
     def ratio(self) -> float:
         """Measured by predicted seconds of a step."""
         return self.steps.median / self.plan.step_seconds if self.plan.step_seconds else float("inf")
+
+    def to_html(self) -> str:
+        """The plan's page with measured seconds beside predicted ones, by cause and submesh."""
+        return html(self.plan, [share.seconds for share in self.measured] if self.measured else None)
 
     def causes(self) -> dict[str, tuple[float | None, float | None]]:
         """(predicted, measured) seconds of a device by cause, on average; None for what is not known."""

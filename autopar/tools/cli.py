@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.errors import DeviceError
-from autopar.tools import compiled, fit, fit_text, launch, measurement_text, simulate_command, targets
+from autopar.tools import compiled, fit, fit_text, launch, measurement_text, report_command, simulate_command, targets
+from autopar.tools.command import Command
 from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
@@ -35,6 +37,9 @@ from passes.text import Table
 
 DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses; 130 is what shells give a program that Ctrl-C ends."""
+
+COMMANDS = (report_command.COMMAND,)
+"""The commands that are values of their own."""
 
 _PLAN_HELP = f"""\
 Plan a train step for a cluster that need not be here, and show the plan.
@@ -162,6 +167,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg)")
     _add_fit(add)
+    for command in COMMANDS:
+        command.add_arguments(
+            add(command.name, partial(_carry_out, command), command.summary, command.description, command.more)
+        )
     _add_compile(add)
     simulated = add("simulate", _simulate, "show what if", simulate_command.HELP, simulate_command.MORE)
     simulate_command.add_arguments(simulated)
@@ -177,6 +186,12 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")
     measured.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over measured (png, svg, pdf)")
     return parser
+
+
+def _carry_out(command: Command, arguments: argparse.Namespace) -> int:
+    output, status = command.run(arguments)
+    _print(output)
+    return status
 
 
 def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:

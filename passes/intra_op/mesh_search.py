@@ -27,10 +27,11 @@ from passes.intra_op.memory_limit import (
 from passes.intra_op.mesh_problems import MeshProblems, Restriction, Solved
 from passes.intra_op.meshes import allowed
 from passes.ir import Graph, StatePairs
-from passes.plan import INTERRUPTED, Plan
+from passes.plan import INTERRUPTED, Alternative, Plan
 from passes.progress import Progress, SearchContext
 from passes.sharding import Resharder
 from passes.solver import Answer, Search, SolverOptions
+from passes.text import quantities
 
 _OPEN = 1e-3
 """The gap from which plans by hand are worth a look: each takes a solve of its own."""
@@ -256,6 +257,7 @@ class MeshSearch:
         """The plan of an answer; those of other problems take `least` seconds, or what is known without a limit."""
         others = [other.answer for other in self.solved if other.assembly is not one.assembly]
         plan = self.problems.plan(self.name, one, _beside(answer, others, self._rough.gap, least))
+        plan = plan.beside([_met(other) for other in self.solved if other.assembly.mesh != one.assembly.mesh])
         return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
 
 
@@ -328,6 +330,14 @@ def _proven(
             kept = floor(form.assembly.problem, rows, limit, options, answer.objective)
             least = min(least, max(one.answer.bound, kept))
     return own, answer, least
+
+
+def _met(one: Solved) -> Alternative:
+    """The best of another mesh, as far as it was looked for: its bound, if that is known, is beside it in words."""
+    bound = one.answer.bound
+    is_known = 0 < bound < one.answer.objective
+    why = f"none on this mesh takes less than {quantities.seconds(bound)}" if is_known else "the best on this mesh"
+    return Alternative(name=f"mesh {one.assembly.mesh}", seconds=one.answer.objective, why=why)
 
 
 def _is_open(cheapest: Answer, gap: float) -> bool:

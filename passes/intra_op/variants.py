@@ -14,9 +14,10 @@ from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op.by_hand import SURELY
 from passes.intra_op.mesh_search import MeshSearch
 from passes.intra_op.offloading import resting
-from passes.plan import INTERRUPTED, LATE, Plan
+from passes.plan import INTERRUPTED, LATE, Alternative, Plan
 from passes.progress import SearchContext
 from passes.step import Step, Variant
+from passes.text import quantities
 from passes.transforms import KEPT, Kept, kept_of
 
 _COUNTS = (1, 2, 4, 8, 16, 32)
@@ -75,6 +76,7 @@ class VariantSearch:
     is_bracketing: bool = False
     waiting: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
     refused: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
+    met: list[Alternative] = field(default_factory=list[Alternative])
 
     def run(self) -> Plan:
         """The cheapest plan that fits. Raises OverBudgetError with the leanest plan that was met."""
@@ -91,18 +93,20 @@ class VariantSearch:
             except PlanningError as error:
                 refused = refused or error
                 continue
-            search = self._searched(step, variant)
+            search = self.searched(step, variant)
             if not self.tried:
                 self.offloads = bool(resting(step.graph, step.state_pairs))
                 if (plan := search.cheapest).peak_nbytes <= self.limit:
                     return plan.of_variant(variant)
+                why = f"over the memory limit of {quantities.nbytes(self.limit)}"
+                self.met.append(_met(plan, variant, why))
             self.floor = self.floor or search.least_seconds
             if self.is_bracketing and not search.fits(self.limit) and not self.context.is_interrupted:
                 self.tried += 1
                 self._expect(search, variant)
                 self.waiting.append((variant, search))
             else:
-                self._take(search, variant)
+                self.take(search, variant)
         if not self.tried and refused is not None:
             raise refused
         for variant, search in [] if self.best else self.refused:
@@ -114,9 +118,9 @@ class VariantSearch:
             if self.leanest is None or self.leanest.peak_nbytes > self.limit:
                 raise OverBudgetError("no variant of the step keeps the memory limit", leanest=self.leanest)
             self.best = self.leanest
-        return self._mixed(self.best)
+        return _beside(_mixed(self, self.best), self.met)
 
-    def _goes_on(self) -> bool:
+    def goes_on(self) -> bool:
         """Whether another variant is tried, now that one fits."""
         return self.operators < self.most and not self.context.deadline.is_over()
 
@@ -152,7 +156,7 @@ class VariantSearch:
             untried = forms[count][-2::-1] if count in begun else forms[count]
             for variant in (variant for variant in untried if variant != first):
                 is_near = self.best.step_seconds <= _NEAR * self.floor
-                if is_near or not self._goes_on():
+                if is_near or not self.goes_on():
                     return
                 yield variant
 
@@ -168,13 +172,13 @@ class VariantSearch:
             if best is not None and not self._may_fit(variant):
                 break
             search.context = replace(search.context, cutoff=best.step_seconds if best else math.inf)
-            self._take(search, variant)
+            self.take(search, variant)
             if self.best is not best:
                 fitting.append(variant.count)
         self.waiting.clear()
         return sorted(fitting)
 
-    def _searched(self, step: Step, variant: Variant) -> MeshSearch:
+    def searched(self, step: Step, variant: Variant) -> MeshSearch:
         """A variant planned without a limit."""
         cutoff = self.best.step_seconds if self.best else float("inf")
         context = self.context.part(str(variant), best=self._best_seconds, cutoff=cutoff)
@@ -192,12 +196,14 @@ class VariantSearch:
             return self.best.step_seconds
         return None if self.tried else unlimited
 
-    def _take(self, search: MeshSearch, variant: Variant) -> bool:
+    def take(self, search: MeshSearch, variant: Variant) -> bool:
         """Whether the plan of a variant fits and takes less time than the best so far, which it becomes then.
 
         Raises the interruption if that ended the variant's own search.
         """
         plan, best = self._fitting(search, variant), self.best
+        if plan is not None:
+            self.met.append(_met(plan, variant, "keeps the memory limit, and takes longer"))
         if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
             self.best = plan.of_variant(variant)
         self.context.raise_if_interrupted()
@@ -221,9 +227,9 @@ class VariantSearch:
     @property
     def _worth(self) -> float:
         """The factor that a mesh must be able to gain for budgets to be stated there, while some variants wait."""
-        if not self.waiting or (self.best is None and self._goes_on()):
+        if not self.waiting or (self.best is None and self.goes_on()):
             return 1.0
-        return _NEAR if self.best is None or self._goes_on() else math.inf
+        return _NEAR if self.best is None or self.goes_on() else math.inf
 
     def _expect(self, search: MeshSearch, variant: Variant) -> None:
         """Notes what a variant is expected to need at least, for those in other numbers of microbatches."""
@@ -234,23 +240,35 @@ class VariantSearch:
         least = self.floors.get(replace(variant, microbatches=1), 0.0) / variant.count
         return least <= SURELY * self.limit
 
-    def _mixed(self, best: Plan) -> Plan:
-        """The plan with as many of its last layers as can be keeping everything, by bisection."""
-        if not best.remat:
-            return best
-        fewest, most = 0, len(best.remat)
-        while most - fewest > 1 and self._goes_on():
-            middle = (fewest + most) // 2
-            kept = kept_of((*best.remat[: len(best.remat) - middle], *("everything",) * middle))
-            variant = Variant(microbatches=best.microbatches, kept=kept, offload=bool(best.offloaded))
-            if self._take(self._searched(self.step.variant(variant), variant), variant):
-                fewest = middle
-            else:
-                most = middle
-        return self.best or best
+
+def _mixed(search: VariantSearch, best: Plan) -> Plan:
+    """The plan with as many of its last layers as can be keeping everything, by bisection."""
+    if not best.remat:
+        return best
+    fewest, most = 0, len(best.remat)
+    while most - fewest > 1 and search.goes_on():
+        middle = (fewest + most) // 2
+        kept = kept_of((*best.remat[: len(best.remat) - middle], *("everything",) * middle))
+        variant = Variant(microbatches=best.microbatches, kept=kept, offload=bool(best.offloaded))
+        if search.take(search.searched(search.step.variant(variant), variant), variant):
+            fewest = middle
+        else:
+            most = middle
+    return search.best or best
 
 
 def _least(lean: Sequence[tuple[Variant, MeshSearch]]) -> Plan | None:
     """The leanest plan of the leanest variants: which needs least is seen once each is made as lean as can be."""
     made = [search.leanest().of_variant(variant) for variant, search in lean]
     return min(made, key=lambda one: one.peak_nbytes, default=None)
+
+
+def _met(plan: Plan, variant: Variant, why: str) -> Alternative:
+    """The plan of a variant as one that may not be taken."""
+    name = f"{str(variant) or 'as written'}, mesh {plan.mesh}"
+    return Alternative(name=name, seconds=plan.step_seconds, why=why, peak_nbytes=plan.peak_nbytes)
+
+
+def _beside(plan: Plan, met: Sequence[Alternative]) -> Plan:
+    """The plan with those that were met, itself apart."""
+    return plan.beside([one for one in met if one.seconds != plan.step_seconds])

@@ -22,13 +22,17 @@ from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample, StepBlocks
 from passes.pipeline.workers import WorkerPool
-from passes.plan import INTERRUPTED, PipelinePlan
+from passes.plan import INTERRUPTED, Alternative, PipelinePlan
 from passes.progress import Progress, SearchContext
 from passes.solver import SolverOptions
 from passes.step import Step
+from passes.text import count
 
 RETRIES, LESS = 3, 0.95
 """How often stages that do not fit are chosen again, and the share that is kept of what should do."""
+
+_SHOWN = 6
+"""Drafts that a plan tells of."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +61,7 @@ class StagedSearch:
     table: StageCostTable = field(init=False)
     drafting: Drafting = field(init=False)
     plans: StagePlans = field(init=False)
+    met: list[Alternative] = field(default_factory=list[Alternative])
     _seen: set[object] = field(default_factory=set[object])
 
     def __post_init__(self) -> None:
@@ -99,9 +104,12 @@ class StagedSearch:
         with WorkerPool(self.block_costs) as pool:
             self.block_costs.pool = pool
             try:
-                return self._run(pool)
+                best = self._run(pool)
             finally:
                 self.block_costs.pool = None
+        taken = best and _name(len(best.stages), [p[0].n_devices for p in best.submeshes], *_how(best))
+        self.met = [one for one in self.met if one.name != taken]
+        return best
 
     def _run(self, pool: WorkerPool) -> PipelinePlan | None:
         self._report_price(None)
@@ -118,6 +126,7 @@ class StagedSearch:
                 fastest = self.context.kept(best or min(fits, key=lambda draft: draft.seconds, default=None))
                 plan = self.plans.plan(fastest, pool) if isinstance(fastest, Draft) else fastest
                 return plan.ended(INTERRUPTED)
+            self.met += [_met(draft) for draft in sorted(search.found, key=lambda draft: draft.seconds)[:_SHOWN]]
             better, over = self._best(self.drafting.worth(search), search.limit_seconds, pool)
             best = better or best
             if over is None or (best is not None and (self.context.is_interrupted or self.drafting.is_large)):
@@ -164,3 +173,20 @@ class StagedSearch:
     def _report_price(self, mesh: Mesh | None) -> None:
         phase = f"price a layer on {mesh}" if mesh else "partition the layers"
         self.context.report(Progress(phase=phase, done=self.block_costs.solved, total=None))
+
+
+def _met(draft: Draft) -> Alternative:
+    """A draft in words, with what it takes by the prices of its layers."""
+    name = _name(len(draft.shape.begins), draft.shape.devices, draft.microbatches, draft.schedule)
+    why = "by the prices of its layers"
+    return Alternative(name=name, seconds=draft.seconds, why=why, peak_nbytes=draft.peak_nbytes)
+
+
+def _how(plan: PipelinePlan) -> tuple[int, str]:
+    return plan.microbatches, plan.schedule_name
+
+
+def _name(stages: int, devices: Sequence[int], microbatches: int, schedule: str) -> str:
+    """Stages in words: `4 stages on 2+2+2+2 devices, 8 microbatches, 1f1b`."""
+    each = "+".join(map(str, devices))
+    return f"{stages} stages on {each} devices, {count(microbatches, 'microbatch', 'microbatches')}, {schedule}"

@@ -4,7 +4,7 @@ whether it is legal.
 
 from passes.plan import json, text
 from passes.plan.estimate import Estimate
-from passes.plan.parts import INTERRUPTED, LATE, POINTS, MemoryReport, Operator, Solution, operators
+from passes.plan.parts import INTERRUPTED, LATE, POINTS, Alternative, MemoryReport, Operator, Solution, operators
 from passes.plan.pipeline import PipelinePlan, load_plan, plan_from_json
 from passes.plan.plan import AnyPlan, Plan
 from passes.plan.reading import SCHEMA
@@ -14,6 +14,7 @@ __all__ = [
     "LATE",
     "POINTS",
     "SCHEMA",
+    "Alternative",
     "AnyPlan",
     "Estimate",
     "MemoryReport",

@@ -22,7 +22,7 @@ from passes.errors import PlanningError
 from passes.ir import TensorType
 from passes.memory import Holder
 from passes.placement import Layout, Placement
-from passes.plan.parts import MemoryReport, Operator, Solution
+from passes.plan.parts import MemoryReport, Operator
 from passes.plan.text import placement_text
 from passes.sharding import ShardingSpec, parse_spec
 
@@ -178,6 +178,11 @@ def as_float(value: object, where: str) -> float:
 def number(value: float) -> float | str:
     """A float as JSON can hold it: as text where it is not finite."""
     return value if math.isfinite(value) else repr(float(value))
+
+
+def numbers(values: Mapping[str, float]) -> dict[str, float | str]:
+    """Floats by name as JSON can hold them."""
+    return {name: number(value) for name, value in values.items()}
 
 
 def mesh_from_json(axes: Fields, cluster: Cluster) -> Mesh:
@@ -353,29 +358,6 @@ def collective_from_json(data: Fields) -> Collective:
         nbytes=data.int("nbytes"),
         count=data.int("count"),
         where=data.text("where"),
-    )
-
-
-def solution_to_json(solution: Solution) -> dict[str, object]:
-    """The record of how the plan was found; seconds in the names, as in the file."""
-    return {
-        "planner": solution.planner,
-        "status": solution.status,
-        "objective_seconds": number(solution.objective),
-        "bound_seconds": number(solution.bound),
-        "phase_seconds": {name: number(seconds) for name, seconds in solution.phase_seconds.items()},
-    }
-
-
-def solution_from_json(data: Fields) -> Solution:
-    """The record of how the plan was found."""
-    phases = data.object("phase_seconds")
-    return Solution(
-        planner=data.text("planner"),
-        status=data.text("status"),
-        objective=data.float("objective_seconds"),
-        bound=data.float("bound_seconds"),
-        phase_seconds={name: phases.float(name) for name in phases.data},
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from passes.cluster import Mesh
-from passes.errors import PlanMismatchError
+from passes.errors import PlanMismatchError, explain
 from passes.ir import Control, Graph, Node, TensorType, control_of
 from passes.placement import Placement, is_free
 from passes.plan.parts import Operator
@@ -200,6 +200,21 @@ def _verify_spec(spec: ShardingSpec, type: TensorType, mesh: Mesh, where: str) -
                 f"{where}: {spec} cuts dimension {dimension} of {type} over {'+'.join(axes)}, {parts} devices, "
                 f"which do not divide {size}"
             )
+
+
+def of_another_program(
+    fingerprint: str, n_operators: int, graph: Graph, names: Sequence[str], types: Sequence[TensorType]
+) -> PlanMismatchError:
+    """The error of a plan, with inputs of these names and types, that was made for another program than `graph`."""
+    return PlanMismatchError(
+        explain(
+            f"plan {fingerprint} of {n_operators} operators and {len(names)} inputs",
+            f"this function traces to program {graph.fingerprint} of {len(graph.nodes)} operators and "
+            f"{len(graph.inputs)} inputs, and a plan belongs to one function with its shapes and dtypes",
+            first_difference(graph, names, types),
+            "plan again, or call the function with the arguments that the plan was made for",
+        )
+    )
 
 
 def first_difference(graph: Graph, names: Sequence[str], types: Sequence[TensorType]) -> str:

@@ -19,9 +19,34 @@ LATE = "time limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan that was met on the way and not taken: `why` in words, `seconds` of its step.
+
+    `peak_nbytes` is None where nobody looked.
+    """
+
+    name: str
+    seconds: float
+    why: str
+    peak_nbytes: int | None = None
+
+
+MOST_ALTERNATIVES = 12
+"""So many are kept, the cheapest."""
+
+
+def merged(*several: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """The cheapest of several rows of alternatives, one of each name."""
+    by_name: dict[str, Alternative] = {}
+    for one in sorted((one for row in several for one in row), key=lambda one: one.seconds):
+        by_name.setdefault(one.name, one)
+    return tuple(by_name.values())[:MOST_ALTERNATIVES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """The account of how placements were found: `objective` and `bound` in seconds, `status` in words, phases in
-    seconds.
+    seconds, and the `alternatives` that were met.
     """
 
     planner: str
@@ -29,6 +54,7 @@ class Solution:
     objective: float
     bound: float
     phase_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def gap(self) -> float:

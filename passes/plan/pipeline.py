@@ -14,9 +14,11 @@ from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.inter_op import Schedule, StageCost, Task, Timeline, Transfer, peaks, simulate
 from passes.inter_op import build as build_schedule
 from passes.ir import Graph, StatePairs
+from passes.plan import account
 from passes.plan import json as plan_json
 from passes.plan import text as plan_text
 from passes.plan.json import Fields
+from passes.plan.parts import Alternative, merged
 from passes.plan.plan import AnyPlan, Plan, Specs
 from passes.plan.reading import SCHEMA
 from passes.sharding import replicated
@@ -49,6 +51,7 @@ class PipelinePlan(AnyPlan):
     sent_nbytes: tuple[int, ...]
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
+    met: tuple[Alternative, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride] # a property of others
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -76,6 +79,13 @@ class PipelinePlan(AnyPlan):
 
     def ended(self, status: str) -> Self:
         return replace(self, stages=tuple(stage.ended(status) for stage in self.stages))
+
+    def beside(self, alternatives: Sequence[Alternative]) -> Self:
+        return replace(self, met=merged(self.met, alternatives))
+
+    @property
+    def stage_costs(self) -> tuple[StageCost, ...]:
+        return self.costs
 
     def on(self, cluster: Cluster) -> Self:
         return replace(self, cluster=cluster, stages=tuple(stage.on(cluster) for stage in self.stages))
@@ -182,15 +192,7 @@ class PipelinePlan(AnyPlan):
     def check(self, graph: Graph, state_pairs: StatePairs = ()) -> None:
         """Raises PlanMismatchError unless this plan was made for this step, and every stage's is legal for its part."""
         if graph.fingerprint != self.fingerprint:
-            raise PlanMismatchError(
-                explain(
-                    f"plan {self.fingerprint} of a pipeline of {len(self.stages)} stages",
-                    f"this function traces to program {graph.fingerprint}, and a plan belongs to one function with its "
-                    "shapes and dtypes",
-                    "",
-                    "plan again, or call the function with the arguments that the plan was made for",
-                )
-            )
+            raise _of_another_program(self, graph)
         for part, plan in zip(self.graphs(graph, state_pairs), self.stages, strict=True):
             plan.check(part)
 
@@ -208,6 +210,7 @@ class PipelinePlan(AnyPlan):
                 "microbatches": self.microbatches,
                 "firsts": list(self.firsts),
                 "sent_nbytes": list(self.sent_nbytes),
+                **account.alternatives_to_json(self.met),
             },
             "input_names": list(self.input_names),
             "output_names": list(self.output_names),
@@ -227,6 +230,19 @@ class PipelinePlan(AnyPlan):
         if operators:
             all_tables.extend(table for plan in self.stages for table in plan.tables(operators=True))
         return tuple(all_tables)
+
+
+def _of_another_program(plan: PipelinePlan, graph: Graph) -> PlanMismatchError:
+    """The error of a plan that was made for another program than `graph`."""
+    return PlanMismatchError(
+        explain(
+            f"plan {plan.fingerprint} of a pipeline of {len(plan.stages)} stages",
+            f"this function traces to program {graph.fingerprint}, and a plan belongs to one function with its "
+            "shapes and dtypes",
+            "",
+            "plan again, or call the function with the arguments that the plan was made for",
+        )
+    )
 
 
 def _header(plan: PipelinePlan) -> Table:
@@ -326,6 +342,7 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
         sent_nbytes=numbers(how, "sent_nbytes"),
         input_names=texts("input_names"),
         output_names=texts("output_names"),
+        met=account.alternatives_from_json(how),
     )
     plan.verify()
     return plan

@@ -5,23 +5,22 @@ A saved plan is a planner: `autopar.Manual("plan.json")` replays it without solv
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from passes.cluster import Cluster, Collective, Mesh
-from passes.errors import InternalError, PlanMismatchError, explain
-from passes.inter_op import Timeline
+from passes.errors import InternalError
+from passes.inter_op import StageCost, Timeline
 from passes.ir import Graph, StatePairs, TensorType
 from passes.placement import Layout
+from passes.plan import account, legality
 from passes.plan import diff as plan_diff
 from passes.plan import json as plan_json
-from passes.plan import legality
 from passes.plan import text as plan_text
 from passes.plan.diff import PlanDiff
-from passes.plan.parts import MemoryReport, Operator, Solution
+from passes.plan.parts import Alternative, MemoryReport, Operator, Solution, merged
 from passes.plan.pipeline_diff import PipelineDiff
 from passes.plan.reading import SCHEMA, read_plan
 from passes.plan.storable import Storable
@@ -61,6 +60,20 @@ class AnyPlan(Storable):
     @abstractmethod
     def timeline(self) -> Timeline | None:
         """When each task of each stage runs, as simulated; None where there is one program alone."""
+
+    @property
+    def stage_costs(self) -> tuple[StageCost, ...]:
+        """The cost of each stage of a pipeline; none where there is one program alone."""
+        return ()
+
+    @property
+    @abstractmethod
+    def met(self) -> tuple[Alternative, ...]:
+        """The plans that the search met and did not take, cheapest first."""
+
+    @abstractmethod
+    def beside(self, alternatives: Sequence[Alternative]) -> Self:
+        """The plan with more plans that were met and not taken."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -196,9 +209,15 @@ class Plan(AnyPlan):
         return bool(self.counted_for)
 
     @property
+    def when_counted(self) -> str:
+        """The time of counting its numbers, in words."""
+        return "before an edit" if self.is_stale else "as placed"
+
+    @property
     def placed(self) -> str:
         """A fingerprint of all that its numbers follow from: placements, mesh, and how the step is run."""
-        return _placed(self)
+        how = (str(self.mesh), self.microbatches, self.refetch, self.remat, self.offloaded)
+        return plan_text.digest(self.operators, (self.inputs, self.outputs), how)
 
     @property
     def planner(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] # a field of others
@@ -223,6 +242,13 @@ class Plan(AnyPlan):
 
     def ended(self, status: str) -> Self:
         return replace(self, solution=replace(self.solution, status=status))
+
+    @property
+    def met(self) -> tuple[Alternative, ...]:
+        return self.solution.alternatives
+
+    def beside(self, alternatives: Sequence[Alternative]) -> Self:
+        return replace(self, solution=replace(self.solution, alternatives=merged(self.met, alternatives)))
 
     def on(self, cluster: Cluster) -> Self:
         return replace(self, cluster=cluster, mesh=replace(self.mesh, cluster=cluster))
@@ -260,20 +286,13 @@ class Plan(AnyPlan):
     @property
     def layout(self) -> Layout:
         """The placements of all values."""
-        placements = tuple(operator.placement for operator in self.operators)
-        return Layout(inputs=self.inputs, placements=placements, outputs=self.outputs)
+        return Layout(inputs=self.inputs, placements=tuple(o.placement for o in self.operators), outputs=self.outputs)
 
     def check(self, graph: Graph, state_pairs: StatePairs = ()) -> None:
         """Raises PlanMismatchError unless this plan was made for these operations and shapes, and is legal for them."""
         if graph.fingerprint != self.fingerprint:
-            raise PlanMismatchError(
-                explain(
-                    f"plan {self.fingerprint} of {len(self.operators)} operators and {len(self.inputs)} inputs",
-                    f"this function traces to program {graph.fingerprint} of {len(graph.nodes)} operators and "
-                    f"{len(graph.inputs)} inputs, and a plan belongs to one function with its shapes and dtypes",
-                    legality.first_difference(graph, self.input_names, self.input_types),
-                    "plan again, or call the function with the arguments that the plan was made for",
-                )
+            raise legality.of_another_program(
+                self.fingerprint, len(self.operators), graph, self.input_names, self.input_types
             )
         self.verify(graph)
 
@@ -285,26 +304,7 @@ class Plan(AnyPlan):
 
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
         """The plan as tables, header first; `operators` adds every operator and every line that communicates."""
-        solution = replace(self.solution, status="edited", bound=0.0) if self.is_stale else self.solution
-        header = plan_text.header(
-            self.fingerprint, self.cluster, self.mesh, solution, self.microbatches, self.remat, self.offloaded
-        )
-        numbers = (
-            plan_text.seconds_table(self.seconds),
-            plan_text.nbytes_table(self.nbytes),
-            *(plan_text.memory_tables(self.memory) if self.memory else ()),
-            plan_text.collectives_table(self.collectives, every=operators),
-        )
-        all_tables = [
-            replace(header, note=plan_text.STALE) if self.is_stale else header,
-            *(replace(t, title=f"{t.title}, before the edit") if self.is_stale else t for t in numbers),
-            plan_text.inputs_table(self.input_names, self.input_types, self.inputs, self.mesh),
-        ]
-        if self.replicated:
-            all_tables.append(plan_text.replicated_table(self.replicated, self.operators))
-        if operators:
-            all_tables.append(plan_text.operators_table(self.operators))
-        return tuple(all_tables)
+        return _tables(self, operators)
 
     @property
     def facts(self) -> dict[str, str]:
@@ -324,15 +324,15 @@ class Plan(AnyPlan):
             "fingerprint": self.fingerprint,
             "cluster": self.cluster.to_json(),
             "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
-            "solution": plan_json.solution_to_json(self.solution),
+            "solution": account.solution_to_json(self.solution),
             "microbatches": self.microbatches,
             **({} if self.refetch else {"refetch": False}),
             **({"remat": list(self.remat)} if self.remat else {}),
             **({"offloaded": list(self.offloaded)} if self.offloaded else {}),
             "placed": self.counted_for or self.placed,
             **({"edited": True} if self.is_stale else {}),
-            "seconds": _numbers(self.seconds),
-            **{name: _numbers(values) for name, values in numbers.items() if values},
+            "seconds": plan_json.numbers(self.seconds),
+            **{name: plan_json.numbers(values) for name, values in numbers.items() if values},
             "nbytes": dict(self.nbytes),
             **({"memory": plan_json.memory_to_json(self.memory)} if self.memory else {}),
             "inputs": plan_json.values_to_json(self.input_names, self.input_types, self.inputs),
@@ -349,17 +349,25 @@ class Plan(AnyPlan):
         return replace(plan, counted_for="") if plan.counted_for == plan.placed else plan
 
 
-def _placed(plan: Plan) -> str:
-    """The fingerprint of a plan's placements, its mesh, and how the step is run."""
-    placements = [plan_text.placement_text(operator.placement) for operator in plan_text.everything(plan.operators)]
-    inside = [
-        (layout.inputs, layout.outputs)
-        for operator in plan_text.everything(plan.operators)
-        for layout in operator.placement.bodies
-    ]
-    specs = [[str(spec) for spec in several] for pair in ((plan.inputs, plan.outputs), *inside) for several in pair]
-    how = (str(plan.mesh), plan.microbatches, plan.refetch, plan.remat, plan.offloaded)
-    return hashlib.sha256(repr((how, specs, placements)).encode()).hexdigest()[:16]
+def _tables(plan: Plan, operators: bool) -> tuple[Table, ...]:
+    """The plan as tables, header first."""
+    solution = replace(plan.solution, status="edited", bound=0.0) if plan.is_stale else plan.solution
+    header = plan_text.header(
+        plan.fingerprint, plan.cluster, plan.mesh, solution, plan.microbatches, plan.remat, plan.offloaded
+    )
+    numbers = (
+        plan_text.seconds_table(plan.seconds),
+        plan_text.nbytes_table(plan.nbytes),
+        *(plan_text.memory_tables(plan.memory) if plan.memory else ()),
+        plan_text.collectives_table(plan.collectives, every=operators),
+    )
+    return (
+        replace(header, note=plan_text.STALE) if plan.is_stale else header,
+        *(replace(t, title=f"{t.title}, before the edit") if plan.is_stale else t for t in numbers),
+        plan_text.inputs_table(plan.input_names, plan.input_types, plan.inputs, plan.mesh),
+        *((plan_text.replicated_table(plan.replicated, plan.operators),) if plan.replicated else ()),
+        *((plan_text.operators_table(plan.operators),) if operators else ()),
+    )
 
 
 def _difference(before: Plan, after: Plan) -> PlanDiff:
@@ -378,7 +386,7 @@ def _difference(before: Plan, after: Plan) -> PlanDiff:
                 "gap": (plan_text.gap(before.solution), plan_text.gap(after.solution)),
                 "microbatches": (f"{before.microbatches:,}", f"{after.microbatches:,}"),
                 "offloaded": (f"{len(before.offloaded)}", f"{len(after.offloaded)}"),
-                "numbers": (_when_counted(before), _when_counted(after)),
+                "numbers": (before.when_counted, after.when_counted),
                 "recomputation": (plan_text.kept(before.remat), plan_text.kept(after.remat)),
             }
         ),
@@ -390,11 +398,3 @@ def _difference(before: Plan, after: Plan) -> PlanDiff:
         operators=plan_diff.operator_changes(before.operators, after.operators) if aligned else (),
         aligned=aligned,
     )
-
-
-def _numbers(values: Mapping[str, float]) -> dict[str, float | str]:
-    return {name: plan_json.number(value) for name, value in values.items()}
-
-
-def _when_counted(plan: Plan) -> str:
-    return "before an edit" if plan.is_stale else "as placed"

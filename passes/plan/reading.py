@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from passes.cluster import Cluster
 from passes.errors import PlanningError
+from passes.plan import account
 from passes.plan import json as plan_json
 
 SCHEMA = 1
@@ -51,7 +52,7 @@ def read_plan(data: object, make: Callable[..., Read]) -> Read:
         ),
         seconds={cause: seconds.float(cause) for cause in seconds.data},
         nbytes={cause: nbytes.int(cause) for cause in nbytes.data},
-        solution=plan_json.solution_from_json(read.object("solution")),
+        solution=account.solution_from_json(read.object("solution")),
         replicated=tuple(plan_json.as_text(entry, f"replicated[{i}]") for i, entry in enumerate(replicated)),
         microbatches=read.int("microbatches"),
         input_types=inputs.types,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import re
@@ -254,3 +255,13 @@ def placement_text(placement: Placement) -> str:
     """`[x, -] [-, y] -> [x, y]`: operands, then results."""
     operands, results = (" ".join(map(str, specs)) for specs in (placement.operands, placement.results))
     return f"{operands} -> {results}".strip()
+
+
+def digest(operators: Sequence[Operator], values: Sequence[Sequence[ShardingSpec]], how: object) -> str:
+    """A fingerprint of placements, of all operators and of lists of values, and of how the step is run."""
+    placements = [placement_text(operator.placement) for operator in everything(operators)]
+    inside = [
+        (layout.inputs, layout.outputs) for operator in everything(operators) for layout in operator.placement.bodies
+    ]
+    specs = [[str(spec) for spec in several] for pair in (values, *inside) for several in pair]
+    return hashlib.sha256(repr((how, specs, placements)).encode()).hexdigest()[:16]

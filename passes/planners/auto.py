@@ -44,7 +44,7 @@ from passes.inter_op import SCHEDULES
 from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, restrictions
 from passes.ir import has_effect
 from passes.pipeline import Sample, StagedSearch, layers_of, samples_of
-from passes.plan import INTERRUPTED, AnyPlan, PipelinePlan, Plan
+from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
 from passes.planners.infeasible import leaner, shortage
 from passes.planners.planner import PLAIN, Planned, PlanOptions, limit_nbytes, takes_graphs
 from passes.progress import Deadline, SearchContext
@@ -192,7 +192,8 @@ class Auto:
             return context.kept(best).ended(INTERRUPTED)
         if best is None and refused is not None:
             raise leaner(refused, staging.least_memory_plan, self.limit(cluster), cluster)
-        return _or_raise(best, refused)
+        taken = _or_raise(best, refused)
+        return taken.beside([*staging.met, *(_met(plan) for plan in plans if plan is not taken)])
 
     def _staging(
         self, cluster: Cluster, step: Step, samples: dict[int, Sample], layers: int, context: SearchContext
@@ -217,6 +218,12 @@ class Auto:
         if n_devices > cluster.group().devices_per_host:
             return meshes
         return list({tuple(sorted(mesh.sizes)): mesh for mesh in reversed(meshes)}.values())[::-1]
+
+
+def _met(plan: AnyPlan) -> Alternative:
+    """A plan as one that was not taken."""
+    why = "the best of its kind, and takes longer"
+    return Alternative(name=plan.shape, seconds=plan.step_seconds, why=why, peak_nbytes=plan.peak_nbytes)
 
 
 def _or_raise(plan: AnyPlan | None, refused: PlanningError | None) -> AnyPlan:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import autopar
 from autopar.tools.cli import main
 from passes.plan import Plan
 
@@ -93,6 +94,21 @@ def test_tables_fit_80_columns(capsys, command):
 def test_show_json_is_the_plan(capsys):
     assert main(["show", PLAN, "--json"]) == 0
     assert Plan.from_json(json.loads(capsys.readouterr().out)) == Plan.load(PLAN)
+
+
+def test_report_writes_a_page(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    assert main(["report", PLAN, "-o", str(page)]) == 0
+    assert str(page) in capsys.readouterr().out
+    assert page.read_text() == autopar.Plan.load(PLAN).to_html()
+
+
+def test_report_names_its_page_after_the_plan_and_says_what_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "p.json").write_text(Path(PLAN).read_text())
+    assert main(["report", str(tmp_path / "p.json")]) == 0
+    assert (tmp_path / "p.html").is_file()
+    assert main(["report", PLAN, "-o", str(tmp_path / "none" / "p.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_diff_exits_with_1_for_plans_that_differ(capsys):

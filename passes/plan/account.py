@@ -1,0 +1,62 @@
+"""The account of how a plan was found, as JSON and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.plan.json import Fields, as_object, number
+from passes.plan.parts import Alternative, Solution
+
+
+def solution_to_json(solution: Solution) -> dict[str, object]:
+    """The record of how the plan was found; seconds in the names, as in the file."""
+    return {
+        "planner": solution.planner,
+        "status": solution.status,
+        "objective_seconds": number(solution.objective),
+        "bound_seconds": number(solution.bound),
+        "phase_seconds": {name: number(seconds) for name, seconds in solution.phase_seconds.items()},
+        **alternatives_to_json(solution.alternatives),
+    }
+
+
+def solution_from_json(data: Fields) -> Solution:
+    """The record of how the plan was found."""
+    phases = data.object("phase_seconds")
+    return Solution(
+        planner=data.text("planner"),
+        status=data.text("status"),
+        objective=data.float("objective_seconds"),
+        bound=data.float("bound_seconds"),
+        phase_seconds={name: phases.float(name) for name in phases.data},
+        alternatives=alternatives_from_json(data),
+    )
+
+
+def alternatives_to_json(alternatives: Sequence[Alternative]) -> dict[str, object]:
+    """The field of what was met and not taken; none where there is nothing."""
+    entries = [
+        {
+            "name": one.name,
+            "seconds": number(one.seconds),
+            "why": one.why,
+            **({} if one.peak_nbytes is None else {"peak_nbytes": one.peak_nbytes}),
+        }
+        for one in alternatives
+    ]
+    return {"alternatives": entries} if entries else {}
+
+
+def alternatives_from_json(data: Fields) -> tuple[Alternative, ...]:
+    """What was met and not taken; nothing of a file without the field."""
+    entries = data.list("alternatives") if "alternatives" in data.data else ()
+    fields = [as_object(entry, data.place(f"alternatives[{i}]")) for i, entry in enumerate(entries)]
+    return tuple(
+        Alternative(
+            name=f.text("name"),
+            seconds=f.float("seconds"),
+            why=f.text("why"),
+            peak_nbytes=f.int("peak_nbytes") if "peak_nbytes" in f.data else None,
+        )
+        for f in fields
+    )
