@@ -126,7 +126,7 @@ class StagedSearch:
                 fastest = self.context.kept(best or min(fits, key=lambda draft: draft.seconds, default=None))
                 plan = self.plans.plan(fastest, pool) if isinstance(fastest, Draft) else fastest
                 return plan.ended(INTERRUPTED)
-            self.met += [_met(draft) for draft in sorted(search.found, key=lambda draft: draft.seconds)[:_SHOWN]]
+            self.met += [_met(draft) for draft in sorted(search.drafts, key=lambda draft: draft.seconds)[:_SHOWN]]
             better, over = self._best(self.drafting.worth(search), search.limit_seconds, pool)
             best = better or best
             if over is None or (best is not None and (self.context.is_interrupted or self.drafting.is_large)):

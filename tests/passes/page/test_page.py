@@ -10,12 +10,15 @@ import jax
 import pytest
 
 import autopar
+from passes.errors import PlanningError
 from passes.inter_op import SCHEDULES, StageCost
 from passes.page import html, page_data
 from passes.page.blocks import APPLY, block_name, blocks_of, modules
 from passes.page.data import Pool
 from passes.page.html import SCRIPTS, asset
 from passes.plan import Alternative, AnyPlan, Operator
+from passes.plan.account import alternatives_from_json
+from passes.plan.json import as_object
 from passes.plan.text import everything
 from tests.passes.plan.made_up import REST, make_plan
 from tests.passes.plan.test_face import make_pipeline
@@ -138,6 +141,12 @@ def test_a_saved_plan_keeps_what_was_rejected_and_the_cheapest_of_each_name(plan
     kept.save(tmp_path / "plan.json")
     assert type(plan).load(tmp_path / "plan.json") == kept != plan
     assert [one.seconds for one in kept.met] == [float(n) for n in range(1, 13)]
+
+
+def test_a_field_of_what_was_rejected_is_named_where_it_is_wrong() -> None:
+    fields = as_object({"alternatives": [{"name": "mesh x=8", "seconds": "soon", "why": ""}]}, "solution")
+    with pytest.raises(PlanningError, match=r"solution.alternatives\[0\].seconds should be a number"):
+        alternatives_from_json(fields)
 
 
 def test_a_search_tells_of_the_other_meshes(tmp_path: Path) -> None:
