@@ -19,9 +19,9 @@ from autopar.runtime.program import Feed, Held, Segment, Slot
 from autopar.runtime.segments import Stage, counts, inner_constants, segment_of, struct_of, task_nodes
 from passes.errors import InternalError
 from passes.inter_op import Task
-from passes.pipeline import value_specs
-from passes.placement import is_free
-from passes.sharding import ShardingSpec
+from passes.pipeline import reduced, value_specs
+from passes.placement import is_free, resharding_plan
+from passes.sharding import Resharder, ShardingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +50,27 @@ def tasks_of(stage: Stage, listing: Listing, loop_body: Body, *, splits_backward
     loop = Body(graph=body, equations=stage.loop_equations, constants=inner_constants(loop_body, body))
     made_in = {v: kind for kind, nodes in groups.items() for i in nodes for v in body.nodes[i].outputs}
     kinds = list(groups)
+    reshardings = resharding_plan(body, inner, Resharder(stage.plan.mesh))
     segments: dict[str, int] = {}
     for kind, nodes in groups.items():
-        later = kinds[kinds.index(kind) + 1 :]
-        read_later = {v for k in later for i in groups[k] for v in body.nodes[i].inputs}
+        later = [i for k in kinds[kinds.index(kind) + 1 :] for i in groups[k]]
+        read_later = {v for i in later for v in body.nodes[i].inputs}
         computed = [v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs]
-        needed: list[Held] = [(v, specs[v]) for v in computed if v in read_later or v in totals.values()]
+        handed_on = {
+            value: spec
+            for value, spec in reduced(body, inner, reshardings, nodes, later).items()
+            if value not in totals.values()
+        }
+        onward = specs | handed_on
+        kept = [v for v in computed if v in read_later or v in totals.values()]
+        needed: list[Held] = [(v, onward[v]) for v in (*kept, *handed_on)]
         needed += [(v, ends[v]) for v in computed if v in sent or v in rows]
         needed = list(dict.fromkeys(needed))
-        if not needed:
-            continue
-        begins = {v for v in start if made_in.get(totals[v]) == kind}
-        name = f"{kind} {stage.number}"
-        segments[kind] = listing.add(segment_of(stage, name, loop, nodes, inner, specs, needed, donated=begins))
+        if needed:
+            begins = {v for v in start if made_in.get(totals[v]) == kind}
+            name = f"{kind} {stage.number}"
+            segments[kind] = listing.add(segment_of(stage, name, loop, nodes, inner, specs, needed, donated=begins))
+        specs = onward
     return StageTasks(segments=segments, totals=totals, sent=tuple(sent), ends=ends)
 
 

@@ -3,7 +3,7 @@
 from passes.pipeline.assemble import body_of, check_submeshes, pipelined, recounted
 from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
-from passes.pipeline.segments import subgraph_of, value_specs
+from passes.pipeline.segments import reduced, subgraph_of, value_specs
 from passes.pipeline.step_blocks import Sample
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "layers_of",
     "pipelined",
     "recounted",
+    "reduced",
     "samples_of",
     "subgraph_of",
     "value_specs",

@@ -7,13 +7,14 @@ nothing is in flight any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.cluster import Mesh
 from passes.ir import Graph, StatePairs
 from passes.memory import PERSISTENT, peak
-from passes.placement import Layout, group, is_free, resharding_plan
+from passes.placement import Layout, ReshardingPlan, group, is_free, resharding_plan
 from passes.sharding import Resharder, ShardingSpec
 from passes.transforms import Part
 
@@ -63,6 +64,34 @@ def value_specs(graph: Graph, layout: Layout) -> dict[int, ShardingSpec]:
     return specs
 
 
+def reduced(
+    graph: Graph, layout: Layout, reshardings: ReshardingPlan, nodes: Collection[int], later: Iterable[int]
+) -> dict[int, ShardingSpec]:
+    """The placements to which the segment of `nodes` reduces partial sums that `later` nodes read, always reduced.
+
+    They are handed on reduced: reduced again, they would be sent twice where the plan counts once. A segment reduces
+    what its own nodes read, and what it makes that leaves the graph.
+    """
+    leaves = {v for v, spec in zip(graph.outputs, layout.outputs, strict=True) if not spec.partial}
+    whole = leaves.intersection(v for i in nodes for v in graph.nodes[i].outputs)
+    whole.update(value for value, spec in _operands(graph, layout, nodes) if not spec.partial)
+    read_partial: dict[int, bool] = {}
+    for value, spec in _operands(graph, layout, later):
+        read_partial[value] = read_partial.get(value, False) or bool(spec.partial)
+    first: dict[int, ShardingSpec] = {}
+    for move in itertools.chain.from_iterable(reshardings.before):
+        is_reduction = move.before.partial and not move.after.partial
+        if is_reduction and move.value in whole and not read_partial.get(move.value, True):
+            first.setdefault(move.value, move.after)
+    return first
+
+
+def _operands(graph: Graph, layout: Layout, nodes: Iterable[int]) -> Iterator[PlacedValue]:
+    """The values that nodes read, in the placements in which they read them."""
+    for i in nodes:
+        yield from zip(graph.nodes[i].inputs, layout.placements[i].operands, strict=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """Bytes of one device besides arguments, sums and what microbatches keep.
@@ -103,13 +132,15 @@ def _working(part: Part, inside: Layout, mesh: Mesh, resharder: Resharder) -> in
     specs, ends = value_specs(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
     sums = dict(zip(body.outputs[:n_carries], body.inputs[n_constants:], strict=False))
     late = [i for i in range(len(body.nodes)) if i not in part.forward]
+    kept = specs | reduced(body, inside, resharding_plan(body, inside, resharder), part.forward, late)
     read = {v for i in late for v in body.nodes[i].inputs}
     sizes: list[int] = []
     for nodes in (sorted(part.forward), late):
         computed = dict.fromkeys(v for i in nodes if not is_free(body, i) for v in body.nodes[i].outputs)
-        saved: list[PlacedValue] = [(v, specs[v]) for v in computed if v in read and nodes is not late]
+        saved: list[PlacedValue] = [(v, kept[v]) for v in computed if v in read and nodes is not late]
         sent: list[PlacedValue] = [(v, ends[v]) for v in computed if v in ends and (v, ends[v]) not in saved]
-        subgraph = subgraph_of(body, nodes, inside, specs, [*saved, *sent])
+        entering_specs = kept if nodes is late else specs
+        subgraph = subgraph_of(body, nodes, inside, entering_specs, [*saved, *sent])
         places = {v: i for i, v in enumerate(subgraph.graph.inputs)}
         state_pairs = tuple((o, places[sums[v]]) for o, (v, _) in enumerate((*saved, *sent)) if sums.get(v) in places)
         onward = [(v, spec) for v, spec in sent if v not in sums]
