@@ -12,7 +12,7 @@ from passes.text import Table
 
 Output = str | Sequence[Table]
 
-DONE = 0
+DONE = 0  # the exit status of a command that did what it was asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
