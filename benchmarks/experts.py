@@ -7,7 +7,7 @@ makes goes back, and so do their gradients: two all-to-alls a layer forward, two
 devices each; as many more as are recomputed. No parameter of an expert is sent, no gradient of it reduced: the device
 that has it sees all its tokens.
 
-Reference: Lepikhin et al., "GShard" (ICLR 2021), section 3.2; Rajbhandari et al., "DeepSpeed-MoE" (ICML 2022).
+Reference: Lepikhin et al., "GShard" (2006.16668), section 3.2; Rajbhandari et al., "DeepSpeed-MoE" (ICML 2022).
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """The numbers that steer planning, each halved and doubled: `python -m benchmarks.settings --help`.
 
 A number that trades quality against time is right where half of it finds dearer plans or looser bounds, and double of
-it takes longer and finds nothing. Every numeric constant of `passes` is varied but for those of `FIXED`, which says
-why. Factors and shares near one are varied by their distance from it: half of 1.1 is 1.05, double of 0.95 is 0.9.
+it takes more work and finds nothing. Every numeric constant of `passes` and every option that is a number is varied
+but for those of `FIXED`, which says why. Factors and shares near one are varied by their distance from it: half of 1.1
+is 1.05, double of 0.95 is 0.9. Work is calls of Python functions, which a busy machine does not change; what HiGHS and
+NumPy do in a call is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import cProfile
+import dataclasses
 import importlib
 import json
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -36,6 +38,7 @@ from models import gpt
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.pipeline import workers
+from passes.solver import SolverOptions
 
 ROOT = Path(__file__).parents[1] / "passes"
 ROOMS = (
@@ -54,16 +57,22 @@ FIXED: Mapping[str, str] = dict.fromkeys(
 ) | dict.fromkeys(
     (
         "memory.packing.ALIGNMENT", "memory.fusion.LIBRARY_ELEMENTS", "memory.lowering_rules.FUSED_JOINS",
-        "memory.lowering_rules.ROW_NBYTES", "memory.lowering_rules.COPIED_NBYTES",
+        "memory.lowering_rules.ROW_NBYTES", "memory.lowering_rules.COPIED_NBYTES", "memory.collectives.PIECES",
+        "memory.gpu_collectives.COMBINED_NBYTES", "memory.gpu_collectives.COMBINED", "memory.gpu_fusion.LAUNCH_NBYTES",
+        "memory.overlap.LATENCY", "memory.overlap.LOOP_COST", "memory.overlap.COST", "memory.split_products.TILE",
+        "memory.split_products.SPLITS", "memory.split_products.FLOP", "memory.split_products._AMPERE",
+        "memory.split_products._HOPPER", "memory.split_products._BLACKWELL",
     ),
     "imitates XLA",
 ) | dict.fromkeys(("inter_op.simulator.MICROSECONDS", "solver.formulation._MICROSECONDS"), "a unit") | dict.fromkeys(
     (
-        "intra_op.forms.PARTIAL", "layers.sample.OUTSIDE", "solver.formulation.UNUSED",
-        "solver.dual_ascent._FORBIDDEN", "solver.elimination._BEYOND",
+        "intra_op.forms.PARTIAL", "inter_op.schedules.NOTHING", "layers.attention.FUSED", "layers.attention.MADE_AGAIN",
+        "layers.sample.OUTSIDE", "solver.formulation.UNUSED", "solver.dual_ascent._FORBIDDEN",
+        "solver.elimination._BEYOND",
     ),
-    "stands for none, or for infinity",
+    "stands for a kind, for none, or for infinity",
 ) | {
+    "intra_op.roofline.TILES": "describes a library of GPUs, measured",
     "layers.sample.KEPT": "two blocks at each end, which the code goes by",
     "memory.holders.HOLDERS": "lines of a report",
     "pipeline.workers._GOODBYE_SECONDS": "no plan waits for it",
@@ -71,12 +80,19 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "planners.infeasible._MOST": "only what a message proposes",
     "planners.manual.LARGE": "only where a warning begins",
     "planners.manual.WORTHWHILE": "only of plans by hand",
+    "sharding.resharding._CACHED": "what is found does not depend on it, only how it is computed",
     "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",
-    "solver.search._RADIUS": "a default of an option; `benchmarks.tying` compares it with None",
+    "solver.search._GAP": "varied as `SolverOptions.gap`",
+    "solver.search._RADIUS": "varied as `SolverOptions.tie_radius`",
 }  # fmt: skip
 """Numbers that are not varied, and why."""
 
+OPTIONS: tuple[type, ...] = (SolverOptions, autopar.Auto)
+"""What a user may set; its numbers are varied where they are defaults."""
+
 HOST, PAIR = "2x2:a100-80g", "2:a100-80g"
+LARGE = partial(gpt.Config, vocab_size=4096, sequence_length=256, hidden=1024, heads=16)
+SMALL = partial(gpt.Config, vocab_size=512, sequence_length=32, hidden=128, heads=4)
 
 FACTORS = (0.5, 2.0)
 NEAR_ONE = (0.75, 2.0)
@@ -93,12 +109,12 @@ class Network:
     step: Callable[..., Any]
     arguments: tuple[Any, Any]
     cluster: str
-    planner: autopar.Auto
+    planner: Callable[[], autopar.Auto]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A numeric constant of a module of `passes`, named without that prefix."""
+    """A numeric constant of a module of `passes`, named without that prefix, or an option `Class.field`."""
 
     module: str
     name: str
@@ -110,18 +126,18 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One planning: seconds of the planned step, its gap, and CPU seconds; infinite where no plan was found."""
+    """One planning: seconds of the planned step and its gap, infinite where no plan was found, and calls."""
 
     step_seconds: float
     gap: float
-    cpu_seconds: float
+    calls: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A setting multiplied by `factor`: ratios to the plans with the setting as it is, [networks].
 
-    `slower` are of step seconds, `cpu` of CPU seconds; `looser` are differences of the gap."""
+    `slower` are of step seconds, `work` of calls; `looser` are differences of the gap."""
 
     setting: str
     value: Value
@@ -129,7 +145,7 @@ class Row:
     networks: tuple[str, ...]
     slower: tuple[float, ...]
     looser: tuple[float, ...]
-    cpu: tuple[float, ...]
+    work: tuple[float, ...]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -137,8 +153,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.settings",
         description="Halve and double every number that steers planning and plan a fixed set of networks again: step "
-        "seconds of the worst plan by those with the number as it is, the largest change of the gap, and CPU seconds "
-        "(median and worst ratio). One process plans; on a busy machine only ratios far from 1 mean something.",
+        "seconds of the worst plan by those with the number as it is, the largest change of the gap, and work in calls "
+        "of Python functions (least and largest ratio). One process plans.",
         epilog="example: python -m benchmarks.settings --only solver.search --network moe",
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="a setting or its module (default: all); again")
@@ -150,50 +166,57 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _gpt(layers: int, cluster: str, planner: autopar.Auto) -> Network:
+def _gpt(config: gpt.Config, cluster: str, planner: Callable[[], autopar.Auto]) -> Network:
     """The Adam step of a GPT, from shapes alone."""
-    config = gpt.Config(vocab_size=4096, sequence_length=256, hidden=1024, layers=layers, heads=16)
     optimizer = optax.adam(1e-3)
     state = jax.eval_shape(partial(make_state, gpt, config, optimizer), jax.random.key(0))
     batch = jax.eval_shape(partial(gpt.example_batch, config, 32), jax.random.key(0))
     return Network(step=make_step(gpt, config, optimizer), arguments=(state, batch), cluster=cluster, planner=planner)
 
 
-def _random(number: int, cluster: str, planner: autopar.Auto) -> Network:
+def _random(number: int, cluster: str, planner: Callable[[], autopar.Auto]) -> Network:
     """A network of `benchmarks.networks`, of seed 1."""
     network = drawn(1, number).network()
     return Network(step=network.step, arguments=(network.state, network.batch), cluster=cluster, planner=planner)
 
 
 NETWORKS: Mapping[str, Callable[[], Network]] = {
-    "attention": lambda: _random(4, HOST, autopar.Auto()),
-    "shared": lambda: _random(0, HOST, autopar.Auto()),
-    "skip": lambda: _random(9, HOST, autopar.Auto()),
-    "siamese": lambda: _random(12, HOST, autopar.Auto()),
-    "limit": lambda: _random(13, PAIR, autopar.Auto(memory_limit="420 MB")),
-    "stages": lambda: _random(8, "2x1:v100-16g", autopar.Auto(pipeline=True, layers=4)),
-    "gpt": lambda: _gpt(4, HOST, autopar.Auto()),
-    "gpt limit": lambda: _gpt(2, HOST, autopar.Auto(memory_limit="700 MB")),
-    "gpt stages": lambda: _gpt(8, "2x1:v100-16g", autopar.Auto(pipeline=True)),
+    "attention": lambda: _random(4, HOST, autopar.Auto),
+    "shared": lambda: _random(0, HOST, autopar.Auto),
+    "skip": lambda: _random(9, HOST, autopar.Auto),
+    "siamese": lambda: _random(12, HOST, autopar.Auto),
+    "layers": lambda: _gpt(SMALL(layers=4), HOST, autopar.Auto),
+    "limit": lambda: _random(13, PAIR, partial(autopar.Auto, memory_limit="420 MB")),
+    "stages": lambda: _random(8, "2x1:v100-16g", partial(autopar.Auto, pipeline=True, layers=4)),
+    "deep": lambda: _gpt(SMALL(layers=8), "2x1:v100-16g", partial(autopar.Auto, pipeline=True, memory_limit="30 MB")),
+    "gpt": lambda: _gpt(LARGE(layers=4), HOST, autopar.Auto),
+    "gpt limit": lambda: _gpt(LARGE(layers=2), HOST, partial(autopar.Auto, memory_limit="700 MB")),
+    "gpt stages": lambda: _gpt(LARGE(layers=8), "2x1:v100-16g", partial(autopar.Auto, pipeline=True)),
 }
 """Networks by what they exercise. The random ones take about a second: a tight relaxation, dense edges, a loose
-relaxation whose rest is eliminated, two towers of equal nodes, memory rows and variants, stages. The others are what
-people plan, and take minutes."""
+relaxation whose rest is eliminated, two towers of equal nodes, memory rows and variants, stages. Layers that are tied
+take two, a deep pipeline that hardly fits takes ten. The others are what people plan, and take minutes."""
 
-FREE = ("attention", "shared", "skip", "siamese")
+FREE = ("attention", "shared", "skip", "siamese", "layers")
+STAGES = ("stages", "deep")
 DEFAULT: Mapping[str, tuple[str, ...]] = {
-    "solver": FREE,
+    "solver": (*FREE, "limit"),
     "sharding": FREE,
     "intra_op": ("limit", "skip"),
     "memory": ("limit", "attention"),
-    "planners": ("limit", "stages"),
-    **dict.fromkeys(("layers", "inter_op", "pipeline"), ("stages",)),
+    "planners": ("limit", *STAGES),
+    **dict.fromkeys(("layers", "inter_op", "pipeline"), STAGES),
 }
 """The networks that a room's settings are tried on."""
 
 
 def settings() -> Iterator[Setting]:
-    """The numeric constants of the rooms that steer planning, fixed ones included."""
+    """The numeric constants of the rooms that steer planning, fixed ones included, and the options."""
+    for owner in OPTIONS:
+        for option in dataclasses.fields(owner):
+            value: Any = option.default
+            if is_number(value):
+                yield Setting(module=owner.__module__, name=f"{owner.__name__}.{option.name}", value=value)
     for room in ROOMS:
         for file in sorted((ROOT / room).rglob("*.py")):
             module = ".".join(("passes", *file.relative_to(ROOT).with_suffix("").parts))
@@ -232,7 +255,10 @@ def scaled(value: Value, factor: float) -> Value:
 def changed(setting: Setting, value: Value) -> Iterator[None]:
     """Plans with another value of a setting, wherever it was imported to or is the default of an argument."""
     undo: list[Callable[[], None]] = []
-    for name, module in list(sys.modules.items()):
+    owner, _, option = setting.name.rpartition(".")
+    if owner:
+        undo.append(_set_default(getattr(sys.modules[setting.module], owner), option, value))
+    for name, module in [] if owner else list(sys.modules.items()):
         if name == setting.module or (name.startswith("passes.") and _imports(module, setting)):
             undo.append(_set(module, setting.name, value))
         if name.startswith("passes."):
@@ -255,6 +281,14 @@ def _set(module: ModuleType, name: str, value: Value) -> Callable[[], None]:
     before = getattr(module, name)
     setattr(module, name, value)
     return lambda: setattr(module, name, before)
+
+
+def _set_default(owner: Any, option: str, value: Value) -> Callable[[], None]:
+    """Sets the default of an option and returns what puts it back."""
+    defaults = owner.__init__.__kwdefaults__
+    before = defaults[option]
+    defaults[option] = value
+    return lambda: defaults.update({option: before})
 
 
 def _set_defaults(module: ModuleType, before: Value, value: Value) -> Iterator[Callable[[], None]]:
@@ -285,12 +319,13 @@ def _of(name: str, known: dict[str, tuple[TracedStep, Network, Run]]) -> tuple[T
 def planned(step: TracedStep, network: Network) -> Run:
     """One planning of a step that knows none of its variants yet."""
     fresh = step_of(step.written, step.structs)
-    start = time.process_time()
+    profile = cProfile.Profile(builtins=False)
     try:
-        plan = network.planner.plan(fresh, parse_cluster(network.cluster)).plan
+        planned = profile.runcall(network.planner().plan, fresh, parse_cluster(network.cluster))
+        seconds, gap = planned.plan.step_seconds, planned.plan.gap
     except PlanningError:
-        return Run(step_seconds=math.inf, gap=math.inf, cpu_seconds=time.process_time() - start)
-    return Run(step_seconds=plan.step_seconds, gap=plan.gap, cpu_seconds=time.process_time() - start)
+        seconds, gap = math.inf, math.inf
+    return Run(step_seconds=seconds, gap=gap, calls=sum(entry.callcount for entry in profile.getstats()))
 
 
 def rows(chosen: Sequence[Setting], names: Sequence[str]) -> Iterator[Row]:
@@ -311,13 +346,13 @@ def rows(chosen: Sequence[Setting], names: Sequence[str]) -> Iterator[Row]:
                 networks=tuple(networks),
                 slower=tuple(new.step_seconds / old.step_seconds for old, new in pairs),
                 looser=tuple(new.gap - old.gap for old, new in pairs),
-                cpu=tuple(new.cpu_seconds / old.cpu_seconds for old, new in pairs),
+                work=tuple(new.calls / old.calls for old, new in pairs),
             )
 
 
 def table(settings_rows: Sequence[Row]) -> Table:
     """The rows as a table."""
-    columns = ("setting", "is", "times", "plans", "slowest plan", "fastest plan", "gap", "CPU median", "CPU worst")
+    columns = ("setting", "is", "times", "plans", "slowest plan", "fastest plan", "gap", "least work", "most work")
     printed = Table(*columns, title="planning with settings halved and doubled", title_justify="left")
     for row in settings_rows:
         printed.add_row(
@@ -328,8 +363,8 @@ def table(settings_rows: Sequence[Row]) -> Table:
             f"{100 * (max(row.slower) - 1):+.2f} %",
             f"{100 * (min(row.slower) - 1):+.2f} %",
             f"{100 * max(row.looser, key=abs):+.2f} %",
-            f"{statistics.median(row.cpu):.2f}",
-            f"{max(row.cpu):.2f}",
+            f"{min(row.work):.2f}",
+            f"{max(row.work):.2f}",
         )
     return printed
 

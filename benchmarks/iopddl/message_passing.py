@@ -8,7 +8,8 @@ far as the other end is sure to pay it. What every choice pays adds up to the bo
 Limits enter as prices: prices_t a byte at time t add to node costs, and `bound - sum_t prices_t limits_t` holds for
 every choice within the limits (Lagrange).
 
-Reference: Kolmogorov, Convergent tree-reweighted message passing for energy minimization (PAMI 2006), figure 3.
+Reference: Kolmogorov, Convergent tree-reweighted message passing for energy minimization (IEEE Trans. PAMI 28, 2006):
+TRW-S on monotonic chains.
 """
 
 from __future__ import annotations

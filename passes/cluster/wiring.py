@@ -4,7 +4,7 @@ A group talks at the rate of its worst member: the links from it to members next
 Members that are not next to each other are reached through devices in between, whose own traffic shares the way, so
 links count 1 / distance on a torus; on a hybrid cube mesh there is PCI Express between the halves of such a pair.
 
-Reference: NVIDIA, "DGX-1 with Tesla V100 system architecture", fig. 4 (links of the hybrid cube mesh); jax-ml/
+Reference: NVIDIA, "DGX-1 with Tesla V100 system architecture" (links of the hybrid cube mesh); jax-ml/
 scaling-book, tpus.md (grids of pods, and which dimensions wrap around).
 """
 
@@ -19,7 +19,7 @@ from typing import Literal
 
 from passes.cluster.cluster import HostGroup, Wiring
 
-# NVLinks between two of the 8 devices of a DGX-1 or AWS p3 host (NVIDIA, fig. 4).
+# NVLinks between two of the 8 devices of a DGX-1 or AWS p3 host (NVIDIA).
 CUBE_MESH = (
     (0, 1, 1, 2, 2, 0, 0, 0),
     (1, 0, 2, 1, 0, 2, 0, 0),
@@ -31,7 +31,7 @@ CUBE_MESH = (
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
 CUBE_MESH_LINKS = 6
-"""NVLinks of each of those devices (NVIDIA, fig. 4): the sum of a row."""
+"""NVLinks of each of those devices: the sum of a row."""
 
 PCIE_LINKS = 0.4
 """Where there is no NVLink: PCI Express 3 x16 through the host, assumed to give half of 15.75 GB/s, of 18.5 a link."""

@@ -76,7 +76,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def eager_one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """1F1B that starts twice as many forwards, so that transfers overlap with compute; more are in flight for it.
 
-    Reference: Zhuang et al., On Optimizing the Communication of Model Parallelism (2211.05322), section 4.
+    Reference: Zhuang et al., On Optimizing the Communication of Model Parallelism (2211.05322): eager-1F1B.
     """
     return _warmed_up("eager-1f1b", stages, microbatches, [2 * (stages - 1 - stage) for stage in range(stages)])
 

@@ -2,7 +2,7 @@
 
 Gradients are convolutions too, their batches and channels exchanged, so one rule serves all three.
 
-Reference: Dryden et al., "Channel and filter parallelism for large-scale CNN training" (2019), section 3; XLA's
+Reference: Dryden et al., "Channel and filter parallelism for large-scale CNN training" (SC 2019); XLA's
 Convolution semantics for feature and batch groups, which are contiguous and outermost in their dimensions.
 """
 

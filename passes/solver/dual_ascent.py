@@ -5,7 +5,8 @@ Nodes are visited in order and back; each gives every edge onward an equal share
 the edge hands on the least of that at each of its placements. After the last pass, price differences along an edge are
 at most what the resharding costs.
 
-Reference: Kolmogorov, Convergent tree-reweighted message passing for energy minimization (PAMI 2006), figure 3.
+Reference: Kolmogorov, Convergent tree-reweighted message passing for energy minimization (IEEE Trans. PAMI 28, 2006):
+TRW-S on monotonic chains.
 """
 
 from __future__ import annotations

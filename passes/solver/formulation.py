@@ -26,7 +26,8 @@ That leaves a third of the variables and the same optimum. Readers then share le
 sharing whole reshardings as `evaluate` does, if all go the same ways: only through placements that every reader of the
 group may want. So it is a bound still, exact where readers agree; branching puts the pairs back.
 
-Reference: the edge formulation of Alpa (Zheng et al., OSDI 2022, eq. 1-4) with equality marginals over placements.
+Reference: Zheng et al., Alpa (OSDI 2022), section 4.2: its equation 1 made linear, here with equality marginals over
+placements.
 """
 
 from __future__ import annotations

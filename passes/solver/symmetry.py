@@ -1,6 +1,6 @@
 """Symmetry: structurally equal nodes of a sharding problem merged, so that a model's equal layers are solved once.
 
-Reference: Weisfeiler and Lehman's colour refinement.
+Reference: the colour refinement of Weisfeiler and Leman (1968).
 """
 
 from __future__ import annotations
