@@ -2,7 +2,6 @@
 
 from autopar.rewrite.chunked_scans import in_pieces
 from autopar.rewrite.microbatch import microbatched
-from autopar.rewrite.remat import recomputed
 from autopar.rewrite.step import TracedStep, step_of
 
-__all__ = ["TracedStep", "in_pieces", "microbatched", "recomputed", "step_of"]
+__all__ = ["TracedStep", "in_pieces", "microbatched", "step_of"]

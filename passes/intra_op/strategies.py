@@ -35,12 +35,11 @@ Types = tuple[TensorType, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One legal way to place a bundle: what each axis cuts, the members' assignments, and seconds by cause."""
+    """One legal way to place a bundle: what each axis cuts, the members' assignments, and seconds of computing."""
 
     picks: Picks
     assignments: tuple[Assignment, ...]
     compute_seconds: float
-    reshard_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +197,8 @@ class _Pricing:
         space = self.space
         if not space.picks:
             return None
-        compute, reshard = self._compute_seconds(), self._reshard_seconds()
-        seconds = np.where(self._legal(), compute + reshard, np.inf)
+        compute = self._compute_seconds()
+        seconds = np.where(self._legal(), compute + self._reshard_seconds(), np.inf)
         best: dict[int, int] = {}
         for number, (border, spent) in enumerate(zip(space.kinds, seconds.tolist(), strict=True)):
             if spent < np.inf and (border not in best or spent < seconds[best[border]]):
@@ -216,7 +215,6 @@ class _Pricing:
                     picks=space.picks[number],
                     assignments=space.assignments[number],
                     compute_seconds=float(compute[number]),
-                    reshard_seconds=float(reshard[number]),
                 )
                 for number in chosen
             ),

@@ -17,7 +17,6 @@ from passes.rules.registry import (
     known_primitives,
     made_anywhere,
     replicate,
-    rule,
     rule_of,
 )
 from passes.rules.unruled import WITHOUT_RULE
@@ -39,7 +38,6 @@ __all__ = [
     "makes_the_same",
     "pinned_mesh",
     "replicate",
-    "rule",
     "rule_of",
     "sum_of",
 ]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -226,3 +231,36 @@ def test_arguments_are_checked_in_calls_as_in_plans():
             run({"mode": "fast"}, 1)
         with pytest.raises(TypeError, match="missing"):
             run()
+
+
+# The walk of a call's arguments.
+
+
+def rooms_entered(call: Callable[[], object]) -> list[str]:
+    """The files of autopar that a call goes through in order, each once for a stay: calls alone, no returns."""
+    files: list[str] = []
+    stack: list[str] = []
+
+    def follow(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            file = frame.f_code.co_filename.partition(f"{Path(autopar.__file__).parent}{os.sep}")[2]
+            stack.append(file)
+            if file and (len(stack) < 2 or stack[-2] != file):
+                files.append(file)
+        elif event == "return" and stack:
+            stack.pop()
+
+    sys.setprofile(follow)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_the_walk_of_a_call_enters_the_decorator_once():
+    step = parallel(lambda w, x: w @ x, cluster="1:cpu")
+    for n in (4, 4, 8):  # the first call compiles, the second finds it, the third compiles for another type
+        entered = rooms_entered(lambda n=n: step(jnp.ones((2, n)), jnp.ones((n, 2))))
+        assert entered[0] == "api.py"
+        assert entered.count("api.py") == 1
