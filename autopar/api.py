@@ -18,6 +18,7 @@ from autopar.cache import PlanCache
 from autopar.compilation import Compilations
 from autopar.errors import ArgumentError, explain
 from autopar.frontend import Names, Positions, Traced, signature_of
+from autopar.initialization import made
 from autopar.jax_compat import Device
 from autopar.options import Settings
 from autopar.plan import PipelinePlan, Plan
@@ -128,6 +129,36 @@ class ParallelFunction:
         The devices must be here, or be described by `autopar.topology`. `.compile()` comes next.
         """
         return self._compilations.of(args, kwargs).lower()
+
+    def placement(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The pair (args, kwargs) without static arguments, as `jax.ShapeDtypeStruct`s in the shardings in which
+        `fun(*args, **kwargs)` will read them: what `Checkpoints.restore` takes.
+
+        Of a batch it is the sharding of its rows.
+        """
+        dynamic, _ = self.signature.split(args, kwargs)
+        compilation = self._compilations.of(args, kwargs)
+        leaves = [
+            jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type)
+            for struct, sharding in zip(compilation.structs, compilation.placements(), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(dynamic), leaves)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, others: Sequence[Any] = ()) -> Any:
+        """The state `init_fn(*args)`, the first argument of this function, made where it will be read.
+
+        Each device makes its own shards: the state never exists whole, on no device and no host. It is planned for
+        with the function's `others` (a batch, say, or its types), which may be left out where the function has been
+        planned or called with such a state before. Raises ArgumentError where it has not.
+        """
+        state = jax.eval_shape(init_fn, *args)
+        compilation = self._compilations.of((state, *others), {}) if others else self._compilations.about(state)
+        if compilation is None:
+            rule = "it has not been planned for such a state, and what else it takes is not known"
+            remedy = "pass that, or its types: init(init_fn, key, others=(batch,))"
+            raise ArgumentError(explain(f"{self.signature.function}.init()", rule, self.signature.source, remedy))
+        count = len(jax.tree.leaves(state))
+        return made(init_fn, args, compilation.placements()[:count])
 
     def report(self, *args: Any, **kwargs: Any) -> StepReport:
         """Predicted and measured steps of `fun(*args, **kwargs)` by cause and stage, to be printed.

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import jax
+from jax.sharding import Sharding
 
 from autopar.distributed import Processes, among
 from autopar.errors import DeviceError, UnsupportedError, explain
@@ -43,6 +44,7 @@ class Compilation:
     planned: Program | None = None
     executable: Executable | Pipeline | Joined | None = None
     run: _Run | None = None
+    placed: list[Sharding] | None = None
 
     def step(self) -> TracedStep:
         """The step as planners are given it."""
@@ -134,7 +136,7 @@ class Compilation:
             chosen = tighter._chosen()
         except OverBudgetError as short:
             raise limit.error(plan, needed) from short
-        self.chosen, self.planned = replace(chosen, memory_limit=before.memory_limit), None
+        self.chosen, self.planned, self.placed = replace(chosen, memory_limit=before.memory_limit), None, None
 
     def _executable(self, *, again: bool, nested: bool = False) -> Executable | Pipeline | Joined | None:
         """The compiled program, checked to need no more memory than the limit.
@@ -167,6 +169,13 @@ class Compilation:
 
     def _devices(self) -> Sequence[Device]:
         return jax.devices() if self.settings.devices is None else self.settings.devices
+
+    def placements(self) -> list[Sharding]:
+        """The sharding in which each flat argument is read; of a batch, that of its rows."""
+        if self.placed is None:
+            self._agree()
+            self.placed = self.program().placements()
+        return self.placed
 
     def present(self) -> tuple[Device, ...]:
         """The devices that the plan runs on. Raises DeviceError if there are too few."""
@@ -239,6 +248,16 @@ class Compilations:
     def last(self) -> Compilation | None:
         """The last that was compiled of those that run; None before the first call."""
         return next((known for known in reversed(self.known.values()) if known.run is not None), None)
+
+    def about(self, first: Any) -> Compilation | None:
+        """The last compilation for a first argument of these types; None if there is none."""
+        leaves, tree = jax.tree.flatten(first)
+        types = types_of(leaves)
+        for (whole, _, known, _), compilation in reversed(self.known.items()):
+            positional = whole.children()[0].children()
+            if positional and positional[0] == tree and known[: len(types)] == types:
+                return compilation
+        return None
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
         """The compilation for arguments of these types, which may be `jax.ShapeDtypeStruct`s."""

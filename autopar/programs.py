@@ -8,6 +8,7 @@ from functools import singledispatch
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.distributed import Processes
 from autopar.frontend import Signature
@@ -27,6 +28,7 @@ from autopar.runtime import (
     lower,
     needed_nbytes,
     pipeline_nbytes,
+    placements,
     prepare,
 )
 from autopar.runtime import Program as Instructions
@@ -51,6 +53,10 @@ class Program(Protocol):
         """What runs the program, compiled when it is called first."""
         ...
 
+    def placements(self) -> list[Sharding]:
+        """The sharding in which each of the caller's flat arguments is read; of a batch, that of its rows."""
+        ...
+
     def compiled(self, structs: Structs, *, nested: bool) -> tuple[Executable | Pipeline | Joined, int] | None:
         """What runs the program, and the bytes of a device that it needs.
 
@@ -64,6 +70,7 @@ class _OneProgram:
     """A program on one mesh."""
 
     plan: Plan
+    chosen: Chosen
     prepared: Prepared
 
     def lower(
@@ -74,6 +81,10 @@ class _OneProgram:
 
     def executable(self) -> Executable:
         return self.prepared.executable()
+
+    def placements(self) -> list[Sharding]:
+        stacked = self.chosen.traced.stacked
+        return [_rows(s) if i in stacked else s for i, s in enumerate(self.prepared.in_shardings)]
 
     def compiled(self, structs: Structs, *, nested: bool) -> tuple[Executable, int] | None:
         if nested:
@@ -108,6 +119,17 @@ class _PipelineProgram:
     def executable(self) -> Pipeline | Joined:
         return self._joined(self._pipeline(self._instructions()))
 
+    def placements(self) -> list[Sharding]:
+        shardings = self._shardings(self._instructions())
+        return shardings if self.chosen.pieces is None else placements(self.chosen.pieces, shardings)[0]
+
+    def _shardings(self, program: Instructions) -> list[Sharding]:
+        """The shardings of the program's inputs, of which the caller's may be joined."""
+        traced = self.chosen.traced
+        sliced = {feed.argument for feed in program.feeds if feed.slice is not None}
+        whole = program.input_shardings(len(traced.graph.inputs), SingleDeviceSharding(self.devices[0]))
+        return [_rows(s) if i in traced.stacked and i not in sliced else s for i, s in enumerate(whole)]
+
     def compiled(self, structs: Structs, *, nested: bool) -> tuple[Pipeline | Joined, int]:
         pipeline = self._pipeline(self._instructions())
         return self._joined(pipeline), pipeline_nbytes(pipeline.program, pipeline.executables)
@@ -129,7 +151,15 @@ class _PipelineProgram:
         if (pieces := self.chosen.pieces) is None:
             return pipeline
         donation = pieces.donation(pipeline.program.donation)
-        return Joined(pipeline, pieces, self.out_tree, donation, arrivals=pipeline.arrivals)
+        _, origins = placements(pieces, self._shardings(pipeline.program))
+        return Joined(pipeline, pieces, self.out_tree, donation, origins, arrivals=pipeline.arrivals)
+
+
+def _rows(sharding: Sharding) -> Sharding:
+    """The sharding of a batch's rows, from that of its microbatches side by side."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
 @singledispatch
@@ -154,7 +184,7 @@ def _(
     out_tree: PyTreeDef,
     processes: Processes | None,
 ) -> _OneProgram:
-    return _OneProgram(plan=plan, prepared=prepare(signature, chosen.traced, plan, devices, processes))
+    return _OneProgram(plan=plan, chosen=chosen, prepared=prepare(signature, chosen.traced, plan, devices, processes))
 
 
 @program_of.register

@@ -47,6 +47,7 @@ ORDER = {
             "planning",
             "programs",
             "compilation",
+            "initialization",
             "reporting",
             "api",
             "tools",

@@ -18,9 +18,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from autopar import jax_compat
 from autopar.checkpoint.manifest import CheckpointError
-from autopar.distributed import Processes
+from autopar.distributed import Processes, nowhere
 from autopar.errors import explain
-from autopar.runtime import nowhere
 
 SECONDS = 1200
 """So long a process waits for the others to write."""

@@ -2,6 +2,7 @@
 
 from autopar.distributed.agreement import Processes, among, digest_of
 from autopar.distributed.connections import Connections
+from autopar.distributed.pieces import nowhere, placed
 from autopar.distributed.startup import initialize
 
-__all__ = ["Connections", "Processes", "among", "digest_of", "initialize"]
+__all__ = ["Connections", "Processes", "among", "digest_of", "initialize", "nowhere", "placed"]

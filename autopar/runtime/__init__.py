@@ -4,9 +4,8 @@ from autopar.runtime import runtime
 from autopar.runtime.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
 from autopar.runtime.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
 from autopar.runtime.instructions import build
-from autopar.runtime.joined import Joined, Pieces
+from autopar.runtime.joined import Joined, Pieces, placements
 from autopar.runtime.lowered_pipeline import CompiledPipeline, LoweredPipeline
-from autopar.runtime.pieces import nowhere
 from autopar.runtime.program import Program
 from autopar.runtime.runtime import Pipeline, load
 
@@ -27,8 +26,8 @@ __all__ = [
     "load",
     "lower",
     "needed_nbytes",
-    "nowhere",
     "pipeline_nbytes",
+    "placements",
     "prepare",
     "runtime",
 ]

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from autopar import jax_compat
-from autopar.distributed import Connections, Processes
-from autopar.runtime.pieces import nowhere
+from autopar.distributed import Connections, Processes, nowhere
 from autopar.runtime.transfer import Local, Move, Route, Transport
 from autopar.runtime.transfer_plan import TransferPlan
 from passes.errors import InternalError

@@ -17,10 +17,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from autopar.distributed import Processes, digest_of
+from autopar.distributed import Processes, digest_of, nowhere, placed
 from autopar.errors import DisagreementError, explain
 from autopar.runtime.across import takes_part, transport_of
-from autopar.runtime.pieces import nowhere, placed
 from autopar.runtime.transfer import Transfer, compile_transfer
 from autopar.runtime.transfer_plan import plan_transfer, where
 

@@ -50,6 +50,25 @@ class Pieces:
         )
 
 
+def placements(
+    pieces: Pieces, shardings: Sequence[Sharding]
+) -> tuple[list[Sharding], dict[Sharding, tuple[Sharding, ...]]]:
+    """The sharding of each of the caller's flat inputs, from those of the program's, and the chunks of joined ones.
+
+    Where no array over stages can be made of an input's pieces it is that of the first.
+    """
+    whole: list[Sharding] = []
+    origins: dict[Sharding, tuple[Sharding, ...]] = {}
+    given = iter(shardings)
+    for count in pieces.inputs:
+        parts = tuple(islice(given, count))
+        target = _target(parts) if count > 1 else None
+        whole.append(target.whole if target else parts[0])
+        if target:
+            origins[target.whole] = target.chunks
+    return whole, origins
+
+
 def _struct(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
     if count == 1:
         return struct
@@ -100,7 +119,9 @@ class Joined:
         shape = (leaf.shape[0] // len(origins), *leaf.shape[1:])
         shards = {shard.device: shard.data for shard in leaf.addressable_shards}
         chunks = [
-            jax.make_array_from_single_device_arrays(shape, sharding, [shards[d] for d in sharding.addressable_devices])
+            jax.make_array_from_single_device_arrays(
+                shape, sharding, [shards[d] for d in sharding.addressable_devices], dtype=leaf.dtype
+            )
             for sharding in origins
         ]
         return [piece for chunk in chunks for piece in _split(chunk, count // len(chunks))]
@@ -189,7 +210,7 @@ def _ids(sharding: Sharding) -> tuple[int, ...]:
 
 def _over_stages(shape: tuple[int, ...], sharding: Sharding, chunks: Sequence[jax.Array]) -> jax.Array:
     shards = [shard.data for chunk in chunks for shard in chunk.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=chunks[0].dtype)
 
 
 def _concatenated(pieces: list[jax.Array]) -> jax.Array:

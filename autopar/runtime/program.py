@@ -135,6 +135,16 @@ class Program:
     n_slots: int
     donation: Donation = Donation()
 
+    def input_shardings(self, count: int, elsewhere: Sharding) -> list[Sharding]:
+        """The sharding in which each of `count` arguments is read first; `elsewhere` for what is not read at all.
+
+        That of a batch is of its rows, which are cut as those of a microbatch.
+        """
+        chosen: dict[int, Sharding] = {}
+        for feed in sorted(self.feeds, key=lambda feed: feed.slice is None):
+            chosen.setdefault(feed.argument, feed.sharding)
+        return [chosen.get(argument, elsewhere) for argument in range(count)]
+
     def verify(self) -> None:
         """Raises InternalError unless slots are written before they are read, and read before they are gone."""
         live = {feed.slot for feed in self.feeds} | {slot for slot, _, _ in self.constants}

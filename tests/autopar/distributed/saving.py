@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import autopar
@@ -21,24 +22,18 @@ def main(folder: str, name: str, planner: str, until: str) -> None:
     autopar.distributed.initialize()
     training = MODELS[name].training("float32", least=True)
     step = autopar.parallelize(training.step, planner=eval(planner, vars(autopar)), donate_argnums=0)
+    (like, _), _ = step.placement(training.state, training.batch)
     with autopar.Checkpoints(folder) as checkpoints:
-        state, _ = step(fresh(training.state), training.batch)
-        saved = checkpoints.restore(state)
-        first = 0
+        saved = checkpoints.restore(like)
         if saved:
             state, first = saved.state, saved.step
             print("restored", first, digest_of(state), saved.position, flush=True)
         else:
-            state = fresh(training.state)
+            state, first = step.init(lambda: jax.tree.map(jnp.asarray, training.state)), 0
         for _ in range(first, int(until)):
             state, _ = step(state, training.batch)
         checkpoints.save(int(until), state, position=int(until), plan=step.plan(state, training.batch))
     print("saved", until, digest_of(state), flush=True)
-
-
-def fresh(state: Any) -> Any:
-    """A copy that may be donated."""
-    return jax.tree.map(np.array, state)
 
 
 def digest_of(state: Any) -> str:

@@ -1,0 +1,88 @@
+"""State made in place: the numbers of `init_fn`, on the devices that read them, and never whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import DataParallel, Megatron, Pipeline, Zero
+from tests.sample import slow
+
+LAYERS, WIDTH = 4, 16
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
+
+
+def init(key: jax.Array) -> Any:
+    keys = jax.random.split(key, LAYERS)
+    params = [jax.random.normal(k, (WIDTH, WIDTH)) * 0.1 for k in keys]
+    return params, OPTIMIZER.init(params), key
+
+
+def init_stacked(key: jax.Array) -> Any:
+    params = {"w": jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) * 0.1}
+    return params, OPTIMIZER.init(params), key
+
+
+def step(state: Any, batch: Any) -> Any:
+    params, moments, key = state
+
+    def loss(params: Any) -> jax.Array:
+        x = batch
+        if isinstance(params, dict):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        else:
+            for w in params:
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    updates, moments = OPTIMIZER.update(gradient, moments)
+    return (optax.apply_updates(params, updates), moments, key), value
+
+
+BATCH = jax.ShapeDtypeStruct((8, WIDTH), np.float32)
+PLANNERS = [
+    (init_stacked, Pipeline(stages=2, microbatches=2), 2),
+    (init_stacked, Zero(3), 8),
+    slow(init, DataParallel(), 1),
+    slow(init, Zero(3), 8),
+    slow(init, Pipeline(stages=2, microbatches=2), 1),
+    slow(init, Megatron(data=2, tensor=2, pipeline=2, microbatches=2), 2),
+]
+
+
+@pytest.mark.parametrize(("init_fn", "planner", "ways"), PLANNERS)
+def test_a_state_is_made_where_it_is_read(init_fn: Any, planner: Any, ways: int):
+    parallel = autopar.parallelize(step, planner=planner, donate_argnums=0)
+    before = {id(array) for array in jax.live_arrays()}
+    state = parallel.init(init_fn, jax.random.key(0), others=(BATCH,))
+    here = [array for array in jax.live_arrays() if id(array) not in before and array.dtype == np.float32]
+    largest = max(shard.data.size for array in here for shard in array.addressable_shards)
+    assert largest == max(np.size(leaf) for leaf in jax.tree.leaves(state)) // ways
+    expected = jax.jit(init_fn)(jax.random.key(0))
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert str(jax.typeof(ours)) == str(jax.typeof(theirs))
+        if ours.dtype == np.float32:
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    (places, _), _ = parallel.placement(state, BATCH)
+    assert [a.sharding for a in jax.tree.leaves(state)] == [a.sharding for a in jax.tree.leaves(places)]
+    batch = np.linspace(-1, 1, 8 * WIDTH, dtype=np.float32).reshape(8, WIDTH)
+    again = parallel.init(init_fn, jax.random.key(0))  # planned for by now
+    ours, loss = parallel(again, batch)
+    theirs, wanted = jax.jit(step)(expected, batch)
+    assert abs(loss - wanted) < 1e-6
+    for a, b in zip(jax.tree.leaves(ours[:2]), jax.tree.leaves(theirs[:2]), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(again[:2]))
+
+
+def test_what_else_the_step_takes_must_be_known():
+    with pytest.raises(autopar.ArgumentError, match=r"init\(init_fn, key, others=\(batch,\)\)"):
+        autopar.parallelize(step).init(init, jax.random.key(0))
