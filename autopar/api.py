@@ -16,9 +16,9 @@ import jax
 
 from autopar.cache import PlanCache
 from autopar.compilation import Compilations
+from autopar.distributed import made
 from autopar.errors import ArgumentError, explain
 from autopar.frontend import Names, Positions, Traced, signature_of
-from autopar.initialization import made
 from autopar.jax_compat import Device
 from autopar.options import Settings
 from autopar.plan import PipelinePlan, Plan

@@ -47,7 +47,6 @@ ORDER = {
             "planning",
             "programs",
             "compilation",
-            "initialization",
             "reporting",
             "api",
             "tools",

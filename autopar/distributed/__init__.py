@@ -2,7 +2,8 @@
 
 from autopar.distributed.agreement import Processes, among, digest_of
 from autopar.distributed.connections import Connections
+from autopar.distributed.initialization import made
 from autopar.distributed.pieces import nowhere, placed
 from autopar.distributed.startup import initialize
 
-__all__ = ["Connections", "Processes", "among", "digest_of", "initialize", "nowhere", "placed"]
+__all__ = ["Connections", "Processes", "among", "digest_of", "initialize", "made", "nowhere", "placed"]

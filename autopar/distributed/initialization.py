@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from autopar import jax_compat
-from autopar.distributed import nowhere, placed
+from autopar.distributed.pieces import nowhere, placed
 from autopar.jax_compat import Device
 
 
