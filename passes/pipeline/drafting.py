@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from passes import inter_op
 from passes.cluster import Cluster
 from passes.errors import OverBudgetError, PlanningError
-from passes.inter_op import Partition, Submesh, build, is_chunked
+from passes.inter_op import Candidate, Partition, Submesh, build, is_chunked
 from passes.intra_op import named, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
@@ -102,19 +102,24 @@ class Drafting:
 
     def rivals(self, seconds: float) -> bool:
         """Whether the step without stages, in one form or another, may take hardly longer than that by its prices."""
-        for count in self.samples:
-            most = RIVAL * seconds / count
-            stage = self.table.candidate(0, self.layers, self._everything(), count, cutoff=most)
-            if stage is not None and stage.needed_nbytes(1) <= self.limit:
-                return True
-        return False
+        return any(self._whole(count, RIVAL * seconds / count) is not None for count in self.samples)
 
     def _whole_seconds(self, cutoff: float) -> float:
         """Seconds that stages must stay below to be better than none, by the price of the whole step, or the cutoff."""
         if 1 not in self.samples:
             return cutoff
-        stage = self.table.candidate(0, self.layers, self._everything(), 1, cutoff=cutoff / RIVAL)
-        return RIVAL * stage.period(1) if stage is not None and stage.needed_nbytes(1) <= self.limit else cutoff
+        stage = self._whole(1, cutoff / RIVAL)
+        return cutoff if stage is None else RIVAL * stage.period(1)
+
+    def _whole(self, count: int, cutoff: float) -> Candidate | None:
+        """The step without stages by its price; None where a microbatch takes `cutoff` seconds or it does not fit."""
+        everything = self._everything()
+        state_nbytes = self.table.bounds.of_layers(0, self.layers, everything, count).nbytes
+        end = len(self.table.step.cuts(count).blocks)
+        if state_nbytes + self.table.kept_nbytes(0, end, everything.n_devices, count) > self.limit:
+            return None
+        stage = self.table.candidate(0, self.layers, everything, count, cutoff=cutoff)
+        return stage if stage is not None and stage.needed_nbytes(1) <= self.limit else None
 
     def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
         """The stages that take least by their prices and keep the limit, if any may be better than the drafts so far.
@@ -170,7 +175,7 @@ class Drafting:
         Of a large step those that are slower come after the first, for where its plan does not fit after all.
         """
         most = math.inf if self.is_large else search.cutoff
-        ours = [draft for draft in search.drafts if draft.seconds < most and draft.peak_nbytes <= SLACK * search.limit]
+        ours = [draft for draft in search.drafts if draft.seconds < most and draft.peak_nbytes <= search.most_nbytes]
         return first_of_each(sorted(ours, key=lambda draft: (draft.peak_nbytes > search.limit, draft.seconds)))
 
     def _megatron_table(self, size: int, tensor: int) -> StageCostTable:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -148,32 +148,49 @@ class DraftSearch:
         heapq.heapify(queue)
         while queue and queue[0][0] < self.cutoff:
             bound, number, shape, count, names = heapq.heappop(queue)
-            if not self.has(count):
-                continue
             least = self._bound(shape, count, names)
             if queue and least > queue[0][0] and least > bound:
                 heapq.heappush(queue, (least, number, shape, count, names))
                 continue
             names = tuple(name for name in names if self.least_nbytes(shape, count, name) <= self.most_nbytes)
-            if not names:
+            likely = self._expected_to_fit(shape, self.table, count, names)
+            if not (likely or any(self._megatron_tables(shape, count, names))) or not self.has(count):
                 continue
-            over: list[Draft] = []
-            for draft in priced_drafts(shape, self.table, count, names, self.cutoff):
+            over = {name: least for name in names if name not in likely}
+            for draft in priced_drafts(shape, self.table, count, likely, self.cutoff) if likely else ():
                 self.take(draft)
-                over += [draft] if draft.peak_nbytes > self.limit else []
+                over |= {draft.schedule: draft.seconds} if draft.peak_nbytes > self.limit else {}
             self._add_megatron(shape, count, over)
 
-    def _add_megatron(self, shape: Shape, count: int, over: Sequence[Draft]) -> None:
-        """Adds what does not fit with every submesh laid out as Megatron does, weights cut over all or some of it."""
+    def _add_megatron(self, shape: Shape, count: int, over: Mapping[str, float]) -> None:
+        """Adds what does not fit as Megatron's plans, under the schedules by which it takes so many seconds or more."""
+        for table, likely in self._megatron_tables(shape, count, tuple(over)):
+            names = tuple(name for name in likely if over[name] < self.cutoff)
+            for draft in priced_drafts(shape, table, count, names, self.cutoff) if names else ():
+                self.take(draft)
+
+    def _megatron_tables(
+        self, shape: Shape, count: int, names: Sequence[str]
+    ) -> Iterator[tuple[StageCostTable, tuple[str, ...]]]:
+        """The tables of every submesh laid out as Megatron does, weights cut over all or some of it, and the schedules
+        under which that may fit."""
         size = shape.devices[0]
-        if not over or len(set(shape.devices)) > 1:
+        if not names or len(set(shape.devices)) > 1:
             return
-        state_nbytes = _most_state_nbytes(shape, self.table, count)
+        state_nbytes = _most_state_nbytes(shape, self.table, _known(self.table, count))
         for tensor in (parts for parts in range(size, 0, -1) if size % parts == 0):
-            names = tuple(draft.schedule for draft in over if draft.seconds < self.cutoff)
-            if names and state_nbytes <= tensor * self.limit:
-                for draft in priced_drafts(shape, self.megatron_table(size, tensor), count, names, self.cutoff):
-                    self.take(draft)
+            if state_nbytes <= tensor * self.limit:
+                table = self.megatron_table(size, tensor)
+                if likely := self._expected_to_fit(shape, table, count, names):
+                    yield table, likely
+
+    def _expected_to_fit(
+        self, shape: Shape, table: StageCostTable, count: int, names: Sequence[str]
+    ) -> tuple[str, ...]:
+        """The schedules under which a shape may fit, by what its blocks need in other numbers of microbatches."""
+        stages = _rescaled(shape, table, count)
+        tasks = {name: named_schedule(name, len(shape.begins), count, shape.chunks) for name in names}
+        return tuple(name for name in names if not stages or tasks[name].peak_nbytes(stages) <= self.most_nbytes)
 
     def is_tight(self, n_devices: int) -> bool:
         """Whether some even stages are seen not to fit in as many microbatches as there are samples of."""
@@ -184,15 +201,15 @@ class DraftSearch:
 
     def least_nbytes(self, shape: Shape, count: int, schedule: str) -> float:
         """The least bytes of a device that some group of a shape needs: what it holds, and what is in flight."""
-        runs, groups = _runs(shape, self.table, count), len(shape.devices)
-        state_nbytes = [self.table.bounds.of_blocks(*run, count).nbytes for run in runs]
-        each = [self.table.kept_nbytes(*run, count) for run in runs]
+        known = _known(self.table, count)
+        runs, groups = _runs(shape, self.table, known), len(shape.devices)
+        state_nbytes = [self.table.bounds.of_blocks(*run, known).nbytes for run in runs]
+        each = [self.table.kept_nbytes(*run, known) * known // count for run in runs]
         flying = named_schedule(schedule, len(runs), count, shape.chunks).in_flight(each)
         return max(nbytes + sum(state_nbytes[group::groups]) for group, nbytes in enumerate(flying))
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
-        samples = self.table.step.samples
-        known = count if count in samples else min(samples, key=lambda n: abs(n - count))
+        known = _known(self.table, count)
         bounds = [self.table.bounds.of_blocks(*run, count) for run in _runs(shape, self.table, known)]
         return least_seconds(bounds, _transfers(shape, self.table, known, count), shape, count, _splits(names[0]))
 
@@ -228,6 +245,30 @@ def _schedule_groups(shape: Shape, microbatches: int, schedules: Sequence[str]) 
 def _splits(schedule: str) -> bool:
     """Whether a schedule has halves of the backward."""
     return any(task.kind == "weight_gradient" for task in build(schedule, 1, 1).groups[0])
+
+
+def _known(table: StageCostTable, count: int) -> int:
+    """That number of microbatches if there is a sample in so many, else the next fewer that there is one of."""
+    samples = table.step.samples
+    return max((n for n in samples if n <= count), default=min(samples))
+
+
+def _rescaled(shape: Shape, table: StageCostTable, microbatches: int) -> list[StageCost]:
+    """The costs of stages as they are priced in the nearest number of microbatches that has all, on the leanest mesh.
+
+    What a microbatch keeps is taken to shrink as it does. None where they are not priced in any.
+    """
+    for known in sorted(table.step.samples, key=lambda n: abs(math.log(n / microbatches))):
+        stages: list[StageCost] = []
+        for run in _runs(shape, table, known):
+            priced = table.priced(*run, known)
+            if not priced:
+                break
+            leanest = min(priced, key=lambda cost: cost.needed_nbytes(len(shape.devices)))
+            stages.append(replace(leanest, in_flight_nbytes=leanest.in_flight_nbytes * known // microbatches))
+        if len(stages) == len(shape.begins):
+            return stages
+    return []
 
 
 def _most_state_nbytes(shape: Shape, table: StageCostTable, microbatches: int) -> int:

@@ -116,9 +116,11 @@ class StagedSearch:
         sizes = [choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)]
         self.table.survey([n_devices for n_devices in sizes if n_devices < self.cluster.n_devices])
         self._seen.clear()
-        limit, best = self.limit, None
+        is_large, best = self.drafting.is_large, None
+        limit = SLACK * self.limit if is_large else self.limit  # the fastest of few that are planned may fit
         for _ in range(1 + RETRIES):
-            search = self.drafting.search(limit, best.step_seconds if best else self.context.cutoff, SLACK * limit)
+            cutoff = best.step_seconds if best else self.context.cutoff
+            search = self.drafting.search(limit, cutoff, limit if is_large else SLACK * limit)
             with self.context.ending_early():
                 self.drafting.draft(search, self.context)
             if self.context.is_interrupted:
@@ -129,7 +131,7 @@ class StagedSearch:
             self.met += [_met(draft) for draft in sorted(search.drafts, key=lambda draft: draft.seconds)[:_SHOWN]]
             better, over = self._best(self.drafting.worth(search), search.limit_seconds, pool)
             best = better or best
-            if over is None or (best is not None and (self.context.is_interrupted or self.drafting.is_large)):
+            if over is None or (best is not None and (self.context.is_interrupted or is_large)):
                 break
             limit *= LESS * min(1.0, self.limit / over)
         if best is None and math.isinf(self.context.cutoff):
@@ -152,10 +154,10 @@ class StagedSearch:
                     continue
                 if draft.key in self._seen:
                     continue
-                graph = self.plans.written(draft.microbatches).graph
-                nodes += size(graph)
-                if nodes > MOST_NODES and (best is not None or planned == MOST_UNFIT):
+                is_enough = best is not None or planned == MOST_UNFIT
+                if planned and is_enough and (planned + 1) * nodes > MOST_NODES:  # others have about as many
                     break
+                nodes = size(self.plans.written(draft.microbatches).graph)
                 planned += 1
                 self._seen.add(draft.key)
                 try:

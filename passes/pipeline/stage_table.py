@@ -93,6 +93,16 @@ class StageCostTable:
         """The stage of some blocks, as `candidate` has that of layers."""
         return self._best(self.step.counted(begin, end, microbatches), n_devices, microbatches, cutoff)
 
+    def priced(self, begin: int, end: int, n_devices: int, microbatches: int) -> list[Candidate]:
+        """The stage of some blocks on each mesh on which all of them have a price already."""
+        chosen = self.step.counted(begin, end, microbatches)
+        stages: list[Candidate] = []
+        for mesh in self.bounds.meshes_of(n_devices):
+            if all(self.block_costs.is_known(block, mesh) for block, _ in chosen):
+                costs = [(cost, n) for block, n in chosen if (cost := self.block_costs.price(block, mesh))]
+                stages += [Candidate.together(costs, mesh)] if len(costs) == len(chosen) else []
+        return stages
+
     def expect(self, expected: Sequence[tuple[int, int, Submesh, int]]) -> None:
         """Prices at once what `candidate` is going to ask for, one thing after the other, for each of these."""
         runs = [
