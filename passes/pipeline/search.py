@@ -17,7 +17,7 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError
 from passes.pipeline.block_costs import BlockCosts
 from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
-from passes.pipeline.drafts import Draft, evenly
+from passes.pipeline.drafts import Draft, DraftSearch, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample, StepBlocks
@@ -124,10 +124,7 @@ class StagedSearch:
             with self.context.ending_early():
                 self.drafting.draft(search, self.context)
             if self.context.is_interrupted:
-                fits = [draft for draft in search.drafts if draft.peak_nbytes <= limit]
-                fastest = self.context.kept(best or min(fits, key=lambda draft: draft.seconds, default=None))
-                plan = self.plans.plan(fastest, pool) if isinstance(fastest, Draft) else fastest
-                return plan.ended(INTERRUPTED)
+                return self.context.kept(best or self._of_drafts_so_far(search, pool)).ended(INTERRUPTED)
             self.met += [_met(draft) for draft in sorted(search.drafts, key=lambda draft: draft.seconds)[:_SHOWN]]
             better, over = self._best(self.drafting.worth(search), search.limit_seconds, pool)
             best = better or best
@@ -137,6 +134,12 @@ class StagedSearch:
         if best is None and math.isinf(self.context.cutoff):
             best, _ = self._best(self.drafting.of_least_memory(), self.context.cutoff, pool)
         return best
+
+    def _of_drafts_so_far(self, search: DraftSearch, pool: WorkerPool) -> PipelinePlan | None:
+        """The fastest plan of few drafts so far that keeps the limit; those that do by their price come first."""
+        drafts = sorted(search.drafts, key=lambda draft: (draft.peak_nbytes > self.limit, draft.seconds))
+        plans = (self.plans.plan(draft, pool) for draft in first_of_each(drafts)[:MOST_UNFIT])
+        return next((plan for plan in plans if plan.peak_nbytes <= self.limit), None)
 
     def _best(
         self, drafted: Sequence[Draft], cutoff: float, pool: WorkerPool

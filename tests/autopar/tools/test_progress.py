@@ -24,6 +24,7 @@ from autopar.tools.progress_bar import shown, words
 from passes.errors import OverBudgetError
 from passes.intra_op import VariantSearch
 from passes.ir import Graph
+from passes.pipeline.drafts import Draft, DraftSearch
 from passes.plan import Plan
 from passes.progress import Deadline, Report, SearchContext
 from passes.step import Step, Variant
@@ -304,6 +305,46 @@ def test_a_search_for_stages_returns_the_plan_without():
     found = plan(report, deep_step, DEEP, cluster="1x2:a100-80g", planner=planner)
     assert isinstance(found, autopar.Plan)
     assert found.solution.status == "interrupted"
+
+
+def residual(weights: Any, x: jax.Array) -> jax.Array:
+    for weight in weights:
+        x = x + jnp.tanh(x @ weight)
+    return jnp.mean(x**2)
+
+
+def deep_in_stages(report: Any) -> Any:
+    """A step so deep that stages are searched first, by a sample of its blocks."""
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(residual)(weights, x))
+
+    planner = autopar.Auto(pipeline=True, interruptible=True)
+    given = [struct(128, 128)] * 12, struct(64, 128)
+    return plan(report, step, given, cluster="2x1:v100-16g", planner=planner)
+
+
+def test_stages_that_are_drafted_when_the_search_is_interrupted_are_planned(monkeypatch: pytest.MonkeyPatch):
+    take, drafts = DraftSearch.take, list[Draft]()
+
+    def pressed(self: DraftSearch, draft: Draft) -> None:
+        take(self, draft)
+        drafts.append(draft)
+        if len(drafts) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(DraftSearch, "take", pressed)
+    found = deep_in_stages(None)
+    assert isinstance(found, autopar.PipelinePlan)
+    assert {stage.solution.status for stage in found.stages} == {"interrupted"}
+    fastest = min(drafts, key=lambda draft: draft.seconds)
+    assert (found.microbatches, len(found.stages)) == (fastest.microbatches, len(fastest.shape.begins))
+    assert len(drafts) == 2
+
+
+def test_a_search_for_stages_that_is_interrupted_before_there_are_any_raises():
+    with pytest.raises(KeyboardInterrupt):
+        deep_in_stages(stopping(lambda p: p.phase.startswith("stages")))
 
 
 def test_an_interrupted_plan_is_searched_for_again(tmp_path: Path):
