@@ -14,13 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 
 import autopar
 from autopar import Progress
 from autopar.errors import ArgumentError
 from autopar.tools.cli import main
-from autopar.tools.progress_bar import shown, words
 from passes.errors import OverBudgetError
 from passes.intra_op import VariantSearch
 from passes.ir import Graph
@@ -352,31 +350,6 @@ def test_an_interrupted_plan_is_searched_for_again(tmp_path: Path):
     assert found.solution.status == "interrupted"
     again = plan(None, cache=tmp_path)
     assert again.solution.status == "optimal"
-
-
-# The bar.
-
-
-def test_words():
-    some = Progress(phase="solve x=8", done=1, total=2, best_seconds=0.00136, seconds_left=39.9)
-    assert words(some) == "solve x=8, best 1.36 ms, 40 s left"
-    assert words(Progress(phase="solve x=8", done=1, total=None)) == "solve x=8"
-
-
-def test_a_bar_moves_on_a_terminal(capsys: pytest.CaptureFixture[str]):
-    with shown(Console(stderr=True, force_terminal=True, width=100)) as report:
-        report(Progress(phase="solve [x]", done=1, total=4, best_seconds=0.002))
-    told = capsys.readouterr()
-    assert "solve [x], best 2.00 ms" in told.err
-    assert "1/4" in told.err
-    assert told.out == ""
-
-
-def test_no_bar_elsewhere(capsys: pytest.CaptureFixture[str]):
-    for console in (Console(stderr=True), Console(stderr=True, force_terminal=True, quiet=True)):
-        with shown(console) as report:
-            report(Progress(phase="solve", done=1, total=4))
-    assert capsys.readouterr().err == ""
 
 
 # The command line.
