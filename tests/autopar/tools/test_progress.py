@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 import autopar
 from autopar import Progress
