@@ -176,8 +176,7 @@ class ParallelFunction:
             rule = "it has not been called yet, and so there is nothing to measure"
             remedy = "pass what it is called with: report(state, batch)"
             raise ArgumentError(explain(f"{self.signature.function}.report()", rule, self.signature.source, remedy))
-        dynamic, _ = self.signature.split(args, kwargs)
-        return report(self._compilations.of(args, kwargs), jax.tree.leaves(dynamic))
+        return report(*self._compilations.given(args, kwargs))
 
     def replan(
         self,

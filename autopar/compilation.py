@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ from jax.sharding import Sharding
 
 from autopar.distributed import Processes, among
 from autopar.errors import DeviceError, UnsupportedError, explain
-from autopar.frontend import Signature, Traced, Type, structs_of, trace, types_of
+from autopar.frontend import Library, Signature, Traced, Type, library_of, structs_of, trace, types_of
 from autopar.jax_compat import Device, configuration, is_traced
 from autopar.options import Settings
 from autopar.plan import PipelinePlan, Plan
@@ -23,6 +24,7 @@ from autopar.runtime import Executable, Joined, Limit, Lowered, LoweredPipeline,
 from passes.cluster import Cluster, local_cluster
 from passes.errors import InternalError, OverBudgetError
 from passes.gc_pause import without_gc
+from passes.ir import Graph
 
 _Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...], Hashable]
 _Run = Callable[[list[Any]], Any]
@@ -222,6 +224,14 @@ def _outermost(run: _Run, signature: Signature) -> _Run:
     return checked
 
 
+def _warn_of_nothing(graph: Graph, signature: Signature) -> None:
+    """Warns of a function that computes nothing: what it changes in place is lost, under `jax.jit` too."""
+    if not graph.outputs and not graph.nodes:
+        rule = "it returns no array and has no effect, so nothing of it is computed"
+        remedy = "return what it updates, such as the new state; what is changed in place inside is lost"
+        warnings.warn(explain(signature.function, rule, signature.source, remedy), stacklevel=4)
+
+
 @dataclass(slots=True, kw_only=True)
 class Compilations:
     """A function's compilations: one for each pytree, set of types, static values and configuration of JAX.
@@ -234,6 +244,9 @@ class Compilations:
     jit: Mapping[str, Any]
     settings: Settings
     known: dict[_Key, Compilation] = field(default_factory=dict[_Key, Compilation])
+    library: Library | None = None
+    pure: dict[Library, Compilations] = field(default_factory=dict)
+    """The same function of arrays alone, for each library of whose modules it was called with."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of a call."""
@@ -242,12 +255,16 @@ class Compilations:
         known = self.known.get((tree, statics, types_of(leaves), configuration()))
         if known is not None and known.run is not None:
             return known.run(leaves)
+        if (library := self._library(dynamic)) is not None:
+            with library.entered(dynamic) as (arrays, finish):
+                return finish(self._of(library).run(*self.signature.merge(arrays, args, kwargs)))
         return self.of(args, kwargs).start(leaves)
 
     @property
     def last(self) -> Compilation | None:
         """The last that was compiled of those that run; None before the first call."""
-        return next((known for known in reversed(self.known.values()) if known.run is not None), None)
+        known = [*self.known.values(), *(pure.last for pure in self.pure.values())]
+        return next((one for one in reversed(known) if one is not None and one.run is not None), None)
 
     def about(self, first: Any) -> Compilation | None:
         """The last compilation for a first argument of these types; None if there is none."""
@@ -261,7 +278,14 @@ class Compilations:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
         """The compilation for arguments of these types, which may be `jax.ShapeDtypeStruct`s."""
+        return self.given(args, kwargs)[0]
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compilation, list[Any]]:
+        """(the compilation for these arguments, the flat arguments that it takes)."""
         dynamic, statics = self.signature.split(args, kwargs)
+        if (library := self._library(dynamic)) is not None:
+            with library.entered(dynamic) as (arrays, _):
+                return self._of(library).given(*self.signature.merge(arrays, args, kwargs))
         structs = structs_of(dynamic, self.signature, len(args))
         key = (jax.tree.structure(dynamic), statics, types_of(structs), configuration())
         if key not in self.known:
@@ -279,4 +303,14 @@ class Compilations:
                     **self.jit,
                 ),
             )
-        return self.known[key]
+            _warn_of_nothing(self.known[key].traced.graph, self.signature)
+        return self.known[key], jax.tree.leaves(dynamic)
+
+    def _library(self, dynamic: Any) -> Library | None:
+        """The library whose modules are among the arguments; None where they are taken apart already."""
+        return None if self.library else library_of(dynamic)
+
+    def _of(self, library: Library) -> Compilations:
+        if library not in self.pure:
+            self.pure[library] = replace(self, fun=library.pure(self.fun), known={}, library=library)
+        return self.pure[library]

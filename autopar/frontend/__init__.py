@@ -10,18 +10,21 @@ from autopar.frontend.arguments import (
     types_of,
 )
 from autopar.frontend.flattening import Body, Equation, flatten
+from autopar.frontend.modules import Library, library_of
 from autopar.frontend.primitives import plain_params
 from autopar.frontend.tracing import Traced, trace
 
 __all__ = [
     "Body",
     "Equation",
+    "Library",
     "Names",
     "Positions",
     "Signature",
     "Traced",
     "Type",
     "flatten",
+    "library_of",
     "plain_params",
     "signature_of",
     "structs_of",
