@@ -178,21 +178,29 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 
 @localizes("random_bits")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Each element's bits are the hash of its position in the whole, so a piece is drawn from its own positions.
+    """Each element's bits are the hash of its position in all that its key draws, so a piece is drawn from its own
+    positions. Where whole keys are cut alone, each draws what it did.
 
     Reference: JAX, `jax_threefry_partitionable`; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
+    keys, spec = operands[0], cut.placement.results[0]
+    if not any(spec.dims[keys.ndim :]):
+        return rebind(cut, operands)
     if not cast("Any", jax.config).jax_threefry_partitionable:
         rule = (
             "with jax_threefry_partitionable off, each bit depends on the whole shape and pieces cannot be drawn alone"
         )
         remedy = 'drop jax.config.update("jax_threefry_partitionable", False); on is JAX\'s default'
         raise UnsupportedError(explain(f"random bits {cut.results[0]}", rule, cut.node.source, remedy))
-    key = jax_compat.key_data(operands[0])
     (type,), local, width = cut.results, cut.local_shape(), cut.params["bit_width"]
-    cuts = zip(cut.placement.results[0].dims, local, strict=True)
+    inner = slice(keys.ndim, None)  # the dimensions that one key draws
+    cuts = zip(spec.dims[inner], local[inner], strict=True)
     begins = [offset(cut, axes, extent, np.uint32) for axes, extent in cuts]
-    high, low = jax_compat.threefry2x32_p.bind(key[0], key[1], *positions(type.shape, begins, local))
+    counts = positions(type.shape[inner], begins, local[inner])
+    words = jax_compat.key_data(keys)
+    halves = (lax.expand_dims(words[..., i], range(keys.ndim, len(local))) for i in range(2))
+    each = (jnp.broadcast_to(x, local) for x in (*halves, *counts))
+    high, low = jax_compat.threefry2x32_p.bind(*each)
     dtype = jnp.dtype(type.dtype)
     if width == 64:
         return (lax.shift_left(high.astype(dtype), jnp.asarray(32, dtype)) | low.astype(dtype),)

@@ -1,4 +1,4 @@
-"""Rules of random bits: keys stay whole; a piece of the bits is drawn from its own counters."""
+"""Rules of random bits: a piece of one key's bits is drawn from its own counters; many keys are cut like any batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,28 @@ _ROUNDS_FLOPS = 100.0
 
 @rule("random_bits")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    if operands[0].rank or operands[0].dtype != "key<fry>":
-        return replicate(operands, results, f"random bits of {operands[0]} keys depend on the whole shape")
-    bits = range(results[0].rank)
-    base = build([(operands[0], ())], [(results[0], bits)], flops=_ROUNDS_FLOPS * results[0].size)
+    """The first dimensions of the bits are those of the keys, each of which draws the others."""
+    (keys,), (bits,) = operands, results
+    if keys.dtype != "key<fry>":
+        return replicate(operands, results, f"random bits of {keys} keys depend on the whole shape")
+    base = build([(keys, range(keys.rank))], [(bits, range(bits.rank))], flops=_ROUNDS_FLOPS * bits.size)
     return replace(base, localized=True)
 
 
-@rule("random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed", "random_clone")
+@rule("random_wrap", "random_unwrap", "random_split")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    """Keys are a few bytes: every device derives all of them."""
-    return build([(t, [None] * t.rank) for t in operands], [(t, [None] * t.rank) for t in results])
+    """A key's words, and the keys that are split off one, are a few bytes, which every device has together."""
+    shared = range(min(operands[0].rank, results[0].rank))
+    sides = ((t, [*shared, *(None,) * (t.rank - len(shared))]) for t in (operands[0], results[0]))
+    operand, result = sides
+    return build([operand], [result])
+
+
+@rule("random_fold_in", "random_seed", "random_clone")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """Each key is made of its own operands, of which one may stand for all."""
+    rank = results[0].rank
+    return build([(t, range(rank - t.rank, rank)) for t in operands], [(results[0], range(rank))])
 
 
 @rule("random_gamma")
