@@ -103,7 +103,7 @@ class _Key:
 register_pytree_with_keys(
     _Split,
     lambda split: (((_Key(), split.state),), split.graphdef),
-    lambda graphdef, children: _Split(*children, graphdef),
+    lambda graphdef, children: _Split(next(iter(children)), graphdef),
 )
 
 
