@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.test_layering import Sources, face, imports, is_room, is_within, owner, read_tree, tree
+from tests.test_layering import ROOT, Sources, face, imports, is_room, is_within, owner, read_tree, tree
 
 RULE = re.compile(r"^@rule\(", re.MULTILINE)
 """What marks a module of sharding rules: every primitive of theirs has a case in tests/autopar/lowering/rule_cases."""
@@ -74,3 +75,13 @@ def test_a_module_is_named_by_itself_or_by_what_its_room_hands_out(test: str, co
 def test_rules_are_named_by_their_cases() -> None:
     assert unnamed({"passes.rules.shape": '@rule("reshape")\ndef reshape(): ...'}) == []
     assert len(unnamed({"passes.rules.shape": "def helper(): ..."})) == 1
+
+
+def test_tests_mirror_the_rooms() -> None:
+    rooms = [folder for package in ("passes", "autopar") for folder in (ROOT / package).iterdir() if is_of_code(folder)]
+    assert rooms
+    assert [room.name for room in rooms if not is_of_code(ROOT / "tests" / room.relative_to(ROOT))] == []
+
+
+def is_of_code(folder: Path) -> bool:
+    return any(folder.glob("*.py"))

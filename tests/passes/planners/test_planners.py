@@ -1,0 +1,47 @@
+"""Planners on a graph that no function was traced for: Auto against those by hand, and limits that nothing keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.cluster import parse_cluster
+from passes.errors import OverBudgetError, PlanningError
+from passes.planners import Auto, DataParallel, Megatron, Planner, PlanOptions, Zero
+from passes.planners.planner import limit_nbytes
+from passes.step import Step
+from tests.passes.intra_op.test_assemblies import STATE
+from tests.passes.intra_op.test_assemblies import step as graph_of
+
+CLUSTER = parse_cluster("4:a100-80g")
+STEP = Step(graph=graph_of(), state_pairs=STATE, donated=(True, True, False))
+
+
+@pytest.mark.parametrize("planner", [DataParallel(), Zero(1), Zero(3), Megatron(data=2, tensor=2)], ids=repr)
+def test_no_plan_by_hand_is_faster_than_the_one_that_is_searched(planner: Planner) -> None:
+    searched, by_hand = (p.plan(STEP, CLUSTER, PlanOptions()) for p in (Auto(), planner))
+    assert searched.step is by_hand.step is STEP
+    assert searched.plan.step_seconds <= by_hand.plan.step_seconds
+    assert searched.searched
+    assert not by_hand.searched
+
+
+def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_would_do() -> None:
+    with pytest.raises(
+        OverBudgetError, match=r"4 devices with 1\.00 KiB each(?s:.*)\(memory_limit=[\d,]+ bytes\)"
+    ) as error:
+        Auto().plan(STEP, CLUSTER, PlanOptions(memory_limit=1024))
+    least = int(str(error.value).partition("(memory_limit=")[2].partition(" bytes")[0].replace(",", ""))
+    assert Auto(memory_limit=least).plan(STEP, CLUSTER).plan.peak_nbytes <= least
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"), [((), None), ((None, 7), 7), (("12 GiB", 7), 12 * 2**30), (("1.5 kB",), 1500)]
+)
+def test_the_first_limit_counts(limits: tuple[object, ...], expected: int | None) -> None:
+    assert limit_nbytes(*limits) == expected
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("inf"), True, "twelve", [1]])
+def test_a_limit_that_is_no_number_of_bytes_is_refused(limit: object) -> None:
+    with pytest.raises(PlanningError):
+        limit_nbytes(limit)
