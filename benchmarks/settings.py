@@ -57,7 +57,7 @@ FIXED: Mapping[str, str] = dict.fromkeys(
 ) | dict.fromkeys(
     (
         "memory.packing.ALIGNMENT", "memory.fusion.LIBRARY_ELEMENTS", "memory.lowering_rules.FUSED_JOINS",
-        "memory.lowering_rules.ROW_NBYTES", "memory.lowering_rules.COPIED_NBYTES", "memory.collectives.PIECES",
+        "memory.lowering_rules.ROW_NBYTES", "memory.lowering_rules.COPIED_NBYTES",
         "memory.gpu_collectives.COMBINED_NBYTES", "memory.gpu_collectives.COMBINED", "memory.gpu_fusion.LAUNCH_NBYTES",
         "memory.overlap.LATENCY", "memory.overlap.LOOP_COST", "memory.overlap.COST", "memory.split_products.TILE",
         "memory.split_products.SPLITS", "memory.split_products.FLOP", "memory.split_products._AMPERE",
