@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any, Protocol
+import subprocess
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from typing import Any, Protocol, cast
 from typing import Literal as OneOf
 
 import jax
@@ -19,6 +21,9 @@ from jax._src import core as _core  # no public way to ask whether a trace is un
 from jax._src import distributed as _distributed  # no public way to the coordination service's key-value store
 from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
+from jax._src.lib import (
+    _jax as _jaxlib,  # no public way to start the coordination service elsewhere  # pyright: ignore[reportPrivateImportUsage]
+)
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend.random import threefry2x32_p
@@ -60,8 +65,10 @@ __all__ = [
     "no_mesh",
     "open_jaxpr",
     "optimization_barrier_p",
+    "process_of_how_many",
     "scan_counts",
     "scope_of",
+    "service_beside",
     "source_of",
     "threefry2x32_p",
     "unkept_effect",
@@ -217,6 +224,56 @@ def configuration() -> Hashable:
 def coordination_client() -> Any:
     """The client of the service that connects the processes of a program; None where there is one process alone."""
     return _distributed.global_state.client
+
+
+_SERVICE = """
+import os, signal, sys, time
+from jaxlib import _jax
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+address, count, heartbeat, shutdown, linger = sys.argv[1], *map(int, sys.argv[2:])
+service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=heartbeat, shutdown_timeout=shutdown)
+print(flush=True)
+if not os.read(0, 1):
+    time.sleep(linger)
+service.shutdown()
+"""
+"""The coordination service by itself. It ends when it is written to, or a while after the process that started it."""
+
+
+class _Service:
+    """The coordination service in a process of its own, as JAX holds one."""
+
+    def __init__(self, linger_seconds: int, address: str, count: int, **timeouts: Any) -> None:
+        numbers = [count, timeouts["heartbeat_timeout"], timeouts["shutdown_timeout"], linger_seconds]
+        command = [sys.executable, "-c", _SERVICE, address, *map(str, numbers)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise RuntimeError(f"the coordination service does not start at {address}")
+
+    def shutdown(self) -> None:
+        self._process.communicate(b"\n")
+
+
+@contextmanager
+def service_beside(linger_seconds: float) -> Iterator[None]:
+    """A context in which `jax.distributed.initialize` starts its service in a process of its own, which outlives the
+    first process by these seconds; in it, all others end with it before they can tell why."""
+    given = _jaxlib.get_distributed_runtime_service
+    beside = partial(_Service, int(linger_seconds))
+    _jaxlib.get_distributed_runtime_service = cast("Any", beside)
+    try:
+        yield
+    finally:
+        _jaxlib.get_distributed_runtime_service = given
+
+
+def process_of_how_many() -> tuple[int, int]:
+    """The rank of this process and the number of all, which `jax.process_index()` tells only once there are devices."""
+    state = _distributed.global_state
+    return state.process_id, state.num_processes or 1
 
 
 def coordinator_host() -> str:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import atexit
 import base64
+import functools
 import json
+import signal
 import threading
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -31,6 +35,22 @@ KEEP = 3
 """Checkpoints that stay: the last may turn out to be damaged."""
 
 
+_RESUMED: ContextVar[str] = ContextVar("autopar folder to resume in", default="")
+
+
+def resumed_in(folder: str) -> None:
+    """Makes a folder that of `Checkpoints()`, for the script that runs in this context."""
+    _RESUMED.set(folder)
+
+
+@functools.cache
+def _terminated() -> threading.Event:
+    """The arrival of SIGTERM, which from now on does nothing else."""
+    arrived = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: arrived.set())
+    return arrived
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A checkpoint as it is restored: the state, and what was saved beside it."""
@@ -44,7 +64,7 @@ class Saved:
 
 @dataclass(slots=True)
 class Checkpoints:
-    """The checkpoints in `folder`, of which the last `keep` good ones stay.
+    """The checkpoints in `folder`, of which the last `keep` good ones stay; by default that of `autopar run --resume`.
 
     All processes of a program make the same calls in the same order.
     """
@@ -57,7 +77,11 @@ class Checkpoints:
     _writing: threading.Thread | None = None
     _failures: list[BaseException] = field(default_factory=list)
 
-    def __init__(self, folder: str | Path, *, keep: int = KEEP) -> None:
+    def __init__(self, folder: str | Path | None = None, *, keep: int = KEEP) -> None:
+        folder = folder or _RESUMED.get()
+        if not folder:
+            rule = "there is no folder, and none that the script is to resume in"
+            raise ArgumentError(explain("Checkpoints()", rule, "", "pass one, or start with `autopar run --resume`"))
         if keep < 1:
             raise ArgumentError(explain(f"keep={keep}", "should be a whole number from 1", "", "write, say, 3"))
         self.keep, self._folder = keep, Folder(Path(folder).absolute())
@@ -110,6 +134,15 @@ class Checkpoints:
         self._writing = threading.Thread(target=self._finish, args=work, name="autopar checkpoint", daemon=True)
         self._writing.start()
 
+    def preempted(self, step: int) -> bool:
+        """Whether to save and leave now: a process has been sent SIGTERM, and all have come to this step.
+
+        All processes ask at each step, and are told so at the same one.
+        """
+        if self._processes:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return _terminated().is_set()
+
     def wait(self) -> None:
         """Nothing; what was saved is on the disk. Raises CheckpointError where it could not be written."""
         self._join()
@@ -159,8 +192,7 @@ class Checkpoints:
         return self._processes is None or self._processes.leads
 
     def _orbax(self) -> Arrays:
-        if self._arrays is None:
-            self._arrays = Arrays.of(self._processes)
+        self._arrays = self._arrays or Arrays.of(self._processes)
         return self._arrays
 
     def _survey(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
@@ -184,13 +216,7 @@ class Checkpoints:
             folder, processes = self._folder.of(manifest.step), self._processes
             of_all = _gathered(processes, name, sums) if processes else [sums]
             if self._leads:
-                digests = [digest(column) for column in zip(*of_all, strict=True)]
-                leaves = {
-                    path: Leaf(shape=leaf.shape, dtype=leaf.dtype, digest=text)
-                    for (path, leaf), text in zip(manifest.leaves.items(), digests, strict=True)
-                }
-                fields = {"step": manifest.step, "position": manifest.position, "rng": manifest.rng}
-                done = Manifest(**fields, plan=manifest.plan, leaves=leaves, files=files_of(folder))
+                done = replace(manifest, leaves=_digested(manifest, of_all), files=files_of(folder))
                 done.write(folder)
                 self._folder.prune(self.keep)
             if processes and self._leads:
@@ -231,11 +257,7 @@ class Checkpoints:
         rows = [json.loads(text) for text in texts]
         reason = next((reason for reason, _ in rows if reason), "")
         if not reason and manifest is not None:
-            digests = [digest(column) for column in zip(*(sums for _, sums in rows), strict=True)]
-            for (path, leaf), present in zip(manifest.leaves.items(), digests, strict=True):
-                if present != leaf.digest:
-                    reason = f"{path} is corrupted: its digest is {present} in place of {leaf.digest}"
-                    break
+            reason = _difference(manifest, [sums for _, sums in rows])
         if reason or manifest is None:
             raise RefusedError(reason)
         plan = manifest.plan and plan_from_json(manifest.plan)
@@ -287,6 +309,21 @@ def _check_types(manifest: Manifest, like: Any) -> None:
         if expected.get(path) != present.get(path):
             there, here = (_type_text(types.get(path)) for types in (present, expected))
             raise RefusedError(f"it is of another program: {path} is {there} there, and {here} here")
+
+
+def _digested(manifest: Manifest, of_all: Sequence[Sequence[int]]) -> dict[str, Leaf]:
+    """The leaves with their digests, from the sums of all processes."""
+    columns = zip(*of_all, strict=True)
+    pairs = zip(manifest.leaves.items(), columns, strict=True)
+    return {path: replace(leaf, digest=digest(column)) for (path, leaf), column in pairs}
+
+
+def _difference(manifest: Manifest, of_all: Sequence[Sequence[int]]) -> str:
+    """The first leaf whose contents, by the sums of all processes, are not what was saved; empty if there is none."""
+    for (path, leaf), column in zip(manifest.leaves.items(), zip(*of_all, strict=True), strict=True):
+        if (present := digest(column)) != leaf.digest:
+            return f"{path} is corrupted: its digest is {present} in place of {leaf.digest}"
+    return ""
 
 
 def _type_text(type: tuple[tuple[int, ...], str] | None) -> str:

@@ -4,6 +4,18 @@ from autopar.distributed.agreement import Processes, among, digest_of
 from autopar.distributed.connections import Connections
 from autopar.distributed.initialization import made
 from autopar.distributed.pieces import nowhere, placed
-from autopar.distributed.startup import initialize
+from autopar.distributed.startup import LOST_SECONDS, initialize
+from autopar.distributed.watch import LOST
 
-__all__ = ["Connections", "Processes", "among", "digest_of", "initialize", "made", "nowhere", "placed"]
+__all__ = [
+    "LOST",
+    "LOST_SECONDS",
+    "Connections",
+    "Processes",
+    "among",
+    "digest_of",
+    "initialize",
+    "made",
+    "nowhere",
+    "placed",
+]

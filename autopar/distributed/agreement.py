@@ -45,6 +45,8 @@ class Processes:
     client: Any
     wait_seconds: float = WAIT_SECONDS
     numbers: Iterator[int] = field(default_factory=itertools.count, compare=False)
+    steps: list[int] = field(default_factory=lambda: [0], compare=False)
+    """The steps of parallel functions that this process has begun, for who watches it."""
 
     @property
     def leads(self) -> bool:
@@ -177,6 +179,13 @@ def among(devices: Sequence[Device]) -> Processes | None:
         remedy = f"call it on those processes only, or pass devices of process {rank} as well"
         raise DeviceError(explain(f"{len(devices)} devices", rule, "", remedy))
     return _processes(ranks, rank, client)
+
+
+def everyone() -> Processes | None:
+    """All processes of the program, before any is asked for its devices; None if it is this one alone."""
+    rank, count = jax_compat.process_of_how_many()
+    client = jax_compat.coordination_client()
+    return _processes(tuple(range(count)), rank, client) if count > 1 and client is not None else None
 
 
 @functools.cache

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import socket
 from collections.abc import Sequence
 
 import jax
 
+from autopar import jax_compat
+from autopar.distributed.agreement import everyone
+from autopar.distributed.watch import Watch
 from autopar.errors import ArgumentError, DeviceError, explain
 
-HEARTBEAT_SECONDS = 30
-"""Seconds without a sign of life after which a process counts as dead: JAX waits 100, in which all others are idle."""
+LOST_SECONDS = 15.0
+"""A process that gives no sign of life for so long counts as gone."""
+
+STALL_SECONDS = 1800.0
+"""A process that is a step behind for so long counts as hung; the first may evaluate alone, or write what it likes."""
+
+HEARTBEAT_SECONDS = 60
+"""JAX's own such time, after which it ends all processes without naming one: longer, so that they are named."""
 
 SHUTDOWN_SECONDS = 30
 """Seconds that a process which has finished waits for the others: JAX waits 300, also for one that has failed."""
@@ -25,11 +36,16 @@ def initialize(
     initialization_timeout: int = 300,
     heartbeat_timeout_seconds: int = HEARTBEAT_SECONDS,
     shutdown_timeout_seconds: int = SHUTDOWN_SECONDS,
+    lost_seconds: float = LOST_SECONDS,
+    stall_seconds: float = STALL_SECONDS,
 ) -> None:
     """Nothing; JAX's runtime of many processes is joined, by `jax.distributed.initialize` with these options.
 
     Under Slurm, Open MPI, Kubernetes (JobSet) and on TPUs they may all be left out. Under `autopar launch` the process
     has joined before the script begins, and this returns at once. It comes before all that asks JAX for devices.
+
+    From then on the processes watch each other: when one fails, gives no sign of life for `lost_seconds` or is a step
+    behind for `stall_seconds`, every other one names it, with its host, and ends with status 75.
 
     Raises DeviceError where no launcher is detected and the first three are not given, or where JAX has started
     already, and ArgumentError for other numbers than those that the process has joined with.
@@ -38,16 +54,17 @@ def initialize(
         _check_joined(num_processes, process_id)
         return
     try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            local_device_ids=local_device_ids,
-            cluster_detection_method=cluster_detection_method,
-            initialization_timeout=initialization_timeout,
-            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=shutdown_timeout_seconds,
-        )
+        with jax_compat.service_beside(3 * lost_seconds):
+            jax.distributed.initialize(
+                coordinator_address,
+                num_processes,
+                process_id,
+                local_device_ids=local_device_ids,
+                cluster_detection_method=cluster_detection_method,
+                initialization_timeout=initialization_timeout,
+                heartbeat_timeout_seconds=max(heartbeat_timeout_seconds, int(4 * lost_seconds)),
+                shutdown_timeout_seconds=shutdown_timeout_seconds,
+            )
     except (ValueError, RuntimeError) as error:
         remedy = (
             "start the script with `autopar launch --processes 4 script.py`, Slurm, Open MPI or a JobSet, or pass "
@@ -55,6 +72,19 @@ def initialize(
         )
         rule = f"the process cannot join the others: {error}"
         raise DeviceError(explain("autopar.distributed.initialize()", rule, "", remedy)) from error
+    _watch(lost_seconds, stall_seconds)
+
+
+@functools.cache
+def _watch(lost_seconds: float, stall_seconds: float) -> Watch | None:
+    """The watch of this process over the others, begun; None if there are none."""
+    processes = everyone()
+    if processes is None:
+        return None
+    hosts = processes.gather("their hosts", socket.gethostname())
+    watch = Watch(processes, hosts, lost_seconds, stall_seconds)
+    watch.start()
+    return watch
 
 
 def _check_joined(num_processes: int | None, process_id: int | None) -> None:

@@ -41,6 +41,7 @@ class Arrivals:
 
         Raises DisagreementError for arguments that should be the same on all processes, and are not.
         """
+        self.processes.steps[0] += 1
         combination = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
         if combination not in self.known:
             self.known[combination] = self._compared(leaves)

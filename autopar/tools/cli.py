@@ -19,7 +19,16 @@ from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.errors import DeviceError
-from autopar.tools import compiled, fit, fit_text, launch, measurement_text, report_command, simulate_command, targets
+from autopar.tools import (
+    compiled,
+    fit,
+    fit_text,
+    launch_command,
+    measurement_text,
+    report_command,
+    simulate_command,
+    targets,
+)
 from autopar.tools.command import Command
 from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of
 from autopar.tools.largest import Largest
@@ -38,7 +47,7 @@ from passes.text import Table
 DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses; 130 is what shells give a program that Ctrl-C ends."""
 
-COMMANDS = (report_command.COMMAND,)
+COMMANDS = (report_command.COMMAND, launch_command.LAUNCH, launch_command.RUN)
 """The commands that are values of their own."""
 
 _PLAN_HELP = f"""\
@@ -174,7 +183,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_compile(add)
     simulated = add("simulate", _simulate, "show what if", simulate_command.HELP, simulate_command.MORE)
     simulate_command.add_arguments(simulated)
-    _add_launch(add)
     measured = add(
         "measure",
         _measure,
@@ -237,29 +245,6 @@ def _compile(arguments: argparse.Namespace) -> int:
         judgement = compiled.judge(*targets.example(arguments.target), cluster, options, status.update)
     _print(json.dumps(judgement.to_json(), indent=1) if arguments.json else judgement.tables())
     return DONE if judgement.fits else DIFFERENT
-
-
-def _add_launch(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds the arguments of `launch`."""
-    command = add("launch", _launch, "run a script in several processes", launch.HELP, launch.MORE)
-    command.add_argument("--processes", type=int, required=True, metavar="N", help="so many processes")
-    devices = "virtual CPU devices of each (default: an accelerator each, or JAX's own devices)"
-    command.add_argument("--devices-per-process", type=int, metavar="K", help=devices)
-    command.add_argument("--bind-cores", action="store_true", help="give each process cores of its own")
-    command.add_argument("script", type=Path, help="a Python file")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is called with")
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    launched = launch.Launch(
-        processes=arguments.processes,
-        script=arguments.script,
-        arguments=arguments.arguments,
-        environment=os.environ,
-        devices=arguments.devices_per_process,
-        bind_cores=arguments.bind_cores,
-    )
-    return launched.run(sys.stdout, sys.stderr)
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -376,7 +361,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _print(output: str | Sequence[Table]) -> None:
     """Prints text as it is and tables as rich tables."""
     if isinstance(output, str):
-        print(output.rstrip())
+        if output:
+            print(output.rstrip())
         return
     console = Console(highlight=False)
     for table in output:

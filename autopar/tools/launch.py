@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TextIO
 
+from autopar.distributed import LOST, LOST_SECONDS
 from autopar.errors import ArgumentError, explain
 
 HELP = """\
@@ -46,6 +47,17 @@ _POOL_THREADS = 8
 LOOPBACK = "127.0.0.1"
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a launch: its exit status (0, that of the first process that failed, or 128 and the number of the
+    signal that ended it), the ranks that failed or hung, and whether the user asked for it.
+    """
+
+    status: int
+    gone: tuple[int, ...] = ()
+    is_asked_for: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """`processes` processes that each run a script with its arguments on `devices` virtual CPU devices.
@@ -61,6 +73,10 @@ class Launch:
     devices: int | None = None
     bind_cores: bool = False
     grace_seconds: float = GRACE_SECONDS
+    resume: Path | None = None
+    lost_seconds: float = LOST_SECONDS
+    report_seconds: float = 0.0
+    """The time that processes have to say who failed, before they are ended."""
 
     def __post_init__(self) -> None:
         for name, value in (("--processes", self.processes), ("--devices-per-process", self.devices)):
@@ -71,8 +87,8 @@ class Launch:
             rule = f"there is no file {self.script.absolute()}"
             raise ArgumentError(explain(f"script {self.script}", rule, "", "give the path of a Python file"))
 
-    def run(self, out: TextIO, err: TextIO) -> int:
-        """The exit status: 0, that of the first process that fails, or 128 and the number of the signal that ended it.
+    def run(self, out: TextIO, err: TextIO) -> Ending:
+        """The end of all processes.
 
         Lines of the processes come out with their rank in front. When one fails, the others are ended; so are all
         where this is interrupted or terminated.
@@ -90,22 +106,23 @@ class Launch:
                         _reader(process.stdout, rank, out, writing),
                         _reader(process.stderr, rank, err, writing),
                     ]
-                status = self._watched(started, err, writing)
+                ending = self._watched(started, err, writing)
         except (KeyboardInterrupt, _Terminated) as signalled:
             number = signal.SIGINT if isinstance(signalled, KeyboardInterrupt) else signal.SIGTERM
             self._end(started, number)
-            status = 128 + number
+            ending = Ending(128 + number, (), True)
         except BaseException:
             self._end(started, signal.SIGTERM)
             raise
         for reader in readers:
             reader.join(self.grace_seconds)
-        return status
+        return ending
 
     def _commands(self) -> Iterator[list[str]]:
         port = _free_port()
         for rank in range(self.processes):
             joined = [f"{LOOPBACK}:{port}", str(self.processes), str(rank), str(self.devices or 0)]
+            joined += [str(self.lost_seconds), str(self.resume or "")]
             yield [sys.executable, "-u", "-m", "autopar.tools.launched", *joined, str(self.script), *self.arguments]
 
     def _start(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
@@ -131,23 +148,29 @@ class Launch:
         cores, n = sorted(os.sched_getaffinity(0)), self.processes
         return set(cores[rank * len(cores) // n : (rank + 1) * len(cores) // n] or [cores[rank % len(cores)]])
 
-    def _watched(self, started: Sequence[subprocess.Popen[str]], err: TextIO, writing: threading.Lock) -> int:
-        """The exit status of processes that run to their end, or until one fails."""
+    def _watched(self, started: Sequence[subprocess.Popen[str]], err: TextIO, writing: threading.Lock) -> Ending:
+        """The end of processes that run to it, or until one fails."""
         while True:
             codes = [process.poll() for process in started]
-            failed = next((rank for rank, code in enumerate(codes) if code), None)
-            if failed is not None:
-                code = codes[failed] or 0
+            # Who ends because another one is gone is not the first that failed, though it may be seen first.
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                first = next((rank for rank in failed if codes[rank] != LOST), failed[0])
+                code = codes[first] or 0
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
                 running = sum(other is None for other in codes)
                 others = f"the other {running} {'is' if running == 1 else 'are'} ended" if running else "no other runs"
                 with writing:
-                    err.write(f"autopar launch: process {failed} {how}; {others}\n")
+                    err.write(f"autopar launch: process {first} {how}; {others}\n")
                     err.flush()
+                deadline = time.monotonic() + self.report_seconds
+                while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+                    time.sleep(_POLL_SECONDS)
+                gone = tuple(rank for rank, process in enumerate(started) if process.poll() not in (0, LOST))
                 self._end(started, signal.SIGTERM)
-                return 128 - code if code < 0 else code
+                return Ending(128 - code if code < 0 else code, gone)
             if None not in codes:
-                return 0
+                return Ending(0)
             time.sleep(_POLL_SECONDS)
 
     def _end(self, started: Sequence[subprocess.Popen[str]], number: signal.Signals) -> None:

@@ -1,6 +1,6 @@
 """One process that `autopar launch` starts: it joins the others, then runs the script.
 
-`python -m autopar.tools.launched ADDRESS PROCESSES RANK DEVICES SCRIPT [ARGUMENT ...]`
+`python -m autopar.tools.launched ADDRESS PROCESSES RANK DEVICES LOST_SECONDS FOLDER SCRIPT [ARGUMENT ...]`
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import os
 import runpy
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 
 import jax
 
+from autopar.checkpoint import resumed_in
 from autopar.distributed import initialize
 
 _STDIN = 0
@@ -22,7 +22,7 @@ _STDIN = 0
 
 def main(argv: Sequence[str]) -> int:
     """The exit status of the script."""
-    address, processes, rank, devices, *command = argv
+    address, processes, rank, devices, lost_seconds, folder, *command = argv
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     if int(devices):
         jax.config.update("jax_platforms", "cpu")
@@ -33,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
         int(rank),
         local_device_ids=None if int(devices) else [int(rank)],
         cluster_detection_method="deactivate",
+        lost_seconds=float(lost_seconds),
     )
+    resumed_in(folder)
     sys.argv = list(command)
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     try:
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        traceback.print_exception(error)
+        sys.excepthook(type(error), error, error.__traceback__)  # of several processes it ends this one
         return 1
     return 0
 

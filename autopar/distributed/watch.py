@@ -1,0 +1,143 @@
+"""Processes that give signs of life, and the report of one that gives none.
+
+Each process puts a number into JAX's coordination service every second, in a thread of its own, and looks at those of
+the others. It ends itself, with a line that names rank and host, when another one has failed or given no sign for a
+while, or when the service cannot be reached: it would wait for ever otherwise. The service runs beside the first
+process, not in it, so that it outlives that one long enough to be asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import jax
+
+from autopar.distributed.agreement import Processes
+
+LOST = 75
+"""The exit status of a process that ends because another one is gone (EX_TEMPFAIL: try again)."""
+
+_BEAT_SECONDS = 1.0
+_BEATS = "autopar/beats"
+_DONE, _FAILED = "done", "failed: "
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The last sign of a process: its text, the steps begun, and since when each of them is the same."""
+
+    text: str
+    steps: int
+    sign: float
+    step: float
+
+    def after(self, text: str, now: float) -> _Seen:
+        steps = int(text.split()[1]) if text[0].isdigit() else self.steps
+        return _Seen(text, steps, self.sign if text == self.text else now, self.step if steps == self.steps else now)
+
+
+@dataclass(slots=True)
+class Watch:
+    """The watch of one process over all: lost is who gives no sign for `lost_seconds`.
+
+    With `stall_seconds`, those are lost too that have begun fewer steps than others for so long.
+    """
+
+    processes: Processes
+    hosts: tuple[str, ...]
+    lost_seconds: float
+    stall_seconds: float
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Begins to give and to look for signs of life."""
+        threading.Thread(target=self._run, name="autopar watch", daemon=True).start()
+        atexit.register(self.end)
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            before(kind, error, trace)
+            self.fail(error)
+
+        sys.excepthook = hook
+
+    def end(self) -> None:
+        """Says that this process has finished: from now on it gives no signs."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self._put(_DONE)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends this process, which an error ends that nobody has caught.
+
+        Of an error of JAX's the reason may be another process, which is given the time to be found out.
+        """
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            time.sleep(self.lost_seconds + 3 * _BEAT_SECONDS)
+        self.ended.set()
+        self._put(f"{_FAILED}{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        _leave(1)
+
+    def _put(self, text: str) -> None:
+        try:
+            self.processes.client.key_value_set(f"{_BEATS}/{self.processes.rank}", text, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError:  # nobody is there to be told
+            return
+
+    def _run(self) -> None:
+        """Gives a sign and looks at the others', over and over."""
+        client, now = self.processes.client, time.monotonic()
+        seen = {rank: _Seen("", 0, now, now) for rank in self.processes.ranks}
+        reached = now
+        for number in range(sys.maxsize):
+            if self.ended.wait(_BEAT_SECONDS):
+                return
+            try:
+                beat = f"{number} {self.processes.steps[0]}"
+                client.key_value_set(f"{_BEATS}/{self.processes.rank}", beat, allow_overwrite=True)
+                pairs = client.key_value_dir_get(_BEATS)
+            except jax.errors.JaxRuntimeError as error:
+                if time.monotonic() - reached > self.lost_seconds:
+                    self._leave(f"the other processes cannot be reached for {self.lost_seconds:.0f} s: {error}")
+                continue
+            reached = time.monotonic()
+            for key, text in pairs:
+                rank = int(key.rpartition("/")[2])
+                seen[rank] = seen[rank].after(text, reached)
+            if gone := [reason for rank in seen if (reason := self._reason(rank, seen, reached))]:
+                self._leave("; ".join(gone))
+
+    def _reason(self, rank: int, seen: Mapping[int, _Seen], now: float) -> str:
+        """The reason why a process is as good as gone; empty if it is not."""
+        last = seen[rank]
+        if last.text.startswith(_FAILED):
+            return f"{self.name(rank)} has {last.text}"
+        if last.text == _DONE:
+            return ""
+        if now - last.sign > self.lost_seconds:
+            return f"{self.name(rank)} is lost: no sign of life for {self.lost_seconds:.0f} s, in step {last.steps}"
+        ahead = max(other.steps for other in seen.values())
+        if last.steps < ahead and now - last.step > self.stall_seconds:
+            return f"{self.name(rank)} hangs: in step {last.steps} for {now - last.step:.0f} s, others in step {ahead}"
+        return ""
+
+    def name(self, rank: int) -> str:
+        return f"process {rank} on host {self.hosts[rank]}"
+
+    def _leave(self, reason: str) -> None:
+        sys.stderr.write(f"autopar: {reason}; {self.name(self.processes.rank)} ends, as all do\n")
+        _leave(LOST)
+
+
+def _leave(status: int) -> None:
+    """Ends the process at once: at a regular end JAX would wait for the others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,53 @@
+"""A script that is started again from its last checkpoint when processes fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+from autopar.tools.launch import Launch
+
+HELP = """\
+Run a script as `autopar launch` does, and again when a process dies, hangs or is
+cut off. The script saves to autopar.Checkpoints(), which is the folder of
+--resume, and goes on from what it restores from there."""
+
+MORE = """\
+example:
+  autopar run --processes 4 --resume run1 --elastic train.py --steps 1000
+
+SIGTERM and Ctrl-C are passed on and end the run: autopar.Checkpoints().preempted()
+tells the script to save first.
+
+exit status: 0 the script has succeeded, else as of `autopar launch`, of its
+last run."""
+
+RESTARTS = 3
+REPORT_SECONDS = 10.0
+"""Time to say who is gone, beyond that in which it is noticed."""
+
+GRACE_SECONDS = 60.0
+"""Time to save for who is asked to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A launch that is repeated `restarts` times at most; with `is_elastic` by as many processes as have not failed."""
+
+    launch: Launch
+    restarts: int = RESTARTS
+    is_elastic: bool = False
+
+    def run(self, out: TextIO, err: TextIO) -> int:
+        """The exit status of the last launch."""
+        launch = self.launch
+        for left in range(self.restarts, -1, -1):
+            ending = launch.run(out, err)
+            if not ending.status or ending.is_asked_for or not left:
+                return ending.status
+            if self.is_elastic:
+                launch = replace(launch, processes=max(1, launch.processes - len(ending.gone)))
+            many = f"{launch.processes} process{'es' if launch.processes > 1 else ''}"
+            err.write(f"autopar run: starts again with {many}, and may {left - 1} more times\n")
+            err.flush()
+        raise AssertionError

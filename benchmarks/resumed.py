@@ -1,0 +1,82 @@
+"""A small training that saves as it goes and goes on where it was: what `benchmarks.kills` disturbs.
+
+Under `autopar run`. SIGUSR1 cuts all connections of a process. Each prints its pid, its steps and, at the end, a digest
+of the parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar.checkpoint.digests import digest, partial_sum, pieces_of
+
+WIDTH, LAYERS, ROWS = 16, 4, 8
+
+
+def init(key: jax.Array) -> Any:
+    return {"layers": [jax.random.normal(k, (WIDTH, WIDTH)) * 0.2 for k in jax.random.split(key, LAYERS)]}
+
+
+def train_step(params: Any, batch: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        x = batch
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+
+def batch_of(number: int) -> np.ndarray:
+    return np.random.default_rng(number).normal(size=(ROWS, WIDTH)).astype(np.float32)
+
+
+def cut(number: int, frame: object) -> None:
+    """Shuts every connection of this process down."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            copy = socket.socket(fileno=os.dup(int(name)))
+            copy.shutdown(socket.SHUT_RDWR)
+            copy.close()
+        except OSError:  # no socket, or one that listens
+            continue
+
+
+def main(planner: str, steps: int, every: int) -> None:
+    autopar.distributed.initialize()
+    signal.signal(signal.SIGUSR1, cut)
+    step = autopar.parallelize(train_step, planner=eval(planner, dict(vars(autopar))), donate_argnums=0)
+    print("pid", os.getpid(), flush=True)
+    with autopar.Checkpoints() as checkpoints:
+        types = jax.eval_shape(init, jax.random.key(0))
+        (like, _), _ = step.placement(types, batch_of(0))
+        saved = checkpoints.restore(like)
+        params, first = (saved.state, saved.position) if saved else (step.init(init, jax.random.key(0)), 0)
+        print("from", first, flush=True)
+        for number in range(first, steps):
+            params, loss = step(params, batch_of(number))
+            print("step", number, float(loss), flush=True)
+            preempted = checkpoints.preempted(number)
+            if (number + 1) % every == 0 or preempted:
+                checkpoints.save(number + 1, params, position=number + 1)
+            if preempted:
+                print("preempted", number + 1, flush=True)
+                return
+            time.sleep(0.05)
+    sums = [partial_sum(pieces_of(leaf, is_global=True), leaf.shape) for leaf in params["layers"]]
+    print("parameters", *(digest([value]) for value in sums), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,93 @@
+"""Processes that die, hang, fail or are cut off: who is named, and what starts again."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.distributed.watch import Watch, _Seen
+from autopar.tools.launch import Ending, Launch
+from autopar.tools.supervision import Run
+from benchmarks import kills
+
+
+def watch_of(**signs: tuple[str, float, float]) -> list[str]:
+    """The reasons against each process, of (text, seconds since the last sign, seconds since the last step)."""
+    watch = Watch(object(), ("a", "b", "c"), lost_seconds=15, stall_seconds=100)  # pyright: ignore[reportArgumentType]
+    seen = {int(name[1:]): _Seen("", 0, 0.0, 0.0) for name in signs}
+    for name, (text, sign, step) in signs.items():
+        seen[int(name[1:])] = replace(seen[int(name[1:])].after(text, 0.0), sign=1000 - sign, step=1000 - step)
+    return [watch._reason(rank, seen, 1000.0) for rank in seen]
+
+
+def test_who_is_gone_is_named_with_rank_and_host():
+    alive = ("7 3", 1.0, 1.0)
+    assert watch_of(p0=alive, p1=alive) == ["", ""]
+    assert watch_of(p0=alive, p1=("7 3", 16.0, 16.0)) == [
+        "",
+        "process 1 on host b is lost: no sign of life for 15 s, in step 3",
+    ]
+    assert watch_of(p0=alive, p1=("failed: ValueError: no data", 1.0, 1.0))[1] == (
+        "process 1 on host b has failed: ValueError: no data"
+    )
+    assert watch_of(p0=alive, p1=("done", 500.0, 500.0)) == ["", ""]
+    # Signs of life, and no steps: of two that do not get on, the one behind is meant.
+    assert watch_of(p0=("90 4", 1.0, 200.0), p1=("90 3", 1.0, 101.0), p2=("90 4", 1.0, 1.0)) == [
+        "",
+        "process 1 on host b hangs: in step 3 for 101 s, others in step 4",
+        "",
+    ]
+    assert watch_of(p0=("90 4", 1.0, 200.0), p1=("90 4", 1.0, 200.0)) == ["", ""]  # they compile, say
+
+
+def test_a_sign_is_new_when_it_differs():
+    first = _Seen("", 0, 0.0, 0.0).after("1 0", 5.0)
+    assert (first.sign, first.step) == (5.0, 0.0)
+    assert first.after("1 0", 9.0) == first
+    later = first.after("2 1", 9.0)
+    assert (later.steps, later.sign, later.step) == (1, 9.0, 9.0)
+    assert later.after("done", 11.0).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("endings", "is_elastic", "sizes", "status"),
+    [
+        ([Ending(0)], False, [4], 0),
+        ([Ending(137, (2,)), Ending(0)], False, [4, 4], 0),
+        ([Ending(137, (2,)), Ending(75, (0, 1)), Ending(0)], True, [4, 3, 1], 0),
+        ([Ending(1, (0, 1, 2, 3))] * 3, True, [4, 1, 1], 1),
+        ([Ending(130, (), True)], False, [4], 130),
+    ],
+)
+def test_a_run_starts_again_with_who_is_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    endings: list[Ending],
+    is_elastic: bool,
+    sizes: list[int],
+    status: int,
+):
+    (tmp_path / "script.py").write_text("")
+    given, started = iter(endings), list[int]()
+
+    def run(launch: Launch, *_: Any) -> Ending:
+        started.append(launch.processes)
+        return next(given)
+
+    monkeypatch.setattr(Launch, "run", run)
+    err = io.StringIO()
+    repeated = Run(launch=Launch(processes=4, script=tmp_path / "script.py"), restarts=2, is_elastic=is_elastic)
+    assert repeated.run(io.StringIO(), err) == status
+    assert started == sizes
+    assert err.getvalue().count("starts again") == len(sizes) - 1
+
+
+@pytest.mark.slow
+def test_a_training_that_is_disturbed_ends_with_the_same_parameters(monkeypatch: pytest.MonkeyPatch, fresh_seed: int):
+    arguments = ["kills", "--runs", "10", "--seed", str(fresh_seed), "--steps", "20"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert kills.main() == 0, fresh_seed
