@@ -16,7 +16,7 @@ from passes.ir import Graph
 from passes.pipeline.assemble import body_of
 from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, first_of_each, shape_of
 from passes.pipeline.samples import ANCHORS, anchors, near, sampled
-from passes.pipeline.stage_table import StageCostTable
+from passes.pipeline.stage_table import LEAST_GAIN, StageCostTable
 from passes.pipeline.step_blocks import Sample
 from passes.progress import SearchContext
 from passes.step import Step
@@ -69,6 +69,7 @@ class Drafting:
             most_nbytes=most_nbytes,
             limit_seconds=cutoff,
             reach=1.0 if self.is_large else CLOSE,
+            least_gain=LEAST_GAIN if self.is_large else 0.0,
             has=self._has,
             megatron_table=self._megatron_table,
         )

@@ -109,9 +109,9 @@ class DraftSearch:
     """The `drafts` of a search, each with the seconds that it takes by its prices.
 
     `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
-    `reach` times that or more, or `limit_seconds`, or that is seen to need more than `most_nbytes` before it is. `has`
-    makes a sample in so many microbatches, and says whether there is one; `megatron_table(n, tensor)` has Megatron's
-    prices on n devices of which so many cut the weights.
+    `reach` times that or more, or `limit_seconds`, nor what is seen before to need more than `most_nbytes` or to gain
+    no more than the share `least_gain`. `has` makes a sample in so many microbatches, and says whether there is one;
+    `megatron_table(n, tensor)` has Megatron's prices on n devices of which so many cut the weights.
     """
 
     table: StageCostTable
@@ -120,6 +120,7 @@ class DraftSearch:
     most_nbytes: float
     limit_seconds: float
     reach: float
+    least_gain: float
     has: Callable[[int], bool]
     megatron_table: Callable[[int, int], StageCostTable]
     best: float = math.inf
@@ -146,7 +147,7 @@ class DraftSearch:
                     self._seen.add((shape, count, names))
                     queue.append((self._bound(shape, count, names), len(queue), shape, count, names))
         heapq.heapify(queue)
-        while queue and queue[0][0] < self.cutoff:
+        while queue and (1 + self.least_gain) * queue[0][0] < self.cutoff:
             bound, number, shape, count, names = heapq.heappop(queue)
             least = self._bound(shape, count, names)
             if queue and least > queue[0][0] and least > bound:
