@@ -149,15 +149,15 @@ class DraftSearch:
         heapq.heapify(queue)
         while queue and (1 + self.least_gain) * queue[0][0] < self.cutoff:
             bound, number, shape, count, names = heapq.heappop(queue)
+            fitting = tuple(name for name in names if self.least_nbytes(shape, count, name) <= self.most_nbytes)
+            likely = self._expected_to_fit(shape, self.table, count, fitting)
+            if not (likely or any(self._megatron_tables(shape, count, fitting))) or not self.has(count):
+                continue
             least = self._bound(shape, count, names)
             if queue and least > queue[0][0] and least > bound:
                 heapq.heappush(queue, (least, number, shape, count, names))
                 continue
-            names = tuple(name for name in names if self.least_nbytes(shape, count, name) <= self.most_nbytes)
-            likely = self._expected_to_fit(shape, self.table, count, names)
-            if not (likely or any(self._megatron_tables(shape, count, names))) or not self.has(count):
-                continue
-            over = {name: least for name in names if name not in likely}
+            over = {name: least for name in fitting if name not in likely}
             for draft in priced_drafts(shape, self.table, count, likely, self.cutoff) if likely else ():
                 self.take(draft)
                 over |= {draft.schedule: draft.seconds} if draft.peak_nbytes > self.limit else {}
