@@ -21,19 +21,20 @@ from autopar.api import ParallelFunction, parallelize
 from autopar.errors import DeviceError
 from autopar.tools import (
     compiled,
+    explain_command,
     fit,
     fit_text,
+    front,
     launch_command,
-    measurement_text,
+    measure_command,
     report_command,
     simulate_command,
     targets,
 )
 from autopar.tools.command import Command
-from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of
+from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
-from autopar.tools.measurement import measurement
 from autopar.tools.plot import blank, plot_memory
 from autopar.tools.progress_bar import shown
 from autopar.tools.targets import TARGET, UsageError
@@ -47,7 +48,10 @@ from passes.text import Table
 DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses; 130 is what shells give a program that Ctrl-C ends."""
 
-COMMANDS = (report_command.COMMAND, launch_command.LAUNCH, launch_command.RUN)
+COMMANDS = (
+    *(report_command.COMMAND, explain_command.COMMAND, measure_command.COMMAND),
+    *(launch_command.LAUNCH, launch_command.RUN),
+)
 """The commands that are values of their own."""
 
 _PLAN_HELP = f"""\
@@ -62,6 +66,8 @@ _PLAN_MORE = f"""\
 
 example:
   autopar plan train:example --cluster 2x8:a100-80g --out plan.json
+
+--pin 'params/*/mlp/kernel=[-, x]' has arrays lie so, and the rest is solved for.
 
 Plans are kept in ~/.cache/autopar/plans (in $XDG_CACHE_HOME if that is set) and
 found there when the same step is planned again; --no-cache does without. Ctrl-C
@@ -104,19 +110,6 @@ example:
 
 exit status: 0 a plan fits, 1 none does, 2 nothing could be planned,
 130 ended by Ctrl-C, after what was found by then is printed."""
-
-_MEASURE_HELP = """\
-Time products of many shapes and dtypes, copies, the start of a task, collectives
-by kind, ranks and bytes, and how far a collective hides behind products, on the
-devices that are here, in one to two minutes; save them as a cluster to plan for,
-and show what it predicts beside what was measured."""
-
-_MEASURE_MORE = """\
-example:
-  autopar measure --devices 8 --out here.json
-  autopar plan train:example --cluster here.json
-
-exit status: 0 measured, 2 not measured or not saved."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,6 +154,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
     plan.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)')
     plan.add_argument("--calibration", type=Path, metavar="PATH", help="where reports of measured steps were kept")
+    plan.add_argument("--pin", action="append", default=[], metavar="NAME=CUT", help="see below; may be repeated")
+    plan.add_argument("--mesh", metavar="AXES", help="no other mesh than this: data=4,model=2")
+    plan.add_argument("--alternatives", type=int, default=1, metavar="N", help="and N-1 that need less memory")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory of those (png, svg)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
     plan.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing; see below")
     show = add("show", _show, "show a saved plan", "Show a saved plan.", _SHOW_MORE)
@@ -183,16 +180,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_compile(add)
     simulated = add("simulate", _simulate, "show what if", simulate_command.HELP, simulate_command.MORE)
     simulate_command.add_arguments(simulated)
-    measured = add(
-        "measure",
-        _measure,
-        "measure the devices here",
-        _MEASURE_HELP,
-        _MEASURE_MORE,
-    )
-    measured.add_argument("--devices", type=int, metavar="N", help="this many virtual CPU devices (default: JAX's own)")
-    measured.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")
-    measured.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over measured (png, svg, pdf)")
     return parser
 
 
@@ -247,27 +234,10 @@ def _compile(arguments: argparse.Namespace) -> int:
     return DONE if judgement.fits else DIFFERENT
 
 
-def _measure(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
+    planner = with_choices(planner_of(arguments.planner), arguments.pin, arguments.mesh)
     if arguments.plot:
         blank(arguments.plot)
-    if arguments.devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", arguments.devices)
-    console = Console(stderr=True, highlight=False)
-    with console.status("measuring") as status:
-        result = measurement(announce=lambda what: status.update(f"measuring {what}"))
-    try:
-        arguments.out.write_text(json.dumps(result.cluster.to_json(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{arguments.out}: the cluster cannot be written: {error.strerror}") from error
-    if arguments.plot:
-        measurement_text.plot_measurement(result.samples, arguments.plot)
-    _print(measurement_text.tables(result))
-    return DONE
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    planner = planner_of(arguments.planner)
     jax.config.update("jax_platforms", "cpu")
     step, args, kwargs = targets.example(arguments.target)
     with shown(Console(stderr=True, quiet=arguments.json)) as report:
@@ -281,12 +251,17 @@ def _plan(arguments: argparse.Namespace) -> int:
             "progress": report,
         }
         step = step.replan(**options) if isinstance(step, ParallelFunction) else parallelize(step, **options)
-        plan = step.plan(*args, **kwargs)
-    if plan.is_interrupted:
+        plans = front.front(step, args, kwargs, max(1, arguments.alternatives))
+    plan = plans[0]
+    if any(each.is_interrupted for each in plans):
         _tell(f"autopar {arguments.command}: interrupted; this is the best plan until then")
-    if arguments.out:
-        plan.save(arguments.out)
-    _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables())
+    for number, each in enumerate(plans if arguments.out else (), 1):
+        out = arguments.out if number == 1 else arguments.out.with_stem(f"{arguments.out.stem}-{number}")
+        plan_json.write(out, each.to_json() | {"target": arguments.target})
+    if arguments.plot:
+        front.plot(plans, arguments.plot)
+    more = (front.table(plans),) if arguments.alternatives > 1 else ()
+    _print(plan_json.text(plan.to_json()) if arguments.json else (*plan.tables(), *more))
     return DONE
 
 

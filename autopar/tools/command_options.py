@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.tools.targets import UsageError
 from passes.cluster import known
@@ -56,6 +57,28 @@ def planner_of(written: str) -> Planner:
         case "manual", path if path:
             return Manual(path)
     raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}")
+
+
+def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None) -> Planner:
+    """The planner with the pins and the mesh that a user chose. Raises UsageError for another planner than `auto`."""
+    if not pins and not mesh:
+        return planner
+    if not isinstance(planner, Auto):
+        raise UsageError("--pin and --mesh are of --planner auto; others lay a plan out by hand")
+    placed = dict(_divided("--pin", pin, "'params/*/kernel=[-, x]'") for pin in pins)
+    axes = dict(_divided("--mesh", axis, "data=4,model=2") for axis in (mesh or "").split(",") if axis)
+    if not all(size.isdecimal() for size in axes.values()):
+        raise UsageError(f"--mesh {mesh!r}: sizes are whole numbers; write, say, data=4,model=2")
+    sizes = {name: int(size) for name, size in axes.items()}
+    return replace(planner, pins=placed, mesh=sizes or None)
+
+
+def _divided(option: str, written: str, example: str) -> tuple[str, str]:
+    """What stands on both sides of an equals sign. Raises UsageError where there is none."""
+    name, equals, value = written.rpartition("=")
+    if not equals or not name or not value:
+        raise UsageError(f"{option} {written!r}: write, say, {option} {example}")
+    return name.strip(), value.strip()
 
 
 def limit_of(written: str | None) -> int | None:

@@ -2,13 +2,13 @@
 an answer.
 """
 
-from passes.intra_op import restrictions
+from passes.intra_op import pins, restrictions
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.computing import weight_gradient_share
 from passes.intra_op.extract import accounted, move_seconds
 from passes.intra_op.flops import product_flops, slow_dtype
-from passes.intra_op.mesh_problems import MeshProblems
+from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.mesh_search import MeshSearch, best
 from passes.intra_op.meshes import layouts, named
 from passes.intra_op.offloading import away
@@ -20,6 +20,7 @@ __all__ = [
     "Assembly",
     "MeshProblems",
     "MeshSearch",
+    "Solved",
     "VariantSearch",
     "accounted",
     "assemble",
@@ -29,6 +30,7 @@ __all__ = [
     "layouts",
     "move_seconds",
     "named",
+    "pins",
     "product_flops",
     "restrictions",
     "slow_dtype",

@@ -5,6 +5,7 @@ from passes.planners.auto import Auto
 from passes.planners.infeasible import allowed, held
 from passes.planners.manual import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 from passes.planners.planner import Planned, Planner, PlanOptions, limit_nbytes
+from passes.planners.reasons import reasons
 
 __all__ = [
     "Auto",
@@ -21,4 +22,5 @@ __all__ = [
     "held",
     "infeasible",
     "limit_nbytes",
+    "reasons",
 ]

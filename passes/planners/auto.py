@@ -34,6 +34,7 @@ Planners by hand run the same path on one mesh and under restrictions of their o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -41,7 +42,7 @@ from typing import cast
 from passes.cluster import Cluster, Mesh
 from passes.errors import InternalError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
-from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, restrictions
+from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, pins, restrictions
 from passes.ir import has_effect
 from passes.pipeline import Sample, StagedSearch, layers_of, samples_of
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
@@ -73,6 +74,10 @@ class Auto:
     with less kept. That ends after so much work: a plan does not depend on how busy the machine is. With `seconds` it
     ends by then, too, once a plan fits, whose `solution.status` is `time limit` if there was more to try.
 
+    Inputs whose names match one of the `pins` lie as it says, `{"params/*/mlp/kernel": P(None, "x")}`, and the rest is
+    solved for around them; with a `mesh`, `{"data": 4, "model": 2}`, no other is tried and axes have these names. Both
+    are of plans without stages.
+
     If `interruptible`, Ctrl-C ends the search as soon as there is a plan; its `solution.status` is `interrupted` then.
     """
 
@@ -83,10 +88,17 @@ class Auto:
     schedules: tuple[str, ...] = ()
     seconds: float | None = None
     solver: SolverOptions = field(default_factory=SolverOptions)
+    pins: pins.Pins | Mapping[str, object] | None = ()
+    mesh: tuple[tuple[str, int], ...] | Mapping[str, int] | None = ()
     interruptible: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_limit", limit_nbytes(self.memory_limit))
+        object.__setattr__(self, "pins", pins.checked_pins(self.pins))
+        object.__setattr__(self, "mesh", pins.checked_mesh(self.mesh))
+        if self.pipeline and (self.pins or self.mesh):
+            rule = "pins and a mesh are of plans without stages, and these search stages, each on a mesh of its own"
+            raise PlanningError(explain("Auto(pipeline=True)", rule, "", "leave out pipeline=, or pins= and mesh="))
 
     @property
     def pieces(self) -> int:
@@ -143,11 +155,22 @@ class Auto:
         if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
-        problems = MeshProblems(graph=step.graph, state_pairs=step.state_pairs, donated=step.donated, offload=offload)
+        graph = step.graph
+        chosen = pins.placed_inputs(
+            cast("pins.Pins", self.pins), graph.input_names, [graph.types[v] for v in graph.inputs]
+        )
+        problems = MeshProblems(
+            graph=graph,
+            state_pairs=step.state_pairs,
+            donated=step.donated,
+            offload=offload,
+            restrict=partial(pins.pinned, chosen=chosen) if chosen else None,
+        )
         search = MeshSearch(
             name="auto",
             problems=problems,
-            textbook=partial(restrictions.textbook, batch=step.batch),
+            # Plans by hand know nothing of pins.
+            textbook=(lambda mesh: ()) if chosen else partial(restrictions.textbook, batch=step.batch),
             options=self.solver,
             most_nbytes=most_nbytes,
             context=context,
@@ -214,6 +237,8 @@ class Auto:
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
         """The meshes of so many devices that differ; within a host the order of axes is naming."""
+        if self.mesh:
+            return [pins.mesh_named(cluster, cast("Sequence[tuple[str, int]]", self.mesh))]
         meshes = layouts(cluster, n_devices, self.max_axes)
         if n_devices > cluster.group().devices_per_host:
             return meshes

@@ -1,0 +1,58 @@
+"""`autopar measure`: the devices that are here, timed, as a cluster to plan for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from autopar.tools import measurement_text
+from autopar.tools.command import DONE, Command, Output, write
+from autopar.tools.measurement import measurement
+from autopar.tools.plot import blank
+
+_HELP = """\
+Time products of many shapes and dtypes, copies, the start of a task, collectives
+by kind, ranks and bytes, and how far a collective hides behind products, on the
+devices that are here, in one to two minutes; save them as a cluster to plan for,
+and show what it predicts beside what was measured."""
+
+_MORE = """\
+example:
+  autopar measure --devices 8 --out here.json
+  autopar plan train:example --cluster here.json
+
+exit status: 0 measured, 2 not measured or not saved."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, metavar="N", help="this many virtual CPU devices (default: JAX's own)")
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over measured (png, svg, pdf)")
+
+
+def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
+    if arguments.plot:
+        blank(arguments.plot)
+    if arguments.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", arguments.devices)
+    with Console(stderr=True, highlight=False).status("measuring") as status:
+        result = measurement(announce=lambda what: status.update(f"measuring {what}"))
+    write(arguments.out, json.dumps(result.cluster.to_json(), indent=1) + "\n", "the cluster")
+    if arguments.plot:
+        measurement_text.plot_measurement(result.samples, arguments.plot)
+    return measurement_text.tables(result), DONE
+
+
+COMMAND = Command(
+    name="measure",
+    summary="measure the devices here",
+    description=_HELP,
+    more=_MORE,
+    add_arguments=_add_arguments,
+    run=_run,
+)

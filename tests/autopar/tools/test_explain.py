@@ -1,0 +1,118 @@
+"""`autopar explain`, and plans on the front of time against memory, on a tiny step."""
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.tools import fit, targets
+from autopar.tools.cli import main
+from autopar.tools.front import LESS, front
+from passes.plan import load_plan
+from passes.planners import reasons
+from passes.planners.reasons import ROUGH
+from tests.autopar.tools.test_cli import PLAN, train  # noqa: F401 # a fixture
+
+ARGUMENTS = ["plan", "train:example", "--cluster", "4:h100", "--no-cache"]
+
+
+@pytest.fixture
+def plan(train):  # noqa: F811
+    sys.path.insert(0, str(train))
+    assert main([*ARGUMENTS, "--out", "plan.json"]) == 0
+    return train / "plan.json"
+
+
+def test_explain_says_what_else_there_was(plan, capsys):
+    capsys.readouterr()
+    assert main(["explain", str(plan), "up"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "params['up'], float32[64,256], lies as",
+        "A step takes",
+        "Solving the rest again around others",
+        "%",
+    ):
+        assert words in out
+
+
+def test_a_rival_costs_what_a_plan_that_is_pinned_to_it_costs(plan):
+    example = fit.Example.of(*targets.example("train:example"))
+    saved = load_plan(plan)
+    step = saved.step_of(fit.traced_step(example))
+    (program,) = saved.programs
+    assert len(program.mesh.axes) == 1
+    found = reasons(step, program, "down", 2**40)
+    assert len(found.rivals) > 1
+    assert found.seconds == pytest.approx(saved.step_seconds)
+    for rival in found.rivals[:2]:
+        planner = autopar.Auto(pins={"down": str(rival.spec)}, mesh={program.mesh.axes[0]: 4})
+        again = autopar.parallelize(example.step, cluster="4:h100", planner=planner).plan(*example.args)
+        assert rival.seconds == pytest.approx(again.step_seconds, rel=ROUGH)
+        assert rival.seconds >= (1 - ROUGH) * found.seconds
+
+
+def test_memory_is_named_where_it_binds(plan):
+    saved = load_plan(plan)
+    step = saved.step_of(fit.traced_step(fit.Example.of(*targets.example("train:example"))))
+    (program,) = saved.programs
+    found = reasons(step, program, "down", 2**40)
+    slower = [rival for rival in found.rivals if rival.seconds > 1.05 * found.seconds]
+    slow = replace(found, seconds=slower[-1].seconds * 1.1, limit_nbytes=1)
+    assert "What binds is memory" in slow.text()
+    assert "over the limit" in slow.text()
+
+
+@pytest.mark.parametrize("what", ["nothing", "nothing.py:3"])
+def test_explain_says_what_there_is(plan, capsys, what):
+    assert main(["explain", str(plan), what]) == 2
+    assert "name one" in capsys.readouterr().err
+
+
+def test_explain_shows_a_line_with_what_it_sends(capsys):
+    assert main(["explain", PLAN, "mlp.py:13"]) == 0
+    out = capsys.readouterr().out
+    assert "dot_general" in out
+    assert "sends for" in out
+
+
+def test_a_plan_without_a_target_tells_what_was_chosen(capsys):
+    assert main(["explain", PLAN, "up"]) == 0
+    out = capsys.readouterr().out
+    assert "as [-, tensor]" in out
+    assert "--target" in out
+
+
+def test_arrays_of_several_types_are_named(plan, capsys):
+    assert main(["explain", str(plan), "params/*"]) == 2
+    assert "params/up float32[64,256]" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_alternatives_take_longer_and_need_less(train, capsys):  # noqa: F811
+    assert main([*ARGUMENTS, "--alternatives", "3", "--out", "p.json", "--plot", "front.svg"]) == 0
+    assert "time against memory" in capsys.readouterr().out
+    assert Path("front.svg").stat().st_size > 1000
+    plans = [load_plan(path) for path in ("p.json", *map(str, sorted(Path().glob("p-*.json"))))]
+    assert len(plans) > 1
+    for before, after in itertools.pairwise(plans):
+        assert after.peak_nbytes <= LESS * before.peak_nbytes
+        assert after.step_seconds >= before.step_seconds
+
+
+@pytest.mark.slow
+def test_a_front_ends_where_nothing_needs_less(train):  # noqa: F811
+    example = fit.Example.of(*targets.example("train:example"))
+    step = autopar.parallelize(example.step, cluster="1:h100")
+    assert 1 <= len(front(step, example.args, {}, 30)) < 30
+
+
+def test_the_command_line_pins(train, capsys):  # noqa: F811
+    assert main([*ARGUMENTS, "--pin", "up=[x, -]", "--mesh", "x=4", "--out", "p.json"]) == 0
+    plan = load_plan("p.json")
+    assert str(dict(zip(plan.input_names, plan.inputs, strict=True))["params['up']"]) == "[x, -]"
+    for wrong in (["--pin", "up"], ["--mesh", "x=a"], ["--mesh", "x=4", "--planner", "dp"]):
+        assert main([*ARGUMENTS, *wrong]) == 2
