@@ -21,10 +21,13 @@ from autopar.api import ParallelFunction, parallelize
 from autopar.errors import DeviceError
 from autopar.tools import (
     compiled,
+    completion_command,
+    doctor_command,
     explain_command,
     fit,
     fit_text,
     front,
+    help_command,
     launch_command,
     measure_command,
     report_command,
@@ -32,12 +35,12 @@ from autopar.tools import (
     targets,
 )
 from autopar.tools.command import Command
-from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, planner_of, with_choices
+from autopar.tools.command_options import limit_of, planner_of, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
 from autopar.tools.progress_bar import shown
-from autopar.tools.targets import TARGET, UsageError
+from autopar.tools.targets import UsageError
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.plan import AnyPlan, load_plan
@@ -51,27 +54,23 @@ DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 COMMANDS = (
     *(report_command.COMMAND, explain_command.COMMAND, measure_command.COMMAND),
     *(launch_command.LAUNCH, launch_command.RUN),
+    *(doctor_command.COMMAND, completion_command.COMMAND, help_command.COMMAND),
 )
 """The commands that are values of their own."""
 
-_PLAN_HELP = f"""\
+_PLAN_HELP = """\
 Plan a train step for a cluster that need not be here, and show the plan.
 
-{TARGET}"""
+MODULE:FUNCTION returns a step and its arguments: autopar help targets."""
 
-_PLAN_MORE = f"""\
-{CLUSTERS}
-
-{PLANNERS}
+_PLAN_MORE = """\
+Who plans, and for what: autopar help planners, autopar help clusters.
 
 example:
   autopar plan train:example --cluster 2x8:a100-80g --out plan.json
 
---pin 'params/*/mlp/kernel=[-, x]' has arrays lie so, and the rest is solved for.
-
-Plans are kept in ~/.cache/autopar/plans (in $XDG_CACHE_HOME if that is set) and
-found there when the same step is planned again; --no-cache does without. Ctrl-C
-ends the search with the best plan until then, marked as interrupted.
+Plans are kept in ~/.cache/autopar/plans and found there when the same step is
+planned again. Ctrl-C ends the search with the best plan until then, marked so.
 
 exit status: 0 planned, 2 no plan (the reason is on stderr), 130 ended by Ctrl-C
 before there was one."""
@@ -89,21 +88,20 @@ example:
 exit status: 0 the plans are alike, 1 they differ, 2 one cannot be read."""
 
 
-_FIT_HELP = f"""\
+_FIT_HELP = """\
 Show what fits in the memory of a cluster that need not be here: plain jit on
 one device, data parallel, ZeRO, Megatron and the searched plan, each with the
 predicted peak of one device by cause; then the largest batch, and of presets
 the largest. ZeRO-1 and 2 are one plan: gradients are scattered when summed.
 
-{TARGET}
+MODULE:FUNCTION returns a step and its arguments: autopar help targets
 
-The batch is what microbatches would be cut from, and is tried in multiples of
-the devices: FUNCTION's step must take any. With --presets, or where MODULE has
-a function `presets`, that returns {{name: example}}, smallest first, where an
-example is what FUNCTION returns, or a function that returns it."""
+The batch is tried in multiples of the devices: FUNCTION's step must take any.
+With --presets, or where MODULE has a function `presets`, that returns
+{name: example}, smallest first, of what FUNCTION returns or functions of it."""
 
-_FIT_MORE = f"""\
-{CLUSTERS}
+_FIT_MORE = """\
+Clusters: autopar help clusters.
 
 example:
   autopar fit train:example --cluster 8:a100-80g --memory-limit "40 GiB"
@@ -114,7 +112,7 @@ exit status: 0 a plan fits, 1 none does, 2 nothing could be planned,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status of a command line: 0 done, 1 the plans differ, 2 an error, printed on stderr, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except (PlanningError, DeviceError, UsageError) as error:
@@ -136,30 +134,40 @@ def _tell(message: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autopar", description="Plan an ordinary JAX train step for many devices.")
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="autopar",
+        description="Plan an ordinary JAX train step for many devices.",
+        epilog="example:\n  autopar plan train:example --cluster 8:h100 --out plan.json\n"
+        "  autopar explain plan.json 'params/*/kernel'\n  autopar report plan.json -o plan.html",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"autopar {plan_json.version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], help: str, description: str, epilog: str):
         raw = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=help, description=description, epilog=epilog, formatter_class=raw)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, parser=parser)
         return command
 
     plan = add("plan", _plan, "make a plan", _PLAN_HELP, _PLAN_MORE)
-    plan.add_argument("target", metavar="MODULE:FUNCTION", help="what to plan; see above")
-    plan.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
-    plan.add_argument("--planner", default="auto", help="who plans; see below")
+    plan.add_argument("target", metavar="MODULE:FUNCTION", help="what to plan")
+    plan.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind")
+    plan.add_argument("--planner", default="auto", help="who plans (default: auto)")
     plan.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
     plan.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
     plan.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)')
     plan.add_argument("--calibration", type=Path, metavar="PATH", help="where reports of measured steps were kept")
-    plan.add_argument("--pin", action="append", default=[], metavar="NAME=CUT", help="see below; may be repeated")
+    plan.add_argument(
+        "--pin", action="append", default=[], metavar="NAME=CUT", help="an array lies so: 'params/*/kernel=[-, x]'"
+    )
     plan.add_argument("--mesh", metavar="AXES", help="no other mesh than this: data=4,model=2")
     plan.add_argument("--alternatives", type=int, default=1, metavar="N", help="and N-1 that need less memory")
     plan.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory of those (png, svg)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
-    plan.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing; see below")
+    plan.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")
     show = add("show", _show, "show a saved plan", "Show a saved plan.", _SHOW_MORE)
     show.add_argument("plan", type=Path, metavar="PLAN", help="a file that `autopar plan --out` wrote")
     show.add_argument("--operators", action="store_true", help="every operator, and every line that communicates")
@@ -192,10 +200,10 @@ def _carry_out(command: Command, arguments: argparse.Namespace) -> int:
 def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds the arguments of `fit`."""
     fits = add("fit", _fit, "show what fits in memory", _FIT_HELP, _FIT_MORE)
-    fits.add_argument("target", metavar="MODULE:FUNCTION", help="what should fit; see above")
-    fits.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
+    fits.add_argument("target", metavar="MODULE:FUNCTION", help="what should fit")
+    fits.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind")
     fits.add_argument("--memory-limit", metavar="SIZE", help="of one device, as '40 GiB' (default: its own less 6 %%)")
-    fits.add_argument("--presets", metavar="MODULE:FUNCTION", help="sizes of the model to choose from; see above")
+    fits.add_argument("--presets", metavar="MODULE:FUNCTION", help="sizes of the model to choose from")
     fits.add_argument(
         "--seconds",
         type=float,
@@ -210,9 +218,9 @@ def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_compile(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds the arguments of `compile`."""
     command = add("compile", _compile, "compile for an accelerator that is not here", compiled.HELP, compiled.MORE)
-    command.add_argument("target", metavar="MODULE:FUNCTION", help="what to compile; see above")
-    command.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind; see below")
-    command.add_argument("--planner", default="auto", help="who plans; see below")
+    command.add_argument("target", metavar="MODULE:FUNCTION", help="what to compile")
+    command.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind")
+    command.add_argument("--planner", default="auto", help="who plans (default: auto)")
     command.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
     command.add_argument("--memory-limit", metavar="SIZE", help="of one device, as '40 GiB' (default: all of it)")
     command.add_argument("--json", action="store_true", help="print JSON; bytes are numbers")

@@ -13,25 +13,21 @@ import jax
 from autopar.api import ParallelFunction, parallelize
 from autopar.checks import Verification
 from autopar.runtime import CompiledPipeline
-from autopar.tools.command_options import CLUSTERS, PLANNERS
-from autopar.tools.targets import TARGET
 from autopar.tools.topologies import topology
 from passes.cluster import Cluster
 from passes.plan import AnyPlan
 from passes.planners import allowed
 from passes.text import Column, Table, quantities
 
-HELP = f"""\
+HELP = """\
 Compile a train step with an accelerator's own compiler, which runs on the CPU:
 does it compile there, and fit? Shows predicted beside compiled memory, bytes
 that devices send each other, and flops. Nothing is run.
 
-{TARGET}"""
+MODULE:FUNCTION returns a step and its arguments: autopar help targets."""
 
-MORE = f"""\
-{CLUSTERS}
-
-{PLANNERS}
+MORE = """\
+Who plans, and for what: autopar help planners, autopar help clusters.
 
 The compilers are extras: pip install 'autopar[gpu-compiler]' for NVIDIA's GPUs,
 'autopar[tpu-compiler]' for TPUs. A TPU's takes a minute for a few layers.

@@ -23,12 +23,13 @@ from passes.planners import Auto, reasons
 from passes.text import quantities
 
 _HELP = """\
-Say in words why an array lies as it does: what the plan chose, what a step would
-take with each other placement, everything else solved again around it, and what
-rules others out. Or say what the plan does at a line of your source.
+Say in words why an array lies as it does: what the plan chose, what a step
+would take with each other placement, everything else solved again around it,
+and what rules others out. Or say what the plan does at a line of your source.
 
-WHAT is the end of an array's path, * for anything: mlp/up/kernel, params/*/kernel;
-or a source line: models/gpt.py:145. Arrays that are alike are taken together."""
+WHAT is the end of an array's path, * for anything: mlp/up/kernel or
+params/*/kernel; or a source line: models/gpt.py:145. Arrays that are alike are
+taken together."""
 
 _MORE = """\
 example:
@@ -45,8 +46,8 @@ exit status: 0 explained, 2 there is no such array or line."""
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN", help="a file that `autopar plan --out` wrote")
     parser.add_argument("what", metavar="WHAT", help="an array or a source line; see above")
-    parser.add_argument("--target", metavar="MODULE:FUNCTION", help="the step (default: the one noted in PLAN)")
-    parser.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)')
+    parser.add_argument("--target", metavar="MODULE:FUNCTION", help="the step (default: as noted)")
+    parser.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB"')
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:

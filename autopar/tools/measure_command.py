@@ -15,10 +15,10 @@ from autopar.tools.measurement import measurement
 from autopar.tools.plot import blank
 
 _HELP = """\
-Time products of many shapes and dtypes, copies, the start of a task, collectives
-by kind, ranks and bytes, and how far a collective hides behind products, on the
-devices that are here, in one to two minutes; save them as a cluster to plan for,
-and show what it predicts beside what was measured."""
+Time products of many shapes and dtypes, copies, the start of a task,
+collectives by kind, ranks and bytes, and how far a collective hides behind
+products, on the devices that are here, in one to two minutes; save them as a
+cluster to plan for, and show what it predicts beside what was measured."""
 
 _MORE = """\
 example:

@@ -12,9 +12,9 @@ from passes.text import nbytes
 
 _HELP = """\
 Write a saved plan as one web page that needs no network: the model's layers by
-stage, every operator with its tiles on the mesh, cost by cause, what was rejected
-and what it would have cost, the pipeline's timeline, memory over time, the
-dearest collectives with your source lines, and a search over all of it.
+stage, every operator with its tiles on the mesh, cost by cause, what was
+rejected and what it would have cost, the pipeline's timeline, memory over time,
+the dearest collectives with your source lines, and a search over all of it.
 
 In Python it is plan.to_html(), and report(...).to_html() with measured seconds
 beside the predicted ones; a notebook shows a plan so by itself."""

@@ -11,30 +11,28 @@ from typing import Any
 import jax
 
 from autopar.tools import targets
-from autopar.tools.command_options import CLUSTERS, PLANNERS, limit_of, numbers_of, planner_of
+from autopar.tools.command_options import limit_of, numbers_of, planner_of
 from autopar.tools.fit import Example
 from autopar.tools.plot import blank
 from autopar.tools.simulation import Request, Row, Sweep, rows, saved
-from autopar.tools.targets import TARGET, UsageError
+from autopar.tools.targets import UsageError
 from autopar.tools.what_if import Simulation
 from passes.cluster import parse_cluster
 from passes.errors import explain
 from passes.plan import load_plan
 from passes.text import Table
 
-HELP = f"""\
+HELP = """\
 Show what a train step would take on clusters that need not be here: the step,
 model flops per second and their share of the peak (MFU), the pipeline's bubble,
 exposed communication, memory, days and cost. Options that list several values
 with commas, or are given several times, are swept: every combination is a row.
 
-{TARGET}
+MODULE:FUNCTION returns a step and its arguments: autopar help targets.
 It may be a saved plan instead (PATH.json), which is shown as it is."""
 
-MORE = f"""\
-{CLUSTERS}
-
-{PLANNERS}
+MORE = """\
+Who plans, and for what: autopar help planners, autopar help clusters.
 
 example:
   autopar simulate train:example --cluster 8x8:h100 --planner zero3 \\
@@ -46,9 +44,9 @@ exit status: 0 a row has a plan, 2 none has, or an option cannot be read,
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the options of `simulate`."""
-    command.add_argument("target", metavar="TARGET", help="MODULE:FUNCTION, or a saved plan; see above")
+    command.add_argument("target", metavar="TARGET", help="MODULE:FUNCTION, or a saved plan")
     command.add_argument("--cluster", action="append", default=[], help="hosts x devices of each, and their kind")
-    command.add_argument("--planner", action="append", default=[], help="who plans (default: auto); see below")
+    command.add_argument("--planner", action="append", default=[], help="who plans (default: auto)")
     command.add_argument("--devices", metavar="N,N", help="so many of the cluster's devices, whole hosts or a part")
     command.add_argument("--bandwidth", metavar="X,X", help="every link gives X times its bytes per second")
     command.add_argument("--network", metavar="X,X", help="links between hosts give X times theirs, beside that")

@@ -1,6 +1,9 @@
 """The command line on saved plans and on a tiny step: what it prints, what it exits with, how it complains."""
 
+import argparse
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +11,11 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.tools.cli import main
+from autopar.tools import doctor_command
+from autopar.tools.cli import main, parser
+from passes.errors import ClusterError
 from passes.plan import Plan
+from passes.plan.json import version
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 PLAN, OTHER = str(GOLDEN / "plan.json"), str(GOLDEN / "plan_other.json")
@@ -159,15 +165,80 @@ def test_an_incomplete_command_exits_with_2(command):
     assert stopped.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["plan", "show", "diff"])
-def test_help_has_an_example_and_the_exit_status(capsys, command):
+COMMANDS = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+SCREEN = 48
+"""Lines of a terminal that is as high as a screen."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen_and_has_an_exit_status_and_an_example_that_is_read(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     out = capsys.readouterr().out
     assert stopped.value.code == 0
-    assert f"example:\n  autopar {command} " in out
-    assert "exit status: 0" in out
+    assert "exit status: 0" in out or command == "launch"
     assert max(map(len, out.splitlines())) <= 80
+    assert len(out.splitlines()) <= SCREEN
+    examples = out.partition("example:\n")[2].partition("\n\n")[0].replace("\\\n", " ")
+    written = [line.strip() for line in examples.splitlines() if line.strip().startswith("autopar ")]
+    assert any(line.startswith(f"autopar {command}") for line in written)
+    for line in written:
+        parser().parse_args(shlex.split(line.partition(" > ")[0])[1:])
+
+
+def test_the_first_help_fits_a_screen_and_the_version_is_told(capsys):
+    for option in ("--help", "--version"):
+        with pytest.raises(SystemExit):
+            main([option])
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= SCREEN
+    assert out.splitlines()[-1] == f"autopar {version()}"
+
+
+@pytest.mark.parametrize(("topic", "words"), [("targets", "MODULE"), ("clusters", "8:h100"), ("planners", "megatron")])
+def test_what_several_commands_take_is_told_at_length(capsys, topic, words):
+    assert main(["help", topic]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_doctor_tells_versions_devices_and_what_is_in_the_way(capsys, monkeypatch):
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert version() in out
+    assert "8 devices: cpu" in out
+    monkeypatch.setattr(doctor_command, "local_cluster", _unknown)
+    assert main(["doctor"]) == 1
+    assert "no data of 'cpu'" in capsys.readouterr().out
+
+
+def _unknown(*args, **kwargs):
+    raise ClusterError("made up")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_options_and_files(capsys, tmp_path):
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "autopar.sh").write_text(capsys.readouterr().out)
+    (tmp_path / "plan.json").write_text("")
+
+    def completed(*words):
+        line = " ".join(f"'{word}'" for word in words)
+        script = (
+            f"source autopar.sh; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _autopar; echo ${{COMPREPLY[@]}}"
+        )
+        return subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True).stdout.split()
+
+    assert completed("autopar", "re") == ["report"]
+    assert completed("autopar", "report", "--o") == ["--out"]
+    assert completed("autopar", "report", "pl") == ["plan.json"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_are_told_every_command_and_option(capsys, shell):
+    assert main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+    assert "alternatives" in out
 
 
 def test_it_runs_as_a_program():
