@@ -67,7 +67,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         inside, outside = (f"{link.bytes_per_second / 1e9:.3g} GB/s" for link in (group.intra, group.inter))
         hosts = quantities.count(group.hosts, "host")
         yield (
-            "links, by data sheet",
+            "links, as planned for",
             f"{inside} in a host" + (f", {outside} between {hosts}" if group.hosts > 1 else ""),
         )
     yield "devices to plan for", ", ".join(known())

@@ -36,9 +36,9 @@ example:
   autopar explain plan.json params/*/kernel
   autopar explain plan.json train.py:7
 
-The step is traced again, from the MODULE:FUNCTION that `autopar plan --out` noted
-in PLAN, or from --target. Of a pipeline, and without a target, the plan alone
-answers: what was chosen, not what else there was.
+The step is traced again, from the MODULE:FUNCTION that `autopar plan --out`
+noted in PLAN, or from --target. Of a pipeline, and without a target, the plan
+alone answers: what was chosen, not what else there was.
 
 exit status: 0 explained, 2 there is no such array or line."""
 
