@@ -69,10 +69,10 @@ def _add_origins(program: Program, value: Value, axis: str, seen: set[Value], sp
     if producer is None:
         return
     node, placement = region.graph.nodes[producer], region.layout.placements[producer]
-    if producer in region.joints:
-        control, bodies = region.joints[producer]
-        slot = control.results[node.outputs.index(v)].slot
-        for inner, out in leaving(control, bodies, slot):
+    if producer in region.controls:
+        control, bodies = region.controls[producer]
+        port = control.results[node.outputs.index(v)].port
+        for inner, out in leaving(control, bodies, port):
             _add_origins(program, (inner.number, out), axis, seen, spots)
         return
     partial = [

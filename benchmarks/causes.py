@@ -86,7 +86,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self.resharder = Resharder(self.plan.mesh)
-        reshardings = resharding_plan(self.graph, self.plan.layout, self.resharder, refetch=self.plan.refetch)
+        reshardings = resharding_plan(self.graph, self.plan.layout, self.resharder, regather=self.plan.regather)
         self.root = placed(self.graph, self.plan.layout, reshardings, 1, 1.0, "output", [0])
 
     @property
@@ -157,10 +157,10 @@ class Program:
         if phase(node) == "forward":
             return
         families[value] = parameter
-        if producer in region.joints:
-            control, bodies = region.joints[producer]
-            slot = control.results[node.outputs.index(v)].slot
-            for inner, out in leaving(control, bodies, slot):
+        if producer in region.controls:
+            control, bodies = region.controls[producer]
+            port = control.results[node.outputs.index(v)].port
+            for inner, out in leaving(control, bodies, port):
                 self._family((inner.number, out), parameter, families)
             return
         rule = rule_of(node, region.graph)

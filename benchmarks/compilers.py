@@ -230,8 +230,8 @@ def modelled_nbytes(plan: autopar.Plan, traced: Any) -> int:
     graph, mesh = traced.graph, plan.mesh
     grouping, resharder = group(graph), Resharder(mesh)
     donated = traced.donated or (False,) * len(graph.inputs)
-    for refetch in (False, True):
-        reshardings = resharding_plan(graph, plan.layout, resharder, refetch=refetch)
+    for regather in (False, True):
+        reshardings = resharding_plan(graph, plan.layout, resharder, regather=regather)
         step = (graph, grouping, mesh, plan.layout, reshardings, traced.state_pairs, donated)
         if peak(*step).peak_nbytes == plan.peak_nbytes:
             return peak(*step, model=model_of(mesh.cluster.group().device)).peak_nbytes

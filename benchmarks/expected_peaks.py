@@ -80,8 +80,8 @@ def ratios(step: Step, cluster: Cluster) -> Iterator[float]:
     search.over(layouts(cluster, cluster.n_devices, 2))
     problems.look(search.solved[0], 0)
     for solved in search.solved:
-        for restrict, refetch in restrictions.textbook(solved.assembly.mesh):
-            base = problems.twin(solved) if refetch else solved
+        for restrict, regather in restrictions.textbook(solved.assembly.mesh):
+            base = problems.twin(solved) if regather else solved
             if base is None:
                 continue
             try:

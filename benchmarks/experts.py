@@ -50,7 +50,7 @@ class Experts:
     def __post_init__(self) -> None:
         for region in self.program.root.all():
             for index, node in enumerate(region.graph.nodes):
-                if index not in region.joints and is_early(node):
+                if index not in region.controls and is_early(node):
                     self._node(region, node)
 
     def _node(self, region: Region, node: Node) -> None:

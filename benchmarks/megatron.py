@@ -53,27 +53,27 @@ class _Walk:
     def _region(self, region: Region) -> None:
         graph = region.graph
         for index, node in enumerate(graph.nodes):
-            if index in region.joints:
-                self._joint(region, index)
+            if index in region.controls:
+                self._control(region, index)
             elif is_early(node):
                 self._node(region, node, rule_of(node, graph))
 
-    def _joint(self, region: Region, index: int) -> None:
-        control, bodies = region.joints[index]
+    def _control(self, region: Region, index: int) -> None:
+        control, bodies = region.controls[index]
         node, here = region.graph.nodes[index], region.number
-        slots: dict[int, frozenset[int]] = {}
-        for value, wire in zip(node.inputs, control.operands, strict=True):
+        ports: dict[int, frozenset[int]] = {}
+        for value, port_use in zip(node.inputs, control.operands, strict=True):
             dims = self.cut.get((here, value), frozenset())
-            slots[wire.slot] = frozenset(d - wire.stacked for d in dims if d >= wire.stacked)
+            ports[port_use.port] = frozenset(d - port_use.stacked for d in dims if d >= port_use.stacked)
         for body, inner in zip(control.bodies, bodies, strict=True):
-            for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-                self.cut[inner.number, value] = slots.get(slot, frozenset())
+            for value, port in zip(body.graph.inputs, body.inputs, strict=True):
+                self.cut[inner.number, value] = ports.get(port, frozenset())
             self._region(inner)
-            for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
-                slots[slot] = self.cut.get((inner.number, value), frozenset())
-        for value, wire in zip(node.outputs, control.results, strict=True):
-            dims = slots.get(wire.slot, frozenset())
-            self.cut[here, value] = frozenset(d + wire.stacked for d in dims)
+            for value, port in zip(body.graph.outputs, body.outputs, strict=True):
+                ports[port] = self.cut.get((inner.number, value), frozenset())
+        for value, port_use in zip(node.outputs, control.results, strict=True):
+            dims = ports.get(port_use.port, frozenset())
+            self.cut[here, value] = frozenset(d + port_use.stacked for d in dims)
 
     def _node(self, region: Region, node: Node, rule: ShardingRule) -> None:
         here, graph = region.number, region.graph

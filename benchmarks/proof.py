@@ -57,7 +57,7 @@ def problems(traced: Traced, cluster: Cluster, max_axes: int = 2) -> Iterator[Sh
     """The sharding problem of a program on every mesh that `Auto` tries."""
     grouping = group(traced.graph)
     for mesh in layouts(cluster, cluster.n_devices, max_axes):
-        yield assemble(traced.graph, mesh, grouping, Resharder(mesh), traced.state_pairs, refetch=False).problem
+        yield assemble(traced.graph, mesh, grouping, Resharder(mesh), traced.state_pairs, regather=False).problem
 
 
 def size(problem: ShardingProblem) -> Size:

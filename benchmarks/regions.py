@@ -32,12 +32,12 @@ class Region:
     trips: int
     share: float
     end: str
-    joints: Mapping[int, tuple[Control, tuple[Region, ...]]]
+    controls: Mapping[int, tuple[Control, tuple[Region, ...]]]
 
     def all(self) -> Iterator[Region]:
         """This region and those inside it, inner ones at their place."""
         yield self
-        for _, bodies in self.joints.values():
+        for _, bodies in self.controls.values():
             for body in bodies:
                 yield from body.all()
 
@@ -46,14 +46,14 @@ def placed(
     graph: Graph, layout: Layout, reshardings: ReshardingPlan, trips: int, share: float, end: str, numbers: list[int]
 ) -> Region:
     number, numbers[0] = numbers[0], numbers[0] + 1
-    joints: dict[int, tuple[Control, tuple[Region, ...]]] = {}
+    controls: dict[int, tuple[Control, tuple[Region, ...]]] = {}
     for index, inner in reshardings.bodies.items():
         node = graph.nodes[index]
         control = control_of(node, graph)
         if control is None:
             continue
         pairs = zip(control.bodies, layout.placements[index].bodies, inner, strict=True)
-        joints[index] = (
+        controls[index] = (
             control,
             tuple(
                 placed(body.graph, at, moved, trips * body.trips, share * body.share, node.source, numbers)
@@ -68,50 +68,50 @@ def placed(
         trips=trips,
         share=share,
         end=end,
-        joints=joints,
+        controls=controls,
     )
 
 
-def leaving(control: Control, bodies: Sequence[Region], slot: int) -> Iterator[tuple[Region, int]]:
-    """The values of bodies that leave through a slot."""
+def leaving(control: Control, bodies: Sequence[Region], port: int) -> Iterator[tuple[Region, int]]:
+    """The values of bodies that leave through a port."""
     for body, inner in zip(control.bodies, bodies, strict=True):
-        for value, port in zip(body.graph.outputs, body.outputs, strict=True):
-            if port == slot:
+        for value, left_by in zip(body.graph.outputs, body.outputs, strict=True):
+            if left_by == port:
                 yield inner, value
 
 
-def entering(control: Control, bodies: Sequence[Region], slot: int) -> Iterator[tuple[Region, int]]:
-    """The values of bodies that enter through a slot."""
+def entering(control: Control, bodies: Sequence[Region], port: int) -> Iterator[tuple[Region, int]]:
+    """The values of bodies that enter through a port."""
     for body, inner in zip(control.bodies, bodies, strict=True):
-        for value, port in zip(body.graph.inputs, body.inputs, strict=True):
-            if port == slot:
+        for value, entered_by in zip(body.graph.inputs, body.inputs, strict=True):
+            if entered_by == port:
                 yield inner, value
 
 
-def _wires(region: Region, index: int) -> Iterator[tuple[Value, int, int]]:
-    """(value, slot, dimensions in front of the slot's) of all that hangs on the slots of a loop or branch."""
-    control, bodies = region.joints[index]
+def _port_uses(region: Region, index: int) -> Iterator[tuple[Value, int, int]]:
+    """(value, port, dimensions in front of the port's) of all that hangs on the ports of a loop or branch."""
+    control, bodies = region.controls[index]
     node = region.graph.nodes[index]
-    for values, wires in ((node.inputs, control.operands), (node.outputs, control.results)):
-        for value, wire in zip(values, wires, strict=True):
-            yield (region.number, value), wire.slot, int(wire.stacked)
-    for slot in range(len(control.slots)):
-        for inner, value in (*entering(control, bodies, slot), *leaving(control, bodies, slot)):
-            yield (inner.number, value), slot, 0
+    for values, port_uses in ((node.inputs, control.operands), (node.outputs, control.results)):
+        for value, port_use in zip(values, port_uses, strict=True):
+            yield (region.number, value), port_use.port, int(port_use.stacked)
+    for port in range(len(control.ports)):
+        for inner, value in (*entering(control, bodies, port), *leaving(control, bodies, port)):
+            yield (inner.number, value), port, 0
 
 
 def spread(region: Region, dims_of: dict[Value, set[int]]) -> None:
     """Adds the batch's dimensions that one pass over a region's nodes reaches."""
     graph, here = region.graph, region.number
     for index, node in enumerate(graph.nodes):
-        if index in region.joints:
-            wires = list(_wires(region, index))
-            slots: dict[int, set[int]] = defaultdict(set)
-            for value, slot, shift in wires:
-                slots[slot] |= {d - shift for d in dims_of.get(value, ()) if d >= shift}
-            for value, slot, shift in wires:
-                if slots[slot]:
-                    dims_of[value] |= {d + shift for d in slots[slot]}
+        if index in region.controls:
+            port_uses = list(_port_uses(region, index))
+            ports: dict[int, set[int]] = defaultdict(set)
+            for value, port, shift in port_uses:
+                ports[port] |= {d - shift for d in dims_of.get(value, ()) if d >= shift}
+            for value, port, shift in port_uses:
+                if ports[port]:
+                    dims_of[value] |= {d + shift for d in ports[port]}
             continue
         rule = rule_of(node, graph)
         if rule.alias:
@@ -130,7 +130,7 @@ def depend(region: Region, masks: dict[Value, int]) -> None:
     """Adds what one pass over a region's nodes finds that values depend on."""
     here, graph = region.number, region.graph
     for index, node in enumerate(graph.nodes):
-        if index in region.joints:
+        if index in region.controls:
             _through(region, index, masks)
             continue
         if rule_of(node, graph).alias:
@@ -145,14 +145,14 @@ def depend(region: Region, masks: dict[Value, int]) -> None:
 
 
 def _through(region: Region, index: int, masks: dict[Value, int]) -> None:
-    control, bodies = region.joints[index]
-    node, slots = region.graph.nodes[index], defaultdict[int, int](int)
-    for value, wire in zip(node.inputs, control.operands, strict=True):
-        slots[wire.slot] |= masks.get((region.number, value), 0)
-    for slot in range(len(control.slots)):
-        for inner, value in leaving(control, bodies, slot):
-            slots[slot] |= masks.get((inner.number, value), 0)
-        for inner, value in entering(control, bodies, slot):
-            masks[inner.number, value] = slots[slot]
-    for value, wire in zip(node.outputs, control.results, strict=True):
-        masks[region.number, value] = slots[wire.slot]
+    control, bodies = region.controls[index]
+    node, ports = region.graph.nodes[index], defaultdict[int, int](int)
+    for value, port_use in zip(node.inputs, control.operands, strict=True):
+        ports[port_use.port] |= masks.get((region.number, value), 0)
+    for port in range(len(control.ports)):
+        for inner, value in leaving(control, bodies, port):
+            ports[port] |= masks.get((inner.number, value), 0)
+        for inner, value in entering(control, bodies, port):
+            masks[inner.number, value] = ports[port]
+    for value, port_use in zip(node.outputs, control.results, strict=True):
+        masks[region.number, value] = ports[port_use.port]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 
 
@@ -15,11 +16,19 @@ class NoLegalPlanError(PlanningError):
 
 
 class OverBudgetError(PlanningError):
-    """The error where no plan keeps the memory limit; `leanest` is the plan found that needs least, if any."""
+    """The error where no plan keeps the memory limit; `least_memory_plan` is that of least memory found, if any."""
 
-    def __init__(self, message: str, *, leanest: object = None) -> None:
+    def __init__(self, message: str, *, least_memory_plan: object = None) -> None:
         super().__init__(message)
-        self.leanest = leanest
+        self.least_memory_plan = least_memory_plan
+
+    @property
+    def leanest(self) -> object:
+        """The former name of `least_memory_plan`."""
+        warnings.warn(
+            "OverBudgetError.least_memory_plan is called least_memory_plan now", DeprecationWarning, stacklevel=2
+        )
+        return self.least_memory_plan
 
 
 class ClusterError(PlanningError):

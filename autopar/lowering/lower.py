@@ -114,7 +114,7 @@ def _at_host(sharding: Sharding) -> Sharding:
 
 def reshardings_of(traced: Traced, plan: Plan) -> ReshardingPlan:
     """The moves of a plan, before each node and after the last."""
-    return resharding_plan(traced.graph, plan.layout, Resharder(plan.mesh), refetch=plan.refetch)
+    return resharding_plan(traced.graph, plan.layout, Resharder(plan.mesh), regather=plan.regather)
 
 
 def body_of(traced: Traced) -> Body:

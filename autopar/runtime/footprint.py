@@ -17,7 +17,7 @@ from autopar.runtime.program import Feed, Free, Program, Run, Send, Slot
 from passes.errors import OverBudgetError
 from passes.intra_op import away
 from passes.plan import AnyPlan
-from passes.planners import allowed, held
+from passes.planners import allowed, largest_holders
 from passes.text import quantities
 
 CPU = "cpu"
@@ -57,11 +57,12 @@ class Limit:
             explain(
                 self.words,
                 f"compiled, the step needs {needed:,} bytes ({quantities.nbytes(needed)}) on a device, where "
-                f"{plan.peak_nbytes:,} bytes ({quantities.nbytes(plan.peak_nbytes)}) were planned ({held(plan)})",
+                f"{plan.peak_nbytes:,} bytes ({quantities.nbytes(plan.peak_nbytes)}) were planned "
+                f"({largest_holders(plan)})",
                 self.source,
                 f"{remedy}, give it more devices or a smaller batch, or allow it with memory_limit={needed:,} (bytes)",
             ),
-            leanest=plan,
+            least_memory_plan=plan,
         )
 
 

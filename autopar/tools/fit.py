@@ -141,7 +141,7 @@ def row(name: str, step: TracedStep, room: Room, announce: Announce = quiet) -> 
     try:
         return Row(name=name, limit_nbytes=room.limit_nbytes, plan=PLANNERS[name](step, room, announce))
     except OverBudgetError as error:
-        leanest = cast("Plan | None", error.leanest)
+        leanest = cast("Plan | None", error.least_memory_plan)
         return Row(name=name, limit_nbytes=room.limit_nbytes, plan=leanest, refusal=str(error))
     except PlanningError as error:
         return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))

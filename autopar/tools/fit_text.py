@@ -97,7 +97,7 @@ def chosen(row: Row) -> str:
         details.append(plan_text.kept(plan.remat))
     if plan.offloaded:
         details.append(f"{quantities.count(len(plan.offloaded), 'input')} in the host's memory")
-    return ", ".join(details) + (": the leanest found" if row.refusal else "")
+    return ", ".join(details) + (": the least memory found" if row.refusal else "")
 
 
 def _where(plan: Plan | None) -> str:

@@ -167,7 +167,7 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
         }
         plan = replace(compilation, settings=compilation.settings.but(options), chosen=None).plan()
     except OverBudgetError as error:
-        plan, refusal = cast("AnyPlan | None", error.leanest), str(error)
+        plan, refusal = cast("AnyPlan | None", error.least_memory_plan), str(error)
     except PlanningError as error:
         refusal = str(error)
     if plan is None:

@@ -106,15 +106,15 @@ def plan(
     with phases.timed("trace"):
         traced = trace(train_step, (state, batch), {}, donate_argnums=(0,))
     graph, resharder = traced.graph, Resharder(mesh)
-    with phases.timed("bundles"):
+    with phases.timed("grouping"):
         grouping = group(graph)
     with phases.timed("tables"):
-        assembly = assemble(graph, mesh, grouping, resharder, traced.state_pairs, refetch=False)
+        assembly = assemble(graph, mesh, grouping, resharder, traced.state_pairs, regather=False)
     with phases.timed("build and solve"):
         answer = solve(assembly.problem, options)
     with phases.timed("placements and moves"):
         layout = assembly.layout(answer.choice)
-        reshardings = resharding_plan(graph, layout, resharder, refetch=False)
+        reshardings = resharding_plan(graph, layout, resharder, regather=False)
     with phases.timed("memory"):
         peak(graph, grouping, mesh, layout, reshardings, traced.state_pairs, traced.donated)
     with phases.timed("whole"):
@@ -130,7 +130,7 @@ def plan(
     )
     phases.sizes = {
         "operators": len(graph.nodes),
-        "bundles": len(grouping.bundles),
+        "operator groups": len(grouping.operator_groups),
         "edges": len(assembly.problem.edges),
         "integer programs asked": 1,
         "relaxations solved": answer.relaxations,

@@ -196,7 +196,7 @@ def plan(name: str, config: gpt.Config, args: argparse.Namespace, options: Solve
 
 
 def counted(solution: Any) -> dict[str, int]:
-    """Whatever whole numbers a solution has of its own, by name: bundles, variables, rows, ..."""
+    """Whatever whole numbers a solution has of its own, by name: operator groups, variables, rows, ..."""
     numbers: dict[str, int] = {}
     for field in fields(solution):
         value = getattr(solution, field.name)

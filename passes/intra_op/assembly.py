@@ -1,7 +1,7 @@
 """A sharding problem with what its nodes stand for, and the placements that an answer to it chooses.
 
-A graph on a mesh is a region: its bundles are nodes, its values live at their sites, its loops and branches hold
-regions of their own.
+A graph on a mesh is a subproblem: its operator groups are nodes, its values live at their sites, its loops and branches
+hold subproblems of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from passes.cluster import Mesh
 from passes.intra_op.strategies import Table
-from passes.ir import Body, Control, Graph, Phase, StatePairs, TensorType, Wire
+from passes.ir import Body, Control, Graph, Phase, PortUse, StatePairs, TensorType
 from passes.placement import Grouping, Layout, Placement
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import Resharder, ShardingSpec, replicated
@@ -34,25 +34,25 @@ class ValueSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlJoin:
-    """A loop or branch in the problem: a node for every slot, a region for every body."""
+    """A loop or branch in the problem: a node for every port, a subproblem for every body."""
 
     control: Control
-    slots: tuple[ValueSite, ...]
-    bodies: tuple[Region, ...]
+    ports: tuple[ValueSite, ...]
+    bodies: tuple[Subproblem, ...]
 
-    def wired(self, wire: Wire, choice: Sequence[int]) -> ShardingSpec:
-        """The placement of an operand or result of a loop or branch, which is that of its slot."""
-        site = self.slots[wire.slot]
-        return stacked(site.specs[choice[site.node]], wire)
+    def spec_of_use(self, port_use: PortUse, choice: Sequence[int]) -> ShardingSpec:
+        """The placement of an operand or result of a loop or branch, which is that of its port."""
+        site = self.ports[port_use.port]
+        return stacked(site.specs[choice[site.node]], port_use)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Region:
-    """A graph as part of the problem: its bundles are the nodes from `first` on, and `sites[v]` is the site of value
-    v.
+class Subproblem:
+    """A graph as part of the problem: its operator groups are the nodes from `first` on, and `sites[v]` is the site of
+    value v.
 
-    `tables[b]` holds the strategies of bundle b, whose seconds count `weight` times; `joints` are its loops and
-    branches, by node.
+    `tables[b]` holds the strategies of operator group b, whose seconds count `weight` times; `control_joins` are its
+    loops and branches, by node.
     """
 
     number: int
@@ -62,32 +62,38 @@ class Region:
     weight: float
     tables: tuple[Table, ...]
     sites: Mapping[int, ValueSite]
-    joints: Mapping[int, ControlJoin]
+    control_joins: Mapping[int, ControlJoin]
 
-    def all(self) -> Iterator[Region]:
-        """This region and all regions inside it."""
+    def all(self) -> Iterator[Subproblem]:
+        """This subproblem and all subproblems inside it."""
         yield self
-        for joint in self.joints.values():
-            for body in joint.bodies:
+        for control_join in self.control_joins.values():
+            for body in control_join.bodies:
                 yield from body.all()
 
     def compute_seconds(self, choice: Sequence[int]) -> dict[Phase, float]:
-        """Seconds of all bundles by phase, reshardings apart; what microbatches add up is part of their backward."""
+        """Seconds of all operator groups by phase, reshardings apart; what microbatches add up is part of their
+        backward.
+        """
         totals: dict[Phase, float] = {}
-        for region in self.all():
-            chosen = choice[region.first : region.first + len(region.tables)]
-            for bundle, table, c in zip(region.grouping.bundles, region.tables, chosen, strict=True):
-                spent = region.weight * table.strategies[c].compute_seconds
-                when: Phase = "backward" if bundle.phase == "apply" and region.number else bundle.phase
+        for subproblem in self.all():
+            chosen = choice[subproblem.first : subproblem.first + len(subproblem.tables)]
+            for operator_group, table, c in zip(
+                subproblem.grouping.operator_groups, subproblem.tables, chosen, strict=True
+            ):
+                spent = subproblem.weight * table.strategies[c].compute_seconds
+                when: Phase = (
+                    "backward" if operator_group.phase == "apply" and subproblem.number else operator_group.phase
+                )
                 totals[when] = totals.get(when, 0.0) + spent
         return totals
 
     def assigned(self, choice: Sequence[int]) -> dict[int, Placement]:
-        """The placement of every graph node that belongs to a bundle; equal bundles share one."""
+        """The placement of every graph node that belongs to an operator group; equal operator groups share one."""
         placements: dict[int, Placement] = {}
         shared: dict[tuple[int, int], list[Placement]] = {}
-        for index, (bundle, table) in enumerate(zip(self.grouping.bundles, self.tables, strict=True)):
-            members, chosen = sorted(bundle.members), choice[self.first + index]
+        for index, (operator_group, table) in enumerate(zip(self.grouping.operator_groups, self.tables, strict=True)):
+            members, chosen = sorted(operator_group.members), choice[self.first + index]
             key = (id(table), chosen)
             if key not in shared:
                 rules = [self.grouping.rules[member] for member in members]
@@ -108,15 +114,15 @@ class Region:
                 specs.update(zip(node.outputs, assigned[index].results, strict=True))
                 continue
             bodies: tuple[Layout, ...] = ()
-            if index in self.joints:
-                joint = self.joints[index]
+            if index in self.control_joins:
+                control_join = self.control_joins[index]
                 operands, results = (
-                    tuple(joint.wired(wire, choice) for wire in wires)
-                    for wires in (joint.control.operands, joint.control.results)
+                    tuple(control_join.spec_of_use(port_use, choice) for port_use in port_uses)
+                    for port_uses in (control_join.control.operands, control_join.control.results)
                 )
                 bodies = tuple(
-                    region.inside(joint, body, choice)
-                    for region, body in zip(joint.bodies, joint.control.bodies, strict=True)
+                    subproblem.inside(control_join, body, choice)
+                    for subproblem, body in zip(control_join.bodies, control_join.control.bodies, strict=True)
                 )
             elif self.grouping.rules[index].alias:
                 operands = results = self._passed(index, specs, choice, assigned)
@@ -152,18 +158,18 @@ class Region:
         return tuple(passed)
 
     def _read(self, value: int, assigned: Mapping[int, Placement]) -> Iterator[tuple[int, ShardingSpec]]:
-        """Every read of a value by an operator of a bundle, in order: (reader, the placement that it needs)."""
+        """The reads of a value by grouped operators, in order: (reader, the placement that it needs)."""
         for reader in sorted(set(self.graph.consumers.get(value, ()))):
             if reader in assigned:
                 operands = zip(self.graph.nodes[reader].inputs, assigned[reader].operands, strict=True)
                 yield from ((reader, spec) for operand, spec in operands if operand == value)
 
-    def inside(self, joint: ControlJoin, body: Body, choice: Sequence[int]) -> Layout:
-        """The layout of a body, whose inputs and outputs have the placements of their slots."""
+    def inside(self, control_join: ControlJoin, body: Body, choice: Sequence[int]) -> Layout:
+        """The layout of a body, whose inputs and outputs have the placements of their ports."""
         _, placements = self.placed(choice)
         inputs, outputs = (
-            tuple(joint.slots[s].specs[choice[joint.slots[s].node]] for s in slots)
-            for slots in (body.inputs, body.outputs)
+            tuple(control_join.ports[s].specs[choice[control_join.ports[s].node]] for s in ports)
+            for ports in (body.inputs, body.outputs)
         )
         return Layout(inputs=inputs, placements=placements, outputs=outputs)
 
@@ -172,11 +178,12 @@ class Region:
 class Assembly:
     """A sharding problem and what its nodes stand for.
 
-    `groups` are the edge groups by (number of the region, value, whether its readers fetch it for the backward pass).
+    `groups` are the edge groups by (number of the subproblem, value, whether its readers fetch it for the backward
+    pass).
     """
 
     mesh: Mesh
-    root: Region
+    root: Subproblem
     problem: ShardingProblem
     state_pairs: StatePairs
     groups: Mapping[tuple[int, int, bool], int]
@@ -204,9 +211,9 @@ def _placement(rule: ShardingRule, assignment: Assignment) -> Placement:
     )
 
 
-def stacked(spec: ShardingSpec, wire: Wire) -> ShardingSpec:
+def stacked(spec: ShardingSpec, port_use: PortUse) -> ShardingSpec:
     """The placement of a stack, given that of its slices: its first dimension is never cut."""
-    return replace(spec, dims=((), *spec.dims)) if wire.stacked else spec
+    return replace(spec, dims=((), *spec.dims)) if port_use.stacked else spec
 
 
 def full_target(type: TensorType, spec: ShardingSpec, resharder: Resharder) -> ShardingSpec:

@@ -1,8 +1,8 @@
 """The sharding problem of a graph on a mesh: its nodes, their strategies' seconds, and the edges between them.
 
-Bundles, the loose inputs and the slots of loops and branches are the problem's nodes; every value that one of them
-makes and another reads is an edge. A body is a region of the same problem, its seconds counted once an iteration, so
-what a loop carries and what is brought in before it are decided together.
+Operator groups, the loose inputs and the ports of loops and branches are the problem's nodes; every value that one of
+them makes and another reads is an edge. A body is a subproblem of the same problem, its seconds counted once an
+iteration, so what a loop carries and what is brought in before it are decided together.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import numpy as np
 
 from passes.cluster import Mesh
 from passes.gc_pause import without_gc
-from passes.intra_op.assembly import Assembly, ControlJoin, Region, Specs, ValueSite, full_placements, stacked
+from passes.intra_op.assembly import Assembly, ControlJoin, Specs, Subproblem, ValueSite, full_placements, stacked
 from passes.intra_op.strategies import Table, Tabulator, outline
-from passes.ir import Control, Graph, Slot, StatePairs, TensorType
-from passes.placement import Bundle, Grouping, weights
+from passes.ir import Control, Graph, Port, StatePairs, TensorType
+from passes.placement import Grouping, OperatorGroup, weights
 from passes.rules import made_anywhere
 from passes.sharding import Resharder, ShardingSpec, replicated
 from passes.solver import Edge, Floats, Indices, Memory, ShardingProblem
 
-__all__ = ["Assembly", "Region", "assemble", "visible"]
+__all__ = ["Assembly", "Subproblem", "assemble", "visible"]
 
 
-def slot_placements(slot: Slot, resharder: Resharder) -> list[ShardingSpec]:
-    """The placements that a slot may have; a sum may stay partial, and is reduced once after the loop."""
-    full = full_placements(slot.type, resharder)
-    if slot.whole:
+def port_placements(port: Port, resharder: Resharder) -> list[ShardingSpec]:
+    """The placements that a port may have; a sum may stay partial, and is reduced once after the loop."""
+    full = full_placements(port.type, resharder)
+    if port.whole:
         return full[:1]
-    if not (slot.carry or slot.stacked) or not slot.type.dtype.startswith(("float", "bfloat")):
+    if not (port.carry or port.stacked) or not port.type.dtype.startswith(("float", "bfloat")):
         return full
-    seconds = resharder.seconds(slot.type)
-    every = resharder.placements(slot.type.rank)
+    seconds = resharder.seconds(port.type)
+    every = resharder.placements(port.type.rank)
     return full + [s for s, costs in zip(every, seconds.T, strict=True) if s.partial and np.isfinite(costs[0])]
 
 
@@ -64,9 +64,9 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Interface:
-    """The interface of a table: the values its bundle reads and writes, with their placements by strategy."""
+    """The interface of a table: the values its operator group reads and writes, with their placements by strategy."""
 
-    ports: tuple[tuple[int, Specs], ...]
+    inputs: tuple[tuple[int, Specs], ...]
     makes: tuple[tuple[int, Specs], ...]
     kind: str
 
@@ -97,13 +97,13 @@ class _Common:
             self._full[type] = self.interned(tuple(full_placements(type, self.resharder)))
         return self._full[type]
 
-    def interface(self, table: Table, graph: Graph, bundle: Bundle) -> _Interface:
+    def interface(self, table: Table, graph: Graph, operator_group: OperatorGroup) -> _Interface:
         """The interface of a table, computed once."""
         if id(table) not in self._interfaces:
             interface = _Interface(
-                ports=tuple((position, self.interned(specs)) for position, specs in table.ports),
+                inputs=tuple((position, self.interned(specs)) for position, specs in table.inputs),
                 makes=tuple((position, self.interned(specs)) for position, specs in table.makes.items()),
-                kind=_kind(graph, sorted(bundle.members)),
+                kind=_kind(graph, sorted(operator_group.members)),
             )
             self._interfaces[id(table)] = (table, interface)
         return self._interfaces[id(table)][1]
@@ -138,12 +138,12 @@ class _Common:
 
 @dataclass(slots=True, kw_only=True)
 class _Builder:
-    """The nodes and edges of one problem, as regions are laid out and then connected."""
+    """The nodes and edges of one problem, as subproblems are laid out and then connected."""
 
     mesh: Mesh
     resharder: Resharder
-    refetch: bool
-    regions: int = 0
+    regather: bool
+    subproblems: int = 0
     seconds: list[Floats] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
@@ -151,7 +151,7 @@ class _Builder:
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     passed: dict[int, frozenset[int]] = field(default_factory=dict)
     reads: dict[int, list[int]] = field(default_factory=dict)
-    ports: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
+    inputs: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
     weights: dict[int, frozenset[int]] = field(default_factory=dict)
 
     @property
@@ -161,7 +161,7 @@ class _Builder:
     def _weights(self, graph: Graph) -> frozenset[int]:
         """The values that are gathered again for the backward pass."""
         if id(graph) not in self.weights:
-            self.weights[id(graph)] = weights(graph) if self.refetch else frozenset()
+            self.weights[id(graph)] = weights(graph) if self.regather else frozenset()
         return self.weights[id(graph)]
 
     def _node(self, seconds: Floats, kind: str) -> int:
@@ -169,36 +169,36 @@ class _Builder:
         self.kinds.append(kind)
         return len(self.seconds) - 1
 
-    def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, ValueSite], weight: float) -> Region:
-        """The region of a graph, whose nodes join the problem; the values in `inputs` are decided elsewhere."""
+    def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, ValueSite], weight: float) -> Subproblem:
+        """The subproblem of a graph, whose nodes join the problem; the values in `inputs` are decided elsewhere."""
         leaving, anew = visible(graph, grouping), remade(graph, grouping)
         tabulator = self.resharder.kept(Tabulator)
         operators = tabulator.operators(graph, grouping)
-        number, self.regions = self.regions, self.regions + 1
+        number, self.subproblems = self.subproblems, self.subproblems + 1
         first, tables, sites = len(self.seconds), list[Table](), dict(inputs)
-        for bundle in grouping.bundles:
-            shape, written, read = outline(bundle, graph, grouping, leaving, operators, anew)
-            table = tabulator.table(shape, graph.nodes[min(bundle.members)].source)
-            interface = self.common.interface(table, graph, bundle)
+        for operator_group in grouping.operator_groups:
+            shape, written, read = outline(operator_group, graph, grouping, leaving, operators, anew)
+            table = tabulator.table(shape, graph.nodes[min(operator_group.members)].source)
+            interface = self.common.interface(table, graph, operator_group)
             node = self._node(weight * table.seconds, interface.kind)
             tables.append(table)
-            self.reads[node], self.ports[node] = read, interface.ports
+            self.reads[node], self.inputs[node] = read, interface.inputs
             for position, specs in interface.makes:
                 sites[written[position]] = ValueSite(node=node, specs=specs)
         for value in grouping.loose:
             if value not in sites:
                 sites[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
-        joints: dict[int, ControlJoin] = {}
+        control_joins: dict[int, ControlJoin] = {}
         for index, control in grouping.controls.items():
             results = zip(graph.nodes[index].outputs, control.results, strict=True)
-            handed_on = {wire.slot for value, wire in results if value in graph.outputs}
-            joints[index] = self._joint(control, grouping.bodies[index], weight, handed_on)
-            slots = joints[index].slots
-            for value, wire in zip(graph.nodes[index].outputs, control.results, strict=True):
-                slot = slots[wire.slot]
-                specs = self.common.interned(tuple(stacked(spec, wire) for spec in slot.specs))
-                sites[value] = ValueSite(node=slot.node, specs=specs)
-        return Region(
+            handed_on = {port_use.port for value, port_use in results if value in graph.outputs}
+            control_joins[index] = self._control_join(control, grouping.bodies[index], weight, handed_on)
+            ports = control_joins[index].ports
+            for value, port_use in zip(graph.nodes[index].outputs, control.results, strict=True):
+                port = ports[port_use.port]
+                specs = self.common.interned(tuple(stacked(spec, port_use) for spec in port.specs))
+                sites[value] = ValueSite(node=port.node, specs=specs)
+        return Subproblem(
             number=number,
             graph=graph,
             grouping=grouping,
@@ -206,77 +206,77 @@ class _Builder:
             weight=weight,
             tables=tuple(tables),
             sites=sites,
-            joints=joints,
+            control_joins=control_joins,
         )
 
-    def _joint(
+    def _control_join(
         self, control: Control, groupings: Sequence[Grouping], weight: float, handed_on: Collection[int]
     ) -> ControlJoin:
-        """The nodes of a loop's or branch's slots, and the regions of its bodies.
+        """The nodes of a loop's or branch's ports, and the subproblems of its bodies.
 
-        Nor is what the program hands on from slots as it is: another stage may read it after each iteration.
+        Nor is what the program hands on from ports as it is: another stage may read it after each iteration.
         """
-        slots = {s: slot_placements(slot, self.resharder) for s, slot in enumerate(control.slots)}
-        sites = {s: self._chosen(slot.type, slots[s]) for s, slot in enumerate(control.slots) if not slot.stacked}
-        bodies: list[Region] = []
+        ports = {s: port_placements(port, self.resharder) for s, port in enumerate(control.ports)}
+        sites = {s: self._chosen(port.type, ports[s]) for s, port in enumerate(control.ports) if not port.stacked}
+        bodies: list[Subproblem] = []
         for body, inner in zip(control.bodies, groupings, strict=True):
             entering = dict(zip(body.graph.inputs, (sites[s] for s in body.inputs), strict=True))
-            region = self.lay_out(body.graph, inner, entering, weight * max(body.trips, 1) * body.share)
-            bodies.append(region)
+            subproblem = self.lay_out(body.graph, inner, entering, weight * max(body.trips, 1) * body.share)
+            bodies.append(subproblem)
             for value, s in zip(body.graph.outputs, body.outputs, strict=True):
                 if s not in sites:
-                    site = region.sites.get(inner.roots.get(value, value))
+                    site = subproblem.sites.get(inner.roots.get(value, value))
                     sums = site is not None and any(spec.partial for spec in site.specs)
-                    specs = [spec for spec in slots[s] if (sums and s not in handed_on) or not spec.partial]
-                    sites[s] = self._chosen(control.slots[s].type, specs)
-        return ControlJoin(control=control, slots=tuple(sites[s] for s in range(len(slots))), bodies=tuple(bodies))
+                    specs = [spec for spec in ports[s] if (sums and s not in handed_on) or not spec.partial]
+                    sites[s] = self._chosen(control.ports[s].type, specs)
+        return ControlJoin(control=control, ports=tuple(sites[s] for s in range(len(ports))), bodies=tuple(bodies))
 
     def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> ValueSite:
         """A new node that decides the placement of one value."""
         return ValueSite(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.interned(tuple(specs)))
 
-    def connect(self, region: Region) -> None:
-        """Adds the edges of a region and of all regions inside it."""
-        for index, bundle in enumerate(region.grouping.bundles):
-            node, late = region.first + index, bundle.phase == "backward"
-            for position, specs in self.ports[node]:
-                self._connect(region, self.reads[node][position], node, specs, late)
-        for index, joint in region.joints.items():
-            operands = zip(region.graph.nodes[index].inputs, joint.control.operands, strict=True)
-            for value, wire in operands:
-                slot = joint.slots[wire.slot]
-                specs = self.common.interned(tuple(stacked(spec, wire) for spec in slot.specs))
-                self._connect(region, value, slot.node, specs)
-            for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
+    def connect(self, subproblem: Subproblem) -> None:
+        """Adds the edges of a subproblem and of all subproblems inside it."""
+        for index, operator_group in enumerate(subproblem.grouping.operator_groups):
+            node, late = subproblem.first + index, operator_group.phase == "backward"
+            for position, specs in self.inputs[node]:
+                self._connect(subproblem, self.reads[node][position], node, specs, late)
+        for index, control_join in subproblem.control_joins.items():
+            operands = zip(subproblem.graph.nodes[index].inputs, control_join.control.operands, strict=True)
+            for value, port_use in operands:
+                port = control_join.ports[port_use.port]
+                specs = self.common.interned(tuple(stacked(spec, port_use) for spec in port.specs))
+                self._connect(subproblem, value, port.node, specs)
+            for body, inner in zip(control_join.control.bodies, control_join.bodies, strict=True):
                 self.connect(inner)
-                for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
-                    self._connect(inner, value, joint.slots[slot].node, joint.slots[slot].specs)
+                for value, port in zip(body.graph.outputs, body.outputs, strict=True):
+                    self._connect(inner, value, control_join.ports[port].node, control_join.ports[port].specs)
 
-    def _connect(self, region: Region, value: int, target: int, after: Specs, late: bool = False) -> None:
+    def _connect(self, subproblem: Subproblem, value: int, target: int, after: Specs, late: bool = False) -> None:
         """Adds the cost of bringing `value` to where `target` reads it: an edge, or seconds of the target alone."""
-        graph, grouping = region.graph, region.grouping
+        graph, grouping = subproblem.graph, subproblem.grouping
         root = grouping.roots.get(value, value)
         type = graph.types[value]
         if root in grouping.free or root in graph.literals:
             return
         if root in graph.constants:
             copies = replicated(type.rank)
-            self.seconds[target] += region.weight * np.array([self.resharder.cost(type, copies, s) for s in after])
+            self.seconds[target] += subproblem.weight * np.array([self.resharder.cost(type, copies, s) for s in after])
             return
-        site = region.sites[root]
+        site = subproblem.sites[root]
         matrix = self.common.matrix(type, site.specs, after)
         if site.node == target:
-            self.seconds[target] += region.weight * matrix.seconds[matrix.before, matrix.after]
+            self.seconds[target] += subproblem.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
-            if root in self._passed(region) and any(spec.partial for spec in site.specs):
+            if root in self._passed(subproblem) and any(spec.partial for spec in site.specs):
                 # What is summed up before a barrier is let through as a sum; anything else is brought again behind it.
                 sums, matrix = self.common.halves(type, site.specs, after)
-                group = self.sums.setdefault((region.number, root), len(self.groups) + len(self.sums))
-                self._edge(site.node, target, sums, group, region.weight)
-            # With `refetch`, weights are fetched again for the backward pass; otherwise readers share what was brought.
-            readers = (region.number, value, late and value in self._weights(graph))
+                group = self.sums.setdefault((subproblem.number, root), len(self.groups) + len(self.sums))
+                self._edge(site.node, target, sums, group, subproblem.weight)
+            # With `regather`, weights are gathered again for the backward pass; otherwise readers share the first copy.
+            readers = (subproblem.number, value, late and value in self._weights(graph))
             group = self.groups.setdefault(readers, len(self.groups) + len(self.sums))
-            self._edge(site.node, target, matrix, group, region.weight)
+            self._edge(site.node, target, matrix, group, subproblem.weight)
 
     def _edge(self, source: int, target: int, matrix: _Matrix, group: int, weight: float) -> None:
         if not matrix.free:
@@ -294,17 +294,17 @@ class _Builder:
                 )
             )
 
-    def _passed(self, region: Region) -> frozenset[int]:
+    def _passed(self, subproblem: Subproblem) -> frozenset[int]:
         """The values that operators read on both sides of a barrier."""
-        if region.number not in self.passed:
-            graph, rules = region.graph, region.grouping.rules
-            roots = set(region.grouping.roots.values())
-            self.passed[region.number] = frozenset(
+        if subproblem.number not in self.passed:
+            graph, rules = subproblem.graph, subproblem.grouping.rules
+            roots = set(subproblem.grouping.roots.values())
+            self.passed[subproblem.number] = frozenset(
                 v for v in roots if not all(rules[reader].alias for reader in graph.consumers.get(v, ()))
             )
-        return self.passed[region.number]
+        return self.passed[subproblem.number]
 
-    def finish(self, root: Region, state_pairs: StatePairs) -> Assembly:
+    def finish(self, root: Subproblem, state_pairs: StatePairs) -> Assembly:
         """The assembly, with the cost of returning state to where it came from and of reducing other outputs."""
         graph, back = root.graph, dict(state_pairs)
         for position, value in enumerate(graph.outputs):
@@ -338,17 +338,19 @@ class _Builder:
 
 
 def _kind(graph: Graph, members: Sequence[int]) -> str:
-    """The operators of a bundle with their types, as text: equal for bundles of one kind."""
+    """The operators of an operator group with their types, as text: equal for operator groups of one kind."""
     nodes = (graph.nodes[m] for m in members)
     return "; ".join(" ".join((n.primitive, *(str(graph.types[v]) for v in (*n.inputs, *n.outputs)))) for n in nodes)
 
 
 def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
-    """The values that leave their bundle: outputs of the graph, and those that another bundle or an alias reads."""
+    """The values that leave their operator group: outputs of the graph, and those that another operator group or an
+    alias reads.
+    """
     leaving = set(graph.outputs)
     for index, node in enumerate(graph.nodes):
         for value in node.inputs:
-            outside = grouping.rules[index].alias or grouping.home.get(value) != grouping.bundle_of(node)
+            outside = grouping.rules[index].alias or grouping.home.get(value) != grouping.operator_group_of(node)
             if value in grouping.home and outside:
                 leaving.add(value)
     return frozenset(leaving)
@@ -378,13 +380,13 @@ def assemble(
     resharder: Resharder,
     state_pairs: StatePairs,
     *,
-    refetch: bool = True,
+    regather: bool = True,
 ) -> Assembly:
     """The sharding problem of a graph on one mesh; `state_pairs` are the (output, input) positions of its state.
 
-    With `refetch`, a weight is brought to where the backward pass wants it anew, and paid for again.
+    With `regather`, a weight is brought to where the backward pass wants it anew, and paid for again.
     """
-    builder = _Builder(mesh=mesh, resharder=resharder, refetch=refetch)
+    builder = _Builder(mesh=mesh, resharder=resharder, regather=regather)
     root = builder.lay_out(graph, grouping, {}, 1.0)
     builder.connect(root)
     return builder.finish(root, state_pairs)

@@ -1,4 +1,4 @@
-"""Answers as planners by hand have them: where a search starts, and what it is never worse than."""
+"""The answers of planners by hand: a start of the search, which is never worse than them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ hand, 0.87 at the median and 1.20 at most for 95 % of them, so that none that fi
 by either compiler's model). Before a limit is refused, all that was left out so is looked at: `MeshSearch.left_out`."""
 
 Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
-"""What plans by hand forbid on a mesh, and whether they fetch weights once a use."""
+"""The restrictions of plans by hand on a mesh, and whether each gathers weights once a use."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,12 +39,12 @@ class ByHand:
     def answers(
         self, problems: MeshProblems, solved: Solved, limit: float = math.inf, surely: float = SURELY
     ) -> Iterator[tuple[Solved, Answer]]:
-        """Those on a mesh that may need no more than `limit` bytes, and its problem with weights fetched as they do.
+        """The answers on a mesh that may need no more than `limit` bytes, each with the problem that it answers.
 
         What is expected to need `surely` times the limit is left out, and what is proven to need more than it.
         """
-        for number, (restrict, refetch) in enumerate(self.textbook(solved.assembly.mesh)):
-            base = solved if solved.refetch == refetch else None if solved.refetch else problems.twin(solved)
+        for number, (restrict, regather) in enumerate(self.textbook(solved.assembly.mesh)):
+            base = solved if solved.regather == regather else None if solved.regather else problems.twin(solved)
             if base is None:
                 continue
             key = base.assembly.mesh, number
@@ -63,23 +63,23 @@ class ByHand:
         problems: MeshProblems,
         meshes: Sequence[Solved],
         limit: float,
-        at_most: float,
+        cutoff: float,
         surely: float = SURELY,
     ) -> tuple[Solved, Fitted] | None:
-        """The cheapest plan by hand that needs at most `limit` bytes and takes less than `at_most` seconds.
+        """The cheapest plan by hand that needs at most `limit` bytes and takes less than `cutoff` seconds.
 
         Where one does not fit, others are seen not to: what is live there counts for them as well.
         """
         best: tuple[Solved, Fitted] | None = None
         for solved in meshes:
-            if solved.answer.bound >= at_most:
+            if solved.answer.bound >= cutoff:
                 continue
             for base, answer in self.answers(problems, solved, limit, surely):
-                if answer.objective >= at_most:
+                if answer.objective >= cutoff:
                     continue
                 if (point := problems.peak(base, answer.choice)).nbytes <= limit:
                     best = base, Fitted(problem=base.assembly.problem, answer=answer)
-                    at_most = answer.objective
+                    cutoff = answer.objective
                 elif point.at not in (*problems.seen, *problems.crowded):
                     problems.crowded.append(point.at)
         return best

@@ -1,7 +1,7 @@
 """Seconds of computing under any layout, such as that of an edited plan, by the roofline that prices strategies.
 
-`passes/intra_op/strategies.py` prices every way of a bundle before there is a layout; here are the placements, as an
-edited plan has them, and what each bundle reads, writes and multiplies follows from those.
+`passes/intra_op/strategies.py` prices every way of an operator group before there is a layout; here are the placements,
+as an edited plan has them, and what each operator group reads, writes and multiplies follows from those.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
 from passes.intra_op.roofline import local_flops, times_made
 from passes.ir import Body, Graph, Phase
-from passes.placement import Bundle, Grouping, Layout, Placement
+from passes.placement import Grouping, Layout, OperatorGroup, Placement
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import ShardingSpec
 
@@ -50,13 +50,13 @@ def _halves(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: 
         if grouping.rules[index].is_product or index in grouping.controls or not awaited.isdisjoint(node.outputs):
             awaited.update(node.inputs)
     totals = [0.0, 0.0]
-    for when, bundle, spent in _spent(graph, grouping, mesh, layout, inside=True):
+    for when, operator_group, spent in _spent(graph, grouping, mesh, layout, inside=True):
         if when == "backward":
-            made = (value for member in bundle.members for value in graph.nodes[member].outputs)
+            made = (value for member in operator_group.members for value in graph.nodes[member].outputs)
             totals[awaited.isdisjoint(made)] += spent
     for body, within, placed in _bodies(grouping, layout):
         carried = set(body.inputs)
-        onward = [v for v, slot in zip(body.graph.outputs, body.outputs, strict=True) if slot in carried]
+        onward = [v for v, port in zip(body.graph.outputs, body.outputs, strict=True) if port in carried]
         halves = _halves(body.graph, within, mesh, placed, onward)
         totals = [t + max(body.trips, 1) * body.share * half for t, half in zip(totals, halves, strict=True)]
     return totals[0], totals[1]
@@ -64,13 +64,17 @@ def _halves(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: 
 
 def _spent(
     graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, inside: bool
-) -> Iterator[tuple[Phase, Bundle, float]]:
-    """Every bundle of a graph, those of its loops and branches apart, with its phase and seconds."""
+) -> Iterator[tuple[Phase, OperatorGroup, float]]:
+    """Every operator group of a graph, those of its loops and branches apart, with its phase and seconds."""
     anew = remade(graph, grouping)
     written = visible(graph, grouping) - anew
-    for bundle in grouping.bundles:
-        when: Phase = "backward" if bundle.phase == "apply" and inside else bundle.phase
-        yield when, bundle, _bundle_seconds(graph, grouping, mesh, layout.placements, bundle, written, anew)
+    for operator_group in grouping.operator_groups:
+        when: Phase = "backward" if operator_group.phase == "apply" and inside else operator_group.phase
+        yield (
+            when,
+            operator_group,
+            _group_seconds(graph, grouping, mesh, layout.placements, operator_group, written, anew),
+        )
 
 
 def _bodies(grouping: Grouping, layout: Layout) -> Iterator[tuple[Body, Grouping, Layout]]:
@@ -79,21 +83,21 @@ def _bodies(grouping: Grouping, layout: Layout) -> Iterator[tuple[Body, Grouping
         yield from zip(control.bodies, grouping.bodies[index], layout.placements[index].bodies, strict=True)
 
 
-def _bundle_seconds(
+def _group_seconds(
     graph: Graph,
     grouping: Grouping,
     mesh: Mesh,
     placements: Sequence[Placement],
-    bundle: Bundle,
+    operator_group: OperatorGroup,
     written: frozenset[int],
     anew: frozenset[int],
 ) -> float:
-    """The larger of compute and memory time of a bundle's members together, plus one launch.
+    """The larger of compute and memory time of an operator group's members together, plus one launch.
 
     Values `anew` are made by whoever reads them, and pass no memory.
     """
     device = mesh.cluster.group().device
-    members = sorted(bundle.members)
+    members = sorted(operator_group.members)
     if all(grouping.rules[member].permutes for member in members):
         return 0.0  # a layout, as in `passes.intra_op.strategies`
     produced = {value for member in members for value in graph.nodes[member].outputs}
@@ -110,7 +114,7 @@ def _bundle_seconds(
                 if specs[value].partial and not spec.partial:
                     specs[value] = spec  # reduced inside, for all that come after
                 continue
-            if value in bundle.inputs:
+            if value in operator_group.inputs:
                 specs[value] = spec
             read = spec.local_nbytes(graph.types[value], mesh)
             if position in rule.sparse:

@@ -1,4 +1,4 @@
-"""An answer of the integer program as a plan: placements, the moves between them, their seconds, and memory."""
+"""The plan of an answer to the integer program: placements, the reshardings between them, seconds, and memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from passes.sharding import Resharder
 from passes.solver import Answer
 
 EQUAL = 1e-6
-"""How far seconds that are added up in another order may differ, of themselves."""
+"""The share by which seconds may differ that are added up in another order."""
 
 
 @without_gc()
-def read_off(
+def extract_plan(
     name: str,
     assembly: Assembly,
     answer: Answer,
@@ -31,12 +31,12 @@ def read_off(
     state_pairs: StatePairs,
     donated: Sequence[bool],
     phases: dict[str, float],
-    refetch: bool,
+    regather: bool,
 ) -> Plan:
-    """The plan of an answer: placements, the moves between them, and the seconds of both."""
+    """The plan of an answer: placements, the reshardings between them, and the seconds of both."""
     graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
     layout = assembly.layout(answer.choice)
-    reshardings = resharding_plan(graph, layout, resharder, refetch=refetch)
+    reshardings = resharding_plan(graph, layout, resharder, regather=regather)
     donated = donated or (False,) * len(graph.inputs)
     compute = assembly.root.compute_seconds(answer.choice)
     moving, moved = move_seconds(graph, reshardings, resharder)
@@ -67,7 +67,7 @@ def read_off(
             phase_seconds=phases,
         ),
         replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
-        refetch=refetch,
+        regather=regather,
     )
 
 
@@ -78,7 +78,7 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     An edited plan keeps the numbers of the one that it was made of; how far it is from the best is unknown.
     """
     layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
-    reshardings = resharding_plan(graph, layout, resharder, refetch=plan.refetch)
+    reshardings = resharding_plan(graph, layout, resharder, regather=plan.regather)
     sent = collectives_of(graph, reshardings, mesh)
     memory = peak(graph, grouping, mesh, layout, reshardings, state_pairs, donated or (False,) * len(graph.inputs))
     nbytes = {cause: size for cause, size in memory.nbytes.items() if size}
@@ -116,15 +116,15 @@ def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
                 yield from _uncut(body.graph, inner)
 
 
-def _alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+def _alike(these: Mapping[str, float], those: Mapping[str, float]) -> bool:
     """Whether seconds by cause are the same, however they were added up."""
-    return all(math.isclose(one.get(c, 0.0), other.get(c, 0.0), rel_tol=EQUAL) for c in (*one, *other))
+    return all(math.isclose(these.get(c, 0.0), those.get(c, 0.0), rel_tol=EQUAL) for c in (*these, *those))
 
 
 def move_seconds(
     graph: Graph, reshardings: ReshardingPlan, resharder: Resharder
 ) -> tuple[dict[str, float], dict[Phase, float]]:
-    """Seconds of all moves by kind of collective (`copies` are the local steps), and by phase."""
+    """Seconds of all reshardings by kind of collective (`copies` are the local steps), and by phase."""
     by_kind: dict[str, float] = {}
     by_phase: dict[Phase, float] = {}
     for occurrence in occurrences(graph, reshardings):

@@ -76,7 +76,7 @@ def _add_work(graph: Graph, work: dict[str, float]) -> None:
 
 
 def _parts(rule: ShardingRule, placement: Placement, mesh: Mesh) -> int:
-    """Into how many equal parts a placement cuts the work."""
+    """The number of equal parts into which a placement cuts the work."""
     cut: dict[int, int] = {}
     everywhere = zip((*rule.operands, *rule.results), (*placement.operands, *placement.results), strict=True)
     for factors, spec in everywhere:

@@ -1,4 +1,6 @@
-"""The placements of a bundle's members under each choice of axes, found by walking through the members in order."""
+"""The placements of an operator group's members under each choice of axes, found by walking through the members in
+order.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from passes.rules import Assignment, ShardingRule, in_order
 from passes.sharding import ShardingSpec, placed
 
 PARTIAL = -2
-"""The class of an axis over which a bundle of linear operators keeps its values partial."""
+"""The class of an axis over which an operator group of linear operators keeps its values partial."""
 
 
 Picks = tuple[tuple[str, int], ...]
@@ -20,10 +22,10 @@ Picks = tuple[tuple[str, int], ...]
 
 
 Where = tuple[Literal["in", "out"], int]
-"""The k-th value that a bundle holds, or the k-th that it reads from elsewhere."""
+"""The k-th value that an operator group holds, or the k-th that it reads from elsewhere."""
 
 
-Role = Literal["port", "first", "again"]
+Role = Literal["input", "first", "again"]
 """Whether an operand is read from elsewhere, is an absorbed value met for the first time, or lives somewhere."""
 
 
@@ -40,7 +42,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """All that the strategy space of a bundle depends on; positions are those of an `Outline`."""
+    """The part of an operator group that its strategy space depends on; positions are those of an `Outline`."""
 
     axes: tuple[str, ...]
     options: tuple[int, ...]
@@ -66,10 +68,10 @@ def axis_choices(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Picks
 
 @dataclass(slots=True, kw_only=True)
 class Walk:
-    """One walk through a bundle: the placements of values, ports and operands, and the reshardings inside.
+    """One walk through an operator group: the placements of values, inputs and operands, and the reshardings inside.
 
-    `moved` is (member, operand) -> (held value, where it should be); it lives at `home`. `reduced` are partial values
-    that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
+    `moved` is (member, operand) -> (value of the group, where it should be); it lives at `home`. `reduced` are partial
+    values that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
     """
 
     picks: Picks
@@ -77,14 +79,14 @@ class Walk:
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     cuts: list[int] = field(default_factory=list[int])
     home: dict[int, ShardingSpec] = field(default_factory=dict[int, ShardingSpec])
-    ports: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
+    inputs: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
     reads: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
     moved: dict[tuple[int, int], tuple[int, ShardingSpec]] = field(
         default_factory=dict[tuple[int, int], tuple[int, ShardingSpec]]
     )
 
     def at(self, value: int) -> ShardingSpec:
-        """The placement in which a value of the bundle is had without a further reduction."""
+        """The placement in which a value of the operator group is available without a further reduction."""
         spec = self.home[value]
         return self.reduced.get(value, spec) if spec.partial else spec
 
@@ -102,15 +104,15 @@ class _Cut:
 class _Member:
     """A member as every walk of a signature meets it, since all walks place values in one order.
 
-    `factors` are its factors by class, `operands` (operand, role, value). `held` are the operands (operand, value) that
-    may come in partial; `fresh` is the linear factor that takes values from elsewhere partial.
+    `factors` are its factors by class, `operands` (operand, role, value). `may_be_partial` are the operands (operand,
+    value) that may come in partial; `fresh` is the linear factor that takes values from elsewhere partial.
     """
 
     form: Form
     factors: dict[int, int]
     operands: tuple[tuple[int, Role, int], ...]
     makes: tuple[int, ...]
-    held: tuple[tuple[int, int], ...]
+    may_be_partial: tuple[tuple[int, int], ...]
     fresh: int | None
 
 
@@ -126,7 +128,7 @@ def _members(signature: Signature) -> list[_Member]:
         roles: list[tuple[int, Role, int]] = []
         for operand, where in enumerate(operands):
             if where:
-                role = "port" if where[0] == "out" else "again" if where[1] in placed_values else "first"
+                role = "input" if where[0] == "out" else "again" if where[1] in placed_values else "first"
                 roles.append((operand, role, where[1]))
                 placed_values.update([where[1]] if role == "first" else [])
         placed_values.update(results)
@@ -136,7 +138,7 @@ def _members(signature: Signature) -> list[_Member]:
                 factors={cls: classes.index(cls) for cls in classes if cls >= 0},
                 operands=tuple(roles),
                 makes=results,
-                held=tuple(inner_operands) if settled and form.grows else (),
+                may_be_partial=tuple(inner_operands) if settled and form.grows else (),
                 fresh=_fresh(form, operands),
             )
         )
@@ -247,8 +249,8 @@ class Walker:
                     walk.moved[position, operand] = (value, spec)
                 continue
             walk.reads.append(spec)
-            if role == "port":
-                walk.ports.append(spec)
+            if role == "input":
+                walk.inputs.append(spec)
             elif spec.partial:
                 return False
             else:
@@ -269,7 +271,7 @@ class Walker:
         return self._cuts[key]
 
     def _assign(self, member: _Member, choice: Picks, walk: Walk) -> Assignment | None:
-        """The member's assignment under the bundle's choice; None where its result would mix reductions.
+        """The member's assignment under the operator group's choice; None where its result would mix reductions.
 
         An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
         """
@@ -303,7 +305,7 @@ class Walker:
 
         Where the result is larger than what comes in partial, reducing first is cheaper.
         """
-        incoming = [operand for operand, value in member.held if axis in walk.at(value).partial]
+        incoming = [operand for operand, value in member.may_be_partial if axis in walk.at(value).partial]
         if not incoming:
             return member.fresh if cls == PARTIAL else None
         if all(member.form.grows[operand] for operand in incoming):

@@ -1,4 +1,4 @@
-"""The cheapest answer that fits in memory: solve, look where it does not fit, forbid that, solve again."""
+"""The cheapest answer that fits in memory, by cutting planes: solve, state a row where it does not fit, solve again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op.memory_rows import budget
-from passes.intra_op.peak_node import Path
-from passes.solver import Answer, Budget, ShardingProblem, SolverOptions, leanest, solve
+from passes.intra_op.peak_node import NodePath
+from passes.solver import Answer, Budget, ShardingProblem, SolverOptions, least_memory_choice, solve
 
 _ROUNDS = 8
 """Cutting planes that are tried, each with a solve of its own; `python -m benchmarks.memory_limit` shows what fits."""
@@ -26,26 +26,26 @@ LOOSE = 2e-2
 """The gap at which a round may end: what it finds is mostly forbidden by the next one."""
 
 Peak = Callable[[Sequence[int]], "Point"]
-"""Where an answer's memory is highest."""
+"""The function from an answer to the place where its memory is highest."""
 
-Row = Callable[[Path], Budget]
-"""What is live at a node, under every strategy."""
+Row = Callable[[NodePath], Budget]
+"""The function from a node to the row of all that is live there, under every strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """The place where most is live, and the bytes."""
 
-    at: Path
+    at: NodePath
     nbytes: float
 
 
 class InfeasibleRowError(OverBudgetError):
-    """No answer at all keeps a budget: the smallest strategies of all nodes together do not."""
+    """The error where the smallest strategies of all nodes together exceed a budget."""
 
 
 class NotCheaperError(OverBudgetError):
-    """No answer that keeps the budgets takes less time than what is known already."""
+    """The error where all answers that keep the budgets take as long as one that is known already, or longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,15 @@ class Fitted:
     answer: Answer
 
 
-def within(
+def fit(
     program: ShardingProblem,
     first: Answer,
     limit: float,
     options: SolverOptions,
     peak: Peak,
     row: Row,
-    seen: list[Path],
-    at_most: float = math.inf,
+    seen: list[NodePath],
+    cutoff: float = math.inf,
 ) -> Fitted:
     """The cheapest answer whose peak is at most `limit`, to a gap of `LOOSE`, starting from one without a limit.
 
@@ -72,13 +72,13 @@ def within(
     added.
 
     Raises OverBudgetError where the program proves that there is none, or comes no nearer; InfeasibleRowError where
-    that takes no solver to see; NotCheaperError where none takes less than `at_most` seconds.
+    that takes no solver to see; NotCheaperError where none takes less than `cutoff` seconds.
     """
     options = replace(options, gap=max(options.gap, LOOSE))
     answer, lowest, stalled = first, float("inf"), 0
     rows = {at: replace(row(at), limit=limit) for at in seen}
     problem = replace(program, budgets=tuple(rows.values()))
-    if is_hopeless(problem, limit):
+    if is_infeasible(problem, limit):
         raise InfeasibleRowError("no combination of strategies keeps the memory limit")
     for _ in range(_ROUNDS):
         point = peak(answer.choice)
@@ -93,35 +93,35 @@ def within(
         if point.at not in seen:
             seen.append(point.at)
         problem = replace(problem, budgets=tuple(rows.values()))
-        if is_hopeless(problem, limit):
+        if is_infeasible(problem, limit):
             raise InfeasibleRowError("no combination of strategies keeps the memory limit")
         if any(problem.least(row) > row.limit for row in problem.budgets):  # a solver would take long to see it
             raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
         try:
-            answer = solve(problem, options, at_most)
+            answer = solve(problem, options, cutoff)
         except (NoLegalPlanError, OverBudgetError):
             raise
         except PlanningError as error:
             raise OverBudgetError(str(error)) from error
-        if answer.bound >= at_most:
+        if answer.bound >= cutoff:
             raise NotCheaperError("what fits takes more time than another plan")
     raise OverBudgetError("no plan below the memory limit was found")
 
 
-def floor(
-    program: ShardingProblem, rows: Sequence[Budget], limit: float, options: SolverOptions, at_most: float
+def seconds_within(
+    program: ShardingProblem, rows: Sequence[Budget], limit: float, options: SolverOptions, cutoff: float
 ) -> float:
-    """Seconds that no answer goes below which takes at most `limit` at every row, `at_most` or more if that is seen."""
+    """A lower bound, in seconds, of answers that keep `limit` at every row; `cutoff` or more once that is seen."""
     problem = replace(program, budgets=tuple(replace(row, limit=limit) for row in rows))
-    if is_hopeless(problem, limit):
+    if is_infeasible(problem, limit):
         return math.inf
     try:
-        return solve(problem, replace(options, gap=max(options.gap, LOOSE)), at_most).bound
+        return solve(problem, replace(options, gap=max(options.gap, LOOSE)), cutoff).bound
     except PlanningError:  # none was found, which need not be a proof that there is none
         return 0.0
 
 
-def is_hopeless(problem: ShardingProblem, limit: float) -> bool:
+def is_infeasible(problem: ShardingProblem, limit: float) -> bool:
     """Whether some budget's arrays, each as small as it can be, need more than `limit` bytes."""
     return any(problem.least(row) > limit for row in problem.budgets)
 
@@ -150,7 +150,7 @@ def tightened(fitted: Fitted, least: float, limit: float, options: SolverOptions
     return replace(answer, status=status, solve_seconds=answer.solve_seconds + time.perf_counter() - start)
 
 
-def least(
+def least_memory(
     program: ShardingProblem, first: Answer, options: SolverOptions, peak: Peak, row: Row
 ) -> tuple[tuple[int, ...], Point]:
     """The answer that needs the least memory, and its peak: budgets at the busiest points met so far, minimised."""
@@ -162,7 +162,7 @@ def least(
             best, point = choice, there
         new = budget(program, row(there.at), choice, there.nbytes, _AIM * there.nbytes)
         problem = replace(problem, budgets=(*problem.budgets, replace(new, limit=max(new.limit, 1.0))))
-        choice = leanest(problem, options)
+        choice = least_memory_choice(problem, options)
         if choice == best:
             break
     there = peak(choice)

@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from passes.cluster import Mesh
-from passes.intra_op.assembly import Assembly, ControlJoin, Region
-from passes.intra_op.peak_node import Path
+from passes.intra_op.assembly import Assembly, ControlJoin, Subproblem
+from passes.intra_op.peak_node import NodePath
 from passes.ir import phase
 from passes.sharding import ShardingSpec
 from passes.solver import Budget, Edge, ShardingProblem
@@ -28,50 +28,52 @@ def budget(problem: ShardingProblem, row: Budget, choice: Sequence[int], nbytes:
     return replace(row, limit=max(limit - (nbytes - used), used * limit / nbytes))
 
 
-def live(assembly: Assembly, at: Path, limit: float, offloaded: Sequence[int] = ()) -> Budget:
+def live(assembly: Assembly, at: NodePath, limit: float, offloaded: Sequence[int] = ()) -> Budget:
     """The row of all that is live at a node, in and around the loops and branches around it, at most `limit` bytes."""
     row = Budget(nbytes={}, copies={}, limit=limit)
-    region = assembly.root
-    away = frozenset(region.graph.inputs[i] for i in offloaded)
+    subproblem = assembly.root
+    away = frozenset(subproblem.graph.inputs[i] for i in offloaded)
     for depth, (point, body) in enumerate(at):
-        _Live(assembly, region, point, away, row).hold(whole=depth == 0)
+        _Live(assembly, subproblem, point, away, row).hold(whole=depth == 0)
         if body >= 0:
-            joint = region.joints[point]
-            region, away = joint.bodies[body], _unsliced(joint, body)
+            control_join = subproblem.control_joins[point]
+            subproblem, away = control_join.bodies[body], _unsliced(control_join, body)
     return row
 
 
-def _unsliced(joint: ControlJoin, body: int) -> frozenset[int]:
+def _unsliced(control_join: ControlJoin, body: int) -> frozenset[int]:
     """The inputs of a body that are whole arrays of the program around it, not slices."""
-    sliced = {wire.slot for wire in joint.control.operands if wire.stacked}
-    inside = joint.control.bodies[body]
-    return frozenset(v for v, slot in zip(inside.graph.inputs, inside.inputs, strict=True) if slot not in sliced)
+    sliced = {port_use.port for port_use in control_join.control.operands if port_use.stacked}
+    inside = control_join.control.bodies[body]
+    return frozenset(v for v, port in zip(inside.graph.inputs, inside.inputs, strict=True) if port not in sliced)
 
 
 class _Live:
-    """The values of one region that are live when one of its nodes runs, as entries of a row.
+    """The values of one subproblem that are live when one of its nodes runs, as entries of a row.
 
     Those `away` take no room of their own.
     """
 
-    def __init__(self, assembly: Assembly, region: Region, point: int, away: frozenset[int], row: Budget) -> None:
+    def __init__(
+        self, assembly: Assembly, subproblem: Subproblem, point: int, away: frozenset[int], row: Budget
+    ) -> None:
         self.assembly = assembly
         self.away = away
         self.point = point
-        self.region = region
-        self.graph = region.graph
+        self.subproblem = subproblem
+        self.graph = subproblem.graph
         self.mesh: Mesh = assembly.mesh
-        self.readers = _readers(region)
+        self.readers = _readers(subproblem)
         self.nbytes, self.copies = row.nbytes, row.copies
 
     def hold(self, *, whole: bool) -> None:
         """Adds the values to the row; inputs of the `whole` program live as long as it runs."""
         late = {v for v in self.readers if self._is_gradient(v)}
-        for value, site in self.region.sites.items():
+        for value, site in self.subproblem.sites.items():
             if value not in late and value not in self.away and self._is_live(value, whole):
                 self._hold(site.node, value, site.specs)
         for (number, value, fetched), group in self.assembly.groups.items():
-            if number != self.region.number or not (edges := self.assembly.problem.groups.get(group)):
+            if number != self.subproblem.number or not (edges := self.assembly.problem.groups.get(group)):
                 continue
             if value in late:
                 self._hold_gradient(value, edges, whole)
@@ -119,18 +121,18 @@ class _Live:
         return bool(readers) and min(readers) <= self.point <= max(readers)
 
 
-def _readers(region: Region) -> Mapping[int, Sequence[int]]:
+def _readers(subproblem: Subproblem) -> Mapping[int, Sequence[int]]:
     """The nodes that read each value, also by another name."""
     readers: dict[int, list[int]] = {}
-    for index, node in enumerate(region.graph.nodes):
-        for value in _named(region, node.inputs):
+    for index, node in enumerate(subproblem.graph.nodes):
+        for value in _named(subproblem, node.inputs):
             readers.setdefault(value, []).append(index)
     return readers
 
 
-def _named(region: Region, values: Sequence[int]) -> Iterator[int]:
+def _named(subproblem: Subproblem, values: Sequence[int]) -> Iterator[int]:
     """The values with the values that they are other names of."""
     for value in values:
         yield value
-        if (root := region.grouping.roots.get(value, value)) != value:
+        if (root := subproblem.grouping.roots.get(value, value)) != value:
             yield root

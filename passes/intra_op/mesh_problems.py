@@ -13,11 +13,11 @@ import numpy as np
 from passes.cluster import Mesh
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
-from passes.intra_op.extract import read_off
+from passes.intra_op.extract import extract_plan
 from passes.intra_op.memory_limit import Point
 from passes.intra_op.memory_rows import live
-from passes.intra_op.offloading import away, held_nbytes, resting
-from passes.intra_op.peak_node import Path, busiest
+from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
+from passes.intra_op.peak_node import NodePath, peak_node
 from passes.ir import Graph, StatePairs
 from passes.memory import peak
 from passes.placement import Grouping, group, resharding_plan
@@ -32,27 +32,27 @@ Restriction = Callable[[Assembly], Assembly]
 class Solved:
     """A mesh with its sharding problem, the answer to it, and the search for that where there was one.
 
-    Weights are fetched once a step, or with `refetch` once a use.
+    Weights are gathered once a step, or with `regather` once a use.
     """
 
     assembly: Assembly
     answer: Answer
-    refetch: bool
+    regather: bool
     search: Search | None = None
 
     @classmethod
-    def unsolved(cls, assembly: Assembly, refetch: bool) -> Solved:
-        """A mesh's problem for what is known of it without a solver."""
-        choice = tuple(int(np.argmin(own)) for own in assembly.problem.seconds)
+    def unsolved(cls, assembly: Assembly, regather: bool) -> Solved:
+        """A mesh's problem with each node at its cheapest strategy, and no bound: what is known without a solver."""
+        choice = tuple(int(np.argmin(seconds)) for seconds in assembly.problem.seconds)
         nothing = Answer(
             choice=choice, objective=math.inf, bound=0.0, status="near optimal", build_seconds=0.0, solve_seconds=0.0
         )
-        return cls(assembly=assembly, answer=nothing, refetch=refetch)
+        return cls(assembly=assembly, answer=nothing, regather=regather)
 
 
 @dataclass(slots=True, kw_only=True)
 class MeshProblems:
-    """A program with what is known of it on every mesh, and of each answer that was looked at.
+    """The sharding problems of a program on every mesh, with the memory of each answer that was looked at.
 
     Answers were busiest at the nodes `seen`, the first of them by `scale` more than what is live there, and plans by
     hand that did not fit at those `crowded`; `lowest` needs the least bytes of a device. If `offload`, the state at the
@@ -66,8 +66,8 @@ class MeshProblems:
     restrict: Restriction | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     offload: bool = False
-    seen: list[Path] = field(default_factory=list[Path])
-    crowded: list[Path] = field(default_factory=list[Path])
+    seen: list[NodePath] = field(default_factory=list[NodePath])
+    crowded: list[NodePath] = field(default_factory=list[NodePath])
     scale: float = 1.0
     lowest: tuple[float, Solved, tuple[int, ...]] | None = None
     offloaded: tuple[int, ...] = field(init=False)
@@ -80,85 +80,85 @@ class MeshProblems:
     def __post_init__(self) -> None:
         start = time.perf_counter()
         self.grouping = group(self.graph)
-        self.offloaded = resting(self.graph, self.state_pairs) if self.offload else ()
-        self.phases = {"bundles": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
+        self.offloaded = idle_state(self.graph, self.state_pairs) if self.offload else ()
+        self.phases = {"grouping": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
     def offloading(self, offload: bool) -> MeshProblems:
         """The same problems, of plans that offload or do not."""
         other = copy(self)
-        other.offload, other.offloaded = offload, resting(self.graph, self.state_pairs) if offload else ()
+        other.offload, other.offloaded = offload, idle_state(self.graph, self.state_pairs) if offload else ()
         other.seen, other.crowded = list(self.seen), list(self.crowded)
         other.lowest, other._points = None, {}
         return other
 
-    def assembled(self, mesh: Mesh, refetch: bool) -> Assembly:
+    def assembled(self, mesh: Mesh, regather: bool) -> Assembly:
         """The sharding problem on a mesh."""
         began = time.perf_counter()
-        assembly = assemble(self.graph, mesh, self.grouping, self._resharder(mesh), self.state_pairs, refetch=refetch)
+        assembly = assemble(self.graph, mesh, self.grouping, self._resharder(mesh), self.state_pairs, regather=regather)
         assembly = self.restrict(assembly) if self.restrict else assembly
         self.phases["tables"] += time.perf_counter() - began
         return assembly
 
-    def twin(self, one: Solved) -> Solved | None:
+    def twin(self, solved: Solved) -> Solved | None:
         """A mesh's problem with weights fetched once a use, which takes no less time; None where it is the same."""
-        mesh = one.assembly.mesh
+        mesh = solved.assembly.mesh
         if mesh not in self._twins and any(twin is None for twin in self._twins.values()):
             self._twins[mesh] = None  # no value of the program is fetched twice, on any mesh
         if mesh not in self._twins:
-            assembly = self.assembled(mesh, refetch=True)
-            answer = replace(one.answer, objective=assembly.problem.evaluate(one.answer.choice))
+            assembly = self.assembled(mesh, regather=True)
+            answer = replace(solved.answer, objective=assembly.problem.evaluate(solved.answer.choice))
             is_other = any(again for _, _, again in assembly.groups)
-            self._twins[mesh] = Solved(assembly=assembly, answer=answer, refetch=True) if is_other else None
+            self._twins[mesh] = Solved(assembly=assembly, answer=answer, regather=True) if is_other else None
         return self._twins[mesh]
 
-    def forms(self, one: Solved) -> list[Solved] | None:
-        """A mesh's problem as it is and, if that is another, its twin; None where nobody has asked for that yet."""
-        mesh = one.assembly.mesh
-        if one.refetch or any(twin is None for twin in self._twins.values()):
-            return [one]
+    def forms(self, solved: Solved) -> list[Solved] | None:
+        """A mesh's problem and, if that is another, its twin; None where the twin has not been built yet."""
+        mesh = solved.assembly.mesh
+        if solved.regather or any(twin is None for twin in self._twins.values()):
+            return [solved]
         twin = self._twins.get(mesh)
-        return None if twin is None else [one, twin]
+        return None if twin is None else [solved, twin]
 
     @property
     def twins(self) -> list[Solved]:
         """The problems with weights fetched once a use that were asked for so far."""
         return [twin for twin in self._twins.values() if twin is not None]
 
-    def row(self, one: Solved, at: Path) -> Budget:
-        """What is live at a node of a mesh's program, under every strategy; without a limit."""
-        key = one.assembly.mesh, one.refetch, at, self.offloaded
+    def row(self, solved: Solved, at: NodePath) -> Budget:
+        """The row of all that is live at a node of a mesh's program, under every strategy; without a limit."""
+        key = solved.assembly.mesh, solved.regather, at, self.offloaded
         if key not in self._rows:
-            self._rows[key] = live(one.assembly, at, math.inf, self.offloaded)
+            self._rows[key] = live(solved.assembly, at, math.inf, self.offloaded)
         return self._rows[key]
 
-    def least_nbytes(self, one: Solved, restricted: Assembly | None = None) -> float:
-        """Bytes that no answer on a mesh goes below at the nodes seen to be busiest, each array as small as can be."""
-        problem = (restricted or one.assembly).problem
-        return max((problem.least(self.row(one, at)) for at in (*self.seen, *self.crowded)), default=0.0)
+    def least_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
+        """A lower bound on the bytes of any answer on a mesh, at the peak nodes seen, each array as small as can be."""
+        problem = (restricted or solved.assembly).problem
+        return max((problem.least(self.row(solved, at)) for at in (*self.seen, *self.crowded)), default=0.0)
 
-    def peak(self, one: Solved, choice: Sequence[int]) -> Point:
-        """Where the plan of an answer needs most memory."""
-        key = one.assembly.mesh, one.refetch, tuple(choice)
+    def peak(self, solved: Solved, choice: Sequence[int]) -> Point:
+        """The place where the plan of an answer needs most memory, and the bytes."""
+        key = solved.assembly.mesh, solved.regather, tuple(choice)
         if key not in self._points:
-            self._points[key] = self._peak(one, choice)
+            self._points[key] = self._peak(solved, choice)
             if self.lowest is None or self._points[key].nbytes < self.lowest[0]:
-                self.lowest = self._points[key].nbytes, one, tuple(choice)
+                self.lowest = self._points[key].nbytes, solved, tuple(choice)
         return self._points[key]
 
-    def _peak(self, one: Solved, choice: Sequence[int]) -> Point:
-        graph, grouping, mesh = self.graph, self.grouping, one.assembly.mesh
-        layout = one.assembly.layout(choice)
-        schedule = resharding_plan(graph, layout, self._resharder(mesh), refetch=one.refetch)
+    def _peak(self, solved: Solved, choice: Sequence[int]) -> Point:
+        graph, grouping, mesh = self.graph, self.grouping, solved.assembly.mesh
+        layout = solved.assembly.layout(choice)
+        schedule = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.regather)
         donated = self.donated or (False,) * len(graph.inputs)
-        found = peak(graph, grouping, mesh, layout, schedule, self.state_pairs, donated)
-        elsewhere = away(held_nbytes(graph, layout, self.offloaded, mesh))
-        return Point(at=busiest(graph, grouping, mesh, layout, schedule), nbytes=found.peak_nbytes - elsewhere)
+        memory = peak(graph, grouping, mesh, layout, schedule, self.state_pairs, donated)
+        elsewhere = away(offloaded_nbytes(graph, layout, self.offloaded, mesh))
+        return Point(at=peak_node(graph, grouping, mesh, layout, schedule), nbytes=memory.peak_nbytes - elsewhere)
 
-    def look(self, one: Solved, limit: float) -> None:
-        """Sees where an answer is busiest that needs more than the limit, if none was looked at yet."""
-        if not self.seen and (point := self.peak(one, one.answer.choice)).nbytes > limit:
+    def look(self, solved: Solved, limit: float) -> None:
+        """Notes the peak node of an answer that needs more than the limit, if none was looked at yet."""
+        if not self.seen and (point := self.peak(solved, solved.answer.choice)).nbytes > limit:
             self.seen.append(point.at)
-            used = one.assembly.problem.usage(self.row(one, point.at), one.answer.choice)
+            used = solved.assembly.problem.usage(self.row(solved, point.at), solved.answer.choice)
             self.scale = max(1.0, point.nbytes / max(used, 1.0))
 
     @property
@@ -166,29 +166,31 @@ class MeshProblems:
         """Bytes of the answer that needs the least, of those that were looked at."""
         return self.lowest[0] if self.lowest else math.inf
 
-    def leanest(self) -> tuple[Solved, Answer] | None:
+    def least_memory(self) -> tuple[Solved, Answer] | None:
         """The answer that needs the least bytes, of those that were looked at."""
         if self.lowest is None:
             return None
-        _, one, choice = self.lowest
-        return one, replace(one.answer, choice=choice, objective=one.assembly.problem.evaluate(choice))
+        _, solved, choice = self.lowest
+        return solved, replace(solved.answer, choice=choice, objective=solved.assembly.problem.evaluate(choice))
 
-    def plan(self, name: str, one: Solved, answer: Answer) -> Plan:
+    def plan(self, name: str, solved: Solved, answer: Answer) -> Plan:
         """The plan of an answer, its state offloaded where that is asked for."""
-        resharder = self._resharder(one.assembly.mesh)
-        plan = read_off(name, one.assembly, answer, resharder, self.state_pairs, self.donated, self.phases, one.refetch)
+        resharder = self._resharder(solved.assembly.mesh)
+        plan = extract_plan(
+            name, solved.assembly, answer, resharder, self.state_pairs, self.donated, self.phases, solved.regather
+        )
         if not self.offloaded:
             return plan
-        held = held_nbytes(self.graph, plan.layout, self.offloaded, plan.mesh)
+        host_nbytes = offloaded_nbytes(self.graph, plan.layout, self.offloaded, plan.mesh)
         rate = plan.cluster.group().device.host_bytes_per_second
         # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
-        state = plan.nbytes["optimizer state"] - away(held)
+        state = plan.nbytes["optimizer state"] - away(host_nbytes)
         return replace(
             plan,
             offloaded=self.offloaded,
-            seconds={**plan.seconds, "offload": 2 * sum(held) / rate},
+            seconds={**plan.seconds, "offload": 2 * sum(host_nbytes) / rate},
             nbytes={**plan.nbytes, "optimizer state": state},
-            memory=plan.memory and plan.memory.less(away(held)),
+            memory=plan.memory and plan.memory.less(away(host_nbytes)),
         )
 
     def _resharder(self, mesh: Mesh) -> Resharder:

@@ -1,4 +1,4 @@
-"""The cheapest placements of a program over logical meshes: tabulate, solve, and read the plan off the answer.
+"""The search for the cheapest placements of a program over logical meshes: tabulate, solve, extract the plan.
 
 With a memory limit, answers that need more are forbidden one by one (passes/intra_op/memory_limit.py).
 """
@@ -19,10 +19,10 @@ from passes.intra_op.memory_limit import (
     Fitted,
     InfeasibleRowError,
     NotCheaperError,
-    floor,
-    least,
+    fit,
+    least_memory,
+    seconds_within,
     tightened,
-    within,
 )
 from passes.intra_op.mesh_problems import MeshProblems, Restriction, Solved
 from passes.intra_op.meshes import allowed
@@ -45,7 +45,7 @@ def best(
     donated: Sequence[bool],
     options: SolverOptions,
     restrict: Restriction | None = None,
-    refetch: bool = False,
+    regather: bool = False,
     resharders: dict[Mesh, Resharder] | None = None,
 ) -> Plan:
     """The cheapest plan over the meshes, whatever memory it needs; `resharders` hold what is known of meshes."""
@@ -56,14 +56,14 @@ def best(
         restrict=restrict,
         resharders={} if resharders is None else resharders,
     )
-    search = MeshSearch(name=name, problems=problems, options=options, refetch=refetch)
+    search = MeshSearch(name=name, problems=problems, options=options, regather=regather)
     search.over(meshes)
     return search.cheapest
 
 
 @dataclass(slots=True, kw_only=True)
 class MeshSearch:
-    """A program with the sharding problems that were solved of it, cheapest first.
+    """The search over meshes for a program: the sharding problems that were solved of it, cheapest first.
 
     If only plans of at most `most_nbytes` are wanted, meshes without any are left out as soon as that is seen, and
     others are solved roughly: what fits is brought nearer to the optimum at the end.
@@ -78,11 +78,11 @@ class MeshSearch:
     problems: MeshProblems
     options: SolverOptions
     textbook: Textbook = lambda mesh: ()
-    refetch: bool = False
+    regather: bool = False
     most_nbytes: float = math.inf
     context: SearchContext = field(default_factory=SearchContext)
     solved: list[Solved] = field(default_factory=list[Solved])
-    hopeless: list[Solved] = field(default_factory=list[Solved])
+    infeasible: list[Solved] = field(default_factory=list[Solved])
     by_hand: ByHand = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,33 +104,34 @@ class MeshSearch:
             self.context.raise_if_interrupted()
             raise illegal[-1]
         self._close(self.solved)
-        self.solved.sort(key=lambda one: one.answer.objective)
+        self.solved.sort(key=lambda solved: solved.answer.objective)
 
-    def _close(self, solved: list[Solved]) -> None:
+    def _close(self, all_solved: list[Solved]) -> None:
         """Closes the gaps that relaxations left, on meshes that may yet have the cheapest plan."""
-        for place in sorted(range(len(solved)), key=lambda place: solved[place].answer.bound):
-            one, least = solved[place], min(other.answer.objective for other in solved)
-            if one.answer.status == "optimal" or one.answer.bound >= least or self.context.is_interrupted:
+        for place in sorted(range(len(all_solved)), key=lambda place: all_solved[place].answer.bound):
+            solved, least = all_solved[place], min(other.answer.objective for other in all_solved)
+            if solved.answer.status == "optimal" or solved.answer.bound >= least or self.context.is_interrupted:
                 continue
             with self.context.ending_early():
-                self._tell(f"solve {one.assembly.mesh}", place, len(solved), one.answer)
-                answer = _run(self.problems, one, self._rough, least, close=True)
-                solved[place] = replace(one, answer=_better(answer, one.answer))
-        for place, one in enumerate(list(solved)):
-            if one.answer.bound < (1 - max(_OPEN, self._rough.gap)) * min(other.answer.objective for other in solved):
-                for base, answer in self.by_hand.answers(self.problems, one):
-                    if base.refetch == one.refetch:
-                        solved[place] = one = replace(one, answer=_better(answer, one.answer))
+                self._tell(f"solve {solved.assembly.mesh}", place, len(all_solved), solved.answer)
+                answer = _run(self.problems, solved, self._rough, least, close=True)
+                all_solved[place] = replace(solved, answer=_better(answer, solved.answer))
+        for place, solved in enumerate(list(all_solved)):
+            least = min(other.answer.objective for other in all_solved)
+            if solved.answer.bound < (1 - max(_OPEN, self._rough.gap)) * least:
+                for base, answer in self.by_hand.answers(self.problems, solved):
+                    if base.regather == solved.regather:
+                        all_solved[place] = solved = replace(solved, answer=_better(answer, solved.answer))
 
     @property
     def cheapest(self) -> Plan:
         """The cheapest plan, whatever memory it needs."""
-        return self._read_off(self.solved[0], self.solved[0].answer)
+        return self._extract_plan(self.solved[0], self.solved[0].answer)
 
     @property
     def least_seconds(self) -> float:
         """Seconds of a step that no plan over these meshes goes below."""
-        return min(one.answer.bound for one in self.solved)
+        return min(solved.answer.bound for solved in self.solved)
 
     @property
     def operators(self) -> int:
@@ -140,10 +141,11 @@ class MeshSearch:
     @property
     def expected_nbytes(self) -> float:
         """Bytes that plans over these meshes are expected to need at least, by what is live and what peaks were."""
-        return self.problems.scale * min(self.problems.least_nbytes(one) for one in (*self.solved, *self.hopeless))
+        least = (self.problems.least_nbytes(solved) for solved in (*self.solved, *self.infeasible))
+        return self.problems.scale * min(least)
 
     def again(self, context: SearchContext, *, offload: bool) -> MeshSearch:
-        """A search of the same program, with its solved problems, that offloads or does not."""
+        """The same search, with its solved problems, for plans that offload state or do not."""
         other = copy(self)
         other.context, other.solved, other.problems = context, list(self.solved), self.problems.offloading(offload)
         return other
@@ -153,30 +155,30 @@ class MeshSearch:
 
         Weights may be fetched once a step or once a use. No further mesh is tried from the deadline on once there is a
         plan, and none that cannot gain the factor `worth` over that or over the cutoff, but for what is made by hand
-        there. Raises OverBudgetError where none is found: `lowest` is the leanest plan that was met.
+        there. Raises OverBudgetError where none is found: `lowest` is the plan of least memory that was met.
         """
         context = self.context
         self.problems.look(self.solved[0], limit)
         cheapest: tuple[Solved, Fitted] | None = None
         if _is_open(self.solved[0].answer, self._rough.gap) or not self.fits(limit):
-            cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.hopeless], limit, context.cutoff)
-        dear = False
+            cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.infeasible], limit, context.cutoff)
+        exists_dearer = False
         with context.ending_early():
-            for number, one in enumerate(self.solved):
-                if one.answer.bound >= (cheapest[1].answer.objective if cheapest else context.cutoff) / worth:
-                    dear = dear or cheapest is None
+            for number, solved in enumerate(self.solved):
+                if solved.answer.bound >= (cheapest[1].answer.objective if cheapest else context.cutoff) / worth:
+                    exists_dearer = exists_dearer or cheapest is None
                     continue
                 if cheapest is not None and context.deadline.is_over():
                     break
                 try:
-                    cheapest = self._fitted(one, number, cheapest, limit) or cheapest
+                    cheapest = self._fitted(solved, number, cheapest, limit) or cheapest
                 except NotCheaperError:
-                    dear = dear or cheapest is None
+                    exists_dearer = exists_dearer or cheapest is None
                 except (NoLegalPlanError, InfeasibleRowError):
                     continue
         if cheapest is None:
             context.raise_if_interrupted()
-            if dear:
+            if exists_dearer:
                 return None
             raise OverBudgetError("no placements keep the memory limit")
         return self._proven(cheapest, limit)
@@ -187,44 +189,45 @@ class MeshSearch:
 
     def left_out(self, limit: float) -> Plan | None:
         """The cheapest plan that keeps the limit of those by hand that were not expected to; None if none does."""
-        meshes = [*self.solved, *self.hopeless] if self.by_hand.left_out else []
+        meshes = [*self.solved, *self.infeasible] if self.by_hand.left_out else []
         cheapest = self.by_hand.fitting(self.problems, meshes, limit, self.context.cutoff, surely=math.inf)
         return None if cheapest is None else self._proven(cheapest, limit)
 
     def _proven(self, cheapest: tuple[Solved, Fitted], limit: float) -> Plan:
-        return self._read_off(*_proven(self.problems, self.solved, cheapest, limit, self.options))
+        return self._extract_plan(*_proven(self.problems, self.solved, cheapest, limit, self.options))
 
     def _fitted(
-        self, one: Solved, number: int, cheapest: tuple[Solved, Fitted] | None, limit: float
+        self, solved: Solved, number: int, cheapest: tuple[Solved, Fitted] | None, limit: float
     ) -> tuple[Solved, Fitted] | None:
         """The cheapest answer on the mesh of this number that fits and is better than the `cheapest`, if any is."""
         best = cheapest[1].answer if cheapest else None
-        self._tell(f"fit {one.assembly.mesh} within memory", number, len(self.solved), best)
+        self._tell(f"fit {solved.assembly.mesh} within memory", number, len(self.solved), best)
         most = best.objective if best else self.context.cutoff
-        if one.answer.status != "optimal":  # it was left when it was dearer than another mesh's
-            one = replace(one, answer=_better(_run(self.problems, one, self._rough, most, close=False), one.answer))
-        twins = self._twins(one, number, len(self.solved))
+        if solved.answer.status != "optimal":  # it was left when it was dearer than another mesh's
+            answer = _run(self.problems, solved, self._rough, most, close=False)
+            solved = replace(solved, answer=_better(answer, solved.answer))
+        twins = self._twins(solved, number, len(self.solved))
         return _fitted(self.problems, twins, limit, self.options, most)
 
-    def _twins(self, one: Solved, done: int, total: int) -> Iterator[Solved]:
+    def _twins(self, solved: Solved, done: int, total: int) -> Iterator[Solved]:
         """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
-        yield one
-        if not one.refetch:
-            self._tell(f"tabulate {one.assembly.mesh}", done, total)
-            if (twin := self.problems.twin(one)) is not None:
+        yield solved
+        if not solved.regather:
+            self._tell(f"tabulate {solved.assembly.mesh}", done, total)
+            if (twin := self.problems.twin(solved)) is not None:
                 yield twin
 
-    def leanest(self) -> Plan:
+    def least_memory(self) -> Plan:
         """The plan that needs least memory, of those met on the way to the least on every mesh."""
-        for one in (*self.solved, *self.problems.twins):
-            peak, row = partial(self.problems.peak, one), partial(self.problems.row, one)
-            least(one.assembly.problem, one.answer, self.options, peak, row)
+        for solved in (*self.solved, *self.problems.twins):
+            peak, row = partial(self.problems.peak, solved), partial(self.problems.row, solved)
+            least_memory(solved.assembly.problem, solved.answer, self.options, peak, row)
         return self.lowest()
 
     def lowest(self) -> Plan:
         """The plan that needs least memory, of those met so far."""
-        found = self.problems.leanest()
-        return self._read_off(*found) if found else self.cheapest
+        answer = self.problems.least_memory()
+        return self._extract_plan(*answer) if answer else self.cheapest
 
     def _tell(self, what: str, done: int, total: int, best: Answer | None = None) -> None:
         seconds = best.objective if best else None
@@ -232,40 +235,39 @@ class MeshSearch:
 
     def _tabulated(self, mesh: Mesh, done: int, total: int) -> Solved:
         """A mesh's problem and an answer to it; `done` of `total` meshes came before."""
-        best = min((one.answer for one in self.solved), key=lambda answer: answer.objective, default=None)
+        best = min((solved.answer for solved in self.solved), key=lambda answer: answer.objective, default=None)
         self._tell(f"tabulate {mesh}", done, total, best)
-        assembly = self.problems.assembled(mesh, self.refetch)
-        one = Solved.unsolved(assembly, self.refetch)
-        if self.most_nbytes < math.inf and self.problems.least_nbytes(one) > self.most_nbytes:
-            self.hopeless.append(one)
+        assembly = self.problems.assembled(mesh, self.regather)
+        solved = Solved.unsolved(assembly, self.regather)
+        if self.most_nbytes < math.inf and self.problems.least_nbytes(solved) > self.most_nbytes:
+            self.infeasible.append(solved)
             raise InfeasibleRowError(f"no combination of strategies keeps the memory limit on {mesh}")
         self._tell(f"solve {mesh}", done, total, best)
-        one = replace(one, search=Search(assembly.problem, self._rough))
-        one = replace(
-            one, answer=_run(self.problems, one, self._rough, best.objective if best else math.inf, close=total == 1)
-        )
+        solved = replace(solved, search=Search(assembly.problem, self._rough))
+        cutoff = best.objective if best else math.inf
+        solved = replace(solved, answer=_run(self.problems, solved, self._rough, cutoff, close=total == 1))
         if self.most_nbytes < math.inf:
-            self.problems.look(one, self.most_nbytes)
-        return one
+            self.problems.look(solved, self.most_nbytes)
+        return solved
 
     @property
     def _rough(self) -> SolverOptions:
         """The options with the relative gap to which a mesh is solved."""
         return self.options if self.most_nbytes == math.inf else replace(self.options, gap=max(self.options.gap, LOOSE))
 
-    def _read_off(self, one: Solved, answer: Answer, least: float | None = None) -> Plan:
+    def _extract_plan(self, solved: Solved, answer: Answer, least: float | None = None) -> Plan:
         """The plan of an answer; those of other problems take `least` seconds, or what is known without a limit."""
-        others = [other.answer for other in self.solved if other.assembly is not one.assembly]
-        plan = self.problems.plan(self.name, one, _beside(answer, others, self._rough.gap, least))
-        plan = plan.beside([_met(other) for other in self.solved if other.assembly.mesh != one.assembly.mesh])
+        others = [other.answer for other in self.solved if other.assembly is not solved.assembly]
+        plan = self.problems.plan(self.name, solved, _beside(answer, others, self._rough.gap, least))
+        plan = plan.beside([_met(other) for other in self.solved if other.assembly.mesh != solved.assembly.mesh])
         return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
 
 
-def _run(problems: MeshProblems, one: Solved, options: SolverOptions, at_most: float, *, close: bool) -> Answer:
-    """The answer to a mesh's problem, its search gone on with; one of `at_most` or more need not be the best."""
-    search = one.search or Search(one.assembly.problem, options)
+def _run(problems: MeshProblems, solved: Solved, options: SolverOptions, cutoff: float, *, close: bool) -> Answer:
+    """The answer to a mesh's problem, its search gone on with; one of `cutoff` or more need not be the best."""
+    search = solved.search or Search(solved.assembly.problem, options)
     before = search.clock.build_seconds, search.clock.solve_seconds
-    answer = search.run(at_most, close=close)
+    answer = search.run(cutoff, close=close)
     problems.phases["build"] += answer.build_seconds - before[0]
     problems.phases["solve"] += answer.solve_seconds - before[1]
     return answer
@@ -284,60 +286,64 @@ def _beside(answer: Answer, others: Sequence[Answer], gap: float, least: float |
 
 
 def _fitted(
-    problems: MeshProblems, twins: Iterator[Solved], limit: float, options: SolverOptions, at_most: float
+    problems: MeshProblems, twins: Iterator[Solved], limit: float, options: SolverOptions, cutoff: float
 ) -> tuple[Solved, Fitted] | None:
     """The cheapest answer on one mesh that fits, None where none was found.
 
-    Raises InfeasibleRowError if none can fit, and NotCheaperError if those that can take `at_most` seconds or more.
+    Raises InfeasibleRowError if none can fit, and NotCheaperError if those that can take `cutoff` seconds or more.
     """
     best: tuple[Solved, Fitted] | None = None
-    dear: NotCheaperError | None = None
-    for one in twins:
-        peak, row = partial(problems.peak, one), partial(problems.row, one)
+    not_cheaper: NotCheaperError | None = None
+    for solved in twins:
+        peak, row = partial(problems.peak, solved), partial(problems.row, solved)
         try:
-            found = within(one.assembly.problem, one.answer, limit, options, peak, row, problems.seen, at_most)
+            fitted = fit(solved.assembly.problem, solved.answer, limit, options, peak, row, problems.seen, cutoff)
         except InfeasibleRowError:
             raise
         except NotCheaperError as error:
-            dear = error
+            not_cheaper = error
             continue
         except OverBudgetError:
             continue
-        if found.answer.objective < at_most:
-            best, at_most = (one, found), found.answer.objective
-        if found.answer.objective <= (1 + LOOSE) * one.answer.bound:
+        if fitted.answer.objective < cutoff:
+            best, cutoff = (solved, fitted), fitted.answer.objective
+        if fitted.answer.objective <= (1 + LOOSE) * solved.answer.bound:
             break
-    if best is None and dear is not None:
-        raise dear
+    if best is None and not_cheaper is not None:
+        raise not_cheaper
     return best
 
 
 def _proven(
-    problems: MeshProblems, solved: Sequence[Solved], best: tuple[Solved, Fitted], limit: float, options: SolverOptions
+    problems: MeshProblems,
+    all_solved: Sequence[Solved],
+    best: tuple[Solved, Fitted],
+    limit: float,
+    options: SolverOptions,
 ) -> tuple[Solved, Answer, float]:
     """The best answer that fits, brought nearer to the optimum, and what plans of other problems take at least.
 
     Those are on another mesh, or fetch weights otherwise on the same one.
     """
-    own, found = best
-    answer, least = tightened(found, own.answer.bound, limit, options, partial(problems.peak, own)), math.inf
-    for one in solved:
-        forms = problems.forms(one) if one.answer.bound < answer.objective else []
+    chosen, fitted = best
+    answer, least = tightened(fitted, chosen.answer.bound, limit, options, partial(problems.peak, chosen)), math.inf
+    for solved in all_solved:
+        forms = problems.forms(solved) if solved.answer.bound < answer.objective else []
         if forms is None:
-            least = min(least, one.answer.bound)
-        for form in (form for form in forms or () if form.assembly is not own.assembly):
+            least = min(least, solved.answer.bound)
+        for form in (form for form in forms or () if form.assembly is not chosen.assembly):
             rows = [problems.row(form, at) for at in problems.seen]
-            kept = floor(form.assembly.problem, rows, limit, options, answer.objective)
-            least = min(least, max(one.answer.bound, kept))
-    return own, answer, least
+            kept = seconds_within(form.assembly.problem, rows, limit, options, answer.objective)
+            least = min(least, max(solved.answer.bound, kept))
+    return chosen, answer, least
 
 
-def _met(one: Solved) -> Alternative:
+def _met(solved: Solved) -> Alternative:
     """The best of another mesh, as far as it was looked for: its bound, if that is known, is beside it in words."""
-    bound = one.answer.bound
-    is_known = 0 < bound < one.answer.objective
+    bound = solved.answer.bound
+    is_known = 0 < bound < solved.answer.objective
     why = f"none on this mesh takes less than {quantities.seconds(bound)}" if is_known else "the best on this mesh"
-    return Alternative(name=f"mesh {one.assembly.mesh}", seconds=one.answer.objective, why=why)
+    return Alternative(name=f"mesh {solved.assembly.mesh}", seconds=solved.answer.objective, why=why)
 
 
 def _is_open(cheapest: Answer, gap: float) -> bool:
@@ -347,7 +353,7 @@ def _is_open(cheapest: Answer, gap: float) -> bool:
 
 def _better(answer: Answer, known: Answer) -> Answer:
     """The cheaper of two answers to one problem, with the better bound."""
-    best = min(answer, known, key=lambda one: one.objective)
+    best = min(answer, known, key=lambda candidate: candidate.objective)
     return replace(best, bound=min(max(answer.bound, known.bound), best.objective))
 
 

@@ -11,7 +11,7 @@ from passes.ir import Graph, StatePairs, phase
 from passes.placement import Layout
 
 
-def resting(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
+def idle_state(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     """The inputs that the step returns and reads in its apply phase alone, such as the optimizer's state."""
     positions: list[int] = []
     for _, position in state_pairs:
@@ -22,7 +22,7 @@ def resting(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     return tuple(sorted(positions))
 
 
-def held_nbytes(graph: Graph, layout: Layout, inputs: Sequence[int], mesh: Mesh) -> list[int]:
+def offloaded_nbytes(graph: Graph, layout: Layout, inputs: Sequence[int], mesh: Mesh) -> list[int]:
     """Bytes of each of these inputs on one device."""
     return [layout.inputs[i].local_nbytes(graph.types[graph.inputs[i]], mesh) for i in inputs]
 

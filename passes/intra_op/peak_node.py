@@ -1,7 +1,7 @@
 """The node at which a plan holds most bytes, in the graph's own order, for which a memory row is stated.
 
-Nodes are counted in the order in which the program was traced, and values that leave their bundle as live, which a
-budget can say too. What a compiler makes of the same plan is in passes/memory/xla_cpu.py.
+Nodes are counted in the order in which the program was traced, and values that leave their operator group as live,
+which a budget can say too. What a compiler makes of the same plan is in passes/memory/xla_cpu.py.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from passes.cluster import Mesh
 from passes.ir import Graph
 from passes.placement import Grouping, Layout, Placement, Resharding, ReshardingPlan
 
-Path = tuple[tuple[int, int], ...]
+NodePath = tuple[tuple[int, int], ...]
 """A node, after those that it is inside of: (node, which of its bodies), outermost first; the last is -1, no body."""
 
 
-def busiest(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan) -> Path:
+def peak_node(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan) -> NodePath:
     """The node with the most live bytes, inside loops and branches where it is there."""
-    return _busiest(graph, grouping, mesh, layout, reshardings)[1]
+    return _peak_node(graph, grouping, mesh, layout, reshardings)[1]
 
 
-def _busiest(
+def _peak_node(
     graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan
-) -> tuple[int, Path]:
+) -> tuple[int, NodePath]:
     """The most bytes that are live after any node, and that node; loops and branches add the most of their largest
     body.
     """
     last = _last_use(graph, grouping)
     change = [0] * (len(graph.nodes) + 2)
-    paths: dict[int, Path] = {}
+    paths: dict[int, NodePath] = {}
     for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
         for value, spec in zip(node.outputs, placement.results, strict=True):
             end = last.get(value, index)
@@ -52,8 +52,8 @@ def _busiest(
 
 def _inside(
     grouping: Grouping, index: int, mesh: Mesh, placement: Placement, reshardings: ReshardingPlan
-) -> tuple[int, Path]:
-    """The most that is live in the largest body of a control node, and where."""
+) -> tuple[int, NodePath]:
+    """The most bytes that are live in the largest body of a control node, and the node there."""
     bodies = zip(
         grouping.controls[index].bodies,
         grouping.bodies[index],
@@ -61,7 +61,7 @@ def _inside(
         reshardings.bodies[index],
         strict=True,
     )
-    peaks = [_busiest(b.graph, inner, mesh, layouts, reshardings) for b, inner, layouts, reshardings in bodies]
+    peaks = [_peak_node(b.graph, inner, mesh, layouts, reshardings) for b, inner, layouts, reshardings in bodies]
     largest = max(range(len(peaks)), key=lambda body: peaks[body][0])
     nbytes, path = peaks[largest]
     return nbytes, ((index, largest), *path)
@@ -90,7 +90,7 @@ def _materialised(graph: Graph, grouping: Grouping, value: int) -> bool:
     if graph.producers.get(value) in grouping.controls:
         return True
     readers = (graph.nodes[r] for r in graph.consumers.get(value, ()))
-    return home is not None and any(grouping.bundle_of(reader) != home for reader in readers)
+    return home is not None and any(grouping.operator_group_of(reader) != home for reader in readers)
 
 
 def _last_reader(graph: Graph, placements: Sequence[Placement], move: Resharding, index: int) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError, explain
-from passes.intra_op.assembly import Assembly, Region
+from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.forms import PARTIAL
 from passes.intra_op.roles import Roles, Value, origin, roles
 from passes.intra_op.strategies import Strategy
@@ -62,15 +62,15 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
 
 def _restrict(
     assembly: Assembly,
-    allows: Callable[[Region, int, Strategy], bool],
+    allows: Callable[[Subproblem, int, Strategy], bool],
     allows_input: Callable[[int, ShardingSpec], bool],
-    allows_slot: Callable[[Value, ShardingSpec], bool] = lambda value, spec: True,
+    allows_port: Callable[[Value, ShardingSpec], bool] = lambda value, spec: True,
     allows_stacked: Callable[[ShardingSpec], bool] = lambda spec: True,
     nbytes_of: Callable[[Value, ShardingSpec], float] = lambda value, spec: 0.0,
 ) -> Assembly:
     """The assembly without the strategies that the predicates refuse; a node that would lose all keeps all.
 
-    Of those that a node keeps, only the ones under which its values take the fewest bytes, as `held` counts them.
+    Of those that a node keeps, only the ones under which its values take the fewest bytes, as `nbytes_of` counts them.
     """
     root, seconds = assembly.root, list(assembly.problem.seconds)
 
@@ -80,30 +80,30 @@ def _restrict(
             few = np.array(is_kept) & (np.array(nbytes) <= smallest * (1 + _ROUNDING))
             seconds[node] = np.where(few, seconds[node], np.inf)
 
-    for region in root.all():
+    for subproblem in root.all():
         values_at: dict[int, list[tuple[Value, Sequence[ShardingSpec]]]] = defaultdict(list)
-        for value, site in region.sites.items():
-            values_at[site.node].append(((region.number, value), site.specs))
-        for b, table in enumerate(region.tables):
-            absorbed = {v: region.sites[v].specs for v in region.grouping.bundles[b].inputs}
-            legal = [allows(region, b, strategy) for strategy in table.strategies]
+        for value, site in subproblem.sites.items():
+            values_at[site.node].append(((subproblem.number, value), site.specs))
+        for b, table in enumerate(subproblem.tables):
+            absorbed = {v: subproblem.sites[v].specs for v in subproblem.grouping.operator_groups[b].inputs}
+            legal = [allows(subproblem, b, strategy) for strategy in table.strategies]
             fits = [all(allows_input(v, specs[s]) for v, specs in absorbed.items()) for s in range(len(legal))]
             # Where an input cannot lie as it should beside what reads it, as running statistics of a batch that is cut,
             # it gives way.
             legal_and_allowed = [is_legal and is_allowed for is_legal, is_allowed in zip(legal, fits, strict=True)]
             kept_strategies = legal_and_allowed if any(legal_and_allowed) else legal
-            ours = values_at[region.first + b]
+            ours = values_at[subproblem.first + b]
             nbytes = [sum(nbytes_of(value, specs[s]) for value, specs in ours) for s in range(len(kept_strategies))]
-            keep(region.first + b, kept_strategies, nbytes)
-        for joint in region.joints.values():
-            for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
-                for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-                    site, where = joint.slots[slot], (inner.number, value)
-                    kept_strategies = [allows_slot(where, spec) for spec in site.specs]
+            keep(subproblem.first + b, kept_strategies, nbytes)
+        for control_join in subproblem.control_joins.values():
+            for body, inner in zip(control_join.control.bodies, control_join.bodies, strict=True):
+                for value, port in zip(body.graph.inputs, body.inputs, strict=True):
+                    site, where = control_join.ports[port], (inner.number, value)
+                    kept_strategies = [allows_port(where, spec) for spec in site.specs]
                     keep(site.node, kept_strategies, [nbytes_of(where, spec) for spec in site.specs])
-                for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
-                    site, where = joint.slots[slot], (inner.number, inner.grouping.roots.get(value, value))
-                    if joint.control.slots[slot].stacked:
+                for value, port in zip(body.graph.outputs, body.outputs, strict=True):
+                    site, where = control_join.ports[port], (inner.number, inner.grouping.roots.get(value, value))
+                    if control_join.control.ports[port].stacked:
                         kept_strategies = [allows_stacked(spec) for spec in site.specs]
                         keep(site.node, kept_strategies, [nbytes_of(where, spec) for spec in site.specs])
     for value in root.grouping.loose:
@@ -132,14 +132,16 @@ def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
 
 
 def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Assembly:
-    """Only strategies of data parallelism along the mesh's one axis, of the `batch` at these positions of inputs."""
+    """The assembly with strategies of data parallelism alone, of the `batch` at these positions of inputs."""
     if not assembly.mesh.axes:
         return assembly
     values, axis = roles(assembly, batch), assembly.mesh.axes[0]
     _check_batch(assembly, values.batch, (axis,))
     return _restrict(
         assembly,
-        lambda region, bundle, strategy: _on_batch(values, region.first + bundle, strategy, axis),
+        lambda subproblem, operator_group, strategy: _on_batch(
+            values, subproblem.first + operator_group, strategy, axis
+        ),
         lambda value, spec: (axis in spec.dims[values.batch[value]]) if value in values.batch else not _cut(spec, axis),
     )
 
@@ -159,15 +161,17 @@ def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly],
         if not axes:
             return assembly
         values, root = roles(assembly, batch), assembly.root
-        graphs = {region.number: region.graph for region in root.all()}
+        graphs = {subproblem.number: subproblem.graph for subproblem in root.all()}
         _check_batch(assembly, values.batch, axes)
         sharded = {(root.number, v) for v in values.state | (values.parameters if stage == 3 else frozenset[int]())}
         if stage == 3:
             sharded |= values.weights.keys()
-            sharded |= {(region.number, v) for region in root.all() for v in _made_of_weights(region, values)}
+            sharded |= {
+                (subproblem.number, v) for subproblem in root.all() for v in _made_of_weights(subproblem, values)
+            }
 
-        def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
-            node = region.first + bundle
+        def allows(subproblem: Subproblem, operator_group: int, strategy: Strategy) -> bool:
+            node = subproblem.first + operator_group
             return node not in values.batch_classes or all(_on_batch(values, node, strategy, axis) for axis in axes)
 
         def allows_input(value: int, spec: ShardingSpec) -> bool:
@@ -175,23 +179,25 @@ def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly],
                 return spec.dims[values.batch[value]] == axes
             return (root.number, value) in sharded or spec.is_replicated
 
-        def held(value: Value, spec: ShardingSpec) -> float:
+        def nbytes_of(value: Value, spec: ShardingSpec) -> float:
             return spec.local_nbytes(graphs[value[0]].types[value[1]], mesh) if value in sharded else 0.0
 
         # Gradients of a loop's layers are scattered one by one: all of them whole would be what ZeRO is there to avoid.
-        return _restrict(assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, nbytes_of=held)
+        return _restrict(
+            assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, nbytes_of=nbytes_of
+        )
 
     return restrict
 
 
-def _made_of_weights(region: Region, values: Roles) -> Iterator[int]:
-    """The values that a region derives from one weight alone, such as a cast: they are weights too, cut alike and
+def _made_of_weights(subproblem: Subproblem, values: Roles) -> Iterator[int]:
+    """The values that a subproblem derives from one weight alone, such as a cast: they are weights too, cut alike and
     gathered for use.
 
     What is no cast, a transpose for one, of a weight that the forward pass reads as it is too, is none: it is made of
     the copy that is fetched for the other reader, where it would be fetched a second time itself.
     """
-    graph, weights_here = region.graph, {value for where, value in values.weights if where == region.number}
+    graph, weights_here = subproblem.graph, {value for where, value in values.weights if where == subproblem.number}
     light, copied = weights(graph), set[int]()
     uncut = {
         value
@@ -203,15 +209,17 @@ def _made_of_weights(region: Region, values: Roles) -> Iterator[int]:
         fetched = copied if rule_of(node, graph).casts else copied | uncut
         if not fetched.isdisjoint(node.inputs):
             copied |= light.intersection(node.outputs)
-    for value in sorted((light - copied) & region.sites.keys()):
-        if origin(region, value, weights_here) is not None:
+    for value in sorted((light - copied) & subproblem.sites.keys()):
+        if origin(subproblem, value, weights_here) is not None:
             yield value
 
 
 def megatron(
     assembly: Assembly, data: str = "data", tensor: str = "tensor", batch: Sequence[int] | None = None
 ) -> Assembly:
-    """Only strategies that cut the batch over `data` and every matrix that is multiplied or looked up over `tensor`."""
+    """The assembly with strategies alone that cut the batch over `data` and every matrix that is multiplied or looked
+    up over `tensor`.
+    """
     axes = assembly.mesh.axes
     if tensor not in axes:
         return data_parallel(assembly, batch)
@@ -219,13 +227,15 @@ def megatron(
     if data in axes:
         _check_batch(assembly, values.batch, (data,))
     weighty = {
-        region.first + b: classes for region in assembly.root.all() for b, classes in _weight_classes(region, values)
+        subproblem.first + b: classes
+        for subproblem in assembly.root.all()
+        for b, classes in _weight_classes(subproblem, values)
     }
     multiplied = _multiplied(assembly.root, values)
     matrices = {value for value in multiplied if values.weights[value] > 1}
 
-    def allows(region: Region, bundle: int, strategy: Strategy) -> bool:
-        node = region.first + bundle
+    def allows(subproblem: Subproblem, operator_group: int, strategy: Strategy) -> bool:
+        node = subproblem.first + operator_group
         if data in axes and not _on_batch(values, node, strategy, data):
             return False
         pick = _picked(strategy, tensor)
@@ -240,10 +250,10 @@ def megatron(
             return False
         return (assembly.root.number, value) not in matrices or _cut(spec, tensor)
 
-    def allows_slot(value: Value, spec: ShardingSpec) -> bool:
+    def allows_port(value: Value, spec: ShardingSpec) -> bool:
         return value not in matrices or _cut(spec, tensor)
 
-    return _restrict(assembly, allows, allows_input, allows_slot)
+    return _restrict(assembly, allows, allows_input, allows_port)
 
 
 def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
@@ -259,40 +269,48 @@ def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[C
         yield zero(stage, batch), stage == 3
 
 
-def _multiplied(region: Region, values: Roles) -> set[Value]:
+def _multiplied(subproblem: Subproblem, values: Roles) -> set[Value]:
     """The weights that heavy operators read; a table of positions, which is merely added, is none of them."""
-    graph, grouping, number = region.graph, region.grouping, region.number
+    graph, grouping, number = subproblem.graph, subproblem.grouping, subproblem.number
     weights = {value for where, value in values.weights if where == number}
-    read = [v for b in grouping.bundles if not b.light for member in b.members for v in graph.nodes[member].inputs]
-    for index, joint in region.joints.items():
-        inside = set[Value]().union(*(_multiplied(inner, values) for inner in joint.bodies))
-        bodies = zip(joint.control.bodies, joint.bodies, strict=True)
-        entering = [(n.number, v, slot) for b, n in bodies for v, slot in zip(b.graph.inputs, b.inputs, strict=True)]
-        slots = {slot for number, value, slot in entering if (number, value) in inside}
-        operands = zip(graph.nodes[index].inputs, joint.control.operands, strict=True)
-        read += [value for value, wire in operands if wire.slot in slots]
-    return {(number, source) for v in read if (source := origin(region, v, weights)) is not None}.union(
-        *(_multiplied(inner, values) for joint in region.joints.values() for inner in joint.bodies)
+    read = [
+        v for b in grouping.operator_groups if not b.light for member in b.members for v in graph.nodes[member].inputs
+    ]
+    for index, control_join in subproblem.control_joins.items():
+        inside = set[Value]().union(*(_multiplied(inner, values) for inner in control_join.bodies))
+        bodies = zip(control_join.control.bodies, control_join.bodies, strict=True)
+        entering = [(n.number, v, port) for b, n in bodies for v, port in zip(b.graph.inputs, b.inputs, strict=True)]
+        ports = {port for number, value, port in entering if (number, value) in inside}
+        operands = zip(graph.nodes[index].inputs, control_join.control.operands, strict=True)
+        read += [value for value, port_use in operands if port_use.port in ports]
+    return {(number, source) for v in read if (source := origin(subproblem, v, weights)) is not None}.union(
+        *(
+            _multiplied(inner, values)
+            for control_join in subproblem.control_joins.values()
+            for inner in control_join.bodies
+        )
     )
 
 
-def _weight_classes(region: Region, values: Roles) -> Iterator[tuple[int, frozenset[int]]]:
-    """Every bundle of a region, with the classes of its heavy members that stand for dimensions of a weight matrix, or
-    of the gradient of one: what sums over the batch.
+def _weight_classes(subproblem: Subproblem, values: Roles) -> Iterator[tuple[int, frozenset[int]]]:
+    """Every operator group of a subproblem, with the classes of its heavy members that stand for dimensions of a weight
+    matrix, or of the gradient of one: what sums over the batch.
     """
-    graph, grouping = region.graph, region.grouping
-    weights = {value: rank for (where, value), rank in values.weights.items() if where == region.number}
-    for index, bundle in enumerate(grouping.bundles):
+    graph, grouping = subproblem.graph, subproblem.grouping
+    weights = {value: rank for (where, value), rank in values.weights.items() if where == subproblem.number}
+    for index, operator_group in enumerate(grouping.operator_groups):
         classes: set[int] = set()
-        for member in bundle.members if not bundle.light else ():
-            member_classes = [bundle.find(cls) for cls in bundle.factor_classes[member]]
+        for member in operator_group.members if not operator_group.light else ():
+            member_classes = [operator_group.find(cls) for cls in operator_group.factor_classes[member]]
             operands = zip(graph.nodes[member].inputs, grouping.rules[member].operands, strict=True)
             for value, factors in operands:
-                if graph.types[value].rank > 1 and origin(region, value, weights) is not None:
+                if graph.types[value].rank > 1 and origin(subproblem, value, weights) is not None:
                     classes |= {member_classes[f] for f in factors if f >= 0}
             kept = {member_classes[f] for factors in grouping.rules[member].results for f in factors if f >= 0}
             if (
-                not (batch := values.batch_classes.get(region.first + index, frozenset())).isdisjoint(member_classes)
+                not (batch := values.batch_classes.get(subproblem.first + index, frozenset())).isdisjoint(
+                    member_classes
+                )
                 and not batch & kept
             ):
                 classes |= kept

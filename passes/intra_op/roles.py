@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from passes.errors import PlanningError, explain
-from passes.intra_op.assembly import Assembly, Region
-from passes.ir import Graph, Wire, phase
+from passes.intra_op.assembly import Assembly, Subproblem
+from passes.ir import Graph, PortUse, phase
 from passes.layers import OTHERWISE, batch_inputs
 from passes.transforms import loop_of, microbatch_stacks
 
 Value = tuple[int, int]
-"""(`Region.number`, value): a value of the program or of a loop's or branch's body."""
+"""(`Subproblem.number`, value): a value of the program or of a loop's or branch's body."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class Roles:
     """The roles of values: `batch` inputs and the dimension that the batch is on (those in microbatches, if any are);
     `parameters` are state that the loss reads, be it updated in another stage, `state` is the rest of what the step
     returns again; `weights` are parameters and their slices inside loops, with the dimensions that are their own.
-    `batch_classes[n]` are the classes of bundle node n on the batch; `aligned_classes[n]`, of a node off the batch, are
-    those along which its results meet it, as a mask does that is broadcast over the batch.
+    `batch_classes[n]` are the classes of operator group node n on the batch; `aligned_classes[n]`, of a node off the
+    batch, are those along which its results meet it, as a mask does that is broadcast over the batch.
     """
 
     batch: Mapping[int, int]
@@ -88,39 +88,41 @@ def _shared(graph: Graph, returned: Collection[int], stacks: Collection[int]) ->
     return frozenset(v for v in ours if graph.types[v] in gradients and in_forward(graph, v))
 
 
-def _weights(region: Region, entering: Mapping[int, int]) -> dict[Value, int]:
-    """The weights of a region and of those inside it: a parameter's slice in a loop has a dimension less.
+def _weights(subproblem: Subproblem, entering: Mapping[int, int]) -> dict[Value, int]:
+    """The weights of a subproblem and of those inside it: a parameter's slice in a loop has a dimension less.
 
     What a loop stacks of its weights, casts that it keeps for the backward pass, is a weight again.
     """
-    ranks, weights_here = {(region.number, value): rank for value, rank in entering.items()}, dict(entering)
-    for index, joint in region.joints.items():
-        node, control = region.graph.nodes[index], joint.control
-        slots: dict[int, int] = {}
-        for value, wire in zip(node.inputs, control.operands, strict=True):
-            if (source := origin(region, value, weights_here)) is not None and not control.slots[wire.slot].carry:
-                slots[wire.slot] = weights_here[source] - wire.stacked
-                ranks[region.number, source] = slots[wire.slot]
-        for body, inner in zip(control.bodies, joint.bodies, strict=True):
-            inside = {v: slots[slot] for v, slot in zip(body.graph.inputs, body.inputs, strict=True) if slot in slots}
+    ranks, weights_here = {(subproblem.number, value): rank for value, rank in entering.items()}, dict(entering)
+    for index, control_join in subproblem.control_joins.items():
+        node, control = subproblem.graph.nodes[index], control_join.control
+        ports: dict[int, int] = {}
+        for value, port_use in zip(node.inputs, control.operands, strict=True):
+            if (source := origin(subproblem, value, weights_here)) is not None and not control.ports[
+                port_use.port
+            ].carry:
+                ports[port_use.port] = weights_here[source] - port_use.stacked
+                ranks[subproblem.number, source] = ports[port_use.port]
+        for body, inner in zip(control.bodies, control_join.bodies, strict=True):
+            inside = {v: ports[port] for v, port in zip(body.graph.inputs, body.inputs, strict=True) if port in ports}
             ranks |= _weights(inner, inside)
-            for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
-                if control.slots[slot].stacked and (source := origin(inner, value, inside)) is not None:
-                    slots[slot] = inside[source]
-        for value, wire in zip(node.outputs, control.results, strict=True):
-            if wire.stacked and wire.slot in slots:
-                weights_here[value], ranks[region.number, value] = slots[wire.slot] + 1, slots[wire.slot]
+            for value, port in zip(body.graph.outputs, body.outputs, strict=True):
+                if control.ports[port].stacked and (source := origin(inner, value, inside)) is not None:
+                    ports[port] = inside[source]
+        for value, port_use in zip(node.outputs, control.results, strict=True):
+            if port_use.stacked and port_use.port in ports:
+                weights_here[value], ranks[subproblem.number, value] = ports[port_use.port] + 1, ports[port_use.port]
     return ranks
 
 
-def _batch_classes(root: Region, batch: Mapping[int, int]) -> tuple[_Classes, _Classes]:
-    """The classes of every bundle that the batch dimension reaches through the operators' factors, and, of bundles that
-    it does not reach, those from which it is reached.
+def _batch_classes(root: Subproblem, batch: Mapping[int, int]) -> tuple[_Classes, _Classes]:
+    """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
+    operator groups that it does not reach, those from which it is reached.
     """
     onward: dict[_Place, list[_Place]] = defaultdict(list)
     back: dict[_Place, list[_Place]] = defaultdict(list)
-    for region in root.all():
-        for before, after in _onward(region):
+    for subproblem in root.all():
+        for before, after in _onward(subproblem):
             onward[before].append(after)
             back[after].append(before)
     reached = _reached([_Dim(root.number, value, dim) for value, dim in batch.items()], onward)
@@ -141,7 +143,7 @@ def _reached(starts: Iterable[_Place], onward: Mapping[_Place, Sequence[_Place]]
 
 
 def _classes_of(places: Iterable[_Place]) -> _Classes:
-    """The classes among places, by bundle node."""
+    """The classes among places, by operator group node."""
     classes_of: dict[int, set[int]] = defaultdict(set)
     for place in places:
         if isinstance(place, _Class):
@@ -150,75 +152,78 @@ def _classes_of(places: Iterable[_Place]) -> _Classes:
 
 
 class _Dim(NamedTuple):
-    """A dimension of a value of a region."""
+    """A dimension of a value of a subproblem."""
 
-    region: int
+    subproblem: int
     value: int
     dim: int
 
 
 class _Class(NamedTuple):
-    """A class of factors of a bundle, by its node in the problem."""
+    """A class of factors of an operator group, by its node in the problem."""
 
     node: int
     cls: int
 
 
-class _Slot(NamedTuple):
-    """A dimension of what a slot of a loop or branch holds, by the region and the node in it."""
+class _Port(NamedTuple):
+    """A dimension of what a port of a loop or branch holds, by the subproblem and the node in it."""
 
-    region: int
+    subproblem: int
     node: int
-    slot: int
+    port: int
     dim: int
 
 
-_Place = _Dim | _Class | _Slot
+_Place = _Dim | _Class | _Port
 _Classes = dict[int, frozenset[int]]
 
 
-def _onward(region: Region) -> Iterator[tuple[_Place, _Place]]:
-    """From where to where a dimension is carried by the nodes of a region: from operands to results."""
-    graph, grouping, number = region.graph, region.grouping, region.number
+def _onward(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
+    """The pairs of dimensions that the nodes of a subproblem carry over: from operands to results."""
+    graph, grouping, number = subproblem.graph, subproblem.grouping, subproblem.number
     for index, node in enumerate(graph.nodes):
-        rule, bundle_number = grouping.rules[index], grouping.bundle_of(node)
-        if index in region.joints:
-            yield from _through_slots(region, index)
+        rule, operator_group_number = grouping.rules[index], grouping.operator_group_of(node)
+        if index in subproblem.control_joins:
+            yield from _through_ports(subproblem, index)
         elif rule.alias:
             for a, b in zip(node.inputs, node.outputs, strict=True):
                 yield from ((_Dim(number, a, d), _Dim(number, b, d)) for d in range(graph.types[a].rank))
-        elif bundle_number is not None:
-            bundle, at = grouping.bundles[bundle_number], region.first + bundle_number
-            classes = [_Class(at, bundle.find(cls)) for cls in bundle.factor_classes[index]]
+        elif operator_group_number is not None:
+            operator_group, at = (
+                grouping.operator_groups[operator_group_number],
+                subproblem.first + operator_group_number,
+            )
+            classes = [_Class(at, operator_group.find(cls)) for cls in operator_group.factor_classes[index]]
             for value, factors in zip(node.inputs, rule.operands, strict=True):
                 yield from ((_Dim(number, value, d), classes[f]) for d, f in enumerate(factors) if f >= 0)
             for value, factors in zip(node.outputs, rule.results, strict=True):
                 yield from ((classes[f], _Dim(number, value, d)) for d, f in enumerate(factors) if f >= 0)
 
 
-def _through_slots(region: Region, index: int) -> Iterator[tuple[_Place, _Place]]:
-    """From operands to slots, into and out of bodies, and to results."""
-    joint, node, here = region.joints[index], region.graph.nodes[index], region.number
+def _through_ports(subproblem: Subproblem, index: int) -> Iterator[tuple[_Place, _Place]]:
+    """The pairs of dimensions that a control node carries over: operands, ports, inputs of bodies and results."""
+    control_join, node, here = subproblem.control_joins[index], subproblem.graph.nodes[index], subproblem.number
 
-    def hung(number: int, graph: Graph, value: int, wire: Wire) -> Iterator[tuple[_Place, _Place]]:
-        """The dimensions of a value with those of the slot that it hangs on."""
-        for dim in range(int(wire.stacked), graph.types[value].rank):
-            yield _Dim(number, value, dim), _Slot(here, index, wire.slot, dim - wire.stacked)
+    def hung(number: int, graph: Graph, value: int, port_use: PortUse) -> Iterator[tuple[_Place, _Place]]:
+        """The dimensions of a value with those of the port that it hangs on."""
+        for dim in range(int(port_use.stacked), graph.types[value].rank):
+            yield _Dim(number, value, dim), _Port(here, index, port_use.port, dim - port_use.stacked)
 
-    for value, wire in zip(node.inputs, joint.control.operands, strict=True):
-        yield from hung(here, region.graph, value, wire)
-    for body, inner in zip(joint.control.bodies, joint.bodies, strict=True):
-        for value, slot in zip(body.graph.outputs, body.outputs, strict=True):
-            yield from hung(inner.number, body.graph, value, Wire(slot=slot))
-        for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-            yield from ((to, at) for at, to in hung(inner.number, body.graph, value, Wire(slot=slot)))
-    for value, wire in zip(node.outputs, joint.control.results, strict=True):
-        yield from ((to, at) for at, to in hung(here, region.graph, value, wire))
+    for value, port_use in zip(node.inputs, control_join.control.operands, strict=True):
+        yield from hung(here, subproblem.graph, value, port_use)
+    for body, inner in zip(control_join.control.bodies, control_join.bodies, strict=True):
+        for value, port in zip(body.graph.outputs, body.outputs, strict=True):
+            yield from hung(inner.number, body.graph, value, PortUse(port=port))
+        for value, port in zip(body.graph.inputs, body.inputs, strict=True):
+            yield from ((to, at) for at, to in hung(inner.number, body.graph, value, PortUse(port=port)))
+    for value, port_use in zip(node.outputs, control_join.control.results, strict=True):
+        yield from ((to, at) for at, to in hung(here, subproblem.graph, value, port_use))
 
 
-def origin(region: Region, value: int, weights: Collection[int]) -> int | None:
-    """The weight that a value is, or is once it is transposed, reshaped or cast; None for anything else."""
-    graph, roots = region.graph, region.grouping.roots
+def origin(subproblem: Subproblem, value: int, weights: Collection[int]) -> int | None:
+    """The weight that a value is, or is a transposed, reshaped or cast copy of; None for anything else."""
+    graph, roots = subproblem.graph, subproblem.grouping.roots
     value = roots.get(value, value)
     while value in graph.producers:
         node = graph.nodes[graph.producers[value]]

@@ -1,11 +1,12 @@
-"""The strategies of one bundle on a mesh: every legal placement of it, with seconds and placements at its interface.
+"""The strategies of one operator group on a mesh: every legal placement of it, with seconds and placements at its
+interface.
 
-A strategy fixes the assignment of every member. Reshardings inside the bundle (the mean of a cut dimension, say) are
-part of its cost; reshardings between bundles belong to the edges of the integer program.
+A strategy fixes the assignment of every member. Reshardings inside the operator group (the mean of a cut dimension,
+say) are part of its cost; reshardings between operator groups belong to the edges of the integer program.
 
-Which strategies there may be does not depend on sizes, so it is found once for bundles of one signature, on whatever
-mesh (`passes.intra_op.strategy_space`); here those whose axes divide are priced, all of a bundle at once. Equal bundles
-of one program or of several share a table as long as these are planned with one resharder.
+Which strategies there may be does not depend on sizes, so it is found once for operator groups of one signature, on
+whatever mesh (`passes.intra_op.strategy_space`); here those whose axes divide are priced, all of an operator group at
+once. Equal operator groups of one program or of several share a table as long as these are planned with one resharder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from passes.intra_op.forms import PARTIAL, Form, Picks, Signature, Where
 from passes.intra_op.roofline import is_slowed, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.ir import Graph, TensorType
-from passes.placement import Bundle, Grouping
+from passes.placement import Grouping, OperatorGroup
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import Resharder, ShardingSpec
 
@@ -35,7 +36,9 @@ Types = tuple[TensorType, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One legal way to place a bundle: what each axis cuts, the members' assignments, and seconds of computing."""
+    """One legal way to place an operator group: what each axis cuts, the members' assignments, and seconds of
+    computing.
+    """
 
     picks: Picks
     assignments: tuple[Assignment, ...]
@@ -44,14 +47,15 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """All strategies of a bundle, with the placements of the values that it reads (`ports`) and writes (`makes`).
+    """All strategies of an operator group, with the placements of the values that it reads (`inputs`) and writes
+    (`makes`).
 
-    A port is (position of the value among the bundle's operands, placements); values are positions too, so that bundles
-    of one shape share a table. `seconds` [strategies] counts each bundle once.
+    An input is (position of the value among the operator group's operands, placements); values are positions too, so
+    that operator groups of one shape share a table. `seconds` [strategies] counts each operator group once.
     """
 
     strategies: tuple[Strategy, ...]
-    ports: tuple[tuple[int, tuple[ShardingSpec, ...]], ...]
+    inputs: tuple[tuple[int, tuple[ShardingSpec, ...]], ...]
     makes: dict[int, tuple[ShardingSpec, ...]]
     seconds: Floats
 
@@ -68,12 +72,12 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """The structure of a bundle without value numbers: equal outlines have equal tables.
+    """The structure of an operator group without value numbers: equal outlines have equal tables.
 
     `operators` are numbers of one tabulator. `operands` holds, per member, positions of its operands: (`in`, k) for the
-    k-th value that the bundle holds, (`out`, k) for the k-th value read from elsewhere, None for literals and free
-    values. `options` are the classes that an axis may have, `classes` those of the members' factors. `unread` are the
-    (member, operand) pairs and `unwritten` the visible values that pass no memory, as their readers make them anew.
+    k-th value that the operator group holds, (`out`, k) for the k-th value read from elsewhere, None for literals and
+    free values. `options` are the classes that an axis may have, `classes` those of the members' factors. `unread` are
+    the (member, operand) pairs and `unwritten` the visible values that pass no memory, as their readers make them anew.
     """
 
     operators: tuple[int, ...]
@@ -89,7 +93,9 @@ class Outline:
 
 
 class Tabulator:
-    """The tables of bundles on one mesh; bundles of equal outline share a table, in whatever program they are."""
+    """The tables of operator groups on one mesh; operator groups of equal outline share a table, in whatever program
+    they are.
+    """
 
     def __init__(self, resharder: Resharder) -> None:
         self.resharder = resharder
@@ -112,7 +118,9 @@ class Tabulator:
         return [numbers[id(rule)] for rule in grouping.rules]
 
     def table(self, shape: Outline, source: str) -> Table:
-        """The table of a bundle with this outline. Raises NoLegalPlanError, naming its `source`, if it has none."""
+        """The table of an operator group with this outline. Raises NoLegalPlanError, naming its `source`, if it has
+        none.
+        """
         if shape not in self._known:
             table = _Pricing(self, shape).run()
             if table is None:
@@ -187,10 +195,10 @@ class _Pricing:
         self.shape = shape
         self.members = tabulator.members(shape)
         self.space = tabulator.space(shape)
-        self.held = dict[int, TensorType]()
+        self.types = dict[int, TensorType]()
         for member, operands, written in zip(self.members, shape.operands, shape.makes, strict=True):
             read = ((w, type) for w, type in zip(operands, member.reads, strict=True) if w and w[0] == "in")
-            self.held |= {where[1]: type for where, type in read} | dict(zip(written, member.writes, strict=True))
+            self.types |= {where[1]: type for where, type in read} | dict(zip(written, member.writes, strict=True))
 
     def run(self) -> Table | None:
         """The table; None if no strategy is legal."""
@@ -200,15 +208,15 @@ class _Pricing:
         compute = self._compute_seconds()
         seconds = np.where(self._legal(), compute + self._reshard_seconds(), np.inf)
         best: dict[int, int] = {}
-        for number, (border, spent) in enumerate(zip(space.kinds, seconds.tolist(), strict=True)):
-            if spent < np.inf and (border not in best or spent < seconds[best[border]]):
-                best[border] = number
+        for number, (interface, spent) in enumerate(zip(space.kinds, seconds.tolist(), strict=True)):
+            if spent < np.inf and (interface not in best or spent < seconds[best[interface]]):
+                best[interface] = number
         if not best:
             return None
         chosen = list(best.values())
-        codes: list[list[int]] = space.border[:, chosen].tolist()
+        codes: list[list[int]] = space.interface[:, chosen].tolist()
         rows = [tuple([space.specs[code] for code in row]) for row in codes]
-        count = len(space.ports)
+        count = len(space.inputs)
         return Table(
             strategies=tuple(
                 Strategy(
@@ -218,7 +226,7 @@ class _Pricing:
                 )
                 for number in chosen
             ),
-            ports=tuple(dict.fromkeys(zip(space.ports, rows[:count], strict=True))),
+            inputs=tuple(dict.fromkeys(zip(space.inputs, rows[:count], strict=True))),
             makes=dict(zip((*self.shape.visible, *self.shape.absorbed), rows[count:], strict=True)),
             seconds=seconds[chosen],
         )
@@ -263,11 +271,11 @@ class _Pricing:
         return _added(rows * again[:, None])
 
     def _nbytes(self) -> Floats:
-        """Bytes that a device reads of the operands and writes of the values that leave the bundle."""
+        """Bytes that a device reads of the operands and writes of the values that leave the operator group."""
         space, rows = self.space, list[Floats]()
         read = [self._read_nbytes(position, operand) for position, operand in space.reads]
         unwritten = self.shape.unwritten
-        written = [0 if value in unwritten else self.held[value].nbytes for value in self.shape.visible]
+        written = [0 if value in unwritten else self.types[value].nbytes for value in self.shape.visible]
         sizes = np.array([*read, *written], dtype=np.float64)[:, None]
         rows = self.tabulator.divided(sizes, space.depths[space.pieces])
         return _added(rows[: len(read)]) + _added(rows[len(read) :])
@@ -280,7 +288,7 @@ class _Pricing:
     def _reshard_seconds(self) -> Floats:
         total = np.zeros(len(self.space.picks))
         for moved in self.space.moves:
-            type = self.held[moved.value]
+            type = self.types[moved.value]
             costs = [0.0, *(self.tabulator.resharder.cost(type, before, after) for before, after in moved.pairs)]
             total += np.array(costs)[moved.which]
         return total
@@ -292,20 +300,20 @@ def _added(rows: Floats) -> Floats:
 
 
 def outline(
-    bundle: Bundle,
+    operator_group: OperatorGroup,
     graph: Graph,
     grouping: Grouping,
     visible: frozenset[int],
     operators: Sequence[int],
     remade: frozenset[int] = frozenset(),
 ) -> tuple[Outline, list[int], list[int]]:
-    """A bundle's outline, with the values that its positions stand for: (outline, values inside, values read).
+    """An operator group's outline, with the values that its positions stand for: (outline, values inside, values read).
 
     Values `remade` are made anew by those that read them.
     """
-    members = sorted(bundle.members)
+    members = sorted(operator_group.members)
     nodes = [graph.nodes[member] for member in members]
-    inside = {value: k for k, value in enumerate(dict.fromkeys(bundle.inputs))}
+    inside = {value: k for k, value in enumerate(dict.fromkeys(operator_group.inputs))}
     for node in nodes:
         for value in node.outputs:
             inside.setdefault(value, len(inside))
@@ -323,10 +331,12 @@ def outline(
         operands=tuple([tuple([where(value) for value in node.inputs]) for node in nodes]),
         makes=tuple([tuple([inside[value] for value in node.outputs]) for node in nodes]),
         visible=tuple([k for value, k in inside.items() if value in visible]),
-        absorbed=tuple([inside[value] for value in bundle.inputs]),
-        classes=tuple([tuple([bundle.find(cls) for cls in bundle.factor_classes[member]]) for member in members]),
-        options=tuple(bundle.classes),
-        light=bundle.light,
+        absorbed=tuple([inside[value] for value in operator_group.inputs]),
+        classes=tuple(
+            [tuple([operator_group.find(cls) for cls in operator_group.factor_classes[member]]) for member in members]
+        ),
+        options=tuple(operator_group.classes),
+        light=operator_group.light,
         unread=frozenset([(m, o) for m, node in enumerate(nodes) for o, v in enumerate(node.inputs) if v in remade]),
         unwritten=frozenset([k for value, k in inside.items() if value in remade]),
     )

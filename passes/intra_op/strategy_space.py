@@ -1,8 +1,8 @@
-"""The strategy space of a bundle: every strategy that some mesh with these axes allows, whatever the sizes.
+"""The strategy space of an operator group: every strategy that some mesh with these axes allows, whatever the sizes.
 
 A walk through the members gives every axis of a mesh to a class of dimensions, to none, or lets values stay partial
-over it. Sizes only decide which of these strategies remain legal, so bundles of one *signature* have the same space on
-all meshes with the same axes and at all batch sizes, and it is computed once.
+over it. Sizes only decide which of these strategies remain legal, so operator groups of one *signature* have the same
+space on all meshes with the same axes and at all batch sizes, and it is computed once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """The reshardings of an operand in a bundle: strategy s takes `pairs[which[s] - 1]` (before, after); 0: none."""
+    """The reshardings of an operand in an operator group: strategy s takes `pairs[which[s] - 1]` (before, after); 0:
+    none.
+    """
 
     value: int
     pairs: tuple[tuple[ShardingSpec, ShardingSpec], ...]
@@ -38,8 +40,9 @@ class StrategySpace:
     `cuts` [members, strategies] are the sets of axes that divide a member's work, and `masks` [factors, strategies]
     those that must divide each of `factors`, (member, factor) pairs. `reads` are the (member, operand) pairs that read
     from memory and `pieces` [reads, then visible values; strategies] the placements in which they do, whose axes in
-    order `depths` [specs, axes] gives (-1: none). `border` [ports, then visible and absorbed values; strategies] is
-    what neighbours see, `kinds` numbers its columns, and `ports` are the values that the bundle reads from elsewhere.
+    order `depths` [specs, axes] gives (-1: none). `interface` [inputs, then visible and absorbed values; strategies] is
+    what neighbours see, `kinds` numbers its columns, and `inputs` are the values that the operator group reads from
+    elsewhere.
     """
 
     picks: tuple[Picks, ...]
@@ -51,8 +54,8 @@ class StrategySpace:
     pieces: Indices
     specs: tuple[ShardingSpec, ...]
     depths: Indices
-    ports: tuple[int, ...]
-    border: Indices
+    inputs: tuple[int, ...]
+    interface: Indices
     kinds: tuple[int, ...]
     moves: tuple[Moves, ...]
 
@@ -82,14 +85,14 @@ class _Columns:
     def gathered(self, walks: list[Walk]) -> StrategySpace:
         signature = self.signature
         sparse = [operand in signature.forms[position].rule.sparse for position, operand in self.reads]
-        pieces, border = list[list[int]](), list[list[int]]()
+        pieces, interface = list[list[int]](), list[list[int]]()
         for walk in walks:
             # Of a sparse operand as many elements are read as the result has.
-            slots = zip(sparse, self.reads, walk.reads, strict=True)
-            read = [walk.home[signature.makes[at][0]] if rare else spec for rare, (at, _), spec in slots]
+            ports = zip(sparse, self.reads, walk.reads, strict=True)
+            read = [walk.home[signature.makes[at][0]] if rare else spec for rare, (at, _), spec in ports]
             leaving, absorbed = ([walk.at(v) for v in values] for values in (signature.visible, signature.absorbed))
             pieces.append(self._numbered([*read, *leaving]))
-            border.append(self._numbered([*walk.ports, *leaving, *absorbed]))
+            interface.append(self._numbered([*walk.inputs, *leaving, *absorbed]))
         kinds: dict[tuple[int, ...], int] = {}
         factors, masks = self._masks(walks)
         return StrategySpace(
@@ -102,9 +105,9 @@ class _Columns:
             pieces=_columns(pieces),
             specs=tuple(self._codes),
             depths=self._depths(),
-            ports=tuple(where[1] for row in signature.operands for where in row if where and where[0] == "out"),
-            border=_columns(border),
-            kinds=tuple(kinds.setdefault(tuple(column), len(kinds)) for column in border),
+            inputs=tuple(where[1] for row in signature.operands for where in row if where and where[0] == "out"),
+            interface=_columns(interface),
+            kinds=tuple(kinds.setdefault(tuple(column), len(kinds)) for column in interface),
             moves=tuple(self._moves(walks)),
         )
 
@@ -131,13 +134,13 @@ class _Columns:
         return depths
 
     def _moves(self, walks: list[Walk]) -> Iterator[Moves]:
-        for slot in sorted({slot for walk in walks for slot in walk.moved}):
-            value = next(walk.moved[slot][0] for walk in walks if slot in walk.moved)
+        for port in sorted({port for walk in walks for port in walk.moved}):
+            value = next(walk.moved[port][0] for walk in walks if port in walk.moved)
             pairs: dict[tuple[ShardingSpec, ShardingSpec], int] = {}
             pair_of_walk = [0] * len(walks)
             for index, walk in enumerate(walks):
-                if slot in walk.moved:
-                    pair_of_walk[index] = pairs.setdefault((walk.home[value], walk.moved[slot][1]), len(pairs) + 1)
+                if port in walk.moved:
+                    pair_of_walk[index] = pairs.setdefault((walk.home[value], walk.moved[port][1]), len(pairs) + 1)
             yield Moves(value=value, pairs=tuple(pairs), which=np.array(pair_of_walk, dtype=np.intp))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op.by_hand import SURELY
 from passes.intra_op.mesh_search import MeshSearch
-from passes.intra_op.offloading import resting
+from passes.intra_op.offloading import idle_state
 from passes.plan import INTERRUPTED, LATE, Alternative, Plan
 from passes.progress import SearchContext
 from passes.step import Step, Variant
@@ -27,11 +27,12 @@ _MORE_COUNTS = (64, 128)
 """Others that are tried where none of those fits as it is: what a microbatch needs halves, what stays does not."""
 
 _NEAR = 1.02
-"""A plan this close, as a factor of its seconds, to the step without a limit is good enough: leaner forms take longer,
-as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs)."""
+"""A plan this close, as a factor of its seconds, to the step without a limit is good enough: variants of less memory
+take longer, as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs).
+"""
 
-_LEAN = 4
-"""The leanest variants that are kept, to be made leaner where none fits."""
+_LOW_MEMORY = 4
+"""The number of variants of least memory that are kept, to be planned for less of it where none fits."""
 
 MOST_OPERATORS = 50_000
 """Once a variant fits, others are planned while all of them on all meshes have fewer operators than this.
@@ -53,8 +54,8 @@ class VariantSearch:
     """The cheapest plan of any variant of a step, of those that need at most `limit` bytes.
 
     `search` plans one, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of each
-    number of microbatches the leanest variant comes first while none has fitted: if it does not fit, no other will.
-    Those whose cheapest plan does not fit wait until one does as it is, or none is left: a limit costs solves.
+    number of microbatches the variant of least memory comes first while none has fitted: if it does not fit, no other
+    will. Those whose cheapest plan does not fit wait until one does as it is, or none is left: a limit costs solves.
     Once one fits, others are tried while all that were planned, on all meshes, have fewer than `most` operators, and
     until the deadline of the `context`.
     """
@@ -65,12 +66,12 @@ class VariantSearch:
     most: int = MOST_OPERATORS
     context: SearchContext = field(default_factory=SearchContext)
     best: Plan | None = None
-    leanest: Plan | None = None
-    lean: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
-    floors: dict[Variant, float] = field(default_factory=dict[Variant, float])
+    least_memory_plan: Plan | None = None
+    low_memory: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
+    expected_nbytes: dict[Variant, float] = field(default_factory=dict[Variant, float])
     tried: int = 0
     operators: int = 0
-    floor: float = 0.0
+    least_seconds: float = 0.0
     offloads: bool = True
     last: tuple[Variant, MeshSearch] | None = None
     is_bracketing: bool = False
@@ -79,7 +80,7 @@ class VariantSearch:
     met: list[Alternative] = field(default_factory=list[Alternative])
 
     def run(self) -> Plan:
-        """The cheapest plan that fits. Raises OverBudgetError with the leanest plan that was met."""
+        """The cheapest plan that fits. Raises OverBudgetError with the plan of least memory that was met."""
         with self.context.ending_early():
             plan = self._run()
             return plan.ended(LATE) if self.context.deadline.was_met else plan
@@ -95,12 +96,12 @@ class VariantSearch:
                 continue
             search = self.searched(step, variant)
             if not self.tried:
-                self.offloads = bool(resting(step.graph, step.state_pairs))
+                self.offloads = bool(idle_state(step.graph, step.state_pairs))
                 if (plan := search.cheapest).peak_nbytes <= self.limit:
                     return plan.of_variant(variant)
                 why = f"over the memory limit of {quantities.nbytes(self.limit)}"
                 self.met.append(_met(plan, variant, why))
-            self.floor = self.floor or search.least_seconds
+            self.least_seconds = self.least_seconds or search.least_seconds
             if self.is_bracketing and not search.fits(self.limit) and not self.context.is_interrupted:
                 self.tried += 1
                 self._expect(search, variant)
@@ -114,10 +115,12 @@ class VariantSearch:
             if plan and (self.best is None or plan.step_seconds < self.best.step_seconds):
                 self.best = plan.of_variant(variant)
         if self.best is None:
-            self.leanest = _least(self.lean)
-            if self.leanest is None or self.leanest.peak_nbytes > self.limit:
-                raise OverBudgetError("no variant of the step keeps the memory limit", leanest=self.leanest)
-            self.best = self.leanest
+            self.least_memory_plan = _least(self.low_memory)
+            if self.least_memory_plan is None or self.least_memory_plan.peak_nbytes > self.limit:
+                raise OverBudgetError(
+                    "no variant of the step keeps the memory limit", least_memory_plan=self.least_memory_plan
+                )
+            self.best = self.least_memory_plan
         return _beside(_mixed(self, self.best), self.met)
 
     def goes_on(self) -> bool:
@@ -155,19 +158,21 @@ class VariantSearch:
         for count in (n for n in forms if n >= fewest and (n in counts or n in begun)):
             untried = forms[count][-2::-1] if count in begun else forms[count]
             for variant in (variant for variant in untried if variant != first):
-                is_near = self.best.step_seconds <= _NEAR * self.floor
+                is_near = self.best.step_seconds <= _NEAR * self.least_seconds
                 if is_near or not self.goes_on():
                     return
                 yield variant
 
     def _waited(self, begun: Sequence[int]) -> list[int]:
-        """The numbers of microbatches, of those `begun`, in which the leanest variant fits.
+        """The numbers of microbatches, of those `begun`, in which the variant of least memory fits.
 
         What waited until one fitted is looked at again, from the most microbatches on. With a plan at hand, what is not
         expected to fit is left, and budgets are for gains that are worth it, as long as others are tried at all.
         """
         fitting = [n for n in begun if n not in [variant.count for variant, _ in self.waiting]]
-        for variant, search in sorted(self.waiting, key=lambda one: (not self._may_fit(one[0]), -one[0].count)):
+        for variant, search in sorted(
+            self.waiting, key=lambda candidate: (not self._may_fit(candidate[0]), -candidate[0].count)
+        ):
             best = self.best
             if best is not None and not self._may_fit(variant):
                 break
@@ -218,7 +223,9 @@ class VariantSearch:
         try:
             return search.within(self.limit, worth=self._worth)
         except OverBudgetError:
-            self.lean = sorted([*self.lean, (variant, search)], key=lambda one: one[1].problems.lowest_nbytes)[:_LEAN]
+            self.low_memory = sorted(
+                [*self.low_memory, (variant, search)], key=lambda candidate: candidate[1].problems.lowest_nbytes
+            )[:_LOW_MEMORY]
             if search.by_hand.left_out:
                 self.refused.append((variant, search))
             self._expect(search, variant)
@@ -233,11 +240,11 @@ class VariantSearch:
 
     def _expect(self, search: MeshSearch, variant: Variant) -> None:
         """Notes what a variant is expected to need at least, for those in other numbers of microbatches."""
-        self.floors[replace(variant, microbatches=1)] = search.expected_nbytes * variant.count
+        self.expected_nbytes[replace(variant, microbatches=1)] = search.expected_nbytes * variant.count
 
     def _may_fit(self, variant: Variant) -> bool:
         """Whether a variant may keep the limit: in twice as many microbatches at least half as much is needed."""
-        least = self.floors.get(replace(variant, microbatches=1), 0.0) / variant.count
+        least = self.expected_nbytes.get(replace(variant, microbatches=1), 0.0) / variant.count
         return least <= SURELY * self.limit
 
 
@@ -257,10 +264,10 @@ def _mixed(search: VariantSearch, best: Plan) -> Plan:
     return search.best or best
 
 
-def _least(lean: Sequence[tuple[Variant, MeshSearch]]) -> Plan | None:
-    """The leanest plan of the leanest variants: which needs least is seen once each is made as lean as can be."""
-    made = [search.leanest().of_variant(variant) for variant, search in lean]
-    return min(made, key=lambda one: one.peak_nbytes, default=None)
+def _least(variants: Sequence[tuple[Variant, MeshSearch]]) -> Plan | None:
+    """The plan of least memory of these variants, each planned for the least that it can do with."""
+    plans = [search.least_memory().of_variant(variant) for variant, search in variants]
+    return min(plans, key=lambda plan: plan.peak_nbytes, default=None)
 
 
 def _met(plan: Plan, variant: Variant, why: str) -> Alternative:
@@ -271,4 +278,4 @@ def _met(plan: Plan, variant: Variant, why: str) -> Alternative:
 
 def _beside(plan: Plan, met: Sequence[Alternative]) -> Plan:
     """The plan with those that were met, itself apart."""
-    return plan.beside([one for one in met if one.seconds != plan.step_seconds])
+    return plan.beside([alternative for alternative in met if alternative.seconds != plan.step_seconds])

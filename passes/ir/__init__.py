@@ -1,6 +1,6 @@
 """The program as planning sees it: nodes over typed values; their loops and branches, effects and phases."""
 
-from passes.ir.control import CONTROL, Body, Control, Scan, Slot, Wire, control_of, scan_of
+from passes.ir.control import CONTROL, Body, Control, Port, PortUse, Scan, control_of, scan_of
 from passes.ir.effects import CALLBACKS, has_effect, is_ordered
 from passes.ir.graph import Graph, Node, StatePairs, TensorType, item_nbytes
 from passes.ir.phases import LOOP, PHASES, Phase, phase
@@ -15,11 +15,11 @@ __all__ = [
     "Graph",
     "Node",
     "Phase",
+    "Port",
+    "PortUse",
     "Scan",
-    "Slot",
     "StatePairs",
     "TensorType",
-    "Wire",
     "control_of",
     "has_effect",
     "is_ordered",

@@ -1,6 +1,6 @@
-"""Loops and branches as planning sees them: bodies joined to the program around them by *slots*.
+"""Loops and branches as planning sees them: bodies joined to the program around them by *ports*.
 
-A slot is a value that lives as long as its node: a constant of a loop, a carry, a slice of a stacked operand, a result
+A port is a value that lives as long as its node: a constant of a loop, a carry, a slice of a stacked operand, a result
 of a branch. It has one placement, chosen once, in which every body finds it and to which every body brings it back, so
 carries are at a fixed point by construction. A stacked operand holds one slice an iteration along dimension 0, which
 is never cut.
@@ -18,7 +18,7 @@ from passes.ir.graph import Graph, Node, TensorType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Port:
     """A value that the bodies of a control node share with the program around it.
 
     A `carry` may stay a sum over devices from one iteration to the next, and so may what is `stacked` as it is made;
@@ -32,16 +32,16 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
-    """The slot of an operand or result of the control node; a `stacked` one holds its slices along dimension 0."""
+class PortUse:
+    """The port of an operand or result of the control node; a `stacked` one holds its slices along dimension 0."""
 
-    slot: int
+    port: int
     stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A graph with the slots of its inputs and outputs; it runs `trips` times, or once with probability `share`."""
+    """A graph with the ports of its inputs and outputs; it runs `trips` times, or once with probability `share`."""
 
     graph: Graph
     inputs: tuple[int, ...]
@@ -52,14 +52,14 @@ class Body:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """A control node: its slots, how its operands and results hang on them, and its bodies.
+    """A control node: its ports, how its operands and results hang on them, and its bodies.
 
-    The slot `choice` says which of them runs, where only one does.
+    The port `choice` says which of them runs, where only one does.
     """
 
-    slots: tuple[Slot, ...]
-    operands: tuple[Wire, ...]
-    results: tuple[Wire, ...]
+    ports: tuple[Port, ...]
+    operands: tuple[PortUse, ...]
+    results: tuple[PortUse, ...]
     bodies: tuple[Body, ...]
     choice: int | None = None
 
@@ -115,13 +115,13 @@ def _scan(node: Node, graph: Graph) -> Control:
     if scan is None:
         raise InternalError(f"{node.primitive} is read as a loop of known length")
     entering, fixed = len(body.inputs), scan.fixed
-    slots = [Slot(type=body.types[v], carry=scan.constants <= i < fixed) for i, v in enumerate(body.inputs)]
-    slots += [Slot(type=body.types[v], stacked=True) for v in body.outputs[scan.carries :]]
-    leaving = (*range(scan.constants, fixed), *range(entering, len(slots)))
+    ports = [Port(type=body.types[v], carry=scan.constants <= i < fixed) for i, v in enumerate(body.inputs)]
+    ports += [Port(type=body.types[v], stacked=True) for v in body.outputs[scan.carries :]]
+    leaving = (*range(scan.constants, fixed), *range(entering, len(ports)))
     return Control(
-        slots=tuple(slots),
-        operands=tuple(Wire(slot=s, stacked=s >= fixed) for s in range(entering)),
-        results=tuple(Wire(slot=s, stacked=s >= entering) for s in leaving),
+        ports=tuple(ports),
+        operands=tuple(PortUse(port=s, stacked=s >= fixed) for s in range(entering)),
+        results=tuple(PortUse(port=s, stacked=s >= entering) for s in leaving),
         bodies=(Body(graph=body, inputs=tuple(range(entering)), outputs=leaving, trips=scan.length),),
     )
 
@@ -138,16 +138,16 @@ def _while(node: Node, graph: Graph) -> Control:
     tests = 2 if any(map(is_ordered, test.nodes)) else 1
     truth = test.types[test.outputs[0]]
     whole_carries = truth.rank > 0
-    slots = [
-        Slot(type=graph.types[v], carry=i >= fixed and not whole_carries, whole=i >= fixed and whole_carries)
+    ports = [
+        Port(type=graph.types[v], carry=i >= fixed and not whole_carries, whole=i >= fixed and whole_carries)
         for i, v in enumerate(node.inputs)
     ]
-    slots.append(Slot(type=truth, whole=True))
+    ports.append(Port(type=truth, whole=True))
     carries = tuple(range(fixed, count))
     return Control(
-        slots=tuple(slots),
-        operands=tuple(Wire(slot=s) for s in range(count)),
-        results=tuple(Wire(slot=s) for s in carries),
+        ports=tuple(ports),
+        operands=tuple(PortUse(port=s) for s in range(count)),
+        results=tuple(PortUse(port=s) for s in carries),
         bodies=(
             Body(graph=test, inputs=(*range(for_test), *carries), outputs=(count,), trips=tests),
             Body(graph=body, inputs=(*range(for_test, fixed), *carries), outputs=carries),
@@ -158,12 +158,12 @@ def _while(node: Node, graph: Graph) -> Control:
 def _cond(node: Node, graph: Graph) -> Control:
     """The control flow of a `cond`, whose branches are taken equally often."""
     count = len(node.inputs)
-    slots = tuple(Slot(type=graph.types[v]) for v in (*node.inputs, *node.outputs))
-    leaving = tuple(range(count, len(slots)))
+    ports = tuple(Port(type=graph.types[v]) for v in (*node.inputs, *node.outputs))
+    leaving = tuple(range(count, len(ports)))
     return Control(
-        slots=slots,
-        operands=tuple(Wire(slot=s) for s in range(count)),
-        results=tuple(Wire(slot=s) for s in leaving),
+        ports=ports,
+        operands=tuple(PortUse(port=s) for s in range(count)),
+        results=tuple(PortUse(port=s) for s in leaving),
         bodies=tuple(
             Body(graph=branch, inputs=tuple(range(1, count)), outputs=leaving, share=1 / len(node.subgraphs))
             for branch in node.subgraphs

@@ -94,19 +94,19 @@ class _Kernel:
     def _inside(self, index: int, control: Control) -> tuple[_Kernel, ...]:
         """The kernels of the bodies of a loop or branch; what it hands on of theirs joins the values here."""
         node = self.graph.nodes[index]
-        entering = {w.slot for v, w in zip(node.inputs, control.operands, strict=True) if v in self.values}
+        entering = {w.port for v, w in zip(node.inputs, control.operands, strict=True) if v in self.values}
         bodies: list[_Kernel] = []
-        slots: set[int] = set()
+        ports: set[int] = set()
         for body in control.bodies:
-            given = [v for v, slot in zip(body.graph.inputs, body.inputs, strict=True) if slot in entering]
+            given = [v for v, port in zip(body.graph.inputs, body.inputs, strict=True) if port in entering]
             inner = _Kernel(body.graph, given, whole=False)
             bodies.append(inner)
-            slots.update(s for v, s in zip(body.graph.outputs, body.outputs, strict=True) if v in inner.values)
-            slots.update(s for v, s in zip(body.graph.inputs, body.inputs, strict=True) if v in inner.values)
+            ports.update(s for v, s in zip(body.graph.outputs, body.outputs, strict=True) if v in inner.values)
+            ports.update(s for v, s in zip(body.graph.inputs, body.inputs, strict=True) if v in inner.values)
         results = zip(node.outputs, control.results, strict=True)
-        self.values |= {value for value, wire in results if wire.slot in slots}
+        self.values |= {value for value, port_use in results if port_use.port in ports}
         operands = zip(node.inputs, control.operands, strict=True)
-        self.values |= {value for value, wire in operands if wire.slot in slots and self._is_spread(value)}
+        self.values |= {value for value, port_use in operands if port_use.port in ports and self._is_spread(value)}
         return tuple(bodies)
 
     def _is_spread(self, value: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from passes.ir import Graph, StatePairs, Wire, control_of, phase
+from passes.ir import Graph, PortUse, StatePairs, control_of, phase
 from passes.rules import ShardingRule, rule_of
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
@@ -85,24 +85,24 @@ class _Dims:
         for node in graph.nodes:
             rule, control = rule_of(node, graph), control_of(node, graph)
             if control is not None:
-                slots = self._numbered([slot.type.rank for slot in control.slots])
-                wires = (
+                ports = self._numbered([port.type.rank for port in control.ports])
+                port_uses = (
                     *zip(node.inputs, control.operands, strict=True),
                     *zip(node.outputs, control.results, strict=True),
                 )
-                for value, wire in wires:
-                    self._hang(firsts[value], graph.types[value].rank, slots, wire)
+                for value, port_use in port_uses:
+                    self._hang(firsts[value], graph.types[value].rank, ports, port_use)
                 for body in control.bodies:
                     inside = self.enter(body.graph, times * body.trips * body.share)
-                    slotted = (
+                    with_ports = (
                         *zip(body.graph.inputs, body.inputs, strict=True),
                         *zip(body.graph.outputs, body.outputs, strict=True),
                     )
-                    for value, slot in slotted:
-                        self._hang(inside[value], body.graph.types[value].rank, slots, Wire(slot=slot))
+                    for value, port in with_ports:
+                        self._hang(inside[value], body.graph.types[value].rank, ports, PortUse(port=port))
             elif rule.alias:
                 for before, after in zip(node.inputs, node.outputs, strict=True):
-                    self._hang(firsts[before], graph.types[before].rank, firsts, Wire(slot=after))
+                    self._hang(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
             else:
                 read = [firsts[v] for v in node.inputs]
                 kept, summed = self._follow(rule, read, [firsts[v] for v in node.outputs])
@@ -116,10 +116,10 @@ class _Dims:
             self.parents.extend(range(len(self.parents), len(self.parents) + rank))
         return firsts
 
-    def _hang(self, first: int, rank: int, slots: Sequence[int], wire: Wire) -> None:
-        """Joins the dimensions of a value with those of the slot that it hangs on."""
-        for dim in range(int(wire.stacked), rank):
-            self._join(first + dim, slots[wire.slot] + dim - wire.stacked)
+    def _hang(self, first: int, rank: int, ports: Sequence[int], port_use: PortUse) -> None:
+        """Joins the dimensions of a value with those of the port that it hangs on."""
+        for dim in range(int(port_use.stacked), rank):
+            self._join(first + dim, ports[port_use.port] + dim - port_use.stacked)
 
     def _follow(self, rule: ShardingRule, read: Sequence[int], made: Sequence[int]) -> tuple[list[int], list[int]]:
         """(the dimensions that an operator keeps, those that it sums up), one of each factor, joined with the rest."""

@@ -115,8 +115,8 @@ def _forward_reads(graph: Graph, grouping: Grouping) -> Iterator[int]:
         if phase(node) == "forward":
             yield from node.inputs
         elif index in grouping.controls:
-            control, slots = grouping.controls[index], set[int]()
+            control, ports = grouping.controls[index], set[int]()
             for body, inner in zip(control.bodies, grouping.bodies[index], strict=True):
                 read = _read_forward(body.graph, inner)
-                slots.update(s for v, s in zip(body.graph.inputs, body.inputs, strict=True) if v in read)
-            yield from (v for v, wire in zip(node.inputs, control.operands, strict=True) if wire.slot in slots)
+                ports.update(s for v, s in zip(body.graph.inputs, body.inputs, strict=True) if v in read)
+            yield from (v for v, port_use in zip(node.inputs, control.operands, strict=True) if port_use.port in ports)

@@ -40,7 +40,7 @@ FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "upda
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
 Inside = Callable[[int, Placement, Mapping[int, object]], None]
-"""The handler of a control node's bodies, given its index, its placement and the numbers that its slots hold."""
+"""The handler of a control node's bodies, given its index, its placement and the numbers that its ports hold."""
 
 
 Combine = Callable[[Sequence[Operation]], tuple[tuple[Operation, ...], tuple[int, ...]]]
@@ -82,17 +82,17 @@ WHOLE = Interface()
 
 
 def interface_of(body: Body, control: Control, known: Mapping[int, object]) -> Interface:
-    """The interface of a body, given the known contents of its slots."""
-    sliced = {wire.slot for wire in control.operands if wire.stacked}
-    stacked = {wire.slot for wire in control.results if wire.stacked}
-    entering = {slot: position for position, slot in enumerate(body.inputs)}
+    """The interface of a body, given the known contents of its ports."""
+    sliced = {port_use.port for port_use in control.operands if port_use.stacked}
+    stacked = {port_use.port for port_use in control.results if port_use.stacked}
+    entering = {port: position for position, port in enumerate(body.inputs)}
     fixed = entering.keys() - sliced - known.keys() - set(body.outputs)
     return Interface(
-        sliced=frozenset(entering[slot] for slot in sliced if slot in entering),
-        stacked=tuple(position for position, slot in enumerate(body.outputs) if slot in stacked),
-        numbers={entering[slot]: number for slot, number in known.items() if slot in entering},
-        fixed=tuple(sorted(entering[slot] for slot in fixed)),
-        carried={position: entering[slot] for position, slot in enumerate(body.outputs) if slot in entering},
+        sliced=frozenset(entering[port] for port in sliced if port in entering),
+        stacked=tuple(position for position, port in enumerate(body.outputs) if port in stacked),
+        numbers={entering[port]: number for port, number in known.items() if port in entering},
+        fixed=tuple(sorted(entering[port] for port in fixed)),
+        carried={position: entering[port] for position, port in enumerate(body.outputs) if port in entering},
         repeated=body.share == 1,
     )
 
@@ -305,22 +305,24 @@ class _Lowering:
     ) -> list[int]:
         """The results of a loop, which keeps its carries in place and has room for what it stacks, or of a branch."""
         control = self.context.controls[index]
-        entering = {wire.slot: o for wire, o in zip(control.operands, operands, strict=True)}
+        entering = {port_use.port: o for port_use, o in zip(control.operands, operands, strict=True)}
         room: dict[int, int] = {}
-        for position, (wire, type) in enumerate(zip(control.results, results, strict=True)):
-            if wire.slot in entering or wire.stacked:
-                carried = (entering[wire.slot],) if wire.slot in entering else ()
+        for position, (port_use, type) in enumerate(zip(control.results, results, strict=True)):
+            if port_use.port in entering or port_use.stacked:
+                carried = (entering[port_use.port],) if port_use.port in entering else ()
                 kind = "carry" if carried else "fresh"
                 self.operations.is_fused = type.fused > 0
                 room[position] = self.operations.add(kind, carried, type.shape, type.dtype, (index, position))
-        fixed = {w.slot for w in control.operands} - {w.slot for w in control.results}
+        fixed = {w.port for w in control.operands} - {w.port for w in control.results}
         constants = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
         self.context.inside(index, placement, constants)
         fixed -= constants.keys()
         read = [
-            widen(self.operations, o, self.widened) if wire.stacked else o  # a whole stack is widened before the loop
-            for wire, o in zip(control.operands, operands, strict=True)
-            if wire.slot in fixed
+            widen(self.operations, o, self.widened)
+            if port_use.stacked
+            else o  # a whole stack is widened before the loop
+            for port_use, o in zip(control.operands, operands, strict=True)
+            if port_use.port in fixed
         ]
         self.operations.is_fused = False
         loop = self.operations.add("loop", (*read, *room.values()), (0,), "bool", index)

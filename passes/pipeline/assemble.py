@@ -80,7 +80,7 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
         )
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
-    schedule = resharding_plan(graph, layout, Resharder(mesh), refetch=plan.refetch)
+    schedule = resharding_plan(graph, layout, Resharder(mesh), regather=plan.regather)
     memory = peak(graph, group(graph), mesh, layout, schedule, state_pairs, donated)
     return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(memory))
 

@@ -216,7 +216,7 @@ class BlockCosts:
         """Seconds of a block's operators on one device; 0 if it cannot be there."""
         part, resharder = block.part, self.resharders.setdefault(mesh, Resharder(mesh))
         try:
-            assembly = assemble(part.graph, mesh, self._first(block).grouping, resharder, (), refetch=False)
+            assembly = assemble(part.graph, mesh, self._first(block).grouping, resharder, (), regather=False)
         except NoLegalPlanError:
             return 0.0
         spent = assembly.root.compute_seconds([int(np.argmin(seconds)) for seconds in assembly.problem.seconds])
@@ -261,7 +261,7 @@ class BlockCosts:
         graph = block.part.graph
         plan = best("block", graph, [mesh], block.all_pairs, (), self.options, self.restrict)
         resharder = Resharder(plan.mesh)
-        schedule = resharding_plan(graph, plan.layout, resharder, refetch=plan.refetch)
+        schedule = resharding_plan(graph, plan.layout, resharder, regather=plan.regather)
         return _price(block, plan.layout, resharder, schedule, plan.phases), plan.solution.bound
 
     def _cost(self, first: _First, mesh: Mesh, cutoff: float) -> tuple[StageCost | None, float]:
@@ -269,7 +269,7 @@ class BlockCosts:
         if pinned_mesh(graph) is not None:
             return self.planned_cost(block, mesh)
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
-        assembly = assemble(graph, mesh, first.grouping, resharder, block.all_pairs, refetch=False)
+        assembly = assemble(graph, mesh, first.grouping, resharder, block.all_pairs, regather=False)
         assembly = self.restrict(assembly) if self.restrict else assembly
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         most = cutoff * part.scan.length
@@ -277,7 +277,7 @@ class BlockCosts:
         if answer.bound >= most:
             return None, answer.bound
         layout = assembly.layout(answer.choice)
-        schedule = resharding_plan(graph, layout, resharder, refetch=False)
+        schedule = resharding_plan(graph, layout, resharder, regather=False)
         _, moved = move_seconds(graph, schedule, resharder)
         compute = assembly.root.compute_seconds(answer.choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}

@@ -2,7 +2,7 @@
 together.
 """
 
-from passes.placement.bundles import Bundle, Grouping, group
+from passes.placement.operator_groups import Grouping, OperatorGroup, group
 from passes.placement.reshardings import (
     Layout,
     Placement,
@@ -17,9 +17,9 @@ from passes.placement.reshardings import (
 )
 
 __all__ = [
-    "Bundle",
     "Grouping",
     "Layout",
+    "OperatorGroup",
     "Placement",
     "Resharding",
     "ReshardingPlan",

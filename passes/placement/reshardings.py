@@ -114,9 +114,9 @@ class Steps(Protocol):
 
 
 @without_gc()
-def resharding_plan(graph: Graph, layout: Layout, resharder: Steps, *, refetch: bool = True) -> ReshardingPlan:
-    """The reshardings that a layout implies; with `refetch`, weights are gathered again for the backward pass."""
-    return _Moving(graph, shared(layout), resharder, refetch).run()
+def resharding_plan(graph: Graph, layout: Layout, resharder: Steps, *, regather: bool = True) -> ReshardingPlan:
+    """The reshardings that a layout implies; with `regather`, weights are gathered again for the backward pass."""
+    return _Moving(graph, shared(layout), resharder, regather).run()
 
 
 class _Moving:
@@ -125,9 +125,9 @@ class _Moving:
     Of values that are partial at home, `reduced` says where the first reduction left them: there is no second.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, resharder: Steps, refetch: bool) -> None:
-        self.graph, self.layout, self.resharder, self.refetch = graph, layout, resharder, refetch
-        self.weights = weights(graph) if refetch else frozenset[int]()
+    def __init__(self, graph: Graph, layout: Layout, resharder: Steps, regather: bool) -> None:
+        self.graph, self.layout, self.resharder, self.regather = graph, layout, resharder, regather
+        self.weights = weights(graph) if regather else frozenset[int]()
         self.home: dict[int, ShardingSpec] = dict(zip(graph.inputs, layout.inputs, strict=True))
         self.home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
         self.free: set[int] = set()
@@ -149,7 +149,7 @@ class _Moving:
             if placement.bodies:
                 inner = zip(node.subgraphs, placement.bodies, strict=True)
                 bodies[index] = tuple(
-                    resharding_plan(body, inside, self.resharder, refetch=self.refetch) for body, inside in inner
+                    resharding_plan(body, inside, self.resharder, regather=self.regather) for body, inside in inner
                 )
             operands = [
                 (value, spec)
@@ -160,7 +160,7 @@ class _Moving:
             for value, spec in zip(node.outputs, placement.results, strict=True):
                 placement_of[value] = spec
             self._recognise(node, placement)
-            if self.refetch and phase(node) == "backward":
+            if self.regather and phase(node) == "backward":
                 self.backward.update(node.outputs)
         leaving = zip(graph.outputs, layout.outputs, strict=True)
         brought = (self._bring(value, spec, "forward", None) for value, spec in leaving)
@@ -184,7 +184,7 @@ class _Moving:
         return tuple(move for value, spec in operands if (move := self._bring(value, spec, when, anchor)))
 
     def _bring(self, value: int, target: ShardingSpec, when: Phase, anchor: int | None) -> Resharding | None:
-        when = "backward" if self.refetch and when == "backward" and value in self.weights else "forward"
+        when = "backward" if self.regather and when == "backward" and value in self.weights else "forward"
         value = self.same.get(value, value)
         if value in self.graph.literals or value in self.free:
             return None

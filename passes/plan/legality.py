@@ -41,7 +41,7 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
     """Raises PlanMismatchError unless every operator is placed as some assignment of mesh axes by its rule places it.
 
     Free operators may be placed in any way, aliases in any way that fits their results, loops and branches so that
-    their bodies find and leave every slot in one placement. Of operators that are alike, one is looked at.
+    their bodies find and leave every port in one placement. Of operators that are alike, one is looked at.
     """
     if len(operators) != len(graph.nodes):
         raise PlanMismatchError(
@@ -90,36 +90,36 @@ def _use(node: Node, placement: Placement, graph: Graph) -> _Use:
 
 
 def _verify_control(operator: Operator, control: Control, mesh: Mesh, where: str) -> None:
-    """Raises PlanMismatchError unless every slot has one placement that fits, and the bodies are legal inside."""
+    """Raises PlanMismatchError unless every port has one placement that fits, and the bodies are legal inside."""
     if len(operator.placement.bodies) != len(control.bodies):
         bodies = quantities.count(len(control.bodies), "body", "bodies")
         raise PlanMismatchError(f"{where} has {bodies}, the plan places {len(operator.placement.bodies)}")
-    spec_of_slot: dict[int, ShardingSpec] = {}
+    spec_of_port: dict[int, ShardingSpec] = {}
 
-    def hold(slot: int, spec: ShardingSpec, role: str) -> None:
-        if spec_of_slot.setdefault(slot, spec) != spec:
+    def hold(port: int, spec: ShardingSpec, role: str) -> None:
+        if spec_of_port.setdefault(port, spec) != spec:
             raise PlanMismatchError(
-                f"{where}: {role} is placed {spec} and elsewhere {spec_of_slot[slot]}; a value that a loop or branch "
+                f"{where}: {role} is placed {spec} and elsewhere {spec_of_port[port]}; a value that a loop or branch "
                 "holds has one placement, where it enters, in every body and where it leaves"
             )
 
     sides = ((operator.placement.operands, control.operands), (operator.placement.results, control.results))
-    for side, (specs, wires) in zip(("operand", "result"), sides, strict=True):
-        for i, (spec, wire) in enumerate(zip(specs, wires, strict=True)):
-            if wire.stacked and spec.dims[0]:
+    for side, (specs, port_uses) in zip(("operand", "result"), sides, strict=True):
+        for i, (spec, port_use) in enumerate(zip(specs, port_uses, strict=True)):
+            if port_use.stacked and spec.dims[0]:
                 raise PlanMismatchError(
                     f"{where}: {side} {i} is placed {spec}; the dimension that it loops over is whole"
                 )
-            hold(wire.slot, replace(spec, dims=spec.dims[1:]) if wire.stacked else spec, f"{side} {i}")
+            hold(port_use.port, replace(spec, dims=spec.dims[1:]) if port_use.stacked else spec, f"{side} {i}")
     placed = zip(control.bodies, operator.placement.bodies, operator.bodies, strict=True)
     for number, (body, layout, inside) in enumerate(placed):
-        for side, specs, slots in (("input", layout.inputs, body.inputs), ("output", layout.outputs, body.outputs)):
-            if len(specs) != len(slots):
+        for side, specs, ports in (("input", layout.inputs, body.inputs), ("output", layout.outputs, body.outputs)):
+            if len(specs) != len(ports):
                 raise PlanMismatchError(
-                    f"{where}, body {number}, has {len(slots)} {side}s, the plan places {len(specs)}"
+                    f"{where}, body {number}, has {len(ports)} {side}s, the plan places {len(specs)}"
                 )
-            for i, (spec, slot) in enumerate(zip(specs, slots, strict=True)):
-                hold(slot, spec, f"{side} {i} of body {number}")
+            for i, (spec, port) in enumerate(zip(specs, ports, strict=True)):
+                hold(port, spec, f"{side} {i} of body {number}")
         for value, spec in zip(body.graph.inputs, layout.inputs, strict=True):
             _verify_spec(spec, body.graph.types[value], mesh, f"{where}, body {number}")
         verify_operators(inside, body.graph, mesh, f"{where}, body {number}: ")

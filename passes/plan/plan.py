@@ -23,7 +23,7 @@ from passes.plan.diff import PlanDiff
 from passes.plan.parts import Alternative, MemoryReport, Operator, Solution, merged
 from passes.plan.pipeline_diff import PipelineDiff
 from passes.plan.reading import SCHEMA, read_plan
-from passes.plan.storable import Storable
+from passes.plan.storable import Storable, renamed
 from passes.sharding import ShardingSpec
 from passes.step import Step, Variant
 from passes.text import Table
@@ -166,16 +166,15 @@ class Plan(AnyPlan):
     """The placements of every operator, input and output, and what they cost.
 
     `seconds` holds the predicted step time by cause (`compute`, `memory`, `communication`, ...); `nbytes` the peak
-    bytes of one device by cause. `replicated` names operators that had no rule, as `primitive at source`.
-    `input_names` and `output_names` are argument paths in the user's words; `input_types` and `output_types` are for
-    people, and empty where the planner did not keep them. `phases` are the same seconds by phase of the step, of which
-    `computing` are spent on operators and not on moving arrays. `flops` are what the model asks all devices together
-    for, by dtype: its products without what is computed again (passes/intra_op/flops.py). With
-    `refetch`, the backward pass brings weights to where it wants them anew, and nothing keeps them in between. `remat`
-    is what each layer keeps for the backward pass (passes/transforms/remat.py), empty for the step as it was written.
-    The inputs at `offloaded` stay in the host's memory between steps. `memory` is what more there is to say of one
-    device's. If numbers were counted for other placements, before an edit of the file, `counted_for` is the fingerprint
-    of those.
+    bytes of one device by cause. `replicated` names operators that had no rule, as `primitive at source`. `input_names`
+    and `output_names` are argument paths in the user's words; `input_types` and `output_types` are for people, and
+    empty where the planner did not keep them. `phases` are the same seconds by phase of the step, of which `computing`
+    are spent on operators and not on moving arrays. `flops` are what the model asks all devices together for, by dtype:
+    its products without what is computed again (passes/intra_op/flops.py). With `regather`, weights are gathered again
+    for the backward pass, and not kept in between. `remat` is what each layer keeps for the backward pass
+    (passes/transforms/remat.py), empty for the step as it was written. The inputs at `offloaded` stay in the host's
+    memory between steps. `memory` is what more there is to say of one device's. If numbers were counted for other
+    placements, before an edit of the file, `counted_for` is the fingerprint of those.
     """
 
     fingerprint: str
@@ -197,11 +196,12 @@ class Plan(AnyPlan):
     phases: Mapping[str, float] = field(default_factory=dict[str, float])
     computing: Mapping[str, float] = field(default_factory=dict[str, float])
     flops: Mapping[str, float] = field(default_factory=dict[str, float])
-    refetch: bool = True
+    regather: bool = True
     remat: tuple[str, ...] = ()
     offloaded: tuple[int, ...] = ()
     memory: MemoryReport | None = None
     counted_for: str = ""
+    refetch = renamed("regather")
 
     @property
     def is_stale(self) -> bool:
@@ -216,7 +216,7 @@ class Plan(AnyPlan):
     @property
     def placed(self) -> str:
         """A fingerprint of all that its numbers follow from: placements, mesh, and how the step is run."""
-        how = (str(self.mesh), self.microbatches, self.refetch, self.remat, self.offloaded)
+        how = (str(self.mesh), self.microbatches, self.regather, self.remat, self.offloaded)
         return plan_text.digest(self.operators, (self.inputs, self.outputs), how)
 
     @property
@@ -326,7 +326,7 @@ class Plan(AnyPlan):
             "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
             "solution": account.solution_to_json(self.solution),
             "microbatches": self.microbatches,
-            **({} if self.refetch else {"refetch": False}),
+            **({} if self.regather else {"regather": False}),
             **({"remat": list(self.remat)} if self.remat else {}),
             **({"offloaded": list(self.offloaded)} if self.offloaded else {}),
             "placed": self.counted_for or self.placed,

@@ -60,7 +60,7 @@ def read_plan(data: object, make: Callable[..., Read]) -> Read:
         phases=_floats(read, "phases"),
         computing=_floats(read, "computing"),
         flops=_floats(read, "flops"),
-        refetch=read.data.get("refetch", True) is True,
+        regather=read.data.get("regather", read.data.get("refetch", True)) is True,  # its name until 2026-11
         offloaded=plan_json.positions(offloaded, len(inputs.specs), "offloaded"),
         memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
         remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from typing import Self
 
 from passes.errors import PlanningError
 from passes.plan import json as plan_json
 from passes.text import Table
+
+
+def renamed(name: str) -> property:
+    """The property that reads the attribute of this name under its former one, with a warning."""
+
+    def former(self: object) -> object:
+        warnings.warn(f"this attribute is called {name!r} now", DeprecationWarning, stacklevel=2)
+        return getattr(self, name)
+
+    return property(former)
 
 
 class Storable(ABC):

@@ -2,7 +2,7 @@
 
 from passes.planners import infeasible
 from passes.planners.auto import Auto
-from passes.planners.infeasible import allowed, held
+from passes.planners.infeasible import allowed, largest_holders
 from passes.planners.manual import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 from passes.planners.planner import Planned, Planner, PlanOptions, limit_nbytes
 from passes.planners.reasons import reasons
@@ -19,8 +19,8 @@ __all__ = [
     "Planner",
     "Zero",
     "allowed",
-    "held",
     "infeasible",
+    "largest_holders",
     "limit_nbytes",
     "reasons",
 ]

@@ -2,11 +2,11 @@
 
 Files are of `passes/`:
 
-    group      light operators follow heavy ones                                    placement/bundles.py
+    group      light operators follow heavy ones                                    placement/operator groups.py
     enter      bodies of loops and branches join the program by slots               ir/control.py
     lay out    every way to arrange the devices as one or two axes                  cluster/mesh.py
-    tabulate   each bundle's legal shardings, priced; reshardings between them      intra_op/build_problem.py
-    solve      one strategy per bundle at the least total seconds                   solver/search.py
+    tabulate   each operator group's legal shardings, priced; reshardings between them      intra_op/build_problem.py
+    solve      one strategy per operator group at the least total seconds                   solver/search.py
     compare    plans by hand where a gap is left or memory binds                    intra_op/by_hand.py
     extract    placements, then the moves between them, then collectives and bytes  intra_op/extract.py
 
@@ -46,7 +46,7 @@ from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, pi
 from passes.ir import has_effect
 from passes.pipeline import Sample, StagedSearch, layers_of, samples_of
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
-from passes.planners.infeasible import leaner, shortage
+from passes.planners.infeasible import infeasible_error, stages_infeasible_error
 from passes.planners.planner import PLAIN, Planned, PlanOptions, limit_nbytes, takes_graphs
 from passes.progress import Deadline, SearchContext
 from passes.solver import SolverOptions
@@ -134,15 +134,15 @@ class Auto:
         try:
             return search.run()
         except OverBudgetError as error:
-            lean = search.leanest
+            least = search.least_memory_plan
 
             def elsewhere(cluster: Cluster) -> Plan | None:
-                """The leanest variant on another cluster."""
-                variant = step.variant(lean.variant() if lean else Variant())
-                offload = bool(lean and lean.offloaded)
+                """The variant of least memory on another cluster."""
+                variant = step.variant(least.variant() if least else Variant())
+                offload = bool(least and least.offloaded)
                 return self._search(variant, cluster, context, offload, most_nbytes=limit).within(limit)
 
-            raise shortage(error, lean, limit, cluster, elsewhere) from None
+            raise infeasible_error(error, least, limit, cluster, elsewhere) from None
 
     def limit(self, cluster: Cluster) -> float:
         """Bytes that a plan may need on one device."""
@@ -181,7 +181,7 @@ class Auto:
     def search(self, step: Step, cluster: Cluster, context: SearchContext) -> AnyPlan:
         """The cheapest of what `choose` finds, without stages, and what a search over stages of the `step` does.
 
-        Raises OverBudgetError where nothing fits, with the leanest plan of all.
+        Raises OverBudgetError where nothing fits, with the plan of least memory of all.
         """
         samples = samples_of(step, self.pieces)
         layers = layers_of(samples, self.layers, LAYERS)
@@ -214,7 +214,7 @@ class Auto:
         if context.is_interrupted:
             return context.kept(best).ended(INTERRUPTED)
         if best is None and refused is not None:
-            raise leaner(refused, staging.least_memory_plan, self.limit(cluster), cluster)
+            raise stages_infeasible_error(refused, staging.least_memory_plan, self.limit(cluster), cluster)
         taken = _or_raise(best, refused)
         return taken.beside([*staging.met, *(_met(plan) for plan in plans if plan is not taken)])
 

@@ -1,4 +1,4 @@
-"""Why a plan does not fit in memory or why none does, and the smallest changes with which one does, each planned."""
+"""The errors of plans that do not fit in memory, with the smallest changes with which one does, each planned."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ _MOST = 8
 """Times the devices that are tried."""
 
 
-def shortage(
+def infeasible_error(
     error: OverBudgetError,
-    lean: Plan | None,
+    least: Plan | None,
     limit: float,
     cluster: Cluster,
     plan: Callable[[Cluster], Plan | None] | None = None,
 ) -> OverBudgetError:
-    """The error in four parts; `lean` is the leanest plan.
+    """The error where no plan fits, in four parts; `least` is the plan of least memory, if any was found.
 
     `plan` plans for other clusters, to see how many devices would do.
     """
     argument = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
-    if lean is None:
+    if least is None:
         return OverBudgetError(
             explain(argument, str(error), "", "give each device more memory, or plan for more devices")
         )
-    requirement = held(lean)
-    if lean.offloaded:
-        requirement += f"; {nbytes(sum(lean.offloaded_nbytes))} of state are with the host between steps"
+    requirement = largest_holders(least)
+    if least.offloaded:
+        requirement += f"; {nbytes(sum(least.offloaded_nbytes))} of state are with the host between steps"
     remedies = [
-        f"{nbytes(_up(lean.peak_nbytes - limit))} more on each device (memory_limit={lean.peak_nbytes:,} bytes)"
+        f"{nbytes(_up(least.peak_nbytes - limit))} more on each device (memory_limit={least.peak_nbytes:,} bytes)"
     ]
     if plan is not None:
         remedies.extend(_more_devices(cluster, plan))
     return OverBudgetError(
         explain(
             argument,
-            f"the leanest plan found needs {nbytes(lean.peak_nbytes)} ({requirement})",
-            f"it has {_form(lean)} on mesh ({lean.mesh})",
+            f"the plan of least memory found needs {nbytes(least.peak_nbytes)} ({requirement})",
+            f"it has {_form(least)} on mesh ({least.mesh})",
             f"what would do, as planned: {', or '.join(remedies)}; a smaller batch or model needs less as well",
         ),
-        leanest=lean,
+        least_memory_plan=least,
     )
 
 
-def held(plan: AnyPlan) -> str:
+def largest_holders(plan: AnyPlan) -> str:
     """The holders of a device's memory at the peak, largest first, in words, without those of a hundredth or less."""
     smallest = plan.peak_nbytes / 100
     causes = sorted(((size, cause) for cause, size in plan.nbytes.items() if size > smallest), reverse=True)
     return ", ".join(f"{nbytes(size)} of {cause}" for size, cause in causes)
 
 
-def own_nbytes(cluster: Cluster) -> float:
+def device_memory_nbytes(cluster: Cluster) -> float:
     """Bytes of a device's own memory; virtual CPU devices share their machine's, and have no bound of their own."""
     device = cluster.group().device
     return math.inf if device.name == CPU else float(device.memory_nbytes)
@@ -67,7 +67,7 @@ def allowed(cluster: Cluster, memory_limit: float | None) -> tuple[float, str]:
     """(bytes that a device may need, in words): as asked for, else the device's own."""
     if memory_limit is not None:
         return memory_limit, f"memory_limit={memory_limit:,} bytes"
-    device_nbytes = own_nbytes(cluster)
+    device_nbytes = device_memory_nbytes(cluster)
     return (
         device_nbytes,
         f"cluster {cluster.name!r}, whose devices have {nbytes(device_nbytes)} each"
@@ -88,31 +88,35 @@ def check(plan: AnyPlan, cluster: Cluster, memory_limit: float | None, where: st
     raise OverBudgetError(
         explain(
             description,
-            f"the plan {plan.planner!r} needs {needed} on a device ({held(plan)})",
+            f"the plan {plan.planner!r} needs {needed} on a device ({largest_holders(plan)})",
             where,
             "use planner=autopar.Auto(), which looks for a plan that fits, give it more devices or a smaller batch, or "
             f"plan for what is not there with memory_limit={plan.peak_nbytes:,} (bytes)",
         ),
-        leanest=plan,
+        least_memory_plan=plan,
     )
 
 
-def leaner(refused: PlanningError, staged: PipelinePlan | None, limit: float, cluster: Cluster) -> PlanningError:
-    """Why nothing fits, by what needs the least of all: the plan that was refused, or the stages that were met."""
-    leanest: AnyPlan | None = getattr(refused, "leanest", None)
-    if staged is None or (leanest is not None and leanest.peak_nbytes <= staged.peak_nbytes):
+def stages_infeasible_error(
+    refused: PlanningError, staged: PipelinePlan | None, limit: float, cluster: Cluster
+) -> PlanningError:
+    """The error where neither a plan nor stages fit, by the one that needs less memory: what `refused` has, or
+    `staged`.
+    """
+    least: AnyPlan | None = getattr(refused, "least_memory_plan", None)
+    if staged is None or (least is not None and least.peak_nbytes <= staged.peak_nbytes):
         return refused
     argument = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
     variant = f"{count(len(staged.stages), 'stage')}, {count(staged.microbatches, 'microbatch', 'microbatches')}"
     return OverBudgetError(
         explain(
             argument,
-            f"the leanest plan found needs {nbytes(staged.peak_nbytes)}",
+            f"the plan of least memory found needs {nbytes(staged.peak_nbytes)}",
             f"it is a pipeline of {variant} under {staged.schedule_name}",
             f"what would do, as planned: {nbytes(_up(staged.peak_nbytes - limit))} more on each device "
             f"(memory_limit={staged.peak_nbytes:,} bytes); more devices, a smaller batch or model need less as well",
         ),
-        leanest=staged,
+        least_memory_plan=staged,
     )
 
 

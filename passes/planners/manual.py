@@ -61,7 +61,7 @@ class Zero:
         state = _sharded(step.graph, step.state_pairs, self.stage)
         sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
-        plan = _best(f"zero-{self.stage}", step, mesh, self.solver, restrict, refetch=self.stage == 3)
+        plan = _best(f"zero-{self.stage}", step, mesh, self.solver, restrict, regather=self.stage == 3)
         _warn_of_wholes(plan, step.graph, state)
         return Planned.of(plan, step)
 
@@ -276,7 +276,7 @@ def _best(
     mesh: Mesh,
     options: SolverOptions,
     restrict: Callable[[Assembly], Assembly],
-    refetch: bool = False,
+    regather: bool = False,
 ) -> Plan:
     """The cheapest plan on one mesh, under a restriction."""
-    return best(name, step.graph, [mesh], step.state_pairs, step.donated, options, restrict, refetch)
+    return best(name, step.graph, [mesh], step.state_pairs, step.donated, options, restrict, regather)

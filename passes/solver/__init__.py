@@ -3,7 +3,7 @@ a bound. It knows neither graphs nor meshes.
 """
 
 from passes.solver.problem import Budget, Edge, Floats, Indices, Memory, ShardingProblem
-from passes.solver.search import Answer, Search, SolverOptions, leanest, solve
+from passes.solver.search import Answer, Search, SolverOptions, least_memory_choice, solve
 
 __all__ = [
     "Answer",
@@ -15,6 +15,6 @@ __all__ = [
     "Search",
     "ShardingProblem",
     "SolverOptions",
-    "leanest",
+    "least_memory_choice",
     "solve",
 ]

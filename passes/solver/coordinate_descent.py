@@ -15,7 +15,7 @@ _PENALTY = 1e3
 """What bytes beyond a budget cost, as a multiple of the whole answer's seconds for the whole budget."""
 
 
-def polish(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
+def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
     """An answer that costs at most as much: each node in turn takes its best strategy, until none changes.
 
     Where budgets are exceeded, bytes come first. A node is looked at again once one that it shares a value with has

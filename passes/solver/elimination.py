@@ -233,7 +233,7 @@ class Beam:
                 self.wanted[node].append((last, np.arange(factors.allowed[node].size)))
         for class_array in self.wanted.values():
             class_array.sort(key=lambda read: read[0])
-        self.told: dict[tuple[int, int], Indices] = {}
+        self.distinguished_classes: dict[tuple[int, int], Indices] = {}
         self.least: Floats = np.array([tables.bound])
         self.kept: dict[int, Indices] = {}
         self.dropped = np.inf
@@ -270,25 +270,25 @@ class Beam:
         context = {
             other: distinguished[extended[other]]
             for other in extended
-            if (distinguished := self._told(other, at)) is not None
+            if (distinguished := self._distinguished(other, at)) is not None
         }
         best = self._best(new_seconds, list(context.values()))
         self.least, self.kept = new_seconds[best], {other: extended[other][best] for other in context}
         return rows[best], columns[best]
 
-    def _told(self, node: int, at: int) -> Indices | None:
+    def _distinguished(self, node: int, at: int) -> Indices | None:
         """The classes of a node that matter to nodes before a place of the order; None if nothing reads it."""
         reads = self.wanted[node]
         count = bisect_left(reads, at, key=lambda read: read[0])
         if count == 0:
             return None
         size = count
-        while size > 1 and (node, size) not in self.told:
+        while size > 1 and (node, size) not in self.distinguished_classes:
             size -= 1
-        distinguished = self.told.setdefault((node, size), reads[0][1])
+        distinguished = self.distinguished_classes.setdefault((node, size), reads[0][1])
         for number in range(size, count):
             distinguished = classes([distinguished, reads[number][1]])
-            self.told[node, number + 1] = distinguished
+            self.distinguished_classes[node, number + 1] = distinguished
         return distinguished
 
     def _best(self, seconds: Floats, context: Sequence[Indices]) -> Indices:

@@ -10,7 +10,7 @@ With $x_{n,s} \in \{0,1\}$ for strategy s of node n, $e_{k,i,j} \in [0,1]$ for p
                 sum_n sum_s M_{p,n,s} x_{n,s} + sum_{g,j} K_{p,g,j} z_{g,j} <= 1   for every budget p  (`BudgetRows`)
                 z_{g,j} >= sum_{t: after_k(t) = j} x_{v,t} - sum_{s: before_k(s) = j} x_{u,s}, k in g   (`BudgetRows`)
 
-c are the seconds of a node, R those of a resharding, m how often a tied group occurs. M and K are the bytes that a
+c are the seconds of a node, R those of a resharding, m how often a merged group occurs. M and K are the bytes that a
 strategy and a copy hold at point p of the program, as shares of what may be held there. Edges of a group read one
 value: a resharding that several of them want is paid once. A group of one edge needs no w. Edge variables stand on
 distinct *placements*, not on strategies, and only x is integral: with x fixed, e is a product of marginals that are 0
@@ -105,17 +105,17 @@ class StrategyProgram:
     """The program of one problem; each method adds the rows that the module's text names.
 
     A `whole` one asks for whole strategies and whole reshardings: groups share pairs of placements, not legs of a way.
-    A `lean` one seeks the fewest bytes beyond its budgets, or furthest below them, whatever that costs.
+    A `least_memory` one seeks the fewest bytes beyond its budgets, or furthest below them, whatever that costs.
 
-    A relaxation ends where it cannot take less than `enough` seconds. `floor` is a bound that is there before. What no
-    answer goes below is `bound` once a whole program was solved, however far that came.
+    A relaxation ends where it cannot take less than `cutoff` seconds. `least_seconds` is a bound that is there before.
+    What no answer goes below is `bound` once a whole program was solved, however far that came.
     """
 
     def __init__(
-        self, problem: ShardingProblem, *, whole: bool = False, lean: bool = False, enough: float = np.inf
+        self, problem: ShardingProblem, *, whole: bool = False, least_memory: bool = False, cutoff: float = np.inf
     ) -> None:
         self.problem = problem
-        self.enough = enough
+        self.cutoff = cutoff
         self.whole = whole
         self.arrays = LinearProgram()
         finite = [np.isfinite(seconds) for seconds in problem.seconds]
@@ -126,12 +126,12 @@ class StrategyProgram:
         self.shared: dict[int, list[tuple[Indices, Floats]]] = {}
         for group in self.cells if whole else ():
             self._share(group)
-        self.most = self.arrays.add_columns(1, np.inf) if lean else None
-        self.prices, self.floor = np.zeros(0), 0.0
+        self.most = self.arrays.add_columns(1, np.inf) if least_memory else None
+        self.prices, self.least_seconds = np.zeros(0), 0.0
         self.costs = [
             node_seconds[allowed] for node_seconds, allowed in zip(problem.seconds, self.allowed, strict=True)
         ]
-        if self.arrays.columns > _LARGE and not whole and not lean:
+        if self.arrays.columns > _LARGE and not whole and not least_memory:
             self._price()
         self.budgets = BudgetRows(problem, self.arrays, self.allowed, self.strategies, self.most)
         self.objective, self.bound = np.inf, -np.inf
@@ -180,7 +180,7 @@ class StrategyProgram:
         messages = Messages(given, [_way(flow, readers) for flow, readers in flows])
         while True:
             messages.run(_PASSES)
-            worth, costs, floor_before = np.zeros(self.arrays.rows), list(given), self.floor
+            worth, costs, bound_before = np.zeros(self.arrays.rows), list(given), self.least_seconds
             for (flow, _), (making, reading) in zip(flows, messages.prices(), strict=True):
                 rows, at = np.concatenate(flow.rows), np.concatenate([making, reading])
                 at -= at[np.argmin(rows)]
@@ -189,8 +189,12 @@ class StrategyProgram:
                 costs[flow.edge.source] = costs[flow.edge.source] + making[flow.shape.made]
                 costs[flow.edge.target] = costs[flow.edge.target] - reading[flow.shape.read]
             worth[self.one] = [node_costs.min() for node_costs in costs]
-            self.prices, self.floor, self.costs = worth * _MICROSECONDS, float(worth[self.one].sum()), costs
-            if np.isinf(self.enough) or self.floor >= self.enough or self.floor < (1 + _RISES) * floor_before:
+            self.prices, self.least_seconds, self.costs = worth * _MICROSECONDS, float(worth[self.one].sum()), costs
+            if (
+                np.isinf(self.cutoff)
+                or self.least_seconds >= self.cutoff
+                or self.least_seconds < (1 + _RISES) * bound_before
+            ):
                 return
 
     def _cost(self) -> Floats:
@@ -210,10 +214,10 @@ class StrategyProgram:
 
     def run(self, *, gap: float, seconds: float | None = None) -> str:
         """The status of a solve, `optimal` or the solver's own word; `objective` is in seconds, or budgets."""
-        enough = _BEYOND * self.enough * _MICROSECONDS if self.most is None else np.inf
+        cutoff = _BEYOND * self.cutoff * _MICROSECONDS if self.most is None else np.inf
         prices = self.prices
         outcome = self.arrays.minimise(
-            self._cost(), self._integral(), gap=gap, seconds=seconds, prices=prices, enough=enough
+            self._cost(), self._integral(), gap=gap, seconds=seconds, prices=prices, cutoff=cutoff
         )
         return self._ended(outcome)
 

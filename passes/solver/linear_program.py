@@ -31,7 +31,7 @@ HiGHS tells nobody how many iterations a search has had, but looks at its limits
 times in about 10 s of the largest programs.
 """
 
-ENOUGH = "enough"
+CUTOFF = "cutoff"
 """How a relaxation ends that takes no less than was asked."""
 
 
@@ -92,16 +92,16 @@ class LinearProgram:
         gap: float,
         seconds: float | None = None,
         prices: Floats | None = None,
-        enough: float = float("inf"),
+        cutoff: float = float("inf"),
     ) -> Outcome:
         """The least of `cost` [columns] to a relative `gap`, within limits of work and, if given, `seconds`.
 
         HiGHS begins at what the first rows are thought to be worth, `prices`: the better they are, the fewer steps. A
-        relaxation that is `enough` at least ends as soon as that is seen. Costs of columns stay as they were; once it
+        relaxation that is `cutoff` at least ends as soon as that is seen. Costs of columns stay as they were; once it
         has been solved, a program grows by rows.
         """
         self._highs = self._highs or _Highs(np.zeros(0) if prices is None else prices)
-        return self._highs.minimise(self, cost, integral, gap, np.inf if seconds is None else seconds, enough)
+        return self._highs.minimise(self, cost, integral, gap, np.inf if seconds is None else seconds, cutoff)
 
     def bounds(self) -> tuple[Floats, Floats, Floats]:
         """The upper limits of columns, and the limits of rows."""
@@ -148,16 +148,16 @@ class _Highs:
         event.interrupt(self.looks > _LOOKS)
 
     def minimise(
-        self, program: LinearProgram, cost: Floats, integral: Indices, gap: float, seconds: float, enough: float
+        self, program: LinearProgram, cost: Floats, integral: Indices, gap: float, seconds: float, cutoff: float
     ) -> Outcome:
-        """The least of `cost`; a relaxation ends where it is `enough` at least."""
+        """The least of `cost`; a relaxation ends where it is `cutoff` at least."""
         highs = self.highs
         limit = highs.getRunTime() + seconds
         options: dict[str, object] = {"output_flag": False, "threads": 1, "time_limit": limit, "mip_rel_gap": gap}
         options |= {"simplex_iteration_limit": _ITERATIONS, "mip_max_nodes": _NODES}
         if not integral.size:
             # Its presolve runs on for ever on some relaxations (HiGHS 1.12 to 1.15, 835 columns, no time limit heeded).
-            options |= {"presolve": "off", "objective_bound": enough}
+            options |= {"presolve": "off", "objective_bound": cutoff}
         for name, value in options.items():
             highs.setOptionValue(name, value)
         if self.columns:
@@ -169,8 +169,8 @@ class _Highs:
         highs.run()
         status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
         duals = np.zeros(0) if integral.size else self._duals(program)
-        if status == ENOUGH:
-            return Outcome(status=status, objective=enough, values=np.zeros(0), duals=duals)
+        if status == CUTOFF:
+            return Outcome(status=status, objective=cutoff, values=np.zeros(0), duals=duals)
         kind = highs.getInfo().primal_solution_status
         feasible = kind == int(highspy.SolutionStatus.kSolutionStatusFeasible.value)
         values = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
@@ -241,5 +241,5 @@ _HIGHS_STATUS = {
     highspy.HighsModelStatus.kIterationLimit: "work limit",
     highspy.HighsModelStatus.kSolutionLimit: "work limit",
     highspy.HighsModelStatus.kInterrupt: "work limit",
-    highspy.HighsModelStatus.kObjectiveBound: ENOUGH,
+    highspy.HighsModelStatus.kObjectiveBound: CUTOFF,
 }

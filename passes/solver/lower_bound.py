@@ -7,8 +7,8 @@ $\pi_i$ of i more, the reader the price of j less. With the prices of every edge
           + sum_g min_i sum_j min(0, R_{g,i,j} - sum_{k in g} max(0, \pi_{k,i} - \pi_{k,j}))  -  sum_p \lambda_p
 
 for any prices: readers of a group that want one placement pay R once, and each is charged its difference of prices. A
-budget p adds $\lambda_p$ times the share of it that a strategy takes to c, and the share that a copy takes to R.
-The prices of a linear program of the tied problem, shared out to the nodes and edges that were tied, make it tight; no
+budget p adds $\lambda_p$ times the share of it that a strategy takes to c, and the share that a copy takes to R. The
+prices of a linear program of the merged problem, shared out to the nodes and edges that were merged, make it tight; no
 property of that program is relied upon.
 
 Reference: Lagrangian duality; Wainwright, Jaakkola and Willsky, MAP estimation via agreement on trees (IEEE Trans.
@@ -25,7 +25,7 @@ import numpy as np
 from passes.solver.dual_ascent import Messages, Way
 from passes.solver.factors import Prices
 from passes.solver.problem import ROUNDING, Edge, Floats, Indices, ShardingProblem
-from passes.solver.symmetry import Tied
+from passes.solver.symmetry import MergedProblem
 
 _NEGLIGIBLE = 1e-3
 """The share of a gap that a node may leave open: what most of it is due to is looked at first, and then the rest."""
@@ -56,22 +56,25 @@ class Bound:
         )
 
 
-def lifted(problem: ShardingProblem, tied: Tied, prices: Sequence[Prices], budget_prices: Sequence[float]) -> Bound:
-    """The bound of a whole problem at the `prices` [edges of the tied problem] and of its budgets.
+def lifted(
+    problem: ShardingProblem, merged: MergedProblem, prices: Sequence[Prices], budget_prices: Sequence[float]
+) -> Bound:
+    """The bound of a whole problem at the `prices` [edges of the merged problem] and of its budgets.
 
-    A tied edge stands for many, and so do several that are alike: each edge of the whole has the mean of their prices.
+    A merged edge stands for many, and so do several that are alike: each edge of the whole has the mean of their
+    prices.
     """
-    count = max(tied.alike, default=-1) + 1
-    times = np.bincount([tied.alike[number] for number in tied.edges], minlength=count)
+    count = max(merged.alike, default=-1) + 1
+    times = np.bincount([merged.alike[number] for number in merged.edges], minlength=count)
     mean: list[Prices | None] = [None] * count
-    for at, (rows, columns) in zip(tied.alike, prices, strict=True):
+    for at, (rows, columns) in zip(merged.alike, prices, strict=True):
         known_places = mean[at]
         rows, columns = rows / times[at], columns / times[at]
         mean[at] = (rows, columns) if known_places is None else (known_places[0] + rows, known_places[1] + columns)
     prices_by_edge = {
         id(e): mean_prices
-        for e, n in zip(problem.edges, tied.edges, strict=True)
-        if (mean_prices := mean[tied.alike[n]])
+        for e, n in zip(problem.edges, merged.edges, strict=True)
+        if (mean_prices := mean[merged.alike[n]])
     }
     return priced(problem, prices_by_edge, budget_prices)
 

@@ -84,7 +84,7 @@ class Memory:
 class ShardingProblem:
     """Nodes with the seconds of their strategies (infinite: not allowed), the edges between them, and budgets.
 
-    `kinds` says in words what each node is: nodes of different kinds are never tied, even where their costs agree.
+    `kinds` says in words what each node is: nodes of different kinds are never merged, even where their costs agree.
     """
 
     seconds: tuple[Floats, ...]

@@ -1,21 +1,19 @@
 """The search for one strategy per node of a sharding problem at the least total seconds, with a bound on that minimum.
 
     reduce     strategies that another replaces at no cost go                              (passes/solver/dominance.py)
-    tie        equal nodes are made one: a smaller problem, whose answers are good ones    (passes/solver/symmetry.py)
-    relax      the linear relaxation of the tied problem; its values are rounded, and
-               rounded answers polished                            (passes/solver/formulation.py,
-               passes/solver/coordinate_descent.py)
-    bound      its prices bound the answers of the whole problem, tied or not
-    (passes/solver/lower_bound.py) fix        strategies that are in no better answer go
-    eliminate  what is left is solved node by node, exactly where that is possible
-    (passes/solver/elimination.py)
+    merge      equal nodes are made one: a smaller problem, whose answers are good ones     (passes/solver/symmetry.py)
+    relax      the linear relaxation of the merged problem                               (passes/solver/formulation.py)
+    round      its values are rounded, one node improved at a time                (passes/solver/coordinate_descent.py)
+    bound      its prices bound the answers of the whole problem, merged or not          (passes/solver/lower_bound.py)
+    fix        strategies that are in no better answer go
+    eliminate  what is left is solved node by node, exactly where that is possible       (passes/solver/elimination.py)
 
 Relaxations are tight for transformers, whose tables would be too large to eliminate; networks whose relaxation is
 loose, square layers in a row among them, are thin enough to be eliminated. The relaxation is solved first with the mean
 of a group's e in the place of w: the mean is below the maximum, so it is a relaxation still, and where readers agree it
 is exact; groups whose readers disagree get their w and it is solved again.
 
-With budgets, a tied program that is left with a gap is branched on in the place of elimination.
+With budgets, a merged program that is left with a gap is branched on in the place of elimination.
 
 Limits are work: an answer does not depend on the machine's load unless `SolverOptions.time_limit` says so.
 """
@@ -31,15 +29,15 @@ import numpy as np
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.solver.clock import Clock
-from passes.solver.coordinate_descent import polish
+from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.dominance import without_dominated
 from passes.solver.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
 from passes.solver.formulation import StrategyProgram
-from passes.solver.linear_program import ENOUGH
+from passes.solver.linear_program import CUTOFF
 from passes.solver.lower_bound import Bound, lifted, loose, raised
 from passes.solver.problem import ShardingProblem, meet
 from passes.solver.pulp_solver import solver_named
-from passes.solver.symmetry import Tied, tie
+from passes.solver.symmetry import MergedProblem, merge_equal_nodes
 
 Status = Literal["optimal", "near optimal", "time limit"]
 
@@ -49,18 +47,16 @@ tight to it, so that less saves no time (`python -m benchmarks.settings`)."""
 
 _RADIUS = 2
 """Rounds of colour refinement after which nodes of one colour are made one: edges around a node up to which two equal
-ones see the same. On a GPT of 4 layers, tied, 1 leaves a gap that is wider by 0.004 % with 3 % less work, and 4 takes
-4 % more work and finds the same (`python -m benchmarks.settings`; `benchmarks.tying` compares tying with none)."""
+ones see the same. Assumed: `python -m benchmarks.tying` compares only tying with none."""
 
 _PARTS = 4
-"""Parts of equal nodes that budgets may treat differently. Without a budget, half and double find the same with the
-same work (`python -m benchmarks.settings`)."""
+"""Parts of equal nodes that budgets may treat differently."""
 
 _GUESSED = 1e-2
 """From this gap on, what the prices of a program lead to may do."""
 
 _LUMPY = 1e-3
-_LEAN = 1e-2
+_LEAST_MEMORY = 1e-2
 """Gaps at which a program with budgets or many edges, and one that seeks the least bytes, may end: they take long to
 close."""
 
@@ -93,7 +89,7 @@ _OPEN = 400
 class Answer:
     """One strategy per node; `objective` and `bound` in seconds.
 
-    `bound` holds for all answers of the problem that was asked, whatever was tied on the way. The status is `optimal`
+    `bound` holds for all answers of the problem that was asked, whatever was merged on the way. The status is `optimal`
     if they meet to the gap that was asked for, `time limit` if the user's limit ended the search, and else
     `near optimal`: `bound` says how near. `relaxations` counts the linear programs that were solved.
     """
@@ -117,8 +113,8 @@ class SolverOptions:
 
     `time_limit` in seconds of one solve is another limit, under which plans depend on the machine; None for none.
     `tie_radius` is the rounds of colour refinement that make equal nodes one; None takes every node apart, and so does
-    a problem of up to `untied` edges: there the tied relaxation takes as long, its answers are dearer and its bound is
-    lower (`python -m benchmarks.tying`).
+    a problem of up to `untied` edges: there the merged relaxation takes as long, its answers are dearer and its bound
+    is lower (`python -m benchmarks.tying`).
 
     `solver` names any solver that PuLP finds (`"cbc"`, `"highs"`, `"gurobi"`, ...), which is then given the whole
     integer program in the place of our own search.
@@ -138,12 +134,12 @@ class SolverOptions:
 def solve(
     problem: ShardingProblem,
     options: SolverOptions | None = None,
-    at_most: float = math.inf,
+    cutoff: float = math.inf,
     *,
     close: bool = True,
     known: Sequence[Sequence[int]] = (),
 ) -> Answer:
-    """The best strategy of every node, or any answer once it is clear that none takes less than `at_most` seconds.
+    """The best strategy of every node, or any answer once it is clear that none takes less than `cutoff` seconds.
 
     Without `close`, the relaxation is solved, rounded and bounded, and a gap is left as it is. No answer is worse than
     those that are `known`. Raises PlanningError if no combination of strategies is legal.
@@ -151,7 +147,7 @@ def solve(
     search = Search(problem, options or SolverOptions())
     for choice in known:
         search.offer(choice)
-    return search.run(at_most, close=close)
+    return search.run(cutoff, close=close)
 
 
 class Search:
@@ -162,73 +158,73 @@ class Search:
             if not np.isfinite(node_seconds).any():
                 raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
         self.clock = Clock(options.time_limit)
-        self.whole, self.at_most = problem, math.inf
+        self.whole, self.cutoff = problem, math.inf
         self.options = replace(options, gap=max(options.gap, _LUMPY)) if problem.budgets else options
         self.problem = problem
         self.best: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
         self.lower: Bound | None = None
         self.relaxations = 0
-        self.tied: Tied | None = None
+        self.merged: MergedProblem | None = None
         self.program: StrategyProgram | None = None
-        self.is_relaxed, self.closed_beneath = False, -math.inf
+        self.is_relaxed, self.closed_below = False, -math.inf
 
-    def run(self, at_most: float, *, close: bool) -> Answer:
+    def run(self, cutoff: float, *, close: bool) -> Answer:
         """The answer, as of `solve`, from where the search was left."""
         self.clock.go_on()
-        self.at_most = at_most
+        self.cutoff = cutoff
         if self.options.solver is not None:
             self.ask(self.options.solver)
         else:
             self.relax()
-            if close and at_most > self.closed_beneath:
+            if close and cutoff > self.closed_below:
                 self.close()
-                self.closed_beneath = at_most
+                self.closed_below = cutoff
         return self.answer()
 
-    def offer(self, choice: Sequence[int], *, polished: bool = False) -> None:
+    def offer(self, choice: Sequence[int], *, improved: bool = False) -> None:
         """Keeps an answer of the whole problem if it is better."""
-        candidate = tuple(choice) if polished else polish(self.whole, choice)
+        candidate = tuple(choice) if improved else coordinate_descent(self.whole, choice)
         seconds = self.whole.evaluate(candidate)
         if seconds < self.objective and self.whole.fits(candidate):
             self.best, self.objective = candidate, seconds
 
     def is_closed(self) -> bool:
         """Whether answer and bound meet, or the answer need not be better."""
-        is_closed = self.bound >= self.at_most or meet(self.objective, self.bound, self.options.gap)
+        is_closed = self.bound >= self.cutoff or meet(self.objective, self.bound, self.options.gap)
         return math.isfinite(self.objective) and is_closed
 
     def relax(self) -> None:
-        """The relaxation of the tied problem, with w where readers disagree; answers rounded from it, and a bound."""
-        program = self.program or self._tied_program()
-        program.enough = self.at_most
+        """The relaxation of the merged problem, with w where readers disagree; answers rounded from it, and a bound."""
+        program = self.program or self._merged_program()
+        program.cutoff = self.cutoff
         while not self.is_closed() and not self.clock.is_late and not self.is_relaxed:
             self.relaxations += 1
             status = program.run(gap=self.options.gap, seconds=self.clock.left)
             if status == "infeasible":
                 raise _impossible(self.problem)
-            if status not in ("optimal", ENOUGH):
+            if status not in ("optimal", CUTOFF):
                 break
             self.is_relaxed = self.relaxations >= _RELAXATIONS
             self._lift(program)
-            if status == ENOUGH:
-                program.enough = np.inf
-                self._offer_tied(program.guess())
+            if status == CUTOFF:
+                program.cutoff = np.inf
+                self._offer_merged(program.guess())
                 continue
-            tied_seconds = self._offer_tied(program.choice())
-            tight = tied_seconds <= (1 + self.options.gap) * program.objective
+            merged_seconds = self._offer_merged(program.choice())
+            tight = merged_seconds <= (1 + self.options.gap) * program.objective
             self.is_relaxed |= tight or not program.share_where_readers_disagree()
         self._raise(_NEAR)
 
-    def _tied_program(self) -> StrategyProgram:
-        """The program of the tied problem; if a rough answer will do, that of its first prices is taken."""
+    def _merged_program(self) -> StrategyProgram:
+        """The program of the merged problem; if a rough answer will do, that of its first prices is taken."""
         self.problem = without_dominated(self.whole)
         radius, parts = self.options.radius(self.problem), _PARTS if self.problem.budgets else 1
-        self.tied = tied = tie(self.problem, radius, parts)
-        self.program = program = StrategyProgram(tied.problem, enough=self.at_most)
+        self.merged = merged = merge_equal_nodes(self.problem, radius, parts)
+        self.program = program = StrategyProgram(merged.problem, cutoff=self.cutoff)
         self.clock.built()
-        if program.is_priced and (program.floor >= self.at_most or self.options.gap >= _GUESSED):
-            self._offer_tied(program.guess())
+        if program.is_priced and (program.least_seconds >= self.cutoff or self.options.gap >= _GUESSED):
+            self._offer_merged(program.guess())
             self._lift(program)
         return program
 
@@ -245,20 +241,21 @@ class Search:
                 if self.bound - bound_before < _GAIN * (self.objective - bound_before):
                     break
 
-    def _offer_tied(self, choice: Sequence[int]) -> float:
-        """Takes an answer of the tied problem, polished there; its seconds, if it keeps the budgets.
+    def _offer_merged(self, choice: Sequence[int]) -> float:
+        """Takes an answer of the merged problem, improved by coordinate descent there; its seconds, if it keeps the
+        budgets.
 
         What the whole problem gains beyond that comes later.
         """
-        assert self.tied is not None
-        candidate = polish(self.tied.problem, choice)
-        self.offer([candidate[cls] for cls in self.tied.classes], polished=True)
-        return self.tied.problem.evaluate(candidate) if self.tied.problem.fits(candidate) else math.inf
+        assert self.merged is not None
+        candidate = coordinate_descent(self.merged.problem, choice)
+        self.offer([candidate[cls] for cls in self.merged.classes], improved=True)
+        return self.merged.problem.evaluate(candidate) if self.merged.problem.fits(candidate) else math.inf
 
     def _lift(self, program: StrategyProgram) -> None:
-        """Takes the bound at the prices of a program of the tied problem if it is better."""
-        assert self.tied is not None
-        candidate = lifted(self.problem, self.tied, program.edge_prices(), program.budget_prices())
+        """Takes the bound at the prices of a program of the merged problem if it is better."""
+        assert self.merged is not None
+        candidate = lifted(self.problem, self.merged, program.edge_prices(), program.budget_prices())
         if self.lower is None or candidate.seconds > self.lower.seconds:
             self.lower, self.bound = candidate, max(self.bound, candidate.seconds)
 
@@ -279,7 +276,7 @@ class Search:
         """Fixes what prices decide, and eliminates the rest node by node if that takes `most` entries; returns them."""
         if self.best is not None:
             self.offer(self.best)
-        upper = min(self.objective, self.at_most)
+        upper = min(self.objective, self.cutoff)
         problem = self.problem if self.lower is None else self.lower.within(self.problem, upper)
         if any(not np.isfinite(node_seconds).any() for node_seconds in problem.seconds):  # no answer is below `upper`
             self.bound = max(self.bound, upper)
@@ -293,21 +290,21 @@ class Search:
         exact = entries <= EXACT_ENTRIES and factors.is_exact
         result = eliminate(factors, upper) if exact else enclose(factors, upper, self.options.gap)
         if result.choice is not None:
-            self.offer(result.choice, polished=exact)
+            self.offer(result.choice, improved=exact)
         self.bound = max(self.bound, min(result.bound, upper))
         return entries
 
     def branch(self) -> None:
         """Branches and bounds on the program of merged nodes; where none is merged, that proves the whole."""
-        if self.tied is None or self.clock.is_late:
+        if self.merged is None or self.clock.is_late:
             return
-        program = StrategyProgram(self.tied.problem, whole=True)
+        program = StrategyProgram(self.merged.problem, whole=True)
         ended = program.run(gap=self.options.gap, seconds=self.clock.left)
         if program.has_values():
-            self._offer_tied(program.choice())
+            self._offer_merged(program.choice())
         if self.best is not None:
             self.offer(self.best)
-        if not self.tied.is_whole:
+        if not self.merged.is_whole:
             return
         if ended == "infeasible":
             if self.best is None:
@@ -325,7 +322,7 @@ class Search:
         if status == "infeasible":
             raise _impossible(self.problem)
         if program.has_values():
-            self.offer(program.choice(), polished=True)
+            self.offer(program.choice(), improved=True)
         if status == "optimal":
             self.bound = max(self.bound, self.objective * (1 - self.options.gap))
 
@@ -354,26 +351,27 @@ class Search:
         )
 
 
-def leanest(problem: ShardingProblem, options: SolverOptions | None = None) -> tuple[int, ...]:
+def least_memory_choice(problem: ShardingProblem, options: SolverOptions | None = None) -> tuple[int, ...]:
     """The strategies that exceed the budgets least, or stay furthest below them, whatever they cost.
 
-    The relaxation is rounded and polished; where that leaves more than a percent, the program is branched on.
+    The relaxation is rounded and improved by coordinate descent; where that leaves more than a percent, the program is
+    branched on.
     """
     options = options or SolverOptions()
-    tied = tie(problem, _RADIUS if options.tie_radius is None else options.tie_radius, _PARTS)
-    program = StrategyProgram(tied.problem, lean=True)
+    merged = merge_equal_nodes(problem, _RADIUS if options.tie_radius is None else options.tie_radius, _PARTS)
+    program = StrategyProgram(merged.problem, least_memory=True)
     program.run(gap=options.gap, seconds=options.time_limit)
     if not program.has_values():
         raise NoLegalPlanError("no legal plan was found on the way to the least memory")
-    rows = tuple(replace(b, limit=b.limit * program.objective) for b in tied.problem.budgets)
-    strict = replace(tied.problem, budgets=rows)
-    best = polish(strict, program.choice())
-    if _excess(strict, best) > 1 + _LEAN:
-        lean_program = StrategyProgram(tied.problem, whole=True, lean=True)
-        lean_program.run(gap=_LEAN, seconds=options.time_limit)
-        choices = [best, lean_program.choice()] if lean_program.has_values() else [best]
+    rows = tuple(replace(b, limit=b.limit * program.objective) for b in merged.problem.budgets)
+    strict = replace(merged.problem, budgets=rows)
+    best = coordinate_descent(strict, program.choice())
+    if _excess(strict, best) > 1 + _LEAST_MEMORY:
+        least_program = StrategyProgram(merged.problem, whole=True, least_memory=True)
+        least_program.run(gap=_LEAST_MEMORY, seconds=options.time_limit)
+        choices = [best, least_program.choice()] if least_program.has_values() else [best]
         best = min(choices, key=lambda choice: _excess(strict, choice))
-    return tuple(best[cls] for cls in tied.classes)
+    return tuple(best[cls] for cls in merged.classes)
 
 
 def _excess(problem: ShardingProblem, choice: Sequence[int]) -> float:

@@ -15,7 +15,7 @@ from passes.solver.problem import Budget, Edge, Floats, ShardingProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tied:
+class MergedProblem:
     """A smaller problem, whose answers give equal nodes of the whole problem equal strategies.
 
     `classes` [nodes of the whole] and `edges` [edges of the whole] are its nodes and edges: one stands for many.
@@ -33,7 +33,7 @@ class Tied:
         return len(self.problem.seconds) == len(self.classes)
 
 
-def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
+def merge_equal_nodes(problem: ShardingProblem, radius: int | None, parts: int = 1) -> MergedProblem:
     """The problem with structurally equal nodes merged; without a `radius` none are.
 
     Large classes are cut into `parts` of consecutive nodes, for budgets that one choice for all would meet badly.
@@ -68,14 +68,14 @@ def tie(problem: ShardingProblem, radius: int | None, parts: int = 1) -> Tied:
     known: dict[tuple[int, int, int], int] = {}
     contents = ((node_seconds[member[s]], node_seconds[member[t]], key) for _, (s, t, key) in _contents(merged_edges))
     alike = tuple(known.setdefault(content, len(known)) for content in contents)
-    tied = tuple(
+    merged = tuple(
         replace(edge, source=source, target=target, group=place, weight=weights[place])
         for place, edges in merged_edges.items()
         for (source, target, _), edge in edges.items()
     )
-    budgets = tuple(_tied_budget(budget, classes, places) for budget in problem.budgets)
-    smaller = ShardingProblem(seconds=tuple(seconds), edges=tied, budgets=budgets, memory=problem.memory)
-    return Tied(problem=smaller, classes=classes, edges=mapped, alike=alike)
+    budgets = tuple(_merged_budget(budget, classes, places) for budget in problem.budgets)
+    smaller = ShardingProblem(seconds=tuple(seconds), edges=merged, budgets=budgets, memory=problem.memory)
+    return MergedProblem(problem=smaller, classes=classes, edges=mapped, alike=alike)
 
 
 def _contents(kept: Mapping[int, Mapping[tuple[int, int, int], Edge]]) -> Iterator[tuple[int, tuple[int, int, int]]]:
@@ -83,7 +83,7 @@ def _contents(kept: Mapping[int, Mapping[tuple[int, int, int], Edge]]) -> Iterat
     return ((place, content) for place, edges in kept.items() for content in edges)
 
 
-def _tied_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, int]) -> Budget:
+def _merged_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, int]) -> Budget:
     """A budget of a merged problem, in which a class holds what all of its nodes hold."""
     nbytes: dict[int, Floats] = {}
     for node, node_nbytes in budget.nbytes.items():

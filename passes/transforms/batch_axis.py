@@ -158,8 +158,8 @@ class Walk:
         node = self.graph.nodes[index]
         if index in self.loops:
             loop = self.loops[index]
-            wires = zip(node.outputs, loop.control.results, strict=True)
-            return [value for value, wire in wires if wire.slot in loop.varying]
+            port_uses = zip(node.outputs, loop.control.results, strict=True)
+            return [value for value, port_use in port_uses if port_use.port in loop.varying]
         if self.rules[index].alias:
             return [
                 result for result, operand in zip(node.outputs, node.inputs, strict=True) if operand in self.varying
@@ -258,64 +258,67 @@ def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
     def refuse(reason: str) -> Refusal:
         return Refusal(node=node, words=reason)
 
-    slots: dict[int, ShardingSpec] = {}
+    ports: dict[int, ShardingSpec] = {}
     varying: set[int] = set()
-    for value, wire in zip(node.inputs, control.operands, strict=True):
+    for value, port_use in zip(node.inputs, control.operands, strict=True):
         spec = walk.home.get(value, replicated(walk.graph.types[value].rank))
-        if wire.stacked and spec.dims[0]:
+        if port_use.stacked and spec.dims[0]:
             return refuse("a loop runs over the batch")
-        slots[wire.slot] = ShardingSpec(dims=spec.dims[1:], partial=spec.partial) if wire.stacked else spec
+        ports[port_use.port] = ShardingSpec(dims=spec.dims[1:], partial=spec.partial) if port_use.stacked else spec
         if value in walk.varying:
-            varying.add(wire.slot)
-    for _ in range(len(control.slots) + 1):
-        state_before = dict(slots), set(varying)
-        inner = [_inside(walk, body, slots, varying) for body in control.bodies]
+            varying.add(port_use.port)
+    for _ in range(len(control.ports) + 1):
+        state_before = dict(ports), set(varying)
+        inner = [_inside(walk, body, ports, varying) for body in control.bodies]
         for body, inside in zip(control.bodies, inner, strict=True):
             if inside.refusals:
                 return inside.refusals[0]
-            for slot, value in zip(body.outputs, body.graph.outputs, strict=True):
+            for port, value in zip(body.outputs, body.graph.outputs, strict=True):
                 spec = inside.home.get(value, replicated(body.graph.types[value].rank))
                 if value not in inside.varying:
-                    slots.setdefault(slot, spec)
-                elif slot in varying and slots[slot] != spec:
+                    ports.setdefault(port, spec)
+                elif port in varying and ports[port] != spec:
                     return refuse("a loop carries the batch in two ways")
                 else:
-                    slots[slot] = spec
-                    varying.add(slot)
-        if (slots, varying) == state_before:
+                    ports[port] = spec
+                    varying.add(port)
+        if (ports, varying) == state_before:
             break
     else:
         return refuse("a loop's carries do not settle")
-    if any(slot.whole and s in varying for s, slot in enumerate(control.slots)):
+    if any(port.whole and s in varying for s, port in enumerate(control.ports)):
         return refuse("a loop's test depends on the batch")
     if control.choice in varying:
         return refuse("a branch is chosen by the batch")
-    return LoopInTime(control=control, slots=slots, varying=frozenset(varying), walks=tuple(inner))
+    return LoopInTime(control=control, ports=ports, varying=frozenset(varying), walks=tuple(inner))
 
 
-def _inside(walk: Walk, body: Body, slots: Mapping[int, ShardingSpec], varying: set[int]) -> Walk:
+def _inside(walk: Walk, body: Body, ports: Mapping[int, ShardingSpec], varying: set[int]) -> Walk:
     graph = body.graph
     rules = {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}
     inside = Walk(graph, walk.time, rules, walk.coupling, inside=True)
     entering = zip(graph.inputs, body.inputs, strict=True)
-    inside.start([slots[s] for s in body.inputs], {v for v, slot in entering if slot in varying})
+    inside.start([ports[s] for s in body.inputs], {v for v, port in entering if port in varying})
     inside.run()
     return inside
 
 
 @dataclass(slots=True, kw_only=True)
 class LoopInTime:
-    """A loop or branch: where its slots stand in time, which of them `varying` microbatches change, its bodies."""
+    """A loop or branch: where its ports stand in time, which of them `varying` microbatches change, its bodies."""
 
     control: Control
-    slots: dict[int, ShardingSpec]
+    ports: dict[int, ShardingSpec]
     varying: frozenset[int]
     walks: tuple[Walk, ...]
 
     def placement(self, bodies: tuple[Layout, ...] = ()) -> Placement:
         operands, results = (
-            tuple(_stacked(self.slots[wire.slot]) if wire.stacked else self.slots[wire.slot] for wire in wires)
-            for wires in (self.control.operands, self.control.results)
+            tuple(
+                _stacked(self.ports[port_use.port]) if port_use.stacked else self.ports[port_use.port]
+                for port_use in port_uses
+            )
+            for port_uses in (self.control.operands, self.control.results)
         )
         return Placement(operands=operands, results=results, bodies=bodies)
 

@@ -42,21 +42,21 @@ def sink(walk: Walk) -> None:
 def _finished(walk: Walk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement:
     """A loop or branch with its bodies; results that microbatches do not change are cut as all want them."""
     node, loop = walk.graph.nodes[index], walk.loops[index]
-    entering = {slot for body in loop.control.bodies for slot in body.inputs}
-    for value, wire in zip(node.outputs, loop.control.results, strict=True):
+    entering = {port for body in loop.control.bodies for port in body.inputs}
+    for value, port_use in zip(node.outputs, loop.control.results, strict=True):
         specs = demanded.get(value, set[ShardingSpec]())
-        if len(specs) != 1 or wire.slot in loop.varying or wire.slot in entering:
+        if len(specs) != 1 or port_use.port in loop.varying or port_use.port in entering:
             continue
         (spec,) = specs
-        if not spec.partial and not (wire.stacked and spec.dims[0]):
-            loop.slots[wire.slot] = ShardingSpec(dims=spec.dims[1:]) if wire.stacked else spec
+        if not spec.partial and not (port_use.stacked and spec.dims[0]):
+            loop.ports[port_use.port] = ShardingSpec(dims=spec.dims[1:]) if port_use.stacked else spec
             walk.home[value] = spec
     for body, inside in zip(loop.control.bodies, loop.walks, strict=True):
-        inside.outputs = tuple(loop.slots[s] for s in body.outputs)
+        inside.outputs = tuple(loop.ports[s] for s in body.outputs)
         sink(inside)
     _narrow(loop)
     bodies = zip(loop.control.bodies, loop.walks, strict=True)
-    return loop.placement(tuple(inside.layout([loop.slots[s] for s in body.inputs]) for body, inside in bodies))
+    return loop.placement(tuple(inside.layout([loop.ports[s] for s in body.inputs]) for body, inside in bodies))
 
 
 def _in_pieces(walk: Walk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement | None:
@@ -83,12 +83,12 @@ def _narrow(loop: LoopInTime) -> None:
 
     Whole, it would be as large as that of all microbatches, and each iteration would take its piece of it.
     """
-    written = {slot for body in loop.control.bodies for slot in body.outputs}
+    written = {port for body in loop.control.bodies for port in body.outputs}
     demanded: dict[int, set[ShardingSpec]] = {}
     for body, inside in zip(loop.control.bodies, loop.walks, strict=True):
-        for value, slot in zip(body.graph.inputs, body.inputs, strict=True):
-            demanded.setdefault(slot, set()).update(inside.wanted.get(value, ()))
-    for slot, specs in demanded.items():
-        fixed = slot not in loop.varying and slot not in written and not loop.control.slots[slot].whole
+        for value, port in zip(body.graph.inputs, body.inputs, strict=True):
+            demanded.setdefault(port, set()).update(inside.wanted.get(value, ()))
+    for port, specs in demanded.items():
+        fixed = port not in loop.varying and port not in written and not loop.control.ports[port].whole
         if fixed and len(specs) == 1 and not any(spec.partial for spec in specs):
-            (loop.slots[slot],) = specs
+            (loop.ports[port],) = specs

@@ -111,7 +111,7 @@ def microbatch_stacks(graph: Graph) -> frozenset[int]:
     if index is None or control is None:
         return frozenset()
     operands = zip(graph.nodes[index].inputs, control.operands, strict=True)
-    return frozenset(value for value, wire in operands if wire.stacked) & frozenset(graph.inputs)
+    return frozenset(value for value, port_use in operands if port_use.stacked) & frozenset(graph.inputs)
 
 
 def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> Walk:

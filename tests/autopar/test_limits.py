@@ -23,8 +23,7 @@ from passes.errors import OverBudgetError
 from passes.inter_op import StageCost, build, peaks
 from passes.intra_op import MeshProblems, MeshSearch, mesh_problems, named
 from passes.intra_op import extract as read_off
-from passes.planners import infeasible as shortage
-from passes.planners import manual
+from passes.planners import infeasible, manual
 from passes.solver import SolverOptions
 from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.runtime.test_donation import on, pipeline_of
@@ -59,7 +58,7 @@ def test_a_plan_by_hand_for_devices_that_are_too_small_is_an_error(planner: Any)
     step = autopar.parallelize(dense, cluster="2:v100-16g", planner=planner, donate_argnums=0)
     with pytest.raises(OverBudgetError) as caught:
         step.plan(*LARGE)
-    message, plan = str(caught.value), caught.value.leanest
+    message, plan = str(caught.value), caught.value.least_memory_plan
     assert plan.peak_nbytes > 32 * GIB  # half of the weights
     assert f"{plan.peak_nbytes:,} bytes" in message
     assert "'2:v100-16g', whose devices have 16.0 GiB each" in message
@@ -73,8 +72,8 @@ def test_a_plan_by_hand_for_devices_that_are_too_small_is_an_error(planner: Any)
 
 def test_virtual_devices_share_their_machine_and_have_no_limit_of_their_own():
     local = local_cluster(jax.devices())
-    assert shortage.own_nbytes(local) == float("inf")
-    assert shortage.own_nbytes(parse_cluster("8:h100")) == 80 * GIB
+    assert infeasible.device_memory_nbytes(local) == float("inf")
+    assert infeasible.device_memory_nbytes(parse_cluster("8:h100")) == 80 * GIB
     plan = autopar.parallelize(dense, planner=DataParallel()).plan(*LARGE)
     assert plan.peak_nbytes > local.group().device.memory_nbytes
 

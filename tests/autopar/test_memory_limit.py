@@ -114,7 +114,7 @@ def refused() -> OverBudgetError:
 def test_what_is_missing_is_said():
     message = str(refused())
     assert "8 devices with 9.77 KiB each" in message
-    assert "the leanest plan found needs" in message
+    assert "the plan of least memory found needs" in message
     assert "more on each device (memory_limit=" in message
 
 
@@ -125,7 +125,7 @@ def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkey
     problems = MeshProblems(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
     search = MeshSearch(name="auto", problems=problems, options=SolverOptions(), textbook=restrictions.textbook)
     search.over([named(parse_cluster("8:h100"), ("x", 8))])
-    least = search.leanest().peak_nbytes
+    least = search.least_memory().peak_nbytes
     asked: list[object] = []
     for module in (by_hand, memory_limit):
         monkeypatch.setattr(module, "solve", lambda *given, **options: asked.append(given) or solve(*given, **options))
@@ -139,7 +139,7 @@ def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkey
 @pytest.mark.slow
 def test_a_limit_above_the_least_that_is_named_does():
     needed = int(str(refused()).split("memory_limit=")[1].split(" ")[0].replace(",", ""))
-    least = refused().leanest
+    least = refused().least_memory_plan
     assert isinstance(least, passes.plan.Plan)
     assert least.peak_nbytes == needed > 10_000
     plan = autopar.parallelize(momentum_step, planner=BRIEF, memory_limit=needed, donate_argnums=0).plan(*wide())

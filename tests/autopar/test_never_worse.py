@@ -101,7 +101,7 @@ def test_what_is_not_expected_to_fit_by_hand_is_tried_before_a_limit_is_refused(
     monkeypatch.setattr(MeshProblems, "look", gloomy)
     monkeypatch.setattr(memory_limit, "_ROUNDS", 0)
     monkeypatch.setattr(variants, "_least", lambda _: None)
-    monkeypatch.setattr(variants, "resting", lambda *_: ())
+    monkeypatch.setattr(variants, "idle_state", lambda *_: ())
     step, state, batch = feed_forward()
     made = autopar.parallelize(
         step,

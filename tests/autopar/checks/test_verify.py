@@ -133,7 +133,9 @@ def test_an_edited_plan_has_the_numbers_of_its_placements():
     ids=["zero", "megatron", "microbatches"],
 )
 def test_seconds_of_computing_follow_from_placements(planner: Any, microbatches: int | None):
-    """What each bundle was priced with is found again in the layout: in loops, cut by several axes, gathered late."""
+    """What each operator group was priced with is found again in the layout: in loops, cut by several axes, gathered
+    late.
+    """
     model, optimizer = MODELS["llama-scan"], optax.adamw(1e-3)
     state = jax.eval_shape(partial(make_state, model.module, model.least, optimizer), jax.random.key(0))
     batch = jax.eval_shape(partial(model.module.example_batch, model.least, 16), jax.random.key(1))

@@ -29,7 +29,7 @@ from passes.pipeline.step_blocks import StepBlocks
 from passes.placement import group
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
-from passes.solver.symmetry import tie
+from passes.solver.symmetry import merge_equal_nodes
 from passes.step import Step
 from passes.transforms import stages
 from tests.autopar.rewrite.traced_steps import traced_step
@@ -65,7 +65,7 @@ def small_gpt(layers=1):
 def assembled(traced):
     resharder = Resharder(MESH)
     grouping = group(traced.graph)
-    return assemble(traced.graph, MESH, grouping, resharder, traced.state_pairs, refetch=False), resharder
+    return assemble(traced.graph, MESH, grouping, resharder, traced.state_pairs, regather=False), resharder
 
 
 @pytest.fixture(scope="module", params=[mlp, small_gpt])
@@ -77,7 +77,7 @@ def test_tying_and_reducing_cost_nothing(assembly):
     whole, _ = assembly
     apart = solve(whole.problem, replace(EXACT, tie_radius=None))
     assert solve(whole.problem, EXACT).objective == pytest.approx(apart.objective, rel=1e-9)
-    assert len(tie(whole.problem, 2).problem.seconds) <= len(whole.problem.seconds)
+    assert len(merge_equal_nodes(whole.problem, 2).problem.seconds) <= len(whole.problem.seconds)
 
 
 @pytest.mark.parametrize("step", [mlp, slow(small_gpt)])
@@ -97,13 +97,13 @@ def test_equal_layers_share_their_tables_and_placements():
 
 def test_classes_are_kept_as_their_representatives():
     kept = [
-        (bundle, classes)
-        for bundle in group(small_gpt().graph).bundles
-        for classes in (*bundle.factor_classes.values(), *bundle.value_classes.values())
+        (operator_group, classes)
+        for operator_group in group(small_gpt().graph).operator_groups
+        for classes in (*operator_group.factor_classes.values(), *operator_group.value_classes.values())
     ]
     assert any(len(set(classes)) > 1 for _, classes in kept)
-    for bundle, classes in kept:
-        assert [bundle.find(cls) for cls in classes] == classes
+    for operator_group, classes in kept:
+        assert [operator_group.find(cls) for cls in classes] == classes
 
 
 @functools.cache

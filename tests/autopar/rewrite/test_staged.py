@@ -252,12 +252,12 @@ def test_where_nothing_fits_the_leanest_of_all_is_named() -> None:
             *args
         )
 
-    with pytest.raises(OverBudgetError, match="the leanest plan found needs") as staged:
+    with pytest.raises(OverBudgetError, match="the plan of least memory found needs") as staged:
         plan(pipeline=True)
     with pytest.raises(OverBudgetError) as whole:
         plan()
-    leanest: Any = staged.value.leanest
-    other: Any = whole.value.leanest
+    leanest: Any = staged.value.least_memory_plan
+    other: Any = whole.value.least_memory_plan
     assert leanest.peak_nbytes <= other.peak_nbytes
 
 

@@ -126,7 +126,7 @@ class Searched:
     def within(self, limit: float, worth: float) -> Plan:
         self.context.report(Progress(phase="fit", done=0, total=1))
         if not self.can_fit:
-            raise OverBudgetError("none fits", leanest=self.plan(15))
+            raise OverBudgetError("none fits", least_memory_plan=self.plan(15))
         return self.plan(10)
 
     def plan(self, nbytes: int) -> Plan:

@@ -14,15 +14,15 @@ from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
 from passes.intra_op.forms import axis_choices
-from passes.intra_op.memory_limit import is_hopeless
+from passes.intra_op.memory_limit import is_infeasible
 from passes.intra_op.memory_rows import budget, live
-from passes.intra_op.offloading import away, held_nbytes, resting
-from passes.intra_op.peak_node import busiest
+from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
+from passes.intra_op.peak_node import peak_node
 from passes.intra_op.restrictions import check_sizes, data_parallel, zero
 from passes.intra_op.roles import roles
 from passes.intra_op.strategy_space import subsets
 from passes.ir import Graph, Node, TensorType
-from passes.ir.control import Wire
+from passes.ir.control import PortUse
 from passes.placement import Layout, Placement, group, resharding_plan
 from passes.sharding import Resharder, parse_spec, replicated
 from passes.solver import SolverOptions, solve
@@ -129,20 +129,20 @@ def test_a_limit_below_the_smallest_strategies_is_hopeless() -> None:
     row = live(assembly, ((2, -1),), np.inf)
     problem = replace(assembly.problem, budgets=(row,))
     least = sum(float(sizes.min()) for sizes in row.nbytes.values())
-    assert is_hopeless(problem, 0.9 * least)
-    assert not is_hopeless(problem, sum(float(sizes.max()) for sizes in row.nbytes.values()))
+    assert is_infeasible(problem, 0.9 * least)
+    assert not is_infeasible(problem, sum(float(sizes.max()) for sizes in row.nbytes.values()))
 
 
 def test_state_that_the_update_alone_reads_may_rest_elsewhere() -> None:
-    assert resting(GRAPH, STATE) == (M,)
-    assert held_nbytes(GRAPH, whole(), (W, M), MESH) == [16 * 32 * 4] * 2
+    assert idle_state(GRAPH, STATE) == (M,)
+    assert offloaded_nbytes(GRAPH, whole(), (W, M), MESH) == [16 * 32 * 4] * 2
     assert away([5, 3, 4, 2]) == 14 - 2 * 5
     assert away([5, 3]) == away([]) == 0
 
 
 def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> None:
     layout = whole()
-    ((at, body),) = busiest(GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER))
+    ((at, body),) = peak_node(GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER))
     assert body == -1
     assert at in (2, 3, 4)  # the product is read for the last time at 2; the update's values leave at 3 and 4
 
@@ -193,8 +193,8 @@ def test_placements_without_partial_axes_begin_with_none_cut() -> None:
 
 def test_a_stack_is_not_cut_where_its_slices_are_stacked() -> None:
     spec = parse_spec("[x, -]")
-    assert str(stacked(spec, Wire(slot=0, stacked=True))) == "[-, x, -]"
-    assert stacked(spec, Wire(slot=0)) == spec
+    assert str(stacked(spec, PortUse(port=0, stacked=True))) == "[-, x, -]"
+    assert stacked(spec, PortUse(port=0)) == spec
 
 
 def test_choices_give_each_axis_a_class_or_none() -> None:

@@ -42,7 +42,7 @@ def tables(graph, resharder):
 
 
 def content(table):
-    return table.strategies, table.ports, table.makes, table.seconds.tolist()
+    return table.strategies, table.inputs, table.makes, table.seconds.tolist()
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -50,9 +50,9 @@ def test_every_strategy_is_legal_for_every_member(sizes):
     graph, mesh = product(), mesh_of(sizes)
     grouping = group(graph)
     found = assemble(graph, mesh, grouping, Resharder(mesh), ()).root.tables
-    for bundle, table in zip(grouping.bundles, found, strict=True):
+    for operator_group, table in zip(grouping.operator_groups, found, strict=True):
         for strategy in table.strategies:
-            for member, assignment in zip(sorted(bundle.members), strategy.assignments, strict=True):
+            for member, assignment in zip(sorted(operator_group.members), strategy.assignments, strict=True):
                 assert assignment in grouping.rules[member].assignments(mesh)
         for specs in table.makes.values():
             assert len(specs) == len(table.strategies)
@@ -74,7 +74,7 @@ def test_tables_do_not_depend_on_what_was_tabulated_before(sizes):
         assert content(again) == content(alone)
 
 
-def test_equal_bundles_of_two_programs_share_a_table():
+def test_equal_operator_groups_of_two_programs_share_a_table():
     resharder = Resharder(mesh_of((2, 4)))
     first, second = (tables(product(), resharder) for _ in range(2))
     assert list(map(id, first)) == list(map(id, second))

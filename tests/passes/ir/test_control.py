@@ -1,4 +1,4 @@
-"""Loops and branches as planning reads them: slots, wires and trips; and which nodes have effects."""
+"""Loops and branches as planning reads them: ports, wires and trips; and which nodes have effects."""
 
 from dataclasses import replace
 
@@ -40,13 +40,13 @@ def test_slots_of_a_loop_join_what_hangs_on_them() -> None:
     assert control is not None
     (inner,) = control.bodies
     assert inner.trips == LOOP.length
-    assert [control.slots[wire.slot].carry for wire in control.operands] == [False, True, False]
-    assert [wire.stacked for wire in control.operands] == [False, False, True]
-    assert [wire.stacked for wire in control.results] == [False, True]
-    assert control.operands[1].slot == control.results[0].slot == inner.inputs[1] == inner.outputs[0]
-    for wire, value in zip(control.operands, graph.nodes[0].inputs, strict=True):
-        of_slot = control.slots[wire.slot].type
-        assert graph.types[value].shape == ((LOOP.length, *of_slot.shape) if wire.stacked else of_slot.shape)
+    assert [control.ports[port_use.port].carry for port_use in control.operands] == [False, True, False]
+    assert [port_use.stacked for port_use in control.operands] == [False, False, True]
+    assert [port_use.stacked for port_use in control.results] == [False, True]
+    assert control.operands[1].port == control.results[0].port == inner.inputs[1] == inner.outputs[0]
+    for port_use, value in zip(control.operands, graph.nodes[0].inputs, strict=True):
+        of_slot = control.ports[port_use.port].type
+        assert graph.types[value].shape == ((LOOP.length, *of_slot.shape) if port_use.stacked else of_slot.shape)
 
 
 def test_an_ordinary_operator_has_no_control_flow() -> None:

@@ -68,11 +68,11 @@ def brought_again(graph: Graph) -> set[int]:
     return members
 
 
-@pytest.mark.parametrize("refetch", [False, True])
+@pytest.mark.parametrize("regather", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_everything_is_brought_where_it_is_wanted_once(seed: int, refetch: bool) -> None:
+def test_everything_is_brought_where_it_is_wanted_once(seed: int, regather: bool) -> None:
     graph, layout = drawn(seed)
-    schedule = resharding_plan(graph, layout, RESHARDER, refetch=refetch)
+    schedule = resharding_plan(graph, layout, RESHARDER, regather=regather)
     assert len(schedule.before) == len(graph.nodes) + 1
     home = dict(zip(graph.inputs, layout.inputs, strict=True)) | {v: replicated(2) for v in graph.constants}
     anywhere = set(graph.literals) | {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}
@@ -87,7 +87,7 @@ def test_everything_is_brought_where_it_is_wanted_once(seed: int, refetch: bool)
             if node and placement
             else list(zip(graph.outputs, layout.outputs, strict=True))
         )
-        when = "backward" if node and refetch and phase(node) == "backward" else "forward"
+        when = "backward" if node and regather and phase(node) == "backward" else "forward"
         for move in due_here:
             assert move.value in made
             assert move.before == source.get(move.value, home[move.value])
@@ -117,7 +117,7 @@ def test_everything_is_brought_where_it_is_wanted_once(seed: int, refetch: bool)
                 for v, s in zip(node.outputs, placement.results, strict=True)
                 for at in ("forward", "backward")
             }
-            backward |= set(node.outputs) - anywhere if refetch and phase(node) == "backward" else set()
+            backward |= set(node.outputs) - anywhere if regather and phase(node) == "backward" else set()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

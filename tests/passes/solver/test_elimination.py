@@ -13,7 +13,7 @@ from passes.solver.elimination import Beam, Factors, MiniBuckets, eliminate, enc
 from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import LinearProgram
 from passes.solver.lower_bound import lifted, loose, priced, raised
-from passes.solver.symmetry import tie
+from passes.solver.symmetry import merge_equal_nodes
 from tests.sample import some
 
 
@@ -184,11 +184,11 @@ def test_prices_of_equal_layers_bound_layers_that_are_better_off_different(seed)
     best = optimum(problem)
     if not np.isfinite(best):
         pytest.skip("infeasible instance")
-    tied = tie(problem, 1)
-    program = StrategyProgram(tied.problem)
+    merged = merge_equal_nodes(problem, 1)
+    program = StrategyProgram(merged.problem)
     if program.run(gap=1e-9) != "optimal":
         pytest.skip("no answer gives equal layers equal strategies")
-    bound = lifted(problem, tied, program.edge_prices(), [])
+    bound = lifted(problem, merged, program.edge_prices(), [])
     assert bound.seconds <= best + 1e-12
     choice = [int(np.argmin(own)) for own in problem.seconds]
     better = raised(problem, bound, loose(problem, bound, choice, 3), 8)
@@ -214,11 +214,11 @@ def test_a_gap_is_due_to_the_nodes_and_groups_that_are_loose(seed, monkeypatch):
 @pytest.mark.parametrize("seed", FEASIBLE[:20])
 def test_prices_of_an_untied_relaxation_are_as_good_as_it(seed):
     problem = random_problem(seed, readers=1)
-    tied = tie(problem, None)
-    program = StrategyProgram(tied.problem)
+    merged = merge_equal_nodes(problem, None)
+    program = StrategyProgram(merged.problem)
     if program.run(gap=1e-9) != "optimal":
         pytest.skip("infeasible instance")
-    assert lifted(problem, tied, program.edge_prices(), []).seconds == pytest.approx(program.objective, abs=1e-10)
+    assert lifted(problem, merged, program.edge_prices(), []).seconds == pytest.approx(program.objective, abs=1e-10)
 
 
 def test_entries_of_one_place_add_up_before_a_solver_sees_them():
@@ -233,7 +233,7 @@ def test_entries_of_one_place_add_up_before_a_solver_sees_them():
 
 
 def test_neighbours_that_are_tied_reach_the_solver_without_doubled_entries(monkeypatch):
-    """A self-edge of a tied node stands twice in one row; HiGHS crashed on it while branching."""
+    """A self-edge of a merged node stands twice in one row; HiGHS crashed on it while branching."""
     seen = []
     real = LinearProgram.triplets
 
@@ -246,9 +246,9 @@ def test_neighbours_that_are_tied_reach_the_solver_without_doubled_entries(monke
     order, cost = np.arange(3), np.array([[0.0, 5.0, 2.0], [4.0, 0.0, 3.0], [1.0, 6.0, 0.0]]) * 1e-6
     ends = {"before": order, "after": order, "seconds": cost, "labels": ("a", "b", "c"), "origins": ("a", "b", "c")}
     edges = tuple(Edge(source=at, target=at + 1, group=at, **ends) for at in range(5))
-    tied = tie(ShardingProblem(seconds=(np.array([1.0, 2.0, 3.0]) * 1e-6,) * 6, edges=edges), 0)
-    assert any(edge.source == edge.target for edge in tied.problem.edges)
-    program = StrategyProgram(tied.problem, whole=True)
+    merged = merge_equal_nodes(ShardingProblem(seconds=(np.array([1.0, 2.0, 3.0]) * 1e-6,) * 6, edges=edges), 0)
+    assert any(edge.source == edge.target for edge in merged.problem.edges)
+    program = StrategyProgram(merged.problem, whole=True)
     program.run(gap=1e-6)
     assert seen
     assert all(seen)

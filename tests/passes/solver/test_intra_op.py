@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from passes.errors import OverBudgetError, PlanningError
-from passes.intra_op.memory_limit import floor
-from passes.solver import Budget, Edge, ShardingProblem, SolverOptions, leanest, linear_program, solve
+from passes.intra_op.memory_limit import seconds_within
+from passes.solver import Budget, Edge, ShardingProblem, SolverOptions, least_memory_choice, linear_program, solve
 from passes.solver import formulation as strategy_program
 from passes.solver.dual_ascent import Messages, Way
 from passes.solver.formulation import StrategyProgram
-from passes.solver.symmetry import tie
+from passes.solver.symmetry import merge_equal_nodes
 
 
 def random_problem(rng, nodes: int = 6) -> ShardingProblem:
@@ -106,10 +106,10 @@ def test_tying_copies_keeps_the_optimum(seed):
     if not np.isfinite(best):
         pytest.skip("infeasible instance")
     problem = copies(one, 4)
-    tied = tie(problem, 2)
-    assert len(tied.problem.seconds) <= len(one.seconds)
-    assert len(tied.classes) == len(problem.seconds)
-    assert len(tied.edges) == len(problem.edges)
+    merged = merge_equal_nodes(problem, 2)
+    assert len(merged.problem.seconds) <= len(one.seconds)
+    assert len(merged.classes) == len(problem.seconds)
+    assert len(merged.edges) == len(problem.edges)
     answer = solve(problem, SolverOptions(tie_radius=2))
     assert answer.objective == pytest.approx(problem.evaluate(answer.choice))
     assert answer.objective == pytest.approx(4 * best, abs=1e-12)
@@ -202,7 +202,7 @@ def with_budgets(problem: ShardingProblem, rng: np.random.Generator) -> Sharding
 @pytest.mark.parametrize("radius", [None, 2])
 @pytest.mark.parametrize("seed", range(60))
 def test_optimum_within_budgets_equals_brute_force(seed, radius):
-    """Whether equal nodes may be tied or not: these are too small for it, and what is branched on is the whole."""
+    """Whether equal nodes may be merged or not: these are too small for it, and what is branched on is the whole."""
     rng = np.random.default_rng(seed)
     problem = with_budgets(random_problem(rng), rng)
     every = list(itertools.product(*(range(s.size) for s in problem.seconds)))
@@ -235,7 +235,7 @@ def test_a_search_that_was_cut_short_bounds_the_optimum_all_the_same(seed, monke
 
 @pytest.mark.parametrize("seed", range(20))
 def test_leaving_equal_nodes_tied_claims_nothing_of_the_whole(seed):
-    """Copies are tied where problems are large: what is then proven of the tied problem bounds its answers alone."""
+    """Copies are merged where problems are large: what is proven of the merged one bounds its answers alone then."""
     rng = np.random.default_rng(seed)
     problem = with_budgets(random_problem(rng, nodes=3), rng)
     twice = replace(copies(problem, 2), budgets=tuple(doubled(budget, 3) for budget in problem.budgets))
@@ -257,10 +257,10 @@ def test_no_answer_within_a_limit_goes_below_its_floor(seed):
     fitting = (c for c in every if all(problem.usage(row, c) <= limit for row in rows))
     best = min((problem.evaluate(c) for c in fitting), default=np.inf)
     bare = replace(problem, budgets=())
-    found = floor(bare, rows, limit, SolverOptions(), np.inf)
+    found = seconds_within(bare, rows, limit, SolverOptions(), np.inf)
     assert found <= best * (1 + 1e-9)
     assert found >= 0.97 * best or np.isinf(best)
-    assert floor(bare, rows, -1.0, SolverOptions(), np.inf) == np.inf
+    assert seconds_within(bare, rows, -1.0, SolverOptions(), np.inf) == np.inf
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -275,7 +275,7 @@ def test_leanest_answer_equals_brute_force(seed):
     def worst(choice):
         return max(problem.usage(budget, choice) / budget.limit for budget in problem.budgets)
 
-    lean = leanest(problem, SolverOptions(tie_radius=0))
+    lean = least_memory_choice(problem, SolverOptions(tie_radius=0))
     assert worst(lean) <= min(map(worst, legal)) * 1.011
 
 
@@ -291,11 +291,11 @@ def test_no_answer_within_the_budget_is_said():
 def test_tied_budgets_count_every_node(seed):
     rng = np.random.default_rng(seed)
     problem = with_budgets(random_problem(rng), rng)
-    tied = tie(problem, radius=2)
-    choice = [int(rng.integers(s.size)) for s in tied.problem.seconds]
-    whole = [choice[cls] for cls in tied.classes]
-    for mine, theirs in zip(tied.problem.budgets, problem.budgets, strict=True):
-        assert tied.problem.usage(mine, choice) == pytest.approx(problem.usage(theirs, whole))
+    merged = merge_equal_nodes(problem, radius=2)
+    choice = [int(rng.integers(s.size)) for s in merged.problem.seconds]
+    whole = [choice[cls] for cls in merged.classes]
+    for mine, theirs in zip(merged.problem.budgets, problem.budgets, strict=True):
+        assert merged.problem.usage(mine, choice) == pytest.approx(problem.usage(theirs, whole))
 
 
 def test_a_bound_counts_shared_reshardings_once_though_readers_could_go_different_ways():

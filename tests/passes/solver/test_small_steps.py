@@ -9,7 +9,7 @@ import pytest
 from passes.errors import PlanningError
 from passes.solver import Budget, clock
 from passes.solver.budget_rows import BudgetRows
-from passes.solver.coordinate_descent import polish
+from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.edge_flows import direct
 from passes.solver.linear_program import LinearProgram
 from passes.solver.pulp_solver import minimise, solver_named
@@ -21,7 +21,7 @@ def test_no_single_step_betters_a_polished_answer(seed: int) -> None:
     rng = np.random.default_rng(seed)
     problem = random_problem(rng)
     start = tuple(int(rng.integers(s.size)) for s in problem.seconds)
-    polished = polish(problem, start)
+    polished = coordinate_descent(problem, start)
     assert problem.evaluate(polished) <= problem.evaluate(start)
     for node, seconds in enumerate(problem.seconds):
         for other in range(seconds.size):

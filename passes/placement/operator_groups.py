@@ -1,9 +1,10 @@
-"""Bundles of operators that are placed together: each heavy operator alone, light operators with the value that they
-follow.
+"""Operator groups of operators that are placed together: each heavy operator alone, light operators with the value that
+they follow.
 
 XLA fuses elementwise operators, reductions and reshapes into their neighbours, and a plan that reshards between them
-gains nothing, so one choice covers them all. Inside a bundle, dimensions that the members' rules identify form one
-*class*; a strategy gives every mesh axis one class, or none, or lets the bundle's values stay partial over it.
+gains nothing, so one choice covers them all. Inside an operator group, dimensions that the members' rules identify form
+one *class*; a strategy gives every mesh axis one class, or none, or lets the operator group's values stay partial over
+it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from passes.rules import ShardingRule, replicate, rule_of
 
 
 @dataclass(slots=True, kw_only=True)
-class Bundle:
-    """A bundle: its members in order, the graph inputs that it absorbs, and the class of every factor and value
-    dimension.
+class OperatorGroup:
+    """An operator group: its members in order, the graph inputs that it absorbs, and the class of every factor and
+    value dimension.
 
-    Classes are kept as their representatives: classes that become one are renamed wherever they stand.
-    `value_classes` covers values that members read from elsewhere too: two readers of one value agree on its
-    dimensions, on whichever side of a barrier they stand. A `rooted` bundle transforms graph inputs only. One that
-    `adds` only adds up what heavy operators make, and what reads the sum is another: so summands may be added first and
-    reduced once, before the rest cuts the sum. Built up by `group` and not changed afterwards.
+    Classes are kept as their representatives: classes that become one are renamed wherever they stand. `value_classes`
+    covers values that members read from elsewhere too: two readers of one value agree on its dimensions, on whichever
+    side of a barrier they stand. A `rooted` operator group transforms graph inputs only. One that `adds` only adds up
+    what heavy operators make, and what reads the sum is another: so summands may be added first and reduced once,
+    before the rest cuts the sum. Built up by `group` and not changed afterwards.
     """
 
     phase: Phase
@@ -73,7 +74,7 @@ class Bundle:
         return list(dict.fromkeys(cls for classes in self.factor_classes.values() for cls in classes if cls >= 0))
 
     def join(self, index: int, graph: Graph, rule: ShardingRule, roots: Mapping[int, int]) -> None:
-        """Adds a node; its dimensions take the classes of the operands that the bundle already holds.
+        """Adds a node; its dimensions take the classes of the operands that the operator group already holds.
 
         `roots` says of what passed a barrier what it was before: both are one array, and have one set of classes.
         """
@@ -106,13 +107,15 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """The bundles of a graph; `home[v]` is the bundle that writes or absorbs value v; `roots` sees through aliases.
+    """The operator groups of a graph; `home[v]` is the operator group that writes or absorbs value v; `roots` sees
+    through aliases.
 
     `rules` are the nodes' sharding rules; `loose` are graph inputs that several operators read: each is decided alone.
-    `controls` are the loops and branches by node, no members of any bundle, and `bodies` the groupings of their bodies.
+    `controls` are the loops and branches by node, no members of any operator group, and `bodies` the groupings of their
+    bodies.
     """
 
-    bundles: tuple[Bundle, ...]
+    operator_groups: tuple[OperatorGroup, ...]
     home: dict[int, int]
     roots: dict[int, int]
     rules: tuple[ShardingRule, ...]
@@ -121,8 +124,8 @@ class Grouping:
     controls: Mapping[int, Control]
     bodies: Mapping[int, tuple[Grouping, ...]]
 
-    def bundle_of(self, node: Node) -> int | None:
-        """The bundle that writes the results of a node; None without results in a bundle."""
+    def operator_group_of(self, node: Node) -> int | None:
+        """The operator group that writes the results of a node; None without results in an operator group."""
         return self.home.get(node.outputs[0]) if node.outputs else None
 
 
@@ -133,7 +136,7 @@ class _Grouper:
         self.graph = graph
         self.rules = rules
         self.controls = controls
-        self.bundles: list[Bundle] = []
+        self.operator_groups: list[OperatorGroup] = []
         self.home: dict[int, int] = {}
         self.roots: dict[int, int] = {}
         self.free: set[int] = set()
@@ -153,48 +156,50 @@ class _Grouper:
                     self.roots[result] = self.roots.get(value, value)
             elif index not in self.controls:
                 self._place(index)
-        bundles = [bundle for bundle in self.bundles if bundle.members]
-        renumbered = {id(bundle): i for i, bundle in enumerate(bundles)}
-        bundle_of_value = {value: renumbered[id(self.bundles[b])] for value, b in self.home.items()}
+        operator_groups = [operator_group for operator_group in self.operator_groups if operator_group.members]
+        renumbered = {id(operator_group): i for i, operator_group in enumerate(operator_groups)}
+        operator_group_of_value = {value: renumbered[id(self.operator_groups[b])] for value, b in self.home.items()}
         return Grouping(
-            bundles=tuple(bundles),
-            home=bundle_of_value,
+            operator_groups=tuple(operator_groups),
+            home=operator_group_of_value,
             roots=self.roots,
             rules=tuple(self.rules),
             free=frozenset(self.free),
-            loose=tuple(value for value in self.graph.inputs if value not in bundle_of_value),
+            loose=tuple(value for value in self.graph.inputs if value not in operator_group_of_value),
             controls=self.controls,
             bodies={i: tuple(group(b.graph, inside=True) for b in c.bodies) for i, c in self.controls.items()},
         )
 
     def _place(self, index: int) -> None:
-        node, rule, bundle_of_value = self.graph.nodes[index], self.rules[index], self.home
+        node, rule, operator_group_of_value = self.graph.nodes[index], self.rules[index], self.home
         when = phase(node)
         host = self._host(index, when) if rule.light else None
         if host is None:
-            self.bundles.append(Bundle(phase=when, light=rule.light))
-            host = len(self.bundles) - 1
-        bundle = self.bundles[host]
+            self.operator_groups.append(OperatorGroup(phase=when, light=rule.light))
+            host = len(self.operator_groups) - 1
+        operator_group = self.operator_groups[host]
         for value in node.inputs if rule.light else ():
-            other_bundle = bundle_of_value.get(value, host)
-            if other_bundle != host and self.bundles[other_bundle].rooted:
-                self._absorb_bundle(host, other_bundle, index)
-        bundle.join(index, self.graph, rule, self.roots)
+            other_group = operator_group_of_value.get(value, host)
+            if other_group != host and self.operator_groups[other_group].rooted:
+                self._absorb(host, other_group, index)
+        operator_group.join(index, self.graph, rule, self.roots)
         # What a heavy operator alone reads, as a half-precision copy of a weight, may lie otherwise than it is read.
         for value in node.inputs if rule.light else ():
-            if value in self.single and value not in bundle_of_value:
-                bundle.inputs.append(value)
-                bundle_of_value[value] = host
-        if bundle.rooted:
+            if value in self.single and value not in operator_group_of_value:
+                operator_group.inputs.append(value)
+                operator_group_of_value[value] = host
+        if operator_group.rooted:
             makers = [(v, self.graph.producers[v]) for v in node.inputs if v in self.graph.producers]
-            bundle.rooted = all(
-                bundle_of_value.get(v, host) == host and maker not in self.controls for v, maker in makers
+            operator_group.rooted = all(
+                operator_group_of_value.get(v, host) == host and maker not in self.controls for v, maker in makers
             )
         for value in node.outputs:
-            bundle_of_value[value] = host
+            operator_group_of_value[value] = host
 
     def _host(self, index: int, when: Phase) -> int | None:
-        """The bundle that a light node joins: that of its largest operand, the latest of equals, in its own phase."""
+        """The operator group that a light node joins: that of its largest operand, the latest of equals, in its own
+        phase.
+        """
         graph, node = self.graph, self.graph.nodes[index]
         producers, literals, roots = graph.producers, graph.literals, self.roots
         operands = [roots.get(v, v) for v in node.inputs if v not in literals and v not in self.free]
@@ -205,41 +210,45 @@ class _Grouper:
         adds = not scalar and self._adds(index, operands, when)
         for value in computed:
             made_by = self.home.get(value)
-            bundle = self.bundles[made_by] if made_by is not None else None
-            joins = bundle and bundle.light and bundle.phase == when and bundle.adds == adds
-            if bundle and joins and not self._is_fetched_cast(value, bundle, index):
-                if scalar and any(bundle.value_classes.values()):
+            operator_group = self.operator_groups[made_by] if made_by is not None else None
+            joins = (
+                operator_group and operator_group.light and operator_group.phase == when and operator_group.adds == adds
+            )
+            if operator_group and joins and not self._is_fetched_cast(value, operator_group, index):
+                if scalar and any(operator_group.value_classes.values()):
                     continue
                 return made_by
             if not scalar:
                 key = (value, when, adds)
                 if key not in self.followers:
-                    self.bundles.append(Bundle(phase=when, light=True, adds=adds))
-                    self.followers[key] = len(self.bundles) - 1
+                    self.operator_groups.append(OperatorGroup(phase=when, light=True, adds=adds))
+                    self.followers[key] = len(self.operator_groups) - 1
                 return self.followers[key]
         return None
 
-    def _is_fetched_cast(self, value: int, bundle: Bundle, index: int) -> bool:
+    def _is_fetched_cast(self, value: int, operator_group: OperatorGroup, index: int) -> bool:
         """Whether a value is a cast of an input that a heavy operator of its phase reads uncast, and a node is no cast.
 
         What is cut before the cast is then fetched after it, for both: a transpose follows the copy, not the cast.
         """
         nodes, maker = self.graph.nodes, self.graph.producers[value]
-        if not bundle.rooted or not self.rules[maker].casts or self.rules[index].casts:
+        if not operator_group.rooted or not self.rules[maker].casts or self.rules[index].casts:
             return False
         readers = self.graph.consumers[value]
-        return any(not self.rules[r].light and phase(nodes[r]) == bundle.phase for r in readers)
+        return any(not self.rules[r].light and phase(nodes[r]) == operator_group.phase for r in readers)
 
     def _adds(self, index: int, operands: Sequence[int], when: Phase) -> bool:
         """Whether a node adds up results of heavy operators of its own phase, or sums of those."""
         if not self.rules[index].adds:
             return False
-        sources = [self.bundles[number] if (number := self.home.get(value)) is not None else None for value in operands]
+        sources = [
+            self.operator_groups[number] if (number := self.home.get(value)) is not None else None for value in operands
+        ]
         return all(source and source.phase == when and (source.adds or not source.light) for source in sources)
 
     def _rank(self, value: int) -> tuple[int, bool, int]:
         number = self.home.get(value)
-        rooted = number is not None and self.bundles[number].rooted
+        rooted = number is not None and self.operator_groups[number].rooted
         return self.sizes[id(self.graph.types[value])], not rooted, self.graph.producers[value]
 
     def _is_scalar(self, index: int) -> bool:
@@ -251,9 +260,11 @@ class _Grouper:
             self.scalar[id(self.rules[index])] = is_scalar
         return is_scalar
 
-    def _absorb_bundle(self, host: int, guest: int, index: int) -> None:
-        """Moves a bundle that only transforms inputs for this node (a moment scaled by its decay) into the host."""
-        source, target = self.bundles[guest], self.bundles[host]
+    def _absorb(self, host: int, guest: int, index: int) -> None:
+        """Moves an operator group that only transforms inputs for this node (a moment scaled by its decay) into the
+        host.
+        """
+        source, target = self.operator_groups[guest], self.operator_groups[host]
         if not (source.light and source.rooted and source.members and source.phase == target.phase):
             return
         graph = self.graph
@@ -279,12 +290,13 @@ class _Grouper:
         target.members.extend(source.members)
         target.inputs.extend(source.inputs)
         self.home.update(dict.fromkeys((*written, *source.inputs), host))
-        self.bundles[guest] = Bundle(phase=source.phase, light=True)
+        self.operator_groups[guest] = OperatorGroup(phase=source.phase, light=True)
 
 
 @without_gc()
 def group(graph: Graph, *, inside: bool = False) -> Grouping:
-    """The bundles of a graph, in order of their first member; `inside` a loop or branch no bundle absorbs an input.
+    """The operator groups of a graph, in order of their first member; `inside` a loop or branch no operator group
+    absorbs an input.
 
     Light operators join the group of their largest, latest operand.
     """
