@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from benchmarks.predictions import make_step
+from benchmarks.one_device import make_step
 from models import gpt
 from passes.errors import OverBudgetError
 from passes.text import quantities

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.one_device import make_step
 from models import gpt
 from passes.text import quantities
 
@@ -76,18 +77,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", default=15, type=int, metavar="N", help="measured steps (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     return parser.parse_args(argv)
-
-
-def make_step(config: gpt.Config, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """An ordinary train step (state, batch) -> (state, loss); state is (parameters, optimizer's state)."""
-
-    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        params, moments = state
-        loss, gradients = jax.value_and_grad(lambda params: gpt.loss(config, params, batch))(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
-
-    return train_step
 
 
 def measure(planner: str, config: gpt.Config, batch_size: int, steps: int) -> Prediction:

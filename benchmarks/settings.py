@@ -186,6 +186,7 @@ NETWORKS: Mapping[str, Callable[[], Network]] = {
     "skip": lambda: _random(9, HOST, autopar.Auto),
     "siamese": lambda: _random(12, HOST, autopar.Auto),
     "layers": lambda: _gpt(SMALL(layers=4), HOST, autopar.Auto),
+    "tied": lambda: _gpt(SMALL(layers=4), HOST, lambda: autopar.Auto(solver=SolverOptions(untied=0))),
     "limit": lambda: _random(13, PAIR, partial(autopar.Auto, memory_limit="420 MB")),
     "stages": lambda: _random(8, "2x1:v100-16g", partial(autopar.Auto, pipeline=True, layers=4)),
     "deep": lambda: _gpt(SMALL(layers=8), "2x1:v100-16g", partial(autopar.Auto, pipeline=True, memory_limit="30 MB")),
@@ -194,10 +195,10 @@ NETWORKS: Mapping[str, Callable[[], Network]] = {
     "gpt stages": lambda: _gpt(LARGE(layers=8), "2x1:v100-16g", partial(autopar.Auto, pipeline=True)),
 }
 """Networks by what they exercise. The random ones take about a second: a tight relaxation, dense edges, a loose
-relaxation whose rest is eliminated, two towers of equal nodes, memory rows and variants, stages. Layers that are tied
-take two, a deep pipeline that hardly fits takes ten. The others are what people plan, and take minutes."""
+relaxation whose rest is eliminated, two towers of equal nodes, memory rows and variants, stages. Equal layers, apart
+or tied, take two, a deep pipeline that hardly fits takes ten. The others are what people plan, and take minutes."""
 
-FREE = ("attention", "shared", "skip", "siamese", "layers")
+FREE = ("attention", "shared", "skip", "siamese", "layers", "tied")
 STAGES = ("stages", "deep")
 DEFAULT: Mapping[str, tuple[str, ...]] = {
     "solver": (*FREE, "limit"),

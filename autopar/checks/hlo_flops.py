@@ -10,6 +10,7 @@ import math
 import re
 
 from autopar.checks import hlo
+from autopar.checks.hlo_groups import numbers
 
 _RESULT = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]")
 _OPERAND = r"(?:\w+\[[^ ]* )?%?([\w.\-]+)"
@@ -26,7 +27,7 @@ def product_flops(hlo_text: str) -> float:
         result = _RESULT.match(line)
         if result is None:
             continue
-        shape = _numbers(result[2])
+        shape = numbers(result[2])
         shapes[result[1]] = shape
         product = _PRODUCT.search(line)
         if product is not None:
@@ -39,7 +40,7 @@ def product_flops(hlo_text: str) -> float:
 def _contracted(line: str, lhs: tuple[int, ...]) -> int:
     """The number of elements that a dot sums for each element of its result."""
     match = _CONTRACTED.search(line)
-    return math.prod(lhs[d] for d in _numbers(match[1])) if match else 1
+    return math.prod(lhs[d] for d in numbers(match[1])) if match else 1
 
 
 def _window(line: str, kernel: tuple[int, ...]) -> float:
@@ -48,7 +49,3 @@ def _window(line: str, kernel: tuple[int, ...]) -> float:
     """
     match = _LABELS.search(line)
     return math.prod(kernel) / kernel[match[1].index("o")] if match and kernel else 1.0
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(","))) if text else ()

@@ -85,14 +85,14 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     if _LISTED.fullmatch(text):
         return _nested(text[1:-1])
     if iota := _IOTA.fullmatch(text):
-        return tuple(map(tuple, _iota(iota[2], iota[3]).reshape(_numbers(iota[1])).tolist()))
+        return tuple(map(tuple, _iota(iota[2], iota[3]).reshape(numbers(iota[1])).tolist()))
     mesh = _MESH.fullmatch(text)
     if not mesh:
         raise ValueError(f"unknown replica groups {text}")
     names, extents = zip(*(axis.rsplit("=", 1) for axis in mesh[1].split(",")), strict=True)
     shape = tuple(map(int, extents))
     listed = _MESH_IDS.fullmatch(mesh[2]) if mesh[2] else None
-    ids = _iota(listed[1], listed[2]) if listed else np.array(_numbers(mesh[2]) or range(math.prod(shape)))
+    ids = _iota(listed[1], listed[2]) if listed else np.array(numbers(mesh[2]) or range(math.prod(shape)))
     return _along(ids.reshape(shape), [_sub_axis(axis, names, shape) for axis in mesh[3].split(",") if axis])
 
 
@@ -120,13 +120,14 @@ def _along(ids: np.ndarray, sub_axes: list[tuple[int, int, int]]) -> tuple[tuple
 
 def _iota(shape: str, permutation: str | None) -> np.ndarray:
     """XLA's `[shape]T(permutation)`: the device ids counted row-major in `shape`, then transposed."""
-    dims = _numbers(shape)
-    return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(permutation) or range(len(dims)))
+    dims = numbers(shape)
+    return np.arange(math.prod(dims)).reshape(dims).transpose(numbers(permutation) or range(len(dims)))
 
 
 def _nested(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", text))
+    return tuple(numbers(group) for group in re.findall(r"\{([\d,]*)\}", text))
 
 
-def _numbers(text: str | None) -> tuple[int, ...]:
+def numbers(text: str | None) -> tuple[int, ...]:
+    """The whole numbers between commas."""
     return tuple(map(int, text.split(","))) if text else ()

@@ -6,6 +6,7 @@ there is learned from a minute of products, copies and collectives, every device
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,12 +44,17 @@ class Measurement:
     overlap: float | None
 
 
-def measure(devices: Sequence[Device] | None = None, *, announce: Progress = lambda what: None) -> Cluster:
+def measure(
+    devices: Sequence[Device] | None = None, *, announce: Progress = lambda what: None, said: Progress | None = None
+) -> Cluster:
     """The cluster of these devices (by default all of this process), measured in one to two minutes.
 
-    `announce` hears in words what is measured next. Raises ClusterError as `local_cluster` does.
+    `announce` hears in words what is measured next; `said` is its name of before, and deprecated. Raises ClusterError
+    as `local_cluster` does.
     """
-    return measurement(devices, announce=announce).cluster
+    if said is not None:
+        warnings.warn("measure(said=) is deprecated: write measure(announce=)", DeprecationWarning, stacklevel=2)
+    return measurement(devices, announce=said or announce).cluster
 
 
 def measurement(devices: Sequence[Device] | None = None, *, announce: Progress = lambda what: None) -> Measurement:

@@ -67,7 +67,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 @rule("tridiagonal_solve")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    """Three diagonals [..., n] and the right-hand sides [..., n, sides]."""
+    """Three diagonals [..., n] and the right-hand sides [..., n, sides]: 3 flops a row to eliminate, 5 to solve."""
     *diagonals, sides = operands
     batch = range(sides.rank - 2)
     return build(

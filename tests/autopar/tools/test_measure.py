@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.tools import device_sweep, measurement_text
+from autopar.tools import device_sweep, measurement, measurement_text
 from autopar.tools.cli import main
 from autopar.tools.device_sweep import Sample
 from autopar.tools.measurement import NBYTES, Measurement, hidden
@@ -158,7 +158,19 @@ def test_a_wrong_plot_is_refused_before_anything_is_measured(capsys, tmp_path):
     assert "a plot is a file that ends in" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+def test_the_former_name_of_an_argument_is_deprecated(monkeypatch):
+    cluster, announced = parse_cluster("2:cpu"), list[str]()
+
+    def measured(devices, announce):
+        announce("products")
+        return Measurement(cluster=cluster, samples=(), overlap=None)
+
+    monkeypatch.setattr(measurement, "measurement", measured)
+    with pytest.warns(DeprecationWarning, match=r"write measure\(announce=\)"):
+        assert autopar.measure(said=announced.append) == cluster
+    assert announced == ["products"]
+
+
 def test_the_devices_here_are_measured_and_planned_for(tmp_path, capsys):
     path = tmp_path / "here.json"
     assert main(["measure", "--out", str(path)]) == 0
