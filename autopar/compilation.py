@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from autopar.distributed import Processes, among
 from autopar.errors import DeviceError, UnsupportedError, explain
 from autopar.frontend import Library, Signature, Traced, Type, library_of, structs_of, trace, types_of
-from autopar.jax_compat import Device, configuration, is_traced
+from autopar.jax_compat import Device, configuration, is_manual, is_traced
 from autopar.options import Settings
 from autopar.plan import PipelinePlan, Plan
 from autopar.planning import Chosen, agree, choose
@@ -249,7 +249,9 @@ class Compilations:
     """The same function of arrays alone, for each library of whose modules it was called with."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of a call."""
+        """The results of a call; on one device of a `shard_map` of the caller's, those of `jax.jit`."""
+        if is_manual():
+            return jax.jit(self.fun, **self.jit)(*args, **kwargs)
         dynamic, statics = self.signature.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         known = self.known.get((tree, statics, types_of(leaves), configuration()))

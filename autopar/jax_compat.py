@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 from typing import Literal as OneOf
 
 import jax
+from jax._src import checkify as _checkify  # no public way to ask who stages a call
 from jax._src import config as _config  # no public way to all configuration that a trace reads, nor to `check_vma`
 from jax._src import core as _core  # no public way to ask whether a trace is under way
 from jax._src import distributed as _distributed  # no public way to the coordination service's key-value store
@@ -54,8 +55,10 @@ __all__ = [
     "has_ambient_mesh",
     "has_plain_type",
     "is_array_type",
+    "is_checked",
     "is_concrete",
     "is_jaxpr",
+    "is_manual",
     "is_ordered",
     "is_staged",
     "is_staging",
@@ -195,6 +198,19 @@ def bind_params(equation: HasPrimitive, params: dict[str, Any]) -> dict[str, Any
     """The parameters to bind an equation's primitive with; both versions return one dict."""
     subfuns_and_params = equation.primitive.get_bind_params(params)
     return dict(subfuns_and_params[-1]) if isinstance(subfuns_and_params, tuple) else dict(subfuns_and_params)
+
+
+def is_checked() -> bool:
+    """Whether the call is staged by `jax.experimental.checkify`, which adds checks to each operator that it sees."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != _checkify.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def is_manual() -> bool:
+    """Whether the call is inside a `shard_map`, where arrays are one device's."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def no_mesh() -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
-from autopar.frontend.primitives import BODIES, CALLS, HINTS, PLACED, dtype_name, node_params
+from autopar.frontend.primitives import BODIES, CALLS, HINTS, PLACED, dimension_reduction, dtype_name, node_params
 from passes.ir import Graph, Node, TensorType
 
 
@@ -134,6 +134,8 @@ class _Builder:
             inputs = self._barrier(equation, inputs, site)
             inner, consts = jax_compat.open_jaxpr(equation.params[CALLS[name]])
             return self.inline(inner, consts, inputs, site)
+        if (reduction := dimension_reduction(equation)) is not None:
+            return self.inline(*jax_compat.open_jaxpr(reduction), inputs, site)
         if reason := jax_compat.unkept_effect(equation):
             raise UnsupportedError(_unsupported(name, reason, site.source))
         jaxprs = (jaxpr for key in BODIES.get(name, ()) for jaxpr in _several(equation.params[key]))

@@ -46,6 +46,19 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LARGEST_ARRAY_PARAM = 64
 
 
+_REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
+
+
+def dimension_reduction(equation: Any) -> Any:
+    """The jaxpr of what `vmap` leaves of a collective over its axis: a reduction of dimensions; None for all else."""
+    reduce, params = _REDUCTIONS.get(equation.primitive.name), equation.params
+    if reduce is None or params["axis_index_groups"] or not all(isinstance(axis, int) for axis in params["axes"]):
+        return None
+    types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
+    with jax_compat.no_mesh():
+        return jax.make_jaxpr(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs])(*types)
+
+
 def node_params(equation: Any, source: str) -> dict[str, object]:
     """An equation's parameters as planning reads them: what the user has placed, a loop's counts, or all as they are.
 

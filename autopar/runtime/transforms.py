@@ -26,6 +26,7 @@ def transformable(planned: Flat, user_function: Flat) -> Flat:
     """A function that is `planned` where it is only staged, and `user_function` where derivatives or batches are taken.
 
     What is staged may be differentiated or batched later, so it carries the rules that lead to `own` with it.
+    `checkify` stages what it is given, and then checks the operators of the user's function, not those of the plan.
     """
     batchable = custom_vmap(planned)
 
@@ -52,7 +53,8 @@ def transformable(planned: Flat, user_function: Flat) -> Flat:
 
     def function(*leaves: Any) -> tuple[Any, ...]:
         traced = filter(jax_compat.is_traced, leaves)
-        return program(*leaves) if all(map(jax_compat.is_staged, traced)) else user_function(*leaves)
+        is_staged = all(map(jax_compat.is_staged, traced)) and not jax_compat.is_checked()
+        return program(*leaves) if is_staged else user_function(*leaves)
 
     return function
 

@@ -2,7 +2,19 @@
 leaves to do.
 """
 
-from passes.rules import convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window
+from passes.rules import (
+    convolution,
+    effects,
+    elementwise,
+    indexing,
+    libraries,
+    linalg,
+    pinned,
+    random,
+    reduction,
+    shape,
+    window,
+)
 from passes.rules.effects import makes_the_same
 from passes.rules.pinned import pinned_mesh
 from passes.rules.registry import (
@@ -42,5 +54,5 @@ __all__ = [
     "sum_of",
 ]
 
-RULES = (convolution, effects, elementwise, indexing, linalg, pinned, random, reduction, shape, window)
+RULES = (convolution, effects, elementwise, indexing, libraries, linalg, pinned, random, reduction, shape, window)
 """The modules of rules, each of which registers its own when it is loaded."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
+from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node
 from passes.rules.registry import ShardingRule, Types, build, rule
 from passes.sharding import parse_spec
@@ -33,13 +34,23 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 
 def pinned_mesh(graph: Graph) -> Mapping[str, int] | None:
-    """The axes and sizes that the `shard_map`s of a program name; None where there are none."""
-    return next(_meshes(graph), None)
+    """The axes and sizes that the `shard_map`s of a program name; None where there are none.
+
+    Raises PlanningError where they name several meshes.
+    """
+    meshes = {tuple(mesh.items()): (mesh, node) for mesh, node in _meshes(graph)}
+    if len(meshes) > 1:
+        named = [", ".join(f"{name}={size}" for name, size in mesh) for mesh in meshes]
+        places = " and ".join(node.source for _, node in meshes.values() if node.source)
+        rule = f"they name the meshes ({') and ('.join(named)}), and a program is planned on one"
+        remedy = "write them over one mesh, or take the smaller one away and let the plan cut what it computes"
+        raise PlanningError(explain("shard_maps of one function", rule, f"at {places}" if places else "", remedy))
+    return next((mesh for mesh, _ in meshes.values()), None)
 
 
-def _meshes(graph: Graph) -> Iterator[Mapping[str, int]]:
+def _meshes(graph: Graph) -> Iterator[tuple[Mapping[str, int], Node]]:
     for node in graph.nodes:
         if node.primitive == "shard_map":
-            yield cast("Mapping[str, int]", node.params["mesh"])
+            yield cast("Mapping[str, int]", node.params["mesh"]), node
         for body in node.subgraphs:
             yield from _meshes(body)

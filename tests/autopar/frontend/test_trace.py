@@ -15,6 +15,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import autopar
 from autopar import jax_compat
 from autopar.frontend import Body, Traced, trace
 from passes.ir import Graph, Node, TensorType, phase
@@ -297,3 +298,22 @@ def test_same_program_same_fingerprint(step: Traced):
 
 
 # Tied state.
+
+
+def test_a_sum_over_an_axis_of_vmap_is_a_sum_over_a_dimension() -> None:
+    """What `pmap` code becomes: batch normalisation over devices is one over the batch, reduced and not gathered."""
+
+    def normed(weight: jax.Array, x: jax.Array) -> jax.Array:
+        y = x @ weight
+        mean, largest = jax.lax.pmean(y, "batch"), jax.lax.pmax(jax.lax.stop_gradient(jnp.abs(y)), "batch")
+        return jnp.mean(((y - mean) / largest) ** 2)
+
+    def step(weight: jax.Array, x: jax.Array) -> jax.Array:
+        losses = jax.vmap(normed, in_axes=(None, 0), axis_name="batch")
+        return weight - jax.grad(lambda weight: losses(weight, x).mean())(weight)
+
+    weight, x = jnp.eye(8), jax.random.normal(jax.random.key(0), (16, 8))
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel(), devices=jax.devices()[:4])
+    assert {"psum", "pmax"}.isdisjoint(node.primitive for node in parallel.step(weight, x).graph.nodes)
+    np.testing.assert_allclose(parallel(weight, x), jax.jit(step)(weight, x), rtol=1e-5, atol=1e-6)
+    assert {c.kind for c in parallel.plan(weight, x).collectives} == {"all_reduce"}

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import io_callback
+from jax.experimental import checkify, io_callback
+from jax.sharding import Mesh, PartitionSpec
 
 import autopar
+from passes.errors import PlanningError
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -271,3 +273,46 @@ def test_compiled_programs_refuse_other_static_values():
     assert_close((compiled(X), compiled(X, "up")), (2 * X, 2 * X))
     with pytest.raises(autopar.ArgumentError, match="'down': the program was compiled for mode = 'up'"):
         compiled(X, "down")
+
+
+def checked(x: jax.Array) -> jax.Array:
+    checkify.check(x.sum() > 1e9, "too small: {total}", total=x.sum())
+    return x
+
+
+CHECKS: dict[str, tuple[Any, Any]] = {
+    "a check": (checked, checkify.user_checks),
+    "an index": (lambda x: x[jnp.int32(100)], checkify.index_checks),
+    "no number": (lambda x: jnp.log(x - 9), checkify.float_checks),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_checkify_checks_the_users_operators(name: str):
+    function, errors = CHECKS[name]
+    parallel = autopar.parallelize(function, devices=jax.devices()[:4])
+    wanted = checkify.checkify(jax.jit(function), errors=errors)(X)[0].get()
+    assert wanted
+    assert checkify.checkify(parallel, errors=errors)(X)[0].get() == wanted
+    inside = autopar.parallelize(checkify.checkify(function, errors=errors), devices=jax.devices()[:4])
+    assert inside(X)[0].get() == wanted
+
+
+def over(*sizes: int) -> Function:
+    """A sum over the devices along the first of the axes of a mesh."""
+    mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("a", "b")[: len(sizes)])
+    spec = PartitionSpec("a")
+    return jax.shard_map(lambda x: x + lax.psum(x, "a"), mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def test_one_device_of_a_shard_map_calls_it_as_it_would_jit():
+    mesh, spec = Mesh(np.array(jax.devices()), ("a",)), PartitionSpec("a")
+    parallel = autopar.parallelize(lambda x: 2 * lax.psum(x, "a"))
+    mapped = jax.shard_map(lambda x: x + parallel(x), mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_array_equal(mapped(X), X + 2 * jnp.tile(X.reshape(8, 2).sum(0), 8))
+
+
+def test_two_meshes_are_refused_by_name():
+    both = autopar.parallelize(lambda x: over(2, 4)(x) + over(4, 2)(x))
+    with pytest.raises(PlanningError, match=r"\(a=2, b=4\) and \(a=4, b=2\), and a program is planned on one"):
+        both(X)

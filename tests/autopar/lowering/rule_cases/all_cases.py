@@ -6,6 +6,7 @@ from tests.autopar.lowering.rule_cases import (
     convolution,
     elementwise,
     indexing,
+    libraries,
     linalg,
     random,
     reduction,
@@ -19,6 +20,7 @@ ABSENT = elementwise.NEWER | {
         ("debug_callback", "debug_print", "io_callback", "pure_callback"),
         "it runs once, on whole operands: tests/autopar/lowering/test_effects.py",
     ),
+    "platform_index": "it has no operands, and means something in a compiled program alone",
     "mulhi": "XLA's CPU compiler refuses it for more than one device",
     "shard_map": "its pieces are the user's, not the rule's",
     "sharding_constraint": "it passes its operand on in pieces that the user chose",
@@ -28,5 +30,5 @@ ABSENT = elementwise.NEWER | {
 
 def cases() -> list[Case]:
     """Every case; made by a function because arrays of 64 bits need JAX to be told first."""
-    modules = (elementwise, shape, linalg, reduction, random, indexing, scatters, convolution)
+    modules = (elementwise, shape, linalg, reduction, random, indexing, scatters, convolution, libraries)
     return [case for module in modules for case in module.cases()]
