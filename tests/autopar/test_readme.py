@@ -1,0 +1,75 @@
+"""The README's adapters for code that was written for other wrappers, run as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import autopar
+
+README = Path(__file__).parents[2] / "README.md"
+BATCH = jax.random.normal(jax.random.key(0), (16, 8))
+OPTIMIZER = optax.sgd(0.1)
+
+
+def device_step(weight: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One device's part of a step under `pmap`."""
+    loss, grads = jax.value_and_grad(lambda weight: jnp.mean((rows @ weight - rows) ** 2))(weight)
+    return weight - 0.1 * jax.lax.pmean(grads, "batch"), jax.lax.pmean(loss, "batch")
+
+
+def update(weight: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loss, grads = jax.value_and_grad(lambda weight: jnp.mean((batch @ weight - batch) ** 2))(weight)
+    return weight - 0.1 * grads, loss
+
+
+def adapted(mark: str) -> Any:
+    """The step that the README's only block with this text defines."""
+    section = README.read_text().split("## Code written for other wrappers")[1].split("\n## ")[0]
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL) if mark in block]
+    names = {"autopar": autopar, "jax": jax, "jnp": jnp, "nnx": nnx, "eqx": eqx, "optimizer": OPTIMIZER}
+    names |= {"device_step": device_step, "update": update}
+    exec(block, names)
+    return names["train_step"]
+
+
+def test_pmap():
+    weight, rows = jnp.stack([jnp.eye(8) / 2] * 8), BATCH.reshape(8, 2, 8)
+    wanted = jax.pmap(device_step, axis_name="batch")(weight, rows)
+    for mine, theirs in zip(adapted("pmap")(weight, rows), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mark", ["nnx", "update, donate"])
+def test_steps_for_one_program(mark: str):
+    if mark == "nnx":
+        model = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+        before = jnp.array(model.kernel[...])
+        loss = adapted("nnx.value_and_grad")(model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param), BATCH)
+        after = model.kernel[...]
+    else:
+        before = jnp.eye(8) / 2
+        after, loss = adapted(mark)(before + 0, BATCH)
+    wanted, value = jax.jit(update)(before, BATCH)
+    np.testing.assert_allclose(after, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss, value, rtol=1e-5)
+
+
+def test_equinox():
+    model = eqx.nn.MLP(8, 8, 4, 1, activation=jax.nn.relu, key=jax.random.key(1))
+    state = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
+    step, losses = adapted("eqx.apply_updates"), list[float]()
+    for _ in range(2):
+        model, state, loss = step(model, state, BATCH)
+        losses.append(float(loss))
+    assert model.activation is not None
+    assert losses[1] < losses[0]
