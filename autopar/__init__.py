@@ -9,6 +9,7 @@ from autopar.lowering import register_rule
 from autopar.plan import PipelinePlan, Plan
 from autopar.profiling import Calibration, StepReport
 from autopar.tools import Simulation, measure, simulate, topology
+from autopar.training import StepLog
 from passes.cluster import Cluster, DeviceSpec, HostGroup, HostSpec, Link, register_device
 from passes.errors import ClusterError, InternalError, OverBudgetError, PlanMismatchError, PlanningError
 from passes.inter_op import SCHEDULES, Schedule, Task
@@ -66,6 +67,7 @@ __all__ = [
     "Simulation",
     "SolverOptions",
     "Step",
+    "StepLog",
     "StepReport",
     "Task",
     "UnboundPlanError",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
 import jax
+from jax.sharding import Sharding
 
 from autopar.cache import PlanCache
 from autopar.compilation import Compilations
@@ -26,6 +27,7 @@ from autopar.profiling import Calibration, StepReport
 from autopar.reporting import report, zeros
 from autopar.rewrite import TracedStep
 from autopar.runtime import Compiled, Lowered
+from autopar.training import Batches
 from passes.cluster import Cluster
 from passes.gc_pause import without_gc
 from passes.planners import Planner
@@ -152,13 +154,30 @@ class ParallelFunction:
         planned or called with such a state before. Raises ArgumentError where it has not.
         """
         state = jax.eval_shape(init_fn, *args)
-        compilation = self._compilations.of((state, *others), {}) if others else self._compilations.about(state)
+        known = self._compilations.about(state)
+        compilation = self._compilations.of((state, *others), {}) if others else known and known[0]
         if compilation is None:
             rule = "it has not been planned for such a state, and what else it takes is not known"
             remedy = "pass that, or its types: init(init_fn, key, others=(batch,))"
             raise ArgumentError(explain(f"{self.signature.function}.init()", rule, self.signature.source, remedy))
         count = len(jax.tree.leaves(state))
         return made(init_fn, args, compilation.placements()[:count])
+
+    def batches(
+        self, source: Iterable[Any], *, prefetch: int = 2, position: Any = None, own_rows: bool = False
+    ) -> Batches:
+        """The elements of `source`, for the second argument of this function, fetched ahead and on their devices.
+
+        `prefetch` elements are fetched by a thread while steps run. From the second on they are put where the function
+        reads them. Of several processes each has the whole batch in its source; with `own_rows`, as many rows of it as
+        the others. `position` is where to go on, as the result's `.position` was: see `Batches`.
+        """
+
+        def shardings(batch: Any) -> list[Sharding] | None:
+            known = self._compilations.about(batch, 1)
+            return known[0].placements()[known[1]] if known else None
+
+        return Batches(source, shardings, prefetch, position, own_rows=own_rows)
 
     def report(self, *args: Any, **kwargs: Any) -> StepReport:
         """Predicted and measured steps of `fun(*args, **kwargs)` by cause and stage, to be printed.

@@ -268,14 +268,18 @@ class Compilations:
         known = [*self.known.values(), *(pure.last for pure in self.pure.values())]
         return next((one for one in reversed(known) if one is not None and one.run is not None), None)
 
-    def about(self, first: Any) -> Compilation | None:
-        """The last compilation for a first argument of these types; None if there is none."""
-        leaves, tree = jax.tree.flatten(first)
+    def about(self, value: Any, position: int = 0) -> tuple[Compilation, slice] | None:
+        """The last compilation for an argument of these types at a position, and its place among the flat arguments;
+        None if there is none.
+        """
+        leaves, tree = jax.tree.flatten(value)
         types = types_of(leaves)
         for (whole, _, known, _), compilation in reversed(self.known.items()):
-            positional = whole.children()[0].children()
-            if positional and positional[0] == tree and known[: len(types)] == types:
-                return compilation
+            arguments = whole.children()[0].children()
+            first = sum(argument.num_leaves for argument in arguments[:position])
+            at = slice(first, first + len(types))
+            if len(arguments) > position and arguments[position] == tree and known[at] == types:
+                return compilation, at
         return None
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:

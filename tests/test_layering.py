@@ -47,6 +47,7 @@ ORDER = {
             "planning",
             "programs",
             "compilation",
+            "training",
             "reporting",
             "api",
             "tools",

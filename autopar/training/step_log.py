@@ -1,0 +1,74 @@
+"""A line for each step and process, which a person or a machine can read."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from autopar.errors import DeviceError, explain
+
+Record = Mapping[str, Any]
+"""A step as plain data: `step`, `process`, `host`, `seconds` since the one before, and the values that were given."""
+
+
+def as_text(record: Record) -> None:
+    """Writes a record to standard output as a line for people."""
+    values = "".join(f"  {name} {_short(value)}" for name, value in record.items() if name not in _HEAD)
+    seconds = "first" if record["seconds"] is None else f"{record['seconds']:.3f} s"
+    sys.stdout.write(f"step {record['step']}  process {record['process']} on {record['host']}  {seconds}{values}\n")
+    sys.stdout.flush()
+
+
+def as_json(record: Record) -> None:
+    """Writes a record to standard output as a line of JSON; what is not finite becomes text."""
+    plain = {n: str(v) if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}
+    sys.stdout.write(json.dumps(plain) + "\n")
+    sys.stdout.flush()
+
+
+_HEAD = ("step", "process", "host", "seconds")
+
+
+@dataclass(slots=True, kw_only=True)
+class StepLog:
+    """A log that is called with each step's number and values; every process writes its own.
+
+    `write` is given each record: `StepLog.as_text`, `StepLog.as_json`, or a function that hands it to TensorBoard or
+    any other writer. With `finite` a value that is not a finite number is an error.
+    """
+
+    write: Callable[[Record], None] = as_text
+    finite: bool = False
+    _last: float | None = field(default=None, init=False)
+
+    as_text = staticmethod(as_text)
+    as_json = staticmethod(as_json)
+
+    def __call__(self, step: int, **values: Any) -> None:
+        """Writes the record of a step, once its values, numbers or arrays of one, are computed.
+
+        Raises DeviceError with `finite` for NaN and infinity.
+        """
+        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        now = time.perf_counter()
+        seconds = None if self._last is None else now - self._last
+        self._last = now
+        process, host = jax.process_index(), socket.gethostname()
+        self.write({"step": step, "process": process, "host": host, "seconds": seconds, **numbers})
+        for name, value in numbers.items() if self.finite else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                remedy = "restore a checkpoint from before, with a smaller learning rate or other data"
+                what = f"{name} of step {step} on process {process}, host {host}"
+                raise DeviceError(explain(what, f"it is {value}, and should be finite", "", remedy))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,77 @@
+"""Batches that are fetched ahead: the same elements, where they are read, from where a run has left off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import DataParallel
+
+BATCHES = [{"x": np.full((8, 2), float(n), np.float32), "weight": np.float32(n)} for n in range(6)]
+
+
+class Stateful:
+    """An iterator with a state of its own, as Grain has them."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Stateful:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(BATCHES):
+            raise StopIteration
+        self.at += 1
+        return BATCHES[self.at - 1]
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def step(total: jax.Array, batch: Any) -> jax.Array:
+    return total + jnp.sum(batch["x"]) * batch["weight"]
+
+
+@pytest.mark.parametrize("source", [lambda: iter(BATCHES), Stateful])
+def test_every_element_once_where_it_is_read_and_on_from_a_position(source: Any):
+    parallel = autopar.parallelize(step, planner=DataParallel())
+    total, plain = jnp.float32(0), jnp.float32(0)
+    batches = parallel.batches(source(), prefetch=3)
+    taken = [next(batches), next(batches)]
+    position = batches.position  # three more have been fetched by now, perhaps
+    assert position in (2, {"at": 2})
+    rest = list(parallel.batches(source(), position=position))
+    for batch in [*taken, *rest]:
+        total = parallel(total, batch)
+    for batch in BATCHES:
+        plain = step(plain, batch)
+    assert total == plain
+    placed = list(parallel.batches(source(), prefetch=1))
+    assert len(placed) == len(BATCHES)
+    (_, where), _ = parallel.placement(total, BATCHES[0])
+    assert placed[-1]["x"].sharding == where["x"].sharding
+    assert len(placed[-1]["x"].sharding.device_set) == 8
+    own = list(parallel.batches(source(), own_rows=True))
+    assert all(isinstance(b["x"], jax.Array) and b["x"].shape == (8, 2) for b in own if b)
+
+
+def test_an_error_of_the_source_is_raised_where_its_element_is_due():
+    def source() -> Any:
+        yield BATCHES[0]
+        raise OSError("the disk is gone")
+
+    batches = autopar.parallelize(step).batches(source())
+    assert next(batches)["weight"] == 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+    with pytest.raises(autopar.ArgumentError, match="prefetch=0"):
+        autopar.parallelize(step).batches([], prefetch=0)
