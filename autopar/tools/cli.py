@@ -24,6 +24,7 @@ from autopar.tools import (
     completion_command,
     doctor_command,
     explain_command,
+    export_command,
     fit,
     fit_text,
     front,
@@ -52,7 +53,7 @@ DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses; 130 is what shells give a program that Ctrl-C ends."""
 
 COMMANDS = (
-    *(report_command.COMMAND, explain_command.COMMAND, measure_command.COMMAND),
+    *(report_command.COMMAND, explain_command.COMMAND, export_command.COMMAND, measure_command.COMMAND),
     *(launch_command.LAUNCH, launch_command.RUN),
     *(doctor_command.COMMAND, completion_command.COMMAND, help_command.COMMAND),
 )

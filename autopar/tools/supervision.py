@@ -8,16 +8,16 @@ from typing import TextIO
 from autopar.tools.launch import Launch
 
 HELP = """\
-Run a script as `autopar launch` does, and again when a process dies, hangs or is
-cut off. The script saves to autopar.Checkpoints(), which is the folder of
+Run a script as `autopar launch` does, and again when a process dies, hangs or
+is cut off. The script saves to autopar.Checkpoints(), which is the folder of
 --resume, and goes on from what it restores from there."""
 
 MORE = """\
 example:
   autopar run --processes 4 --resume run1 --elastic train.py --steps 1000
 
-SIGTERM and Ctrl-C are passed on and end the run: autopar.Checkpoints().preempted()
-tells the script to save first.
+SIGTERM and Ctrl-C are passed on and end the run:
+autopar.Checkpoints().preempted() tells the script to save first.
 
 exit status: 0 the script has succeeded, else as of `autopar launch`, of its
 last run."""

@@ -1,0 +1,183 @@
+"""`autopar export`: a plan's mesh and shardings as a module of plain JAX, without autopar; or the program itself."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jax
+import jax.export
+from jax.sharding import PartitionSpec
+
+from autopar.plan import partition_spec
+from autopar.tools import targets
+from autopar.tools.command import DONE, Command, Output, write
+from autopar.tools.explain_command import target_of
+from autopar.tools.targets import UsageError
+from passes.errors import explain
+from passes.plan import Plan, load_plan
+from passes.text import nbytes
+
+_HELP = """\
+Take a plan elsewhere.
+
+--format shardings writes a small Python module with the plan's mesh and the
+PartitionSpec of every argument and result, for jax.jit; it needs JAX alone.
+--format jax-export writes the step, cut so, in JAX's own format, for
+jax.export.deserialize on the plan's number of devices."""
+
+_MORE = """\
+example:
+  autopar export plan.json --format shardings -o shardings.py
+
+With the module, your step runs under plain jax.jit:
+
+  from shardings import shard
+  step = shard(train_step, devices=jax.devices(), donate_argnums=0)
+
+XLA chooses what lies between: operators and collectives may be others than the
+plan's. Microbatches, recomputation, offload and pipelines are not in a module.
+
+exit status: 0 written, 2 the plan cannot be taken there."""
+
+_MODULE = '''"""Shardings of a train step for {devices} devices, written by `autopar export`; needs JAX alone.
+
+    step = shard(train_step, devices=jax.devices(), donate_argnums=0)
+
+Plan {fingerprint} by {planner} for {cluster}: {seconds:.3g} s a step predicted, {peak} of a device.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MESH = {mesh!r}
+"""Axes of the mesh and their sizes."""
+
+INPUTS = {{
+{inputs}}}
+"""The placement of every array among the arguments, in the order of `jax.tree.leaves`; by its path."""
+
+OUTPUTS = {{
+{outputs}}}
+"""The placement of every array among the results, likewise."""
+
+
+def mesh(devices):
+    """The mesh over the first devices."""
+    size = int(np.prod(list(MESH.values()), dtype=int))
+    return Mesh(np.asarray(devices[:size]).reshape(tuple(MESH.values())), tuple(MESH))
+
+
+def placed(specs, tree, devices):
+    """The shardings as a pytree like `tree`."""
+    on = mesh(devices)
+    leaves, structure = jax.tree.flatten(tree)
+    if len(leaves) != len(specs):
+        raise ValueError(f"{{len(leaves)}} arrays where the plan has {{len(specs)}}")
+    return jax.tree.unflatten(structure, [NamedSharding(on, spec) for spec in specs.values()])
+
+
+def shard(function, devices, **options):
+    """The function under jax.jit, with these shardings of arguments and results; `options` are jax.jit's."""
+
+    def run(*args):
+        if args_of.get("jitted") is None:
+            ins = placed(INPUTS, args, devices)
+            outs = placed(OUTPUTS, jax.eval_shape(function, *args), devices)
+            args_of["jitted"] = jax.jit(function, in_shardings=ins, out_shardings=outs, **options), ins
+        jitted, ins = args_of["jitted"]
+        return jitted(*jax.device_put(args, ins))
+
+    args_of = {{}}
+    return run
+'''
+
+
+def module(plan: Plan) -> str:
+    """The text of a module with the shardings of a plan of one mesh."""
+
+    def entries(names: tuple[str, ...], specs: tuple[PartitionSpec, ...]) -> str:
+        return "".join(f"    {name!r}: {_written(spec)},\n" for name, spec in zip(names, specs, strict=True))
+
+    return _MODULE.format(
+        devices=plan.n_devices,
+        fingerprint=plan.fingerprint,
+        planner=plan.planner,
+        cluster=plan.cluster.name,
+        seconds=plan.step_seconds,
+        peak=nbytes(plan.peak_nbytes),
+        mesh=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
+        inputs=entries(plan.input_names, tuple(map(partition_spec, plan.inputs))),
+        outputs=entries(plan.output_names, tuple(map(partition_spec, plan.outputs))),
+    )
+
+
+def _written(spec: PartitionSpec) -> str:
+    return f"P({', '.join(repr(entry) for entry in spec)})"
+
+
+def exported(plan: Plan, target: str) -> bytes:
+    """The step of a target in JAX's own format, its arguments and results placed as in the plan."""
+    step, args, kwargs = targets.example(target)
+    function = getattr(step, "__wrapped__", step)
+    if kwargs:
+        rule = "arguments by name are not exported"
+        raise UsageError(explain(f"--format jax-export of {target}", rule, "", "return (step, args)"))
+    axes = tuple(jax.sharding.AxisType.Auto for _ in plan.mesh.axes)
+    on = jax.sharding.AbstractMesh(plan.mesh.sizes, plan.mesh.axes, axis_types=axes)
+
+    def placed(tree: object, specs: tuple[PartitionSpec, ...]) -> object:
+        leaves = [jax.sharding.NamedSharding(on, spec) for spec in specs]
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    ins = placed(args, tuple(map(partition_spec, plan.inputs)))
+    outs = placed(jax.eval_shape(function, *args), tuple(map(partition_spec, plan.outputs)))
+    program = jax.export.export(jax.jit(function, in_shardings=ins, out_shardings=outs))(*args)
+    try:
+        return bytes(program.serialize())
+    except ImportError as error:
+        raise UsageError(f"--format jax-export: {error}; pip install 'autopar[export]'") from error
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a file that `autopar plan --out` wrote")
+    parser.add_argument("--format", choices=("shardings", "jax-export"), required=True, help="what is written")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="PATH", help="the file")
+    parser.add_argument("--target", metavar="MODULE:FUNCTION", help="the step to export (default: as noted in PLAN)")
+
+
+def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
+    plan = load_plan(arguments.plan)
+    _check(plan.variant().stages, plan.microbatches, bool(str(plan.variant())))
+    (program,) = plan.programs
+    if arguments.format == "shardings":
+        write(arguments.out, module(program), "the module")
+        return f"{arguments.out}: {len(program.inputs)} arrays on mesh {program.mesh}", DONE
+    target = arguments.target or target_of(arguments.plan)
+    if not target:
+        raise UsageError("--format jax-export needs the step: --target MODULE:FUNCTION")
+    data = exported(program, target)
+    try:
+        arguments.out.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"{arguments.out}: the program cannot be written: {error.strerror}") from error
+    return f"{arguments.out}: {nbytes(len(data))}, for jax.export.deserialize", DONE
+
+
+def _check(stages: int, microbatches: int, is_other: bool) -> None:
+    """Raises UsageError for a plan that is more than shardings."""
+    if stages or microbatches > 1 or is_other:
+        rule = "shardings alone do not say stages, microbatches, recomputation or offload, and this plan has some"
+        raise UsageError(explain("autopar export", rule, "", "run it with autopar, or plan for more devices or memory"))
+
+
+COMMAND = Command(
+    name="export",
+    summary="take a plan to plain JAX",
+    description=_HELP,
+    more=_MORE,
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,91 @@
+"""`autopar export`: the step runs by the module and by JAX's own format as it does under jax.jit, without autopar."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.tools.cli import main
+from autopar.tools.export_command import module
+from passes.plan import load_plan
+from tests.autopar.tools.test_cli import train  # noqa: F401 # a fixture
+
+PINNED = ["--pin", "up=[-, x]", "--pin", "down=[x, -]", "--pin", "batch=[y, -]", "--mesh", "x=2,y=2"]
+ARGUMENTS = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", *PINNED, "--out", "plan.json"]
+
+ELSEWHERE = """\
+import sys
+sys.modules["autopar"] = sys.modules["passes"] = None  # not to be had
+
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.numpy as jnp
+import numpy as np
+from shardings import shard
+
+def step(params, batch):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(batch @ p["up"]) @ p["down"]))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+rng = np.random.default_rng(0)
+f32 = lambda *shape: rng.normal(size=shape).astype(np.float32)
+args = {"up": f32(64, 256), "down": f32(256, 64)}, f32(128, 64)
+run = shard(step, devices=jax.devices())
+params, loss = run(*args)
+assert len({str(s.index) for s in params["up"].addressable_shards}) == 2, params["up"].sharding
+again, _ = run(params, args[1])  # results are arguments as they are
+expected = jax.jit(step)(*args)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), (params, loss), expected)
+print("the same")
+"""
+
+
+@pytest.fixture
+def plan(train):  # noqa: F811
+    assert main(ARGUMENTS) == 0
+    return train / "plan.json"
+
+
+def test_the_module_runs_without_autopar_and_computes_the_same_step(plan):
+    assert main(["export", "plan.json", "--format", "shardings", "-o", "shardings.py"]) == 0
+    Path("elsewhere.py").write_text(ELSEWHERE)
+    ran = subprocess.run([sys.executable, "elsewhere.py"], capture_output=True, text=True)
+    assert ran.stdout == "the same\n", ran.stderr
+    assert "P(None, 'x')" in Path("shardings.py").read_text()
+
+
+def test_the_program_is_exported_with_its_shardings(plan):
+    assert main(["export", "plan.json", "--format", "jax-export", "-o", "step.bin"]) == 0
+    program = jax.export.deserialize(bytearray(Path("step.bin").read_bytes()))
+    assert program.nr_devices == 4
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    rng = np.random.default_rng(0)
+    shapes = [(256, 64), (64, 256), (128, 64)]
+    down, up, batch = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    args = {"up": up, "down": down}, batch
+    leaves = zip(jax.tree.leaves(args), program.in_shardings_jax(mesh), strict=True)
+    placed = jax.tree.unflatten(jax.tree.structure(args), [jax.device_put(a, s) for a, s in leaves])
+    import train as module_of_user
+
+    got, expected = jax.jit(program.call)(*placed), jax.jit(module_of_user.step)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+def test_what_is_more_than_shardings_is_refused(train, capsys):  # noqa: F811
+    base = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", "--planner"]
+    for planner in (["pipeline:2x2"], ["dp", "--microbatches", "2"]):
+        assert main([*base, *planner, "--out", "p.json"]) == 0
+        assert main(["export", "p.json", "--format", "shardings", "-o", "s.py"]) == 2
+        assert "shardings alone do not say stages" in capsys.readouterr().err
+
+
+def test_a_module_is_small_and_readable(plan):
+    (program,) = load_plan(plan).programs
+    text = module(program)
+    compile(text, "shardings.py", "exec")
+    assert len(text.splitlines()) < 70
+    assert "MESH = {'x': 2, 'y': 2}" in text
