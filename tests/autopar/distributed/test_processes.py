@@ -74,3 +74,11 @@ def test_arrays_go_from_anywhere_to_anywhere():
 def test_more_arrays_go_from_anywhere_to_anywhere(processes: int, devices: int, fresh_seed: int):
     done = launch(HERE / "transfers.py", "300", str(fresh_seed), processes=processes, devices=devices)
     assert done.returncode == 0, f"seed {fresh_seed}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (3, 1)])
+def test_random_programs_end_with_what_they_compute(processes: int, devices: int, fresh_seed: int):
+    done = launch(HERE / "programs.py", "50", str(fresh_seed), processes=processes, devices=devices)
+    assert done.returncode == 0, f"seed {fresh_seed}\n{done.stdout}{done.stderr}"
+    assert all(lines(done, rank)[-1] == "ran 50" for rank in range(processes))
