@@ -6,7 +6,7 @@ EXTRAS ?=
 READY := .venv/.ready$(subst $(comma),-,$(EXTRAS))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types
+.PHONY: help train test lint types wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,6 +23,9 @@ lint: $(READY) ## check style and formatting
 
 types: $(READY) ## check types
 	$(BIN)/basedpyright
+
+wheel: $(READY) ## build the source distribution, and from it the wheel, into dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 # pip is the last thing a new environment gets: without it, an earlier attempt was cut short.
 $(READY): pyproject.toml

@@ -116,3 +116,11 @@ def test_the_command_line_pins(train, capsys):  # noqa: F811
     assert str(dict(zip(plan.input_names, plan.inputs, strict=True))["params['up']"]) == "[x, -]"
     for wrong in (["--pin", "up"], ["--mesh", "x=a"], ["--mesh", "x=4", "--planner", "dp"]):
         assert main([*ARGUMENTS, *wrong]) == 2
+
+
+def test_three_commands_lead_to_an_explained_plan(train, capsys):  # noqa: F811
+    assert main([*ARGUMENTS, "--out", "plan.json"]) == 0
+    assert main(["explain", "plan.json", "params/up"]) == 0
+    assert "lies as" in capsys.readouterr().out
+    assert main(["report", "plan.json"]) == 0
+    assert "What was rejected" in Path("plan.html").read_text()
