@@ -30,7 +30,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_is_whole_and_runs_where_the_checkout_is_not(dist: Path, tmp_path: Path) -> None:
     (wheel,) = dist.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    with zipfile.ZipFile(wheel) as opened:
+        names = opened.namelist()
     shipped = {name for name in names if ".dist-info/" not in name}
     tracked = run("git", "ls-files", "autopar", "passes", cwd=ROOT).split()
     assert shipped == set(tracked)
@@ -48,7 +49,8 @@ def test_the_wheel_is_whole_and_runs_where_the_checkout_is_not(dist: Path, tmp_p
 @pytest.mark.slow
 def test_the_source_distribution_has_what_people_read(dist: Path) -> None:
     (archive,) = dist.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "pyproject.toml"} <= names
     assert {"autopar/py.typed", "passes/py.typed", "passes/page/assets/page.html"} <= names
 

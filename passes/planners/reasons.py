@@ -118,7 +118,7 @@ def reasons(
         raise PlanningError(explain(repr(pattern), rule, listed, "name one of them, or some that are alike"))
     (spec,), (type,) = specs, types
     problems = MeshProblems(graph=graph, state_pairs=step.state_pairs, donated=step.donated)
-    assembly = problems.assembled(mesh, plan.refetch)
+    assembly = problems.assembled(mesh, plan.regather)
     rivals: list[Rival] = []
     every = [s for s in _possible(assembly, graph.inputs[positions[0]]) if s != spec and not s.partial]
     for number, other in enumerate(every):
@@ -128,7 +128,7 @@ def reasons(
             answer = solve(restricted.problem, SolverOptions(gap=ROUGH), close=False)
         except PlanningError:
             continue
-        solved = replace(Solved.unsolved(restricted, plan.refetch), answer=answer)
+        solved = replace(Solved.unsolved(restricted, plan.regather), answer=answer)
         peak = problems.peak(solved, answer.choice).nbytes
         rivals.append(Rival(spec=other, seconds=answer.objective, peak_nbytes=peak))
     return Reasons(
