@@ -185,11 +185,15 @@ def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand(monkeypatch, ca
     monkeypatch.setattr(Planned, "of", classmethod(lambda cls, *key: planned))
     arguments = ["--model", "gpt", "--cluster", CLUSTER, "--dtype", "float32", "--remat", "off", "--planner"]
     assert audit.main([*arguments, "auto", "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)["audited"]
-    gathered = [one for one in found["unexplained"] if one["tensor"] == "dot_general float32[512,1024]"]
-    assert [one["kind"] for one in gathered] == ["all_gather"]
-    (worst,) = gathered
-    assert worst["surplus_seconds"] / found["step_seconds"] == worst["share"]
+    (judged,) = json.loads(capsys.readouterr().out)["audited"]
+    causes = judged["unexplained"]
+    (gathered,) = [one for one in causes if one["tensor"] == "dot_general float32[512,1024]"]
+    assert (gathered["kind"], gathered["surplus_seconds"]) == ("all_gather", seconds["all_gather"])
+    assert gathered["share"] == gathered["surplus_seconds"] / judged["step_seconds"]
+    # Megatron is the best by hand. Beyond the gather, what it does not reduce makes up the rest.
+    assert {one["role"] for one in causes} == {"activation", "gradient"}
+    best = min(planned.program(CLUSTER, name).plan.step_seconds for name in audit.PLANNERS[:-1])
+    assert sum(one["surplus_seconds"] for one in causes) == pytest.approx(judged["step_seconds"] - best, rel=1e-5)
     assert audit.main([*arguments, "dp"]) == 0
     assert "1 plans, 0 with something unexplained" in capsys.readouterr().out
     assert audit.main([*arguments, "auto", "--causes"]) == 1
