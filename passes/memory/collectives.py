@@ -17,8 +17,10 @@ def stepped(operations: Operations, made: int, step: Step, shape: Shape, reducti
     The dimension that a collective joins or cuts comes first in memory.
     """
     dtype = operations[made].dtype
-    if step.kind in ("slice", "keep"):
-        return operations.add("rearrange" if step.kind == "slice" else "elementwise", (made,), shape, dtype, str(step))
+    if step.kind == "slice":
+        return operations.add("rearrange", (made,), shape, dtype, ("dynamic-slice", str(step)))
+    if step.kind == "keep":
+        return operations.add("elementwise", (made,), shape, dtype, str(step))
     tag = (step.kind, step.axes, reduction, step.dim, step.to_dim)
     if step.kind == "all_to_all":
         return _exchanged(operations, made, step, shape, tag)

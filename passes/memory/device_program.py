@@ -13,7 +13,7 @@ from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
 from passes.memory.lowering_rules import BARRIER, to_xla
 from passes.memory.operations import Operation, Operations
-from passes.memory.widening import round_to, to_xla_widened, widen
+from passes.memory.widening import round_to, to_xla_widened
 from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, replicated
@@ -39,8 +39,9 @@ IN_PLACE = frozenset({"literal", "bitcast", "broadcast", "iota", "transpose"})
 FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "update"})
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
-Inside = Callable[[int, Placement, Mapping[int, object]], None]
-"""The handler of a control node's bodies, given its index, its placement and the numbers that its ports hold."""
+Inside = Callable[[int, Placement, Mapping[int, object]], Mapping[int, int]]
+"""The handler of a control node's bodies, given its index, its placement and the numbers that its ports hold. It
+returns the ranks of the ports that they read, in the order in which they do."""
 
 
 Combine = Callable[[Sequence[Operation]], tuple[tuple[Operation, ...], tuple[int, ...]]]
@@ -163,7 +164,7 @@ class _Lowering:
 
     def __init__(self, graph: Graph, context: Context, same: Mapping[int, int]) -> None:
         self.graph, self.context, self.same = graph, context, same
-        self.operations = Operations()
+        self.operations = Operations(context.mesh.cluster.group().device.widened)
         self.home: dict[int, ShardingSpec] = {}
         self.made: dict[int, int] = {}
         self.moved: dict[tuple[int, ShardingSpec, Phase], int] = {}
@@ -171,7 +172,6 @@ class _Lowering:
         self.literals: dict[int, int] = {}
         self.entered: list[int] = []
         self.needed = _needed(graph)
-        self.widened = context.mesh.cluster.group().device.widened
         self.types: dict[tuple[int, int], tuple[TensorType, TensorType, ShardingSpec]] = {}
         self.local: dict[tuple[int, int], tuple[TensorType, ...]] = {}
 
@@ -193,8 +193,9 @@ class _Lowering:
         if number is not None:
             entered = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
         elif sliced:
-            wide = widen(self.operations, entered, self.widened)
-            entered = self.operations.add("rearrange", (wide,), type.shape, self.operations[wide].dtype, "slice")
+            wide = self.operations.widen(entered)
+            dtype = self.operations[wide].dtype
+            entered = self.operations.add("rearrange", (wide,), type.shape, dtype, "dynamic-slice")
             entered = round_to(self.operations, entered, type.dtype)
         self.home[value], self.made[value] = spec, entered
 
@@ -220,7 +221,7 @@ class _Lowering:
             if number is not None and (step.kind == "slice" or number == 0):
                 operation = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
             else:
-                wide = widen(self.operations, operation, self.widened)
+                wide = self.operations.widen(operation)
                 result = stepped(self.operations, wide, step, type.shape, move.before.reduction)
                 operation = round_to(self.operations, result, type.dtype)
         return operation
@@ -268,7 +269,7 @@ class _Lowering:
             if placement.bodies and index in self.context.controls:
                 operations = self._control(index, placement, operands, results)
             else:
-                operations = to_xla_widened(self.operations, node, operands, results, self.widened)
+                operations = to_xla_widened(self.operations, node, operands, results)
         self.made.update(zip(node.outputs, operations, strict=True))
         self.home.update(zip(node.outputs, placement.results, strict=True))
 
@@ -315,16 +316,16 @@ class _Lowering:
                 room[position] = self.operations.add(kind, carried, type.shape, type.dtype, (index, position))
         fixed = {w.port for w in control.operands} - {w.port for w in control.results}
         constants = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
-        self.context.inside(index, placement, constants)
+        ranks = self.context.inside(index, placement, constants)
         fixed -= constants.keys()
-        read = [
-            widen(self.operations, o, self.widened)
-            if port_use.stacked
-            else o  # a whole stack is widened before the loop
-            for port_use, o in zip(control.operands, operands, strict=True)
-            if port_use.port in fixed
-        ]
+        entering_fixed = [(u, o) for u, o in zip(control.operands, operands, strict=True) if u.port in fixed]
+        # A whole stack is widened before the loop.
+        reads = {u.port: self.operations.widen(o) if u.stacked else o for u, o in entering_fixed}
+        # XLA lists what a loop does not change as its bodies come to it, less what only hoisted operations read.
+        read = [reads[port] for port in sorted(reads.keys() & ranks.keys(), key=ranks.__getitem__)]
         self.operations.is_fused = False
+        if before := [o for port, o in reads.items() if port not in ranks]:
+            read.append(self.operations.add("opaque", before, (0,), "bool", ("hoisted", index)))
         loop = self.operations.add("loop", (*read, *room.values()), (0,), "bool", index)
         return [
             self.operations.add(

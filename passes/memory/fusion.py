@@ -61,7 +61,7 @@ class Kernel:
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
     outputs = tuple(outputs)
-    fusion = _Fusion(operations, frozenset(outputs), _post_order(operations, outputs))
+    fusion = _Fusion(operations, frozenset(outputs), post_order(operations, outputs))
     fusion.library()
     fusion.loops()
     return fusion.kernels()
@@ -188,7 +188,7 @@ class _Fusion:
     def _reused(self, index: int) -> set[int]:
         """The operands whose elements an operation reads more than once."""
         kind, reads = self.kinds[index], self.reads[index]
-        if kind == "broadcast":
+        if kind == "broadcast" or self.operations[index].name == "dynamic-slice":  # XLA does not look at what it takes
             return set(reads)
         return set(list(reads)[1:]) if kind in REPEATING else set()
 
@@ -261,10 +261,10 @@ class _Fusion:
             return 1, -self.place[index]
         if self.kinds[index] in PRODUCERS and not (self.flexible[index] and self.kinds[index] == "bitcast"):
             return 2, self.place[index]
-        return 0, index
+        return 0, self.place[index]
 
 
-def _post_order(operations: Sequence[Operation], outputs: Iterable[int]) -> list[int]:
+def post_order(operations: Sequence[Operation], outputs: Iterable[int]) -> list[int]:
     """The position of each operation in a post-order visit, the first operand and output first."""
     place, count, pending = [-1] * len(operations), 0, list(outputs)[::-1]
     opened = bytearray(len(operations))

@@ -4,7 +4,8 @@ The names of primitives end here: what follows speaks of XLA's operations, by th
 convolution takes is transposed to where its kernel wants it, quotients by a broadcast become products, logistic
 functions are expanded, and the transpose of max-pooling finds every window's choice before it scatters.
 
-Reference: XLA's dot decomposer, transpose folding, logistic and select-and-scatter expanders, as of jaxlib 0.10.
+Reference: XLA's dot decomposer, transpose folding, convolution canonicalization, logistic and select-and-scatter
+expanders, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import cast
 
 from passes.ir import Node, TensorType, item_nbytes
 from passes.memory.operations import Kind, Operations, Shape, is_number
-from passes.memory.products import contraction
+from passes.memory.products import contraction, convolution
 
 CHEAP = frozenset(
     "abs add add_any and ceil clamp clz complex conj convert_element_type cos eq eq_to floor ge gt imag is_finite le "
@@ -70,6 +71,7 @@ ROW_NBYTES, COPIED_NBYTES = 64, 2048
 which it copies rows instead: thresholds of the compiler, read off its programs (jaxlib 0.10; `benchmarks.memory`)."""
 
 CONVERSION = "convert_element_type"
+PRODUCT = "dot_general"
 BARRIER = "optimization_barrier"
 
 ToXla = Callable[[Operations, Node, Sequence[int], Sequence[TensorType]], list[int]]
@@ -333,19 +335,6 @@ def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] 
     return axes_before if position == len(before) else None
 
 
-def _convolved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a convolution: batch first and features last; any other layout is copied."""
-    numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
-    (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
-    (first, last, *between), (type,) = numbers["out_spec"], results
-    lhs = operations.transpose(operands[0], (batch, *spatial, feature))
-    rhs = operations.transpose(operands[1], (*window, into, out))
-    order = (first, *between, last)
-    shape = tuple(type.shape[d] for d in order)
-    convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
-    return [operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))]
-
-
 def _selected(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """The operations of a window's choice: its place, found among counters, and a scatter to it."""
     source, operand = operands
@@ -376,10 +365,10 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         "broadcast_in_dim": _broadcast,
         "cholesky": _cholesky,
         "concatenate": _concatenated,
-        "conv_general_dilated": _convolved,
+        "conv_general_dilated": convolution,
         CONVERSION: _converted,
         "div": _divided,
-        "dot_general": contraction,
+        PRODUCT: contraction,
         "dynamic_update_slice": _scattered,
         "gather": _gathered,
         "integer_pow": _power,

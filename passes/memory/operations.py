@@ -95,11 +95,12 @@ class Operation(NamedTuple):
 class Operations:
     """The operations of a program as they are added; `at` and `value` are what the next ones stand for.
 
-    Those that are fused (`TensorType.fused`) take no memory.
+    Those that are fused (`TensorType.fused`) take no memory. Arithmetic on the dtypes `widened` is done in wider ones.
     What they make in the middle of a primitive is `rounded_to` a dtype, if that is narrower than the one computed in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, widened: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.widened = widened
         self.every: list[Operation] = []
         self.known: dict[tuple[object, ...], int] = {}
         self.wide: dict[tuple[int, Shape, tuple[int, ...] | None], int] = {}
@@ -164,6 +165,11 @@ class Operations:
         type = TensorType(shape=source.shape, dtype=dtype)
         narrow = dtype == "bfloat16" and source.dtype == "float32"
         return self.elementwise(f"convert {source.dtype}", (operation,), type, expensive=narrow)
+
+    def widen(self, operation: int) -> int:
+        """The operation in the dtype that its readers compute in."""
+        wide = self.widened.get(self.every[operation].dtype)
+        return operation if wide is None else self.converted(operation, wide)
 
     def step(self, operation: int) -> int:
         """An intermediate result of a primitive as the next operation of the same primitive reads it."""

@@ -1,9 +1,9 @@
-"""The operations of a matrix product: operands transposed into a kernel's layout, and folded."""
+"""The operations of matrix products and convolutions: operands transposed into a kernel's layout, and folded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, cast
@@ -26,9 +26,11 @@ def contraction(
     """The operations of a `dot_general`: sides of several free or contracted dimensions are brought into one order.
 
     It is (batch, free, contracted) on the left and (batch, contracted, free) on the right, one dimension of each sort.
+    Where the device computes in a wider dtype, a side is widened after that: then no transpose is folded.
     """
     numbers = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", node.params["dimension_numbers"])
-    type = results[0]
+    type, narrow = results[0], operands
+    operands = [operations.widen(o) for o in operands]
     if numbers[1][0]:
         operands = [_as_sent(operations, o) for o in operands]
     operands, numbers = _folded(operations, operands, numbers)
@@ -36,15 +38,37 @@ def contraction(
     if product is None:
         return [operations.add("dot", operands, type.shape, type.dtype, numbers)]
     reads: list[int] = []
-    for operand, order, matrix, by_columns in zip(
-        operands, product.orders, product.read, product.by_columns, strict=True
+    for operand, before, order, matrix, by_columns in zip(
+        operands, narrow, product.orders, product.read, product.by_columns, strict=True
     ):
-        arranged = operations.transpose(operand, order)
-        if operations[arranged].kind == "transpose" and by_columns:
+        is_widened = operations.widen(before) == operand != before
+        arranged = operations.transpose(before if is_widened else operand, order)
+        if operations[arranged].kind == "transpose" and by_columns and not is_widened:
             arranged = operand  # read by columns as well as by rows
-        reads.append(operations.reshape(arranged, matrix))
+        reads.append(operations.widen(operations.reshape(arranged, matrix)))
     product_operation = operations.add("dot", reads, product.made, type.dtype, ("merged", numbers))
     return [operations.reshape(product_operation, type.shape)]
+
+
+def convolution(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """The operations of a convolution: batch first and features last, and any other layout is copied.
+
+    That is how XLA's library wants them; what is computed in a wider dtype is not for the library, and taken as it is.
+    """
+    if operations.rounded_to:
+        (type,), tag = results, ("convolution", operations.at)
+        return [operations.add("opaque", operands, type.shape, type.dtype, tag)]
+    numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
+    (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
+    (first, last, *between), (type,) = numbers["out_spec"], results
+    lhs = operations.transpose(operands[0], (batch, *spatial, feature))
+    rhs = operations.transpose(operands[1], (*window, into, out))
+    order = (first, *between, last)
+    shape = tuple(type.shape[d] for d in order)
+    convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
+    return [operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))]
 
 
 def _folded(

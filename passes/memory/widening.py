@@ -9,10 +9,10 @@ Reference: XLA's FloatNormalization under FloatSupport, as the CPU compiler uses
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from passes.ir import Node, TensorType
-from passes.memory.lowering_rules import CONVERSION, NARROW, to_xla
+from passes.memory.lowering_rules import CONVERSION, NARROW, PRODUCT, to_xla
 from passes.memory.operations import Operations
 
 
@@ -21,25 +21,20 @@ def to_xla_widened(
     node: Node,
     operands: Sequence[int],
     results: Sequence[TensorType],
-    widened: Mapping[str, str],
 ) -> list[int]:
-    """The operations that hold a node's results, where arithmetic on the keys of `widened` is done in its values."""
+    """The operations that hold a node's results."""
+    widened = operations.widened
     if node.primitive == CONVERSION and widened.get(operations[operands[0]].dtype) == results[0].dtype:
         return [operations.before_rounding.get(operands[0]) or operations.converted(operands[0], results[0].dtype)]
     if node.primitive in NARROW:
         return to_xla(operations, node, operands, results)
-    read = [widen(operations, operand, widened) for operand in operands]
+    # Sides of a product are brought into its order first, and read in the wide dtype then.
+    read = operands if node.primitive == PRODUCT else [operations.widen(operand) for operand in operands]
     wide = [TensorType(shape=t.shape, dtype=widened.get(t.dtype, t.dtype)) for t in results]
     operations.rounded_to = next((t.dtype for t in results if t.dtype in widened), "")
     made = to_xla(operations, node, read, wide)
     operations.rounded_to = ""
     return [round_to(operations, o, type.dtype) for o, type in zip(made, results, strict=True)]
-
-
-def widen(operations: Operations, operation: int, widened: Mapping[str, str]) -> int:
-    """The operation in the dtype that its readers compute in."""
-    wide = widened.get(operations[operation].dtype)
-    return operation if wide is None else operations.converted(operation, wide)
 
 
 def round_to(operations: Operations, operation: int, dtype: str) -> int:

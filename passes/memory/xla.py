@@ -15,7 +15,7 @@ The plan is followed to what the compiler makes of it, and that is where the acc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh
 from passes.ir import Graph, Phase
 from passes.memory.device_program import WHOLE, Combine, Context, DeviceProgram, Interface, interface_of, lower
-from passes.memory.fusion import Kernel
+from passes.memory.fusion import Kernel, post_order
 from passes.memory.holders import Holder, Temporaries, phase_of
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
 from passes.memory.operations import Operation
@@ -53,7 +53,7 @@ def temporaries(
 ) -> Temporaries:
     """The bytes that the compiled step needs beside arguments and outputs."""
     region = _Region(compiler, graph, grouping, mesh, layout, reshardings)
-    run = region.run()
+    run = region.run(replace(WHOLE, carried=in_place))
     spans = [_aligned(span) for span in unplaced(run.spans, region.places(run, in_place))]
     if not spans:
         return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
@@ -215,8 +215,10 @@ class _Region:
             return self.input_names[value]
         return _maker(self.graph, value)
 
-    def _inside(self, index: int, placement: Placement, known: Mapping[int, object]) -> None:
-        """Adds the spans of a control node's busiest body."""
+    def _inside(self, index: int, placement: Placement, known: Mapping[int, object]) -> dict[int, int]:
+        """The rank of each port that the bodies of a control node read, in the order in which they do; adds the spans
+        of its busiest body.
+        """
         control = self.grouping.controls[index]
         bodies = zip(
             control.bodies, self.grouping.bodies[index], placement.bodies, self.reshardings.bodies[index], strict=True
@@ -228,6 +230,17 @@ class _Region:
             for body, grouping, layout, reshardings in bodies
         ]
         self.inside[index] = max(runs, key=lambda run: run.nbytes)
+        ports = (
+            body.inputs[p] for body, run in zip(control.bodies, runs, strict=True) for p in _read_first(run.program)
+        )
+        return {port: rank for rank, port in enumerate(dict.fromkeys(ports))}
+
+
+def _read_first(program: DeviceProgram) -> list[int]:
+    """The positions of the inputs that a body reads, in the order in which its outputs come to them."""
+    place = post_order(program.operations, program.outputs)
+    read = [position for position, o in enumerate(program.inputs) if place[o] >= 0]
+    return sorted(read, key=lambda position: place[program.inputs[position]])
 
 
 def _members(

@@ -61,12 +61,11 @@ def test_a_primitive_becomes_what_xla_calls_it(primitive: str, kind: str, name: 
 
 def test_what_only_looks_at_an_array_otherwise_stays_narrow() -> None:
     half = TensorType(shape=WIDE.shape, dtype="bfloat16")
-    widened = {"bfloat16": "float32"}
     for primitive, dtypes in (("reshape", ["bfloat16"]), ("tanh", ["bfloat16", "float32", "float32", "bfloat16"])):
-        operations = Operations()
+        operations = Operations({"bfloat16": "float32"})
         given = operations.add("input", (), half.shape, half.dtype, 0)
         shape = (4, 8) if primitive == "reshape" else half.shape
-        to_xla_widened(operations, node(primitive), [given], [TensorType(shape=shape, dtype=half.dtype)], widened)
+        to_xla_widened(operations, node(primitive), [given], [TensorType(shape=shape, dtype=half.dtype)])
         made = [held.dtype for held in operations.every]
         assert made == (["bfloat16"] * 2 if primitive == "reshape" else dtypes)
 
@@ -74,16 +73,16 @@ def test_what_only_looks_at_an_array_otherwise_stays_narrow() -> None:
 @pytest.mark.parametrize(("exponent", "multiplied"), [(2, 1), (3, 2), (5, 3), (8, 3), (-2, 1)])
 def test_powers_are_squares_of_squares_each_rounded(exponent: int, multiplied: int) -> None:
     """In bfloat16 the square that a cube is made of is the one that its derivative reads."""
-    operations = Operations()
+    operations = Operations({"bfloat16": "float32"})
     half = TensorType(shape=WIDE.shape, dtype="bfloat16")
-    given, widened = operations.add("input", (), half.shape, half.dtype, 0), {"bfloat16": "float32"}
-    (made,) = to_xla_widened(operations, node("integer_pow", y=exponent), [given], [half], widened)
+    given = operations.add("input", (), half.shape, half.dtype, 0)
+    (made,) = to_xla_widened(operations, node("integer_pow", y=exponent), [given], [half])
     assert sum(held.name == "multiply" for held in operations.every) == multiplied
     assert operations[made].dtype == half.dtype
     rounded = sum(held.dtype == half.dtype and held.kind == "expensive" for held in operations.every)
     assert rounded == multiplied + (exponent < 0)
     known = len(operations.every)
-    to_xla_widened(operations, node("integer_pow", y=2), [given], [half], widened)
+    to_xla_widened(operations, node("integer_pow", y=2), [given], [half])
     assert len(operations.every) == known
 
 

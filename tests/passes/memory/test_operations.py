@@ -194,7 +194,7 @@ def test_a_batch_of_products_that_sums_over_two_dimensions_is_transposed_even_if
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_scattered_onto_zeros_and_added_is_scattered_onto_the_sum_unless_it_was_rounded(dtype: str) -> None:
     """As the gradient of a table of embeddings in microbatches is: in bfloat16 the zeros stay."""
-    operations, wide = Operations(), TensorType(shape=(8, 4), dtype="float32")
+    operations, wide = Operations({"bfloat16": "float32"}), TensorType(shape=(8, 4), dtype="float32")
     total = operations.add("input", (), wide.shape, wide.dtype, 0)
     zeros = operations.converted(operations.broadcast(operations.literal(0.0, dtype), wide.shape, ()), "float32")
     assert operations.number(zeros) == 0.0
@@ -202,7 +202,7 @@ def test_what_is_scattered_onto_zeros_and_added_is_scattered_onto_the_sum_unless
     made = operations.add("update", (zeros, rows), wide.shape, wide.dtype, ("scatter-add", 0))
     rounded = round_to(operations, made, dtype)
     conversion = Node(primitive="convert_element_type", inputs=(), outputs=())
-    (again,) = to_xla_widened(operations, conversion, [rounded], [wide], {"bfloat16": "float32"})
+    (again,) = to_xla_widened(operations, conversion, [rounded], [wide])
     assert again == made
     summed = operations[operations.elementwise("add", (total, made), wide)]
     assert summed.kind == ("update" if dtype == "float32" else "elementwise")
