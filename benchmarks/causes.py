@@ -172,6 +172,15 @@ class Program:
                 if region.graph.types[operand].size == size:
                     self._family((region.number, operand), parameter, families)
 
+    def is_shared(self, value: Value) -> bool:
+        """Whether the rest of the backward pass goes on from what a gradient follows from, too, as where a batch norm
+        multiplies its scale by 1/std: then it is a sum over the batch like any other, whole on every device.
+        """
+        region, v = self.regions[value[0]], value[1]
+        readers = [region.graph.nodes[r] for r in region.graph.consumers.get(v, ())]
+        ways_on = [n for n in readers if phase(n) == "backward" and n.outputs]
+        return any(self.families.keys().isdisjoint((region.number, o) for o in n.outputs) for n in ways_on)
+
     def is_moving(self, value: Value) -> bool:
         """Whether a value depends on the batch, and is no mask that is merely as large."""
         bits = self.sources.get(value, 0)
@@ -186,7 +195,7 @@ class Program:
         positions = [i for i in range(bits.bit_length()) if bits >> i & 1]
         if positions and self.parameters.issuperset(positions):
             return "parameter", positions[0]
-        if value in self.families:
+        if value in self.families and not self.is_shared(value):
             late = node is not None and phase(node) == "apply"
             return ("updated parameter" if late else "gradient"), self.families[value]
         if value in self.batch and self.is_moving(value):

@@ -8,8 +8,14 @@ Over the axis `data`, of n devices, for a parameter of B bytes (or B/t where t d
                     same), one reduce-scatter of B for its gradient
 
 and, whatever the planner, one all-reduce for everything else that is summed over the batch (the loss; a mean that
-normalises): one for every operator that sums it, of what that operator makes. Activations have the batch on one of
-their dimensions: each device has its own rows of it, and nothing brings them elsewhere.
+normalises; a sum that a gradient follows from, but the rest of the backward pass as well, as where a batch norm
+multiplies its scale by 1/std): one for every operator that sums it, of what that operator makes. Activations have the
+batch on one of their dimensions: each device has its own rows of it, and nothing brings them elsewhere.
+
+A gradient may be a sum of k summands that are cast from a narrower dtype first, of B/2 bytes each: where a parameter is
+read k times, each time cast. To reduce it once, every device casts and adds them whole, 3B/2 bytes read and written for
+a cast and 3B for a sum; to scatter each of them as it is, only a part of them, but kB/2 bytes are sent. The textbook
+is the faster way of the two.
 
 Over the axis `tensor`, of t devices, a product with a weight follows Megatron. One that reads a whole activation X [b,
 ..] and makes Y cuts the weight's columns: Y comes out cut, and the backward pass all-reduces the gradient of X, once
@@ -47,9 +53,12 @@ from benchmarks.causes import Program, Sent
 from benchmarks.megatron import megatron
 from benchmarks.verdicts import ROUNDING, Allowed, Finding, Style, Verdict, on_wire, seconds_of, sent_on_wire
 from passes.cluster import collectives
-from passes.ir import item_nbytes
+from passes.ir import item_nbytes, phase
 from passes.rules import rule_of
 from passes.text import quantities
+
+CASTS = frozenset({"convert_element_type", "add_any"})
+"""What is done to the summands of a gradient, each a kernel of its own in the plan's prices."""
 
 EARLY = "reduced, then added to what is reduced too: one would do"
 
@@ -140,9 +149,35 @@ def _parameter(
                 wire=on_wire(kind, nbytes),
                 seconds=trips * seconds_of(program, kind, axes, nbytes / trips),
             )
+            if role == "gradient" and len(sends) > 1:
+                allowed = replace(allowed, seconds=allowed.seconds + casting_seconds(program, sends, type.dtype))
             verdict.allowed.append(allowed)
         if sends:
             _exceeding(program, style, sends, allowed, verdict)
+
+
+def casting_seconds(program: Program, sends: Sequence[Sent], dtype: str) -> float:
+    """Seconds that the casts of a gradient's summands to `dtype`, and their sums, take longer on whole arrays than on
+    the parts that they are scattered in; none where a summand is of that dtype, or is not scattered.
+    """
+    if any(s.dtype == dtype or s.kind != "reduce_scatter" for s in sends):
+        return 0.0
+    pending, seen, nbytes = [s.value for s in sends], set[tuple[int, int]](), 0
+    while pending:
+        number, value = pending.pop()
+        graph = program.regions[number].graph
+        for reader in graph.consumers.get(value, ()):
+            node = graph.nodes[reader]
+            made = number, node.outputs[0]
+            if made in seen or phase(node) != "backward" or made not in program.families:
+                continue
+            seen.add(made)
+            pending.append(made)
+            if node.primitive in CASTS:
+                nbytes += sum(graph.types[v].nbytes for v in (*node.inputs, *node.outputs))
+    mesh = program.mesh
+    ranks = min(mesh.group(s.axes).ranks for s in sends)
+    return nbytes * (1 - 1 / ranks) / mesh.cluster.group().device.achieved_bytes_per_second
 
 
 def _exceeding(

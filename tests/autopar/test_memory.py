@@ -141,18 +141,42 @@ def test_weights_gathered_for_every_microbatch_alike_are_held_for_all_of_them():
     assert -UNDER_TARGET <= compiled.plan.peak_nbytes / measured - 1 <= WORST_TARGET
 
 
-@pytest.mark.parametrize(("batched", "count"), [(False, 4), (True, 4), (True, None)])
-def test_weights_that_are_computed_with_in_a_narrow_dtype_are_held_as_xla_holds_them(batched: bool, count: int | None):
+ORDER = (
+    "XLA tells the readers of an array in the order that fusion leaves them in, where the last takes the place of one \
+that goes: two products of gradients run one after the other here, and beside a third one there: -6 %"
+)
+
+
+@pytest.mark.parametrize(
+    ("batched", "count", "remat"),
+    [
+        (False, 4, False),
+        (True, 4, False),
+        (True, None, False),
+        pytest.param(
+            False,
+            4,
+            True,
+            marks=[pytest.mark.slow, pytest.mark.xfail(reason=ORDER, strict=True, raises=AssertionError)],
+        ),
+    ],
+)
+def test_weights_that_are_computed_with_in_a_narrow_dtype_are_held_as_xla_holds_them(
+    batched: bool, count: int | None, remat: bool
+):
     """Widened before a loop of microbatches, they are not held narrow as well; a stack of results that a loop fills
     while it reads what they replace has a place of its own; a slice by a device's number is of a whole narrow array.
     """
 
+    def layer(pair: Any, y: jax.Array) -> jax.Array:
+        inner, outer = (w.astype("bfloat16") for w in pair)
+        rows = y.reshape(4, -1, 64) if batched else y
+        return (jnp.tanh(rows @ inner) @ outer).reshape(-1, 64)
+
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         y = x.astype("bfloat16")
         for pair in weights:
-            inner, outer = (w.astype("bfloat16") for w in pair)
-            rows = y.reshape(4, -1, 64) if batched else y
-            y = (jnp.tanh(rows @ inner) @ outer).reshape(-1, 64)
+            y = (jax.checkpoint(layer) if remat else layer)(pair, y)
         return jnp.mean(y.astype("float32") ** 2)
 
     def step(weights: Any, x: jax.Array) -> Any:

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import autopar
-from benchmarks import audit
+from benchmarks import audit, textbook
 from benchmarks.audit import Planned, style_of
 from benchmarks.causes import Program
 from benchmarks.experts import Experts, seconds_with_experts
@@ -172,6 +172,54 @@ def test_a_sum_over_the_batch_is_reduced_once():
     assert sent == {4: 1, 1024 * 4: 2}  # the loss; the mean, and what its gradient sums
     assert Counter(a.nbytes for a in verdict.allowed if a.role == "statistic") == sent
     assert not verdict.findings
+
+
+def test_a_sum_that_a_scales_gradient_and_the_rest_of_the_backward_pass_follow_from_is_reduced_whole():
+    """Batch normalisation multiplies its scale by 1/std: the gradient of their product is one sum for both."""
+
+    def loss(params, x):
+        scale, weights = params
+        hidden = x @ weights
+        centred = hidden - hidden.mean(axis=0)
+        return jnp.mean((centred * (jax.lax.rsqrt((centred**2).mean(axis=0) + 1e-5) * scale)) ** 4)
+
+    def step(state, x):
+        params, moments = state
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(loss)(params, x))
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
+
+    struct = jax.ShapeDtypeStruct
+    params = struct((1024,), jnp.float32), struct((256, 1024), jnp.float32)
+    program, verdict = Planned(step, ((params, params), struct((512, 256), jnp.float32))).verdict(
+        "2x8:a100-80g", "zero1"
+    )
+    assert {s.parameter for s in program.sent() if s.role == "gradient"} == {1}
+    assert not verdict.findings
+
+
+def test_narrow_summands_of_a_gradient_are_scattered_each_or_cast_and_summed_first():
+    """A table that is read twice, each time in bfloat16: the textbook allows for the casts where it reduces once."""
+
+    def loss(table, x):
+        return jnp.mean((jnp.tanh(x @ table.astype("bfloat16").T) @ table.astype("bfloat16")) ** 2)
+
+    def step(state, x):
+        table, moment = state
+        moment = 0.9 * moment + jax.grad(loss)(table, x)
+        return table - 0.1 * moment, moment
+
+    table = jax.ShapeDtypeStruct((32768, 1024), jnp.float32)
+    given = (table, table), jax.ShapeDtypeStruct((65536, 1024), jnp.bfloat16)
+    program, verdict = Planned(step, given).verdict(CLUSTER, "zero1")
+    sent = [s for s in program.sent() if s.role == "gradient"]
+    assert [(s.kind, s.dtype) for s in sent] == [("reduce_scatter", "bfloat16")] * 2
+    assert not verdict.findings
+    assert textbook.casting_seconds(program, sent, "bfloat16") == 0.0
+    (allowed,) = [a for a in verdict.allowed if a.role == "gradient"]
+    elements, device = 32768 * 1024, program.mesh.cluster.group().device
+    casts = elements * (2 * (2 + 4) + 3 * 4) * (1 - 1 / 8) / device.achieved_bytes_per_second
+    once = textbook.seconds_of(program, "reduce_scatter", allowed.axes, elements * 4)
+    assert allowed.seconds == pytest.approx(once + casts)
 
 
 def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand(monkeypatch, capsys):
