@@ -12,7 +12,7 @@ from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
 from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
 from passes.memory.lowering_rules import BARRIER, to_xla
-from passes.memory.operations import Operation, Operations
+from passes.memory.operations import Operation, Operations, widen
 from passes.memory.widening import round_to, to_xla_widened
 from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
@@ -193,7 +193,7 @@ class _Lowering:
         if number is not None:
             entered = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
         elif sliced:
-            wide = self.operations.widen(entered)
+            wide = widen(self.operations, entered)
             dtype = self.operations[wide].dtype
             entered = self.operations.add("rearrange", (wide,), type.shape, dtype, "dynamic-slice")
             entered = round_to(self.operations, entered, type.dtype)
@@ -221,7 +221,7 @@ class _Lowering:
             if number is not None and (step.kind == "slice" or number == 0):
                 operation = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
             else:
-                wide = self.operations.widen(operation)
+                wide = widen(self.operations, operation)
                 result = stepped(self.operations, wide, step, type.shape, move.before.reduction)
                 operation = round_to(self.operations, result, type.dtype)
         return operation
@@ -320,7 +320,7 @@ class _Lowering:
         fixed -= constants.keys()
         entering_fixed = [(u, o) for u, o in zip(control.operands, operands, strict=True) if u.port in fixed]
         # A whole stack is widened before the loop.
-        reads = {u.port: self.operations.widen(o) if u.stacked else o for u, o in entering_fixed}
+        reads = {u.port: widen(self.operations, o) if u.stacked else o for u, o in entering_fixed}
         # XLA lists what a loop does not change as its bodies come to it, less what only hoisted operations read.
         read = [reads[port] for port in sorted(reads.keys() & ranks.keys(), key=ranks.__getitem__)]
         self.operations.is_fused = False

@@ -107,8 +107,7 @@ class Operations:
         self.numbers: dict[int, object] = {}
         self.before_rounding: dict[int, int] = {}
         self.rounded: set[int] = set()
-        self.at = -1
-        self.value = -1
+        self.at = self.value = -1
         self.is_fused = False
         self.rounded_to = ""
 
@@ -165,11 +164,6 @@ class Operations:
         type = TensorType(shape=source.shape, dtype=dtype)
         narrow = dtype == "bfloat16" and source.dtype == "float32"
         return self.elementwise(f"convert {source.dtype}", (operation,), type, expensive=narrow)
-
-    def widen(self, operation: int) -> int:
-        """The operation in the dtype that its readers compute in."""
-        wide = self.widened.get(self.every[operation].dtype)
-        return operation if wide is None else self.converted(operation, wide)
 
     def step(self, operation: int) -> int:
         """An intermediate result of a primitive as the next operation of the same primitive reads it."""
@@ -298,6 +292,12 @@ class Operations:
         inner = TensorType(shape=narrow, dtype=type.dtype)
         made = self.elementwise(name, below, inner, expensive=expensive)
         return self.broadcast(made, type.shape, cast("tuple[int, ...]", broadcast.tag))
+
+
+def widen(operations: Operations, operation: int) -> int:
+    """The operation in the dtype that its readers compute in."""
+    wide = operations.widened.get(operations[operation].dtype)
+    return operation if wide is None else operations.converted(operation, wide)
 
 
 def is_number(number: object, value: float) -> bool:

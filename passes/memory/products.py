@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Literal, cast
 
 from passes.ir import Node, TensorType
-from passes.memory.operations import Operations, Shape
+from passes.memory.operations import Operations, Shape, widen
 
 
 def _as_sent(operations: Operations, operand: int) -> int:
@@ -30,7 +30,7 @@ def contraction(
     """
     numbers = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", node.params["dimension_numbers"])
     type, narrow = results[0], operands
-    operands = [operations.widen(o) for o in operands]
+    operands = [widen(operations, o) for o in operands]
     if numbers[1][0]:
         operands = [_as_sent(operations, o) for o in operands]
     operands, numbers = _folded(operations, operands, numbers)
@@ -41,11 +41,11 @@ def contraction(
     for operand, before, order, matrix, by_columns in zip(
         operands, narrow, product.orders, product.read, product.by_columns, strict=True
     ):
-        is_widened = operations.widen(before) == operand != before
+        is_widened = widen(operations, before) == operand != before
         arranged = operations.transpose(before if is_widened else operand, order)
         if operations[arranged].kind == "transpose" and by_columns and not is_widened:
             arranged = operand  # read by columns as well as by rows
-        reads.append(operations.widen(operations.reshape(arranged, matrix)))
+        reads.append(widen(operations, operations.reshape(arranged, matrix)))
     product_operation = operations.add("dot", reads, product.made, type.dtype, ("merged", numbers))
     return [operations.reshape(product_operation, type.shape)]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from passes.ir import Node, TensorType
 from passes.memory.lowering_rules import CONVERSION, NARROW, PRODUCT, to_xla
-from passes.memory.operations import Operations
+from passes.memory.operations import Operations, widen
 
 
 def to_xla_widened(
@@ -29,7 +29,7 @@ def to_xla_widened(
     if node.primitive in NARROW:
         return to_xla(operations, node, operands, results)
     # Sides of a product are brought into its order first, and read in the wide dtype then.
-    read = operands if node.primitive == PRODUCT else [operations.widen(operand) for operand in operands]
+    read = operands if node.primitive == PRODUCT else [widen(operations, operand) for operand in operands]
     wide = [TensorType(shape=t.shape, dtype=widened.get(t.dtype, t.dtype)) for t in results]
     operations.rounded_to = next((t.dtype for t in results if t.dtype in widened), "")
     made = to_xla(operations, node, read, wide)
