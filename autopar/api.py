@@ -112,6 +112,14 @@ class ParallelFunction:
         """The program of `fun(*args, **kwargs)` as it was planned; before that, as planners are given it."""
         return self._compilations.of(args, kwargs).now()
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The types of the results of `fun(*args, **kwargs)`, as `jax.ShapeDtypeStruct`s; nothing is planned for them."""
+        return jax.jit(self._fun, **self._jit).eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets all that was traced, planned and compiled; plans that are kept in files stay there."""
+        self._compilations.clear()
+
     def step(self, *args: Any, **kwargs: Any) -> TracedStep:
         """The step `fun(*args, **kwargs)` as planners are given it: `planner.plan(step, cluster)` plans it."""
         return self._compilations.of(args, kwargs).step()

@@ -262,6 +262,11 @@ class Compilations:
                 return finish(self._of(library).run(*self.signature.merge(arrays, args, kwargs)))
         return self.of(args, kwargs).start(leaves)
 
+    def clear(self) -> None:
+        """Forgets all compilations."""
+        self.known.clear()
+        self.pure.clear()
+
     @property
     def last(self) -> Compilation | None:
         """The last that was compiled of those that run; None before the first call."""
