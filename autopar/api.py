@@ -113,7 +113,7 @@ class ParallelFunction:
         return self._compilations.of(args, kwargs).now()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The types of the results of `fun(*args, **kwargs)`, as `jax.ShapeDtypeStruct`s; nothing is planned for them."""
+        """The types of the results of `fun(*args, **kwargs)`, as `jax.ShapeDtypeStruct`s, without a plan."""
         return jax.jit(self._fun, **self._jit).eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:

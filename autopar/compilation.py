@@ -263,8 +263,10 @@ class Compilations:
         return self.of(args, kwargs).start(leaves)
 
     def clear(self) -> None:
-        """Forgets all compilations."""
-        self.known.clear()
+        """Forgets all compilations, and JAX's traces of the function."""
+        for known in (self, *self.pure.values()):
+            cast("Any", jax.jit(known.fun, **known.jit)).clear_cache()
+            known.known.clear()
         self.pure.clear()
 
     @property
