@@ -198,8 +198,10 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     begins = [offset(cut, axes, extent, np.uint32) for axes, extent in cuts]
     counts = positions(type.shape[inner], begins, local[inner])
     words = jax_compat.key_data(keys)
-    halves = (lax.expand_dims(words[..., i], range(keys.ndim, len(local))) for i in range(2))
-    each = (jnp.broadcast_to(x, local) for x in (*halves, *counts))
+    each: list[Any] = [words[..., 0], words[..., 1], *counts]
+    if keys.ndim:  # the words of one key stay two numbers, which take no memory
+        each[:2] = (lax.expand_dims(half, range(keys.ndim, len(local))) for half in each[:2])
+        each = [jnp.broadcast_to(x, local) for x in each]
     high, low = jax_compat.threefry2x32_p.bind(*each)
     dtype = jnp.dtype(type.dtype)
     if width == 64:
