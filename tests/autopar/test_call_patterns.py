@@ -139,7 +139,8 @@ def assert_equals_jit(seed: int) -> None:
             assert both or type(wanted) is type(got), where
             continue
         assert got[:2] == wanted[:2], where
-        assert got[3] == wanted[3], where
+        # Where a batch is taken of it, a function keeps what is donated, which jit's gives away.
+        assert got[3] == wanted[3] or (name == "vmap" and not any(got[3])), where
         for mine, theirs in zip(got[2], wanted[2], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-4, err_msg=where)
 
