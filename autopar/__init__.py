@@ -1,6 +1,6 @@
 """An ordinary JAX train step, planned for many devices and run."""
 
-from autopar import distributed
+from autopar import distributed, extensions
 from autopar.api import ParallelFunction, parallelize
 from autopar.cache import PlanCache
 from autopar.checkpoint import CheckpointError, Checkpoints, Saved
@@ -83,3 +83,5 @@ __all__ = [
     "simulate",
     "topology",
 ]
+
+extensions.load()

@@ -30,6 +30,7 @@ ORDER = {
     "autopar": (
         *(
             "errors",
+            "extensions",
             "jax_compat",
             "distributed",
             "plan",

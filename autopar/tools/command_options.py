@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar import extensions
 from autopar.tools.targets import UsageError
 from passes.cluster import known
 from passes.errors import explain
@@ -56,7 +57,10 @@ def planner_of(written: str) -> Planner:
                 return Pipeline(stages=int(stages), microbatches=int(microbatches), schedule=schedule)
         case "manual", path if path:
             return Manual(path)
-    raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}")
+    if (other := extensions.planner(name, option)) is not None:
+        return other
+    others = "".join(f"\n  {each:<22}of another package" for each in extensions.planners())
+    raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}{others}")
 
 
 def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None) -> Planner:
