@@ -273,7 +273,8 @@ class Compilations:
     def last(self) -> Compilation | None:
         """The last that was compiled of those that run; None before the first call."""
         known = [*self.known.values(), *(pure.last for pure in self.pure.values())]
-        return next((one for one in reversed(known) if one is not None and one.run is not None), None)
+        compiled = (compilation for compilation in reversed(known) if compilation is not None)
+        return next((compilation for compilation in compiled if compilation.run is not None), None)
 
     def about(self, value: Any, position: int = 0) -> tuple[Compilation, slice] | None:
         """The last compilation for an argument of these types at a position, and its place among the flat arguments;

@@ -67,12 +67,12 @@ class _Bound(AnyPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(_Bound, passes.plan.Plan):
-    """What planning chose for one program on one mesh."""
+    """A plan of one program on one mesh, with the user's own pytrees."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan(_Bound, passes.plan.PipelinePlan):
-    """What planning chose for a pipeline of several programs."""
+    """A plan of a pipeline of several programs, with the user's own pytrees."""
 
 
 @singledispatch

@@ -117,7 +117,7 @@ def _together(
 
 
 def _how(planned: Planned) -> Mapping[str, object]:
-    """How a plan was come to, as plain data."""
+    """The planner, options and limit that a plan was made with, as plain data."""
     stages = planned.step.chosen.stages
     return {"stages": stages, "searched": planned.searched, "memory_limit": planned.memory_limit}
 

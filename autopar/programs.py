@@ -1,4 +1,4 @@
-"""What a plan is compiled to: one program on a mesh, or the programs of a pipeline."""
+"""Compiled plans: one program on a mesh, or the programs of a pipeline."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Program(Protocol):
         ...
 
     def executable(self) -> Executable | Pipeline | Joined:
-        """What runs the program, compiled when it is called first."""
+        """The executable of the program, compiled when it is called first."""
         ...
 
     def placements(self) -> list[Sharding]:
@@ -58,7 +58,7 @@ class Program(Protocol):
         ...
 
     def compiled(self, structs: Structs, *, nested: bool) -> tuple[Executable | Pipeline | Joined, int] | None:
-        """What runs the program, and the bytes of a device that it needs.
+        """The executable of the program, and the bytes of a device that it needs.
 
         None for a call that is `nested` in another transformation: what is compiled then is not this program.
         """

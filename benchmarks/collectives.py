@@ -295,7 +295,7 @@ def measurements_table(system: System) -> Table:
 
 
 def errors_table(systems: Sequence[System]) -> Table:
-    """For each system the median and the largest relative error, and the median ratio of predicted to measured."""
+    """A row for each system: median and largest relative error, and median ratio of predicted to measured."""
     table = Table(title="predicted against measured", title_justify="left")
     table.add_column("system")
     for heading in ("rows", "median error", "largest", "median ratio"):
@@ -309,7 +309,7 @@ def errors_table(systems: Sequence[System]) -> Table:
 
 
 def fit_table(systems: Sequence[System]) -> Table:
-    """For each system the numbers that fit best, and the median error with them."""
+    """A row for each system: the numbers that fit best, and the median error with them."""
     table = Table("system", "fitted", title="links that fit best", title_justify="left")
     table.add_column("median error", justify="right")
     for system in systems:

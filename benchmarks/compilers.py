@@ -114,7 +114,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """How far the predicted peak is off, of the compiled one; negative where it is too low."""
+        """The relative error of the predicted peak, of the compiled one; negative where it is too low."""
         return self.predicted_nbytes / self.compiled.peak_nbytes - 1 if self.compiled else 0.0
 
     @property
@@ -270,7 +270,7 @@ def cycles(hlo_text: str) -> int:
 
 
 def load(path: Path) -> dict[tuple[str, str, str], Compiled]:
-    """What was compiled before, by target, model and planner."""
+    """The cases compiled before, by target, model and planner."""
     if not path.exists():
         return {}
     kept = (Compiled(**entry) for entry in json.loads(path.read_text())["compiled"])

@@ -1,4 +1,4 @@
-"""Whether a planned step computes what `jax.jit` computes, planner by planner: `python -m benchmarks.equality --help`.
+"""Planned steps compared with `jax.jit`, planner by planner: `python -m benchmarks.equality --help`.
 
 A tiny GPT takes a few consecutive steps from one state twice, planned for 8 virtual CPU devices and under plain
 `jax.jit` on one. Beside the differences stand the collectives that the plan promises and those that XLA compiled; one

@@ -39,7 +39,7 @@ class _Walk:
     cut: dict[Value, frozenset[int]] = field(default_factory=dict[Value, frozenset[int]])
     same: dict[Value, Value] = field(default_factory=dict[Value, Value])
     read: set[Value] = field(default_factory=set[Value])
-    found: list[Allowed] = field(default_factory=list[Allowed])
+    allowed: list[Allowed] = field(default_factory=list[Allowed])
 
     @property
     def parts(self) -> int:
@@ -48,7 +48,7 @@ class _Walk:
 
     def run(self) -> list[Allowed]:
         self._region(self.program.root)
-        return self.found
+        return self.allowed
 
     def _region(self, region: Region) -> None:
         graph = region.graph
@@ -168,7 +168,7 @@ class _Walk:
         mesh, type = self.program.mesh, region.graph.types[value]
         parts = math.prod(map(mesh.axis_size, self.style.data)) if (region.number, value) in self.program.batch else 1
         nbytes = type.nbytes // parts
-        self.found.append(
+        self.allowed.append(
             Allowed(
                 role="activation gradient" if phase == "backward" else "activation",
                 phase=phase,

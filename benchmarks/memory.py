@@ -89,12 +89,12 @@ class Published:
     scheme: str
     what: str
     printed: float
-    found: float
+    planned: float
     rounding: float
 
     @property
     def agrees(self) -> bool:
-        return abs(self.printed - self.found) <= self.rounding * (1 + 1e-9)
+        return abs(self.printed - self.planned) <= self.rounding * (1 + 1e-9)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -253,7 +253,7 @@ def published(path: Path = ZERO) -> Iterator[Published]:
             scheme=row["stage_or_scheme"],
             what=label,
             printed=float(printed),
-            found=nbytes_printed,
+            planned=nbytes_printed,
             rounding=rounding,
         )
 
@@ -322,7 +322,7 @@ def zero_table(rows: Sequence[Published]) -> Table:
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         style = None if row.agrees else "red"
-        shown.add_row(row.table, row.scheme, row.what, f"{row.printed:g}", f"{row.found:.6g}", style=style)
+        shown.add_row(row.table, row.scheme, row.what, f"{row.printed:g}", f"{row.planned:.6g}", style=style)
     return shown
 
 

@@ -135,7 +135,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def held(design: Design, cluster: str, proof: str = "untied", proof_seconds: float | None = None) -> Held:
+def proof_of(design: Design, cluster: str, proof: str = "untied", proof_seconds: float | None = None) -> Held:
     """The plan of one network and a proof."""
     jax.config.update("jax_platforms", "cpu")
     network = design.network()
@@ -179,7 +179,7 @@ def measured(
             )
             given = drawn(case.seed, case.number), case.cluster, args.proof, args.proof_seconds
             try:
-                results[case] = child.call(held, *given, seconds=SECONDS)
+                results[case] = child.call(proof_of, *given, seconds=SECONDS)
             except CrashError as error:
                 crashed[case] = str(error)
     return results, crashed

@@ -44,7 +44,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Of the allowed, what is gained."""
+        """The share gained of what is allowed."""
         return self.gained / self.allowed
 
     @property

@@ -38,14 +38,14 @@ class Solved:
     """One instance. Costs are the evaluator's, not the solver's; `best` is the best published cost, if one is known.
 
     `seconds` counts from opening the file, `cpu` is what this process computed in it; `reading` is the share of the
-    file and `left` the nodes that the reductions leave. `error` says why there is no answer.
+    file and `nodes_left` those that the reductions leave. `error` says why there is no answer.
     """
 
     instance: str
     nodes: int
     edges: int
     strategies: int
-    left: int
+    nodes_left: int
     rounds: int
     cost: int | None
     bound: float | None
@@ -105,7 +105,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def found(folder: Path, names: str | None) -> list[tuple[str, Path]]:
+def instances(folder: Path, names: str | None) -> list[tuple[str, Path]]:
     """Short names and files of the instances asked for; the contest's long names work too."""
     files = {
         path.name.removesuffix(".gz").removesuffix(".json"): path
@@ -216,7 +216,7 @@ def measure(name: str, path: Path, args: argparse.Namespace) -> Solved:
         nodes=len(problem.costs),
         edges=len(problem.edges),
         strategies=sum(costs.size for costs in problem.costs),
-        left=nodes_left,
+        nodes_left=nodes_left,
         rounds=rounds,
         cost=cost,
         bound=bound,
@@ -248,7 +248,7 @@ def table(results: list[Solved]) -> Table:
         shown.add_row(
             r.instance,
             f"{r.nodes:,}",
-            f"{r.left:,}",
+            f"{r.nodes_left:,}",
             "-" if r.cost is None else f"{r.cost:,}",
             "-" if r.bound is None else f"{r.bound:,.0f}",
             "-" if r.gap is None else f"{100 * r.gap:.3f} %",
@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     console = Console(highlight=False)
     results: list[Solved] = []
-    for name, path in found(args.data, args.instances):
+    for name, path in instances(args.data, args.instances):
         with console.status(f"solving {name}"):
             results.append(measure(name, path, args))
     misses = [miss for result in results for miss in result.misses]

@@ -129,7 +129,7 @@ def example_batch(config: Config, batch_size: int, key: jax.Array) -> dict[str, 
 
 
 def products(config: Config) -> list[tuple[int, int, int]]:
-    """Of each layer, the products in one output feature, the output features, and the pixels that have them."""
+    """The products in one output feature, the output features, and the pixels that have them, [layers]."""
     *sizes, last = config.sizes
     convolutions = [
         (side * side * n, m, size * size)

@@ -43,7 +43,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a search is about to do: `done` candidates of `total` (None: not known yet) are behind it.
+    """The next step of a search: `done` candidates of `total` (None: not known yet) are behind it.
 
     `best_seconds` is the predicted step of the best plan so far, None without one; `seconds_left` what is left of a
     time budget, None where there is none.

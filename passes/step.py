@@ -22,7 +22,7 @@ as the deepest published pipeline has stages (Narayanan et al. 2021, table 1: 1T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """How a step is computed: in so many microbatches (None: as was asked, else one), and what each layer keeps.
+    """A way to compute a step: in so many microbatches (None: as was asked, else one), and what each layer keeps.
 
     Nothing `kept` is the step as it was written. A variant for `stages` (none: 0) has a loop over microbatches, be it
     one, and its loops over layers are cut into chunks, so that each stage can have its own. A `sample` of that has few
@@ -38,7 +38,7 @@ class Variant:
 
     @property
     def count(self) -> int:
-        """How many microbatches, one where nothing is said."""
+        """The number of microbatches, one where nothing is said."""
         return self.microbatches or 1
 
     def __str__(self) -> str:

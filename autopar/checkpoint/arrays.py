@@ -59,7 +59,7 @@ class _Shard:
 
 
 class _Shards:
-    """What this process has of an array, with the names that Orbax reads of one."""
+    """The pieces that this process has of an array, with the names that Orbax reads of one."""
 
     def __init__(self, array: jax.Array) -> None:
         self.shape, self.dtype, self.ndim, self.sharding = array.shape, array.dtype, array.ndim, array.sharding
@@ -117,10 +117,10 @@ class Arrays:
             for leaf, (shape, dtype, sharding) in zip(leaves, targets, strict=True)
         ]
         items = [leaf if is_read else ocp.PLACEHOLDER for leaf, is_read in zip(args, read, strict=True)]
-        wanted = ocp.args.PyTreeRestore(
+        request = ocp.args.PyTreeRestore(
             item=jax.tree.unflatten(tree, items), restore_args=jax.tree.unflatten(tree, args)
         )
-        restored = tree.flatten_up_to(self.handler.restore(epath.Path(folder), args=wanted))
+        restored = tree.flatten_up_to(self.handler.restore(epath.Path(folder), args=request))
         arrays = [
             _restored(array, leaf) if is_read else _empty(leaf, *target)
             for array, leaf, target, is_read in zip(restored, leaves, targets, read, strict=True)

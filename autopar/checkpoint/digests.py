@@ -72,9 +72,9 @@ def _chunks(start: Sequence[int], part: np.ndarray, shape: Sequence[int]) -> Ite
     offset = np.arange(columns, dtype=np.uint64) + np.uint64(start[-1] if start else 0)
     height, width = max(1, _CHUNK // columns), min(columns, _CHUNK)
     for top in range(0, len(rows), height):
-        for left in range(0, columns, width):
-            here = flat[top : top + height, left : left + width]
-            yield rows[top : top + height] + offset[left : left + width], _bits(here)
+        for column in range(0, columns, width):
+            here = flat[top : top + height, column : column + width]
+            yield rows[top : top + height] + offset[column : column + width], _bits(here)
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 
 
 def placed(leaf: Any, sharding: Sharding) -> jax.Array:
-    """What this process holds whole, on its devices of a sharding that may have others."""
+    """The array that this process holds whole, on its devices of a sharding that may have others."""
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if not sharding.addressable_devices:

@@ -25,6 +25,7 @@ LOST = 75
 """The exit status of a process that ends because another one is gone (EX_TEMPFAIL: try again)."""
 
 _BEAT_SECONDS = 1.0
+"""The seconds between two signs of life: far fewer than `lost_seconds`, and a small message each."""
 _BEATS = "autopar/beats"
 _DONE, _FAILED = "done", "failed: "
 

@@ -1,4 +1,4 @@
-"""How much longer steps took than they were predicted to, kept in a file, and clusters that are slower by as much."""
+"""Factors by which steps took longer than predicted, kept in a file, and clusters that are slower by as much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the devices did while steps ran, from JAX's profiler: operators with their device, start and end."""
+"""The events of devices while steps ran, from JAX's profiler: operators with their device, start and end."""
 
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ class Share:
 
 
 def predicted_shares(plan: AnyPlan) -> tuple[Share, ...]:
-    """What a plan promises of each of its submeshes; `waiting` is what is left of the step: a pipeline's bubble, and
-    transfers that are not hidden.
+    """The seconds that a plan promises of each of its submeshes, by cause.
+
+    `waiting` is what is left of the step: a pipeline's bubble, and transfers that are not hidden.
     """
     dispatch = plan.cluster.group().device.dispatch_seconds
     shares: list[Share] = []
@@ -62,7 +63,10 @@ def _by_cause(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def measured_shares(plan: AnyPlan, by_device: Sequence[Mapping[str, float]], step_seconds: float) -> tuple[Share, ...]:
-    """What the devices of each submesh were seen to spend on average [devices of the plan]; the rest is `waiting`."""
+    """The seconds that the devices of each submesh were seen to spend on average [devices of the plan].
+
+    The rest of the step is `waiting`.
+    """
     ends = accumulate((programs[0].n_devices for programs in plan.submeshes), initial=0)
     shares: list[Share] = []
     for start, end in pairwise(ends):
@@ -93,7 +97,7 @@ class StepReport:
 
     @cached_property
     def predicted(self) -> tuple[Share, ...]:
-        """What the plan promises of each submesh."""
+        """The seconds by cause that the plan promises of each submesh."""
         return predicted_shares(self.plan)
 
     @property
@@ -118,7 +122,7 @@ class StepReport:
         return rows
 
     def factors(self) -> Factors:
-        """What computing and communication took by what was predicted, without any calibration.
+        """The factors of measured by predicted seconds, of computing and of communication, without any calibration.
 
         Without a profile both are the ratio of the whole step.
         """

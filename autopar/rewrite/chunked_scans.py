@@ -41,16 +41,16 @@ def in_pieces(traced: Traced, stages: int) -> tuple[Traced, Pieces | None]:
     while True:
         cutter = _Cutter(traced, stages, demanded)
         cutter.run()
-        if cutter.asked <= demanded:
+        if cutter.requested <= demanded:
             break
-        demanded |= cutter.asked
+        demanded |= cutter.requested
     return cutter.program.finish(demanded) if cutter.has_cut else (traced, None)
 
 
 class _Cutter:
     """The decision, node by node, of what is computed whole and what in pieces; `program` is what comes of it.
 
-    The inputs `given` come in pieces; `asked` are those that should.
+    The inputs `given` come in pieces; `requested` are those that should.
     """
 
     def __init__(self, traced: Traced, stages: int, given: frozenset[int]) -> None:
@@ -59,7 +59,7 @@ class _Cutter:
         self.graph: Graph = traced.graph
         self.state = {self.graph.inputs[i]: i for _, i in traced.state_pairs}
         self.steady = _steady(self.graph, set(self.state))
-        self.asked: set[int] = set()
+        self.requested: set[int] = set()
         self.has_cut = False
         for i in given:
             value = self.graph.inputs[i]
@@ -80,7 +80,7 @@ class _Cutter:
         for output, position in self.traced.state_pairs:
             value = self.graph.outputs[output]
             if value in self.program.apart and self._is_plain(value):
-                self.asked.add(position)
+                self.requested.add(position)
             if position in self.given:
                 self._pieces(value)
 
@@ -126,7 +126,7 @@ class _Cutter:
         if value in program.cut:
             return program.cut[value]
         if value in self.state and self._is_plain(value):
-            self.asked.add(self.state[value])
+            self.requested.add(self.state[value])
         producer = self.graph.producers.get(value)
         if producer is not None:
             node = self.graph.nodes[producer]

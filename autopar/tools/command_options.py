@@ -78,7 +78,7 @@ def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None) -> Pla
 
 
 def _divided(option: str, written: str, example: str) -> tuple[str, str]:
-    """What stands on both sides of an equals sign. Raises UsageError where there is none."""
+    """The texts on both sides of an equals sign. Raises UsageError where there is none."""
     name, equals, value = written.rpartition("=")
     if not equals or not name or not value:
         raise UsageError(f"{option} {written!r}: write, say, {option} {example}")

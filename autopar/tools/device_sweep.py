@@ -1,4 +1,4 @@
-"""What one device computes and copies in a second, from products of many shapes and dtypes while all devices work."""
+"""Rates at which one device computes and copies, from products of many shapes and dtypes while all devices work."""
 
 from __future__ import annotations
 

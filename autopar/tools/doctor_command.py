@@ -17,7 +17,7 @@ from passes.errors import PlanningError
 from passes.plan import json as plan_json
 from passes.text import Column, Table, quantities
 
-PROBLEM = 1
+PROBLEM = 1  # the exit status of a machine on which something is missing
 
 _HELP = """\
 Say which versions, devices and links are here, what is optional and missing,
@@ -74,20 +74,20 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def findings() -> list[tuple[str, str]]:
-    """What would be in the way, and what to do about it."""
-    found: list[tuple[str, str]] = []
+    """The obstacles that would be in the way, each with its remedy."""
+    obstacles: list[tuple[str, str]] = []
     missing = [name for name, version in _versions() if version == "missing"]
     if missing:
-        found.append((f"missing: {', '.join(missing)}", "pip install autopar"))
+        obstacles.append((f"missing: {', '.join(missing)}", "pip install autopar"))
     kind = jax.devices()[0].device_kind
     try:
         local_cluster(jax.devices())
     except PlanningError as error:
-        found.append((f"no data of {kind!r}", str(error).replace("\n", " ")))
+        obstacles.append((f"no data of {kind!r}", str(error).replace("\n", " ")))
     if jax.default_backend() == "cpu" and len(jax.devices()) == 1:
         remedy = "plan with --cluster; to run on virtual ones, jax.config.update('jax_num_cpu_devices', 8) at the top"
-        found.append(("one CPU device: nothing can be cut here", remedy))
-    return found
+        obstacles.append(("one CPU device: nothing can be cut here", remedy))
+    return obstacles
 
 
 def _rows(title: str, rows: list[tuple[str, str]], note: str = "") -> Table:

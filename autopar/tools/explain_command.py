@@ -93,7 +93,7 @@ def described_arrays(plan: AnyPlan, what: str) -> str:
 
 
 def at_line(plan: AnyPlan, line: str) -> str:
-    """What a plan does at a source line. Raises UsageError for a line that no operator is of."""
+    """The text of what a plan does at a source line. Raises UsageError for a line that no operator is of."""
     paragraphs = [text for stage, program in enumerate(plan.programs) for text in _at_line(stage, program, line)]
     if not paragraphs:
         sources = dict.fromkeys(plan_text.short(op.source) for p in plan.programs for op in p.operators if op.source)

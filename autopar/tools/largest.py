@@ -41,9 +41,10 @@ class Largest:
 
 
 def _tried(step: TracedStep, room: Room, on_plan: Announce) -> Plan:
-    """As `_searched` with as much work for all plans as that has for one, and an error says nothing of other clusters.
+    """The plan of `_searched`, with as much work for all plans as that has for one.
 
-    There are no seconds beyond the room's: raises _OutOfTime when they are over.
+    There are no seconds beyond the room's: raises _OutOfTime when they are over. An error says nothing of other
+    clusters.
     """
     end = Deadline(room.seconds)
 

@@ -58,7 +58,7 @@ def measure(
 
 
 def measurement(devices: Sequence[Device] | None = None, *, announce: Progress = lambda what: None) -> Measurement:
-    """What `measure` measures, with each sample beside what the cluster predicts of it."""
+    """The measurement that `measure` makes, with each sample beside what the cluster predicts of it."""
     devices = tuple(jax.local_devices() if devices is None else devices)
     cluster = local_cluster(devices)
     group = cluster.group()
@@ -104,7 +104,7 @@ class _Curve:
 
 
 def _scaled(x: jax.Array) -> jax.Array:
-    """What stands around most collectives: it takes as long among however many."""
+    """The work around most collectives, which takes as long among however many devices."""
     return x * 0.9
 
 

@@ -76,7 +76,7 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices together."""
+        """The tokens of all devices together in a second; None of a step without tokens."""
         if self.estimate is None or self.tokens_per_step is None or not self.estimate.step_seconds:
             return None
         return self.tokens_per_step / self.estimate.step_seconds

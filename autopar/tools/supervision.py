@@ -41,13 +41,13 @@ class Run:
     def run(self, out: TextIO, err: TextIO) -> int:
         """The exit status of the last launch."""
         launch = self.launch
-        for left in range(self.restarts, -1, -1):
+        for remaining in range(self.restarts, -1, -1):
             ending = launch.run(out, err)
-            if not ending.status or ending.is_asked_for or not left:
+            if not ending.status or ending.is_asked_for or not remaining:
                 return ending.status
             if self.is_elastic:
                 launch = replace(launch, processes=max(1, launch.processes - len(ending.gone)))
             many = f"{launch.processes} process{'es' if launch.processes > 1 else ''}"
-            err.write(f"autopar run: starts again with {many}, and may {left - 1} more times\n")
+            err.write(f"autopar run: starts again with {many}, and may {remaining - 1} more times\n")
             err.flush()
         raise AssertionError

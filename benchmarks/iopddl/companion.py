@@ -30,7 +30,7 @@ class Companion:
         self.process = context.Process(target=_work, args=(problem, seed, there), daemon=True)
         self.process.start()
         there.close()
-        self.asked = False
+        self.is_waiting = False
 
     def exchange(self, best: Indices, prices: Floats, patience: float = 0.0) -> Indices | None:
         """The answer to the last exchange if it is there within `patience` seconds, and then the next question.
@@ -39,12 +39,12 @@ class Companion:
         """
         received: Indices | None = None
         with suppress(EOFError, OSError):
-            if self.asked and not self.here.poll(patience):
+            if self.is_waiting and not self.here.poll(patience):
                 return None
-            if self.asked:
+            if self.is_waiting:
                 received = self.here.recv()
             self.here.send((best, prices.astype(np.float32)))
-            self.asked = True
+            self.is_waiting = True
         return received
 
     def __enter__(self) -> Self:

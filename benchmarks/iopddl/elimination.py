@@ -56,7 +56,7 @@ class Elimination:
         heapq.heapify(heap)
         while heap:
             priority, node = heapq.heappop(heap)
-            if node not in run.left:
+            if node not in run.remaining:
                 continue
             now = len(run.near[node]) + noise[node]
             if now > priority + 1e-9:
@@ -64,10 +64,10 @@ class Elimination:
                 continue
             touched = set(run.near[node])
             run.make_room(node, entries, noise)
-            if node in run.left:
+            if node in run.remaining:
                 run.eliminate(node)
             for other in touched:
-                if other in run.left:
+                if other in run.remaining:
                     heapq.heappush(heap, (len(run.near[other]) + noise[other], other))
         return run.decode()
 
@@ -86,15 +86,15 @@ class _Run:
     """One elimination: the tables that each node is part of, and who shares one with whom."""
 
     def __init__(self, graph: Elimination, costs: list[Floats], choice: Indices, free: set[int]) -> None:
-        self.sizes, self.choice, self.left = graph.sizes, choice.copy(), set(free)
-        self.own = {n: costs[n].copy() for n in free}
+        self.sizes, self.choice, self.remaining = graph.sizes, choice.copy(), set(free)
+        self.node_costs = {n: costs[n].copy() for n in free}
         self.near: dict[int, set[int]] = {n: set() for n in free}
         self.tables: dict[int, list[Table]] = {n: [] for n in free}
         self.steps: list[_Best] = []
         for node in free:
             for other, between in graph.around[node].items():
                 if other not in free:
-                    self.own[node] += between[:, choice[other]]
+                    self.node_costs[node] += between[:, choice[other]]
                 elif node < other:
                     self._add(((node, other), between))
 
@@ -113,7 +113,7 @@ class _Run:
         """Puts the best strategy of `node`, by those of its neighbours, in its place."""
         parents = tuple(sorted(self.near[node]))
         axes = {n: at for at, n in enumerate(parents)} | {node: len(parents)}
-        total = self.own[node].reshape((1,) * len(parents) + (-1,))
+        total = self.node_costs[node].reshape((1,) * len(parents) + (-1,))
         for nodes, table in self.tables[node]:
             order = sorted(range(len(nodes)), key=lambda at: axes[nodes[at]])
             shape = [1] * len(axes)
@@ -123,7 +123,7 @@ class _Run:
         self.steps.append(_Best(node=node, parents=parents, strategy=total.argmin(axis=-1)))
         self._forget(node)
         if len(parents) == 1:
-            self.own[parents[0]] += total.min(axis=-1)
+            self.node_costs[parents[0]] += total.min(axis=-1)
         elif parents:
             self._add((parents, total.min(axis=-1)))
 
@@ -141,7 +141,7 @@ class _Run:
             rest = tuple(n for n in nodes if n != node)
             cut: Floats = np.take(table, at, axis=nodes.index(node))
             if len(rest) == 1:
-                self.own[rest[0]] += cut
+                self.node_costs[rest[0]] += cut
             else:
                 self._add((rest, cut))
 
@@ -153,7 +153,7 @@ class _Run:
             self.near[node].discard(node)
 
     def _forget(self, node: int) -> None:
-        self.left.discard(node)
+        self.remaining.discard(node)
         for other in self.near[node]:
             self.near[other].discard(node)
             self.tables[other] = [table for table in self.tables[other] if node not in table[0]]

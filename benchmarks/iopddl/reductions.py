@@ -155,17 +155,17 @@ def _fold(work: Shrinking, node: int, parent: int, best: Indices) -> None:
 
 
 def _bridge(work: Shrinking, node: int) -> None:
-    (left, before), (right, after) = work.around[node].items()
-    if work.costs[left].size * work.costs[right].size > _SMALL_TABLE:
+    (first, before), (second, after) = work.around[node].items()
+    if work.costs[first].size * work.costs[second].size > _SMALL_TABLE:
         return
     total = work.costs[node][:, None, None] + before[:, :, None] + after[:, None, :]
     table = work.kept[node][total.argmin(axis=0)]
-    kept = (work.kept[left], work.kept[right])
-    work.steps.append(Step(node=node, parents=(left, right), table=table, kept=kept))
+    kept = (work.kept[first], work.kept[second])
+    work.steps.append(Step(node=node, parents=(first, second), table=table, kept=kept))
     for (start, end), nbytes in work.items[node].items():
         work.limits[start:end] -= nbytes[0]
     work.drop(node)
-    work.join(left, right, total.min(axis=0))
+    work.join(first, second, total.min(axis=0))
 
 
 def _dominate(work: Shrinking, node: int) -> None:

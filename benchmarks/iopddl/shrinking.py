@@ -139,25 +139,25 @@ class Shrinking:
             self.put(node, other, self.around[node][other][keep])
         self.push(node)
 
-    def join(self, left: int, right: int, costs: Floats) -> None:
-        """Adds seconds [strategies of left, of right] to the edge between two nodes."""
-        known = self.around[left].get(right)
-        self.put(left, right, costs if known is None else known + costs)
+    def join(self, node: int, other: int, costs: Floats) -> None:
+        """Adds seconds [strategies of node, of other] to the edge between two nodes."""
+        known = self.around[node].get(other)
+        self.put(node, other, costs if known is None else known + costs)
 
-    def put(self, left: int, right: int, costs: Floats) -> None:
+    def put(self, node: int, other: int, costs: Floats) -> None:
         """Sets the seconds of the edge between two nodes."""
-        self.around[left][right], self.around[right][left] = costs, costs.T
-        self.fresh[left].add(right)
-        self.fresh[right].add(left)
-        self.push(left)
-        self.push(right)
+        self.around[node][other], self.around[other][node] = costs, costs.T
+        self.fresh[node].add(other)
+        self.fresh[other].add(node)
+        self.push(node)
+        self.push(other)
 
-    def cut(self, left: int, right: int) -> None:
+    def cut(self, node: int, neighbour: int) -> None:
         """Takes the edge between two nodes away."""
-        for one, other in ((left, right), (right, left)):
-            del self.around[one][other]
-            self.fresh[one].discard(other)
-            self.push(one)
+        for end, other in ((node, neighbour), (neighbour, node)):
+            del self.around[end][other]
+            self.fresh[end].discard(other)
+            self.push(end)
 
     def drop(self, node: int) -> None:
         """Takes a node away, with its edges and usages."""

@@ -50,7 +50,7 @@ class Row:
     solve: float
     partition: float
     total: float
-    asked: int
+    programs: int
     solved: int
     gap: float
     step_seconds: float
@@ -101,7 +101,7 @@ def row(case: Case, runs: Sequence[dict[str, Any]]) -> Row:
             solve=statistics.median(costs["tables"] + costs["build and solve"] for costs in spent),
             partition=0.0,
             total=statistics.median(costs["in all"] for costs in spent),
-            asked=last["sizes"]["integer programs asked"],
+            programs=last["sizes"]["integer programs asked"],
             solved=last["sizes"]["relaxations solved"],
             gap=last["gap"],
             step_seconds=last["objective"],
@@ -113,7 +113,7 @@ def row(case: Case, runs: Sequence[dict[str, Any]]) -> Row:
         solve=median("whole", "price", "realise"),
         partition=median("partition"),
         total=statistics.median(run["total"] for run in runs),
-        asked=last["tables"],
+        programs=last["tables"],
         solved=last["priced"],
         gap=last["gap"],
         step_seconds=last["step_seconds"],
@@ -137,7 +137,7 @@ def table(rows: Sequence[Row]) -> Table:
         "after tracing": lambda row: quantities.seconds(row.total - row.trace),
         "target of it": lambda row: quantities.seconds(row.case.after) if row.case.after else "",
         "": lambda row: "missed" if row.missed else "met",
-        "asked": lambda row: f"{row.asked:,}",
+        "asked": lambda row: f"{row.programs:,}",
         "solved": lambda row: f"{row.solved:,}",
         "gap": lambda row: f"{100 * row.gap:.2g} %",
         "step": lambda row: quantities.seconds(row.step_seconds),

@@ -64,7 +64,7 @@ def sources(text: str) -> tuple[str, ...]:
     return names
 
 
-def wanted(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
+def chosen_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     """The rows that the command line asks for; those named by text come with the rows that they are relative to."""
     rows = [row for row in rows if row.source in args.source]
     if args.row is None:
@@ -74,7 +74,7 @@ def wanted(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     return [row for row in rows if row in named or (row.source, row.name) in bases]
 
 
-def asked(rows: Sequence[Row], console: Console) -> list[Result]:
+def predicted(rows: Sequence[Row], console: Console) -> list[Result]:
     """The results of the rows, with a progress bar where there is a terminal."""
     columns = TextColumn("{task.fields[row]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -117,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
         console.print(str(error), markup=False)
         return 2
     rows = [row for row in rows if row.source in args.source]
-    chosen = wanted(rows, args)
-    results = asked(chosen, console)
+    chosen = chosen_rows(rows, args)
+    results = predicted(chosen, console)
     left_out = len(rows) - len(chosen)
     if args.json:
         print(json.dumps(report.to_json(results, left_out, unread), indent=1))

@@ -114,7 +114,7 @@ def _pair(
 
 
 def _fate(answer: Answer, row: Row) -> str:
-    """Whether it fits, as predicted and as it was."""
+    """Words for a row that fits or does not, as predicted and as it was."""
     predicted = {True: "no", False: "yes", None: "?"}[answer.is_out_of_memory]
     return f"{predicted}, was {'no' if row.out_of_memory else 'yes'}"
 

@@ -24,7 +24,7 @@ def predict(rows: Sequence[Row], on_row: Callable[[Row], None] = lambda row: Non
 
 def _together(row: Row) -> tuple[str, ...]:
     """Rows that have a model, its microbatches and its stages in common sort side by side."""
-    config = row.question.asked if isinstance(row.question, TaskTimes) else row.question
+    config = row.question.configuration if isinstance(row.question, TaskTimes) else row.question
     if not isinstance(config, Configuration):
         return (row.source,)
     stages = config.pipeline * config.interleave

@@ -62,7 +62,7 @@ class Score:
     """
 
     rows: int
-    asked: int
+    answered: int
     refused: int
     timed: int
     mape: float | None
@@ -84,12 +84,12 @@ class Score:
 
     @property
     def precision(self) -> float | None:
-        """Of those predicted to run out of memory, the share that did."""
+        """The share that ran out of memory, of those predicted to."""
         return self.caught / self.warned if self.judged_memory and self.warned else None
 
     @property
     def recall(self) -> float | None:
-        """Of those that ran out of memory, the share that was predicted."""
+        """The share predicted to run out of memory, of those that did."""
         return self.caught / self.positives if self.judged_memory and self.positives else None
 
 
@@ -129,7 +129,7 @@ def score(results: Sequence[Result]) -> Score:
     exact = [r for r in results if r.row.rounding and r.answer]
     return Score(
         rows=len(results),
-        asked=sum(r.answer is not None for r in results),
+        answered=sum(r.answer is not None for r in results),
         refused=sum(r.answer is None and r.row.question is not None for r in results),
         timed=len(times),
         mape=mape(times) if times else None,

@@ -38,14 +38,14 @@ Task = Literal["T_F", "T_B + T_W", "T_comm"]
 class TaskTimes:
     """The mean over the stages of one kind of task, or over the boundaries of a transfer, as planned."""
 
-    asked: Configuration
+    configuration: Configuration
     task: Task
 
     def answer(self) -> Answer:
         """Seconds of the task. Raises PlanningError where there is no such plan."""
-        if self.asked.pipeline == 1:
+        if self.configuration.pipeline == 1:
             raise PlanningError("a plan without stages has no tasks")
-        plan = cast("PipelinePlan", self.asked.plan())
+        plan = cast("PipelinePlan", self.configuration.plan())
         match self.task:
             case "T_F":
                 seconds = [cost.forward_seconds for cost in plan.costs]
@@ -199,7 +199,7 @@ def _table_6(fields: Fields) -> Iterator[Row]:
             sweep=task,
             name=f"{_name(fields)} {task}",
             seconds=spent / 1e3 if spent else None,
-            question=configuration and TaskTimes(asked=configuration, task=task),
+            question=configuration and TaskTimes(configuration=configuration, task=task),
             why="" if configuration else f"no device of the table is called {fields['gpu']!r}",
         )
 

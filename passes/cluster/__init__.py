@@ -1,4 +1,4 @@
-"""What a plan is made for: devices, hosts and the links between them, meshes over them, and the seconds that
+"""Clusters that plans are made for: devices, hosts and the links between them, meshes over them, and the seconds that
 collectives and arrays sent between neighbours take there.
 """
 

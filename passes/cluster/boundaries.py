@@ -64,7 +64,7 @@ class _Piece:
 
 
 def _pieces(senders: range, receivers: range) -> list[_Piece]:
-    """What every device sends to every other."""
+    """The pieces that every device sends to every other."""
     n_senders, n_receivers = len(senders), len(receivers)
     ends = sorted({i * n_receivers for i in range(n_senders + 1)} | {j * n_senders for j in range(n_receivers + 1)})
     return [

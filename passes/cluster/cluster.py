@@ -96,7 +96,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one kind of collective was seen to take among `ranks` devices of a host, while all groups of them talk.
+    """Seconds that a kind of collective was seen to take among `ranks` devices of a host, while all groups talk.
 
     Bytes are those of the larger side of one device's buffer, as in `collectives.seconds`.
     """

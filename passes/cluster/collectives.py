@@ -177,9 +177,9 @@ def _fastest(costs: Iterable[Cost]) -> tuple[Cost, ...]:
     return tuple(kept)
 
 
-def _meet(one: Cost, other: Cost) -> float:
+def _meet(line: Cost, other: Cost) -> float:
     """The bytes from which the cost of more latency and fewer seconds a byte is the lower."""
-    return (other.latency_seconds - one.latency_seconds) / (one.seconds_per_byte - other.seconds_per_byte)
+    return (other.latency_seconds - line.latency_seconds) / (line.seconds_per_byte - other.seconds_per_byte)
 
 
 def ring(group: Group) -> Cost:

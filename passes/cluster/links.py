@@ -1,4 +1,4 @@
-"""What links reach of their data sheets, and the time of a hop, each with its source."""
+"""Shares that links reach of their data sheets, and the time of a hop, each with its source."""
 
 from __future__ import annotations
 

@@ -119,9 +119,9 @@ def _across(hosts: HostGroup, spans: Sequence[Counter[int]]) -> float:
 def _inside(hosts: HostGroup, groups: Iterable[list[int]]) -> tuple[Link, int]:
     """The link of the group that is wired worst, and the most hops."""
     reaches = [reach(hosts, group) for group in groups if len(group) > 1]
-    share = min((one.share for one in reaches), default=1.0)
+    share = min((group_reach.share for group_reach in reaches), default=1.0)
     link = replace(hosts.intra, bytes_per_second=hosts.intra.bytes_per_second * share)
-    return link, max((one.hops for one in reaches), default=0)
+    return link, max((group_reach.hops for group_reach in reaches), default=0)
 
 
 def _by_host(hosts: HostGroup, rows: NDArray[np.int_]) -> list[list[int]]:

@@ -43,7 +43,7 @@ _DIMENSIONS: dict[Wiring, Literal[2, 3]] = {"2d torus of 16": 2, "3d torus of 4"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What a group's links inside a host, or inside a torus, come to: the part of a device's `share` of bandwidth, and
+    """The reach of a group's links inside a host, or inside a torus: the part of a device's `share` of bandwidth, and
     the hops that a message takes past all members in a row.
     """
 
@@ -70,12 +70,12 @@ def _reach(wiring: Wiring, per_host: int, hosts: int, devices: tuple[int, ...]) 
         places = [device % per_host for device in devices]
         if max(places) >= len(CUBE_MESH):
             return whole
-        links = min(sum(CUBE_MESH[one][other] for other in places) or PCIE_LINKS for one in places)
+        links = min(sum(CUBE_MESH[place][other] for other in places) or PCIE_LINKS for place in places)
         return Reach(share=links / CUBE_MESH_LINKS, hops=len(devices) - 1)
     grid, wraps = torus(wiring, per_host * hosts)
     members = {_place(device, grid) for device in devices}
     extents = [max(line) - min(line) for line in zip(*members, strict=True)]
-    links = min(len(members & _beside(one, grid, wraps)) for one in members)
+    links = min(len(members & _beside(member, grid, wraps)) for member in members)
     share = (links or _nearest(members, grid, wraps)) / (2 * len(grid))
     return Reach(share=share, hops=max(1, sum(extents)))
 
@@ -103,25 +103,25 @@ def _place(device: int, grid: Place) -> Place:
     return tuple(reversed(place))
 
 
-def _beside(one: Place, grid: Place, wraps: tuple[bool, ...]) -> set[Place]:
-    """The places next to one."""
-    found: set[Place] = set()
+def _beside(place: Place, grid: Place, wraps: tuple[bool, ...]) -> set[Place]:
+    """The places next to a place."""
+    neighbours: set[Place] = set()
     for d, (size, wrap) in enumerate(zip(grid, wraps, strict=True)):
-        for at in (one[d] - 1, one[d] + 1):
+        for at in (place[d] - 1, place[d] + 1):
             if wrap or 0 <= at < size:
-                found.add((*one[:d], at % size, *one[d + 1 :]))
-    return found
+                neighbours.add((*place[:d], at % size, *place[d + 1 :]))
+    return neighbours
 
 
 def _nearest(members: set[Place], grid: Place, wraps: tuple[bool, ...]) -> float:
     """Links of a member of a group none of whose members are next to each other: as many as there are nearest ones,
     each shared with those in between.
     """
-    one, *others = sorted(members)
+    first, *others = sorted(members)
     distances = [
         sum(
             min(abs(a - b), size - abs(a - b)) if wrap else abs(a - b)
-            for a, b, size, wrap in zip(one, other, grid, wraps, strict=True)
+            for a, b, size, wrap in zip(first, other, grid, wraps, strict=True)
         )
         for other in others
     ]

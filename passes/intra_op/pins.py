@@ -126,10 +126,10 @@ def pinned(assembly: Assembly, chosen: Mapping[int, ShardingSpec]) -> Assembly:
         site = root.sites.get(value)
         if site is None:  # nothing reads it: it is whole everywhere
             continue
-        wanted = np.array([other == spec for other in site.specs])
-        if not np.isfinite(np.where(wanted, seconds[site.node], np.inf)).any():
+        is_pinned = np.array([other == spec for other in site.specs])
+        if not np.isfinite(np.where(is_pinned, seconds[site.node], np.inf)).any():
             raise _impossible(graph.input_names[position], graph.types[value], spec, assembly.mesh, site.specs)
-        seconds[site.node] = np.where(wanted, seconds[site.node], np.inf)
+        seconds[site.node] = np.where(is_pinned, seconds[site.node], np.inf)
     return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
 
 

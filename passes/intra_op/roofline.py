@@ -41,7 +41,7 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
 
 
 def times_made(types: Sequence[TensorType]) -> int:
-    """How often a product of these results is computed: scores whose gradients are fused are made once more."""
+    """The times that a product of these results is computed: scores whose gradients are fused are made once more."""
     return max([1, *(type.fused for type in types)])
 
 

@@ -49,9 +49,9 @@ def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[boo
     first = max((i for i in candidates if work[heads[i]] >= ALMOST * most), key=lambda i: (heads[i] not in inner, i))
     batch, extents = {heads[first]}, {graph.types[graph.inputs[first]].shape[0]}
     for i in sorted(candidates, key=lambda i: work[heads[i]], reverse=True):
-        own, extent = work[heads[i]], graph.types[graph.inputs[i]].shape[0]
+        head_work, extent = work[heads[i]], graph.types[graph.inputs[i]].shape[0]
         shared = sum(flops for flops, kept in works if heads[i] in kept and heads[first] in kept)
-        if (own >= WORTH * most or (own and extent in extents)) and shared < own / 2:
+        if (head_work >= WORTH * most or (head_work and extent in extents)) and shared < head_work / 2:
             batch.add(heads[i])
             extents.add(extent)
     return tuple(i for i in candidates if heads[i] in batch)

@@ -53,7 +53,7 @@ def layers_of(samples: Mapping[int, Sample], layers: int | None, most: int) -> i
 
 
 def finest(sample: Sample, layers: int) -> int:
-    """As many layers of equally many blocks as are worth it where blocks were left out of a sample; else `layers`."""
+    """The number of layers, of equally many blocks, that is worth it if a sample leaves blocks out; else `layers`."""
     if not sample.left_out:
         return layers
     n_blocks = sample.left_out + KEPT

@@ -108,7 +108,7 @@ class StagedSearch:
             finally:
                 self.block_costs.pool = None
         taken = best and _name(len(best.stages), [p[0].n_devices for p in best.submeshes], *_how(best))
-        self.met = [one for one in self.met if one.name != taken]
+        self.met = [alternative for alternative in self.met if alternative.name != taken]
         return best
 
     def _run(self, pool: WorkerPool) -> PipelinePlan | None:

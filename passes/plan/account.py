@@ -37,18 +37,18 @@ def alternatives_to_json(alternatives: Sequence[Alternative]) -> dict[str, objec
     """The field of what was met and not taken; none where there is nothing."""
     entries = [
         {
-            "name": one.name,
-            "seconds": number(one.seconds),
-            "why": one.why,
-            **({} if one.peak_nbytes is None else {"peak_nbytes": one.peak_nbytes}),
+            "name": alternative.name,
+            "seconds": number(alternative.seconds),
+            "why": alternative.why,
+            **({} if alternative.peak_nbytes is None else {"peak_nbytes": alternative.peak_nbytes}),
         }
-        for one in alternatives
+        for alternative in alternatives
     ]
     return {"alternatives": entries} if entries else {}
 
 
 def alternatives_from_json(data: Fields) -> tuple[Alternative, ...]:
-    """What was met and not taken; nothing of a file without the field."""
+    """The alternatives that were met and not taken; none of a file without the field."""
     entries = data.list("alternatives") if "alternatives" in data.data else ()
     fields = [as_object(entry, data.place(f"alternatives[{i}]")) for i, entry in enumerate(entries)]
     return tuple(

@@ -38,8 +38,9 @@ MOST_ALTERNATIVES = 12
 def merged(*several: Sequence[Alternative]) -> tuple[Alternative, ...]:
     """The cheapest of several rows of alternatives, one of each name."""
     by_name: dict[str, Alternative] = {}
-    for one in sorted((one for row in several for one in row), key=lambda one: one.seconds):
-        by_name.setdefault(one.name, one)
+    alternatives = itertools.chain.from_iterable(several)
+    for alternative in sorted(alternatives, key=lambda alternative: alternative.seconds):
+        by_name.setdefault(alternative.name, alternative)
     return tuple(by_name.values())[:MOST_ALTERNATIVES]
 
 

@@ -60,11 +60,11 @@ class PipelinePlan(AnyPlan):
 
     @cached_property
     def timeline(self) -> Timeline:  # pyright: ignore[reportIncompatibleMethodOverride] # simulated once
-        """When each task runs, as simulated."""
+        """The simulated timeline: when each task runs."""
         return self.simulated(self.costs, self.transfers)
 
     def simulated(self, costs: Sequence[StageCost], transfers: Sequence[Transfer]) -> Timeline:
-        """When each task would run if stages and transfers cost that much."""
+        """The timeline of tasks if stages and transfers cost that much."""
         device = self.cluster.group().device
         dispatch, overlap = device.dispatch_seconds, device.send_overlap
         return simulate(self.schedule, costs, transfers, dispatch_seconds=dispatch, overlap=overlap)

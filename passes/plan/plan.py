@@ -59,7 +59,7 @@ class AnyPlan(Storable):
     @property
     @abstractmethod
     def timeline(self) -> Timeline | None:
-        """When each task of each stage runs, as simulated; None where there is one program alone."""
+        """The simulated timeline of each stage's tasks; None where there is one program alone."""
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
@@ -221,7 +221,7 @@ class Plan(AnyPlan):
 
     @property
     def planner(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] # a field of others
-        """Who made it."""
+        """The name of the planner that made it."""
         return self.solution.planner
 
     @property

@@ -102,7 +102,7 @@ class Auto:
 
     @property
     def pieces(self) -> int:
-        """In how many layers a forward pass is cut that does not repeat itself."""
+        """The number of layers that a forward pass is cut in if it does not repeat itself."""
         return self.layers or LAYERS
 
     def searches(self, cluster: Cluster) -> bool:

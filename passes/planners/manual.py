@@ -90,13 +90,13 @@ def zero_sizes(state: Sequence[TensorType], n_devices: int) -> tuple[int, ...]:
     """
     types = Counter(state)
 
-    def held(*sizes: int) -> float:
+    def state_nbytes(*sizes: int) -> float:
         """Bytes of the state on one device."""
         return sum(count * type.nbytes / most_parts(type.shape, sizes) for type, count in types.items())
 
     pairs = [(n_devices // inner, inner) for inner in range(2, n_devices) if n_devices % inner == 0]
-    best = min(pairs, key=lambda pair: (held(*pair), held(pair[1])), default=(1, n_devices))
-    return best if held(n_devices) > (1 + WORTHWHILE) * held(*best) else (n_devices,)
+    best = min(pairs, key=lambda pair: (state_nbytes(*pair), state_nbytes(pair[1])), default=(1, n_devices))
+    return best if state_nbytes(n_devices) > (1 + WORTHWHILE) * state_nbytes(*best) else (n_devices,)
 
 
 def most_parts(shape: Sequence[int], sizes: Sequence[int]) -> int:

@@ -103,7 +103,7 @@ def _meaning(spec: ShardingSpec, type: TensorType, mesh: Mesh) -> str:
 def reasons(
     step: Step, plan: Plan, pattern: str, limit_nbytes: float, tell: Callable[[str], None] = lambda words: None
 ) -> Reasons:
-    """Why the inputs that a pattern names lie as they do. Raises PlanningError for a pattern that names none.
+    """The reasons why inputs that a pattern names lie as they do. Raises PlanningError for one that names none.
 
     `step` is the variant that the plan is of.
     """

@@ -73,7 +73,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 @rule("bitcast_convert_type")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    """To a narrower dtype adds a minor dimension, to a wider one takes it away; it is never cut."""
+    """The rule of a bitcast: a narrower dtype adds a minor dimension, a wider one takes it away; it is never cut."""
     shared = min(operands[0].rank, results[0].rank)
     labels = [d if d < shared else None for d in range(max(operands[0].rank, results[0].rank))]
     return build([(t, labels[: t.rank]) for t in operands], [(t, labels[: t.rank]) for t in results])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from passes.ir import Node
 from passes.rules.elementwise import pointwise
 from passes.rules.registry import ShardingRule, Types, build, rule
@@ -17,7 +19,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 @rule("unvmap_max")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     labels = range(operands[0].rank)
-    reduce = dict.fromkeys(labels, "max")
+    reduce: dict[Hashable, str] = dict.fromkeys(labels, "max")
     return build([(operands[0], labels)], [(results[0], ())], reduce=reduce, flops=float(operands[0].size))
 
 

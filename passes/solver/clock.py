@@ -44,6 +44,6 @@ class Clock:
         return self.limit is not None and self.taken > self.limit
 
     @property
-    def left(self) -> float | None:
+    def remaining(self) -> float | None:
         """Seconds until the limit, if there is one."""
         return None if self.limit is None else max(_LEAST_SECONDS, self.limit - self.taken)

@@ -90,7 +90,7 @@ class _Usage:
 
     def __init__(self, problem: ShardingProblem, choice: Sequence[int]) -> None:
         self.problem = problem
-        self.held = [problem.usage(budget, choice) for budget in problem.budgets]
+        self.usage = [problem.usage(budget, choice) for budget in problem.budgets]
         seconds = problem.evaluate(choice)
         self.price = _PENALTY * (seconds if np.isfinite(seconds) and seconds > 0 else 1.0)
 
@@ -98,7 +98,7 @@ class _Usage:
         """Seconds for the bytes beyond the budgets, under each strategy of a node."""
         size = self.problem.seconds[node].size
         total, current = np.zeros(size), choice[node]
-        for budget, used in zip(self.problem.budgets, self.held, strict=True):
+        for budget, used in zip(self.problem.budgets, self.usage, strict=True):
             nbytes = budget.nbytes.get(node)
             copied = [edges for edges in groups if edges[0].group in budget.copies]
             if nbytes is None and not copied:
@@ -121,13 +121,13 @@ class _Usage:
         new = choice[node]
         for index, budget in enumerate(self.problem.budgets):
             if (nbytes := budget.nbytes.get(node)) is not None:
-                self.held[index] += float(nbytes[new] - nbytes[old])
+                self.usage[index] += float(nbytes[new] - nbytes[old])
             for edges in groups:
                 copies = budget.copies.get(edges[0].group)
                 if copies is not None:
-                    self.held[index] += _copied_nbytes(copies, edges, choice)
+                    self.usage[index] += _copied_nbytes(copies, edges, choice)
                     choice[node] = old
-                    self.held[index] -= _copied_nbytes(copies, edges, choice)
+                    self.usage[index] -= _copied_nbytes(copies, edges, choice)
                     choice[node] = new
 
 

@@ -221,17 +221,17 @@ class Beam:
         self.factors, self.tables, self.upper, self.width = factors, tables, upper, width
         place = {node: at for at, node in enumerate(tables.nodes)}
         self.inexact: dict[int, list[Group]] = {}
-        self.wanted: dict[int, list[tuple[int, Indices]]] = {node: [] for node in tables.nodes}
+        self.reads: dict[int, list[tuple[int, Indices]]] = {node: [] for node in tables.nodes}
         for at, bucket in enumerate(tables.buckets):
             for factor in bucket:
                 for node, class_array in zip(factor.nodes, factor.classes, strict=True):
-                    self.wanted[node].append((at, class_array))
+                    self.reads[node].append((at, class_array))
         for group in (group for group in factors.groups if not group.is_exact):
             last = min(place[node] for node in group.nodes)
             self.inexact.setdefault(last, []).append(group)
             for node in group.nodes:
-                self.wanted[node].append((last, np.arange(factors.allowed[node].size)))
-        for class_array in self.wanted.values():
+                self.reads[node].append((last, np.arange(factors.allowed[node].size)))
+        for class_array in self.reads.values():
             class_array.sort(key=lambda read: read[0])
         self.distinguished_classes: dict[tuple[int, int], Indices] = {}
         self.least: Floats = np.array([tables.bound])
@@ -278,7 +278,7 @@ class Beam:
 
     def _distinguished(self, node: int, at: int) -> Indices | None:
         """The classes of a node that matter to nodes before a place of the order; None if nothing reads it."""
-        reads = self.wanted[node]
+        reads = self.reads[node]
         count = bisect_left(reads, at, key=lambda read: read[0])
         if count == 0:
             return None

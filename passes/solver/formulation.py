@@ -141,8 +141,8 @@ class StrategyProgram:
     def _one_strategy(self) -> list[Indices]:
         """The columns of every node's allowed strategies, of which one is chosen."""
         nodes = [self.arrays.add_columns(node_allowed.size) for node_allowed in self.allowed]
-        self.one = self.arrays.add_rows(len(nodes), 1.0, 1.0)
-        for row, columns in zip(self.one, nodes, strict=True):
+        self.one_rows = self.arrays.add_rows(len(nodes), 1.0, 1.0)
+        for row, columns in zip(self.one_rows, nodes, strict=True):
             self.arrays.enter(np.full(columns.size, row), columns, 1.0)
         return nodes
 
@@ -188,8 +188,9 @@ class StrategyProgram:
                 making, reading = np.split(at, [making.size])
                 costs[flow.edge.source] = costs[flow.edge.source] + making[flow.shape.made]
                 costs[flow.edge.target] = costs[flow.edge.target] - reading[flow.shape.read]
-            worth[self.one] = [node_costs.min() for node_costs in costs]
-            self.prices, self.least_seconds, self.costs = worth * _MICROSECONDS, float(worth[self.one].sum()), costs
+            worth[self.one_rows] = [node_costs.min() for node_costs in costs]
+            self.prices, self.costs = worth * _MICROSECONDS, costs
+            self.least_seconds = float(worth[self.one_rows].sum())
             if (
                 np.isinf(self.cutoff)
                 or self.least_seconds >= self.cutoff
@@ -222,7 +223,7 @@ class StrategyProgram:
         return self._ended(outcome)
 
     def run_with(self, solver: object) -> str:
-        """As `run`, by a solver of PuLP."""
+        """The status of `run`, by a solver of PuLP."""
         return self._ended(pulp_solver.minimise(self.arrays, self._cost(), self._integral(), solver))
 
     def _integral(self) -> Indices:

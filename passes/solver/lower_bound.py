@@ -241,7 +241,7 @@ class _Groups:
     def _table(
         self, edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]
     ) -> tuple[Floats, Floats, Floats, list[Indices]]:
-        """By row and placement read: what is paid, what readers are charged, how many may read it; theirs by edge."""
+        """Tables by row and placement read: paid, charged to readers, how many may read; those of readers by edge."""
         labels, places = self._places(edges)
         n_rows = edges[0].seconds.shape[0]
         cost, charged = np.full((n_rows, len(labels)), np.inf), np.zeros((n_rows, len(labels)))

@@ -202,7 +202,7 @@ class Search:
         program.cutoff = self.cutoff
         while not self.is_closed() and not self.clock.is_late and not self.is_relaxed:
             self.relaxations += 1
-            status = program.run(gap=self.options.gap, seconds=self.clock.left)
+            status = program.run(gap=self.options.gap, seconds=self.clock.remaining)
             if status == "infeasible":
                 raise _impossible(self.problem)
             if status not in ("optimal", CUTOFF):
@@ -301,7 +301,7 @@ class Search:
         if self.merged is None or self.clock.is_late:
             return
         program = StrategyProgram(self.merged.problem, whole=True)
-        ended = program.run(gap=self.options.gap, seconds=self.clock.left)
+        ended = program.run(gap=self.options.gap, seconds=self.clock.remaining)
         if program.has_values():
             self._offer_merged(program.choice())
         if self.best is not None:

@@ -113,7 +113,7 @@ class Walk:
         self.delayed: list[Refusal] = []  # of the apply phase, which may wait unless the backward pass needs it
         self.loops: dict[int, LoopInTime] = {}
         self.outputs: tuple[ShardingSpec, ...] = ()
-        self.wanted: dict[int, set[ShardingSpec]] = {}  # where values that microbatches do not change are read
+        self.read_specs: dict[int, set[ShardingSpec]] = {}  # where values that microbatches do not change are read
 
     def start(self, inputs: Sequence[ShardingSpec], varying: set[int]) -> None:
         self.home = dict(zip(self.graph.inputs, inputs, strict=True))

@@ -16,7 +16,7 @@ from passes.transforms.batch_axis import AXIS, LoopInTime, Walk
 
 def sink(walk: Walk) -> None:
     """Computes in pieces what is wanted in pieces only: random bits are drawn a microbatch at a time."""
-    demanded = walk.wanted
+    demanded = walk.read_specs
 
     def want(values: Sequence[int], specs: Sequence[ShardingSpec]) -> None:
         for value, spec in zip(values, specs, strict=True):
@@ -87,7 +87,7 @@ def _narrow(loop: LoopInTime) -> None:
     demanded: dict[int, set[ShardingSpec]] = {}
     for body, inside in zip(loop.control.bodies, loop.walks, strict=True):
         for value, port in zip(body.graph.inputs, body.inputs, strict=True):
-            demanded.setdefault(port, set()).update(inside.wanted.get(value, ()))
+            demanded.setdefault(port, set()).update(inside.read_specs.get(value, ()))
     for port, specs in demanded.items():
         fixed = port not in loop.varying and port not in written and not loop.control.ports[port].whole
         if fixed and len(specs) == 1 and not any(spec.partial for spec in specs):

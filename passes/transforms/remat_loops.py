@@ -96,7 +96,7 @@ class _Rewriting:
         self.types = list(graph.types)
         self.inner_types = list(self.target.types)
         self.number: dict[int, int] = {}
-        self.held: list[int] = []  # what the backward loop reads besides: constants of it,
+        self.loop_constants: list[int] = []  # what the backward loop reads besides: constants of it,
         self.sliced: list[int] = []  # and stacks
         self.entering: dict[int, int] = {}  # the number of each in its body
         self.stacked: list[int] = []  # values of the first body that are stacked besides, in their order
@@ -133,7 +133,7 @@ class _Rewriting:
             return self._fresh(value)
         place = self.source.inputs.index(value) if value in self.source.inputs else -1
         if 0 <= place < self.first.constants:
-            return self._read(self.early.inputs[place], value, self.held, slice(0, self.second.constants))
+            return self._read(self.early.inputs[place], value, self.loop_constants, slice(0, self.second.constants))
         stacks = slice(self.second.fixed, None)
         outer = self.early.inputs[place] if place >= self.first.fixed else self._stack(value)
         return self._read(outer, value, self.sliced, stacks)
@@ -183,11 +183,12 @@ class _Rewriting:
         nodes = [*copies]
         nodes += [replace(node, inputs=tuple(again.get(v, v) for v in node.inputs)) for node in target.nodes]
         numbers = [self.number[self.source.constants[position]] for position in self.constants]
+        entered = [entering[v] for v in self.loop_constants]
         body = replace(
             target,
             types=tuple(self.inner_types),
             nodes=tuple(nodes),
-            inputs=ordered(target.inputs, [entering[v] for v in self.held], [entering[v] for v in self.sliced]),
+            inputs=ordered(target.inputs, entered, [entering[v] for v in self.sliced]),
             outputs=tuple(again.get(v, v) for v in target.outputs),
             constants=(*target.constants, *numbers),
             literals=self.literals,
@@ -195,8 +196,8 @@ class _Rewriting:
         )
         node = replace(
             late,
-            inputs=ordered(late.inputs, self.held, self.sliced),
-            params={**late.params, **replace(self.second, constants=constants + len(self.held)).params()},
+            inputs=ordered(late.inputs, self.loop_constants, self.sliced),
+            params={**late.params, **replace(self.second, constants=constants + len(self.loop_constants)).params()},
             subgraphs=(body,),
         )
         backward, forward = self.loop.backward, self.loop.forward

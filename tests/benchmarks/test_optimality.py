@@ -15,7 +15,7 @@ import autopar
 from benchmarks import optimality, proof, tying
 from benchmarks.child import Child, CrashError
 from benchmarks.networks import BLOCKS, KINDS, Design, drawn
-from benchmarks.optimality import CLUSTERS, Held, held
+from benchmarks.optimality import CLUSTERS, Held, proof_of
 from benchmarks.proof import brute_force, problems, proven
 from passes.cluster import parse_cluster
 
@@ -57,7 +57,7 @@ def tiny():
     ids=str,
 )
 def test_plans_are_what_they_say(design, cluster, way):
-    one = held(design, cluster)
+    one = proof_of(design, cluster)
     assert one.violations == []
     assert one.way == way
     assert one.excess <= one.gap + proof.EXACT
@@ -68,7 +68,7 @@ def test_plans_are_what_they_say(design, cluster, way):
 def test_random_plans_are_what_they_say(fresh_seed, number):
     design, cluster = drawn(fresh_seed, number), CLUSTERS[number % len(CLUSTERS)]
     print(f"--seed={fresh_seed}: {design} on {cluster}")
-    assert held(design, cluster).violations == []
+    assert proof_of(design, cluster).violations == []
 
 
 @pytest.mark.parametrize(

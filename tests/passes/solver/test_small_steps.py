@@ -94,7 +94,7 @@ def test_a_clock_counts_what_it_is_told_and_not_what_lies_between(monkeypatch: p
     search.built()
     now = 7.0
     search.stop()
-    assert (search.build_seconds, search.solve_seconds, search.left) == (3.0, 4.0, 3.0)
+    assert (search.build_seconds, search.solve_seconds, search.remaining) == (3.0, 4.0, 3.0)
     now = 100.0
     assert search.is_late
     search.go_on()
@@ -104,5 +104,5 @@ def test_a_clock_counts_what_it_is_told_and_not_what_lies_between(monkeypatch: p
     assert not search.is_late
     now = 104.0
     assert search.is_late
-    assert search.left == 0.1
-    assert clock.Clock(None).left is None
+    assert search.remaining == 0.1
+    assert clock.Clock(None).remaining is None
