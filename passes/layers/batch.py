@@ -27,14 +27,17 @@ def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[boo
     """The positions of the inputs that are the batch, along dimension 0; none where no input can be.
 
     The user may have said so of each input (`named`). Otherwise, inputs that `state_pairs` names are state, unless the
-    step returns all that it takes; then what it returns unchanged may be the batch.
+    step returns all that it takes; then what it returns unchanged may be the batch. What nothing reads is the batch
+    only where nothing else can be.
     """
     if any(named):
         return tuple(i for i, is_batch in enumerate(named) if is_batch and has_rows(graph, i))
     state = {i for _, i in state_pairs}
-    unchanged = [i for o, i in state_pairs if graph.outputs[o] == graph.inputs[i]]
+    unchanged = sorted(i for o, i in state_pairs if graph.outputs[o] == graph.inputs[i] and has_rows(graph, i))
     others = [i for i in range(len(graph.inputs)) if i not in state and has_rows(graph, i)]
-    candidates = others or sorted(i for i in unchanged if has_rows(graph, i))
+    read = {i for i, value in enumerate(graph.inputs) if graph.consumers.get(value)}
+    rows = ([i for i in others if i in read], [i for i in unchanged if i in read], others, unchanged)
+    candidates = next(filter(None, rows), [])
     if len(candidates) < 2:
         return tuple(candidates)
     dims = _Dims()
@@ -58,10 +61,9 @@ def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[boo
 
 
 def has_rows(graph: Graph, position: int) -> bool:
-    """Whether an input may be a part of a batch: it is read, and has elements along a leading dimension."""
-    value = graph.inputs[position]
-    type = graph.types[value]
-    return bool(type.rank and type.size and graph.consumers.get(value)) and not type.dtype.startswith("key<")
+    """Whether an input may be a part of a batch: it has elements along a leading dimension."""
+    type = graph.types[graph.inputs[position]]
+    return bool(type.rank and type.size) and not type.dtype.startswith("key<")
 
 
 def taken_for(graph: Graph, positions: Sequence[int]) -> str:

@@ -29,6 +29,7 @@ from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.rewrite.test_remat import arguments
 from tests.autopar.rewrite.test_remat import train_step as deep_step
 from tests.autopar.tools.test_cli import TRAIN
+from tests.sample import slow
 
 CLUSTER = "1x4:a100-80g"
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -163,7 +164,7 @@ def test_interrupted_plans_are_not_kept(tmp_path: Path):
 # Forms and pipelines.
 
 
-@pytest.mark.parametrize("options", [{"microbatches": 4}, {"remat": "inputs"}, {"limit": 0.8}], ids=str)
+@pytest.mark.parametrize("options", [{"microbatches": 4}, slow({"remat": "inputs"}), slow({"limit": 0.8})], ids=str)
 def test_forms_are_made_again(tmp_path: Path, options: dict[str, Any]):
     with jax.enable_x64(True):
         given = arguments("float64")
@@ -334,6 +335,7 @@ for i in range(60):
 """
 
 
+@pytest.mark.slow
 def test_processes_share_a_folder(tmp_path: Path):
     paths = [str(GOLDEN / name) for name in ("plan.json", "plan_other.json")]
     command = [sys.executable, "-c", textwrap.dedent(BUSY), str(tmp_path / "plans"), *paths]

@@ -48,7 +48,7 @@ def step(state: Any, batch: Any) -> Any:
 
 BATCH = jax.ShapeDtypeStruct((8, WIDTH), np.float32)
 PLANNERS = [
-    (init_stacked, Pipeline(stages=2, microbatches=2), 2),
+    slow(init_stacked, Pipeline(stages=2, microbatches=2), 2),
     (init_stacked, Zero(3), 8),
     slow(init, DataParallel(), 1),
     slow(init, Zero(3), 8),

@@ -175,6 +175,7 @@ def test_the_first_call_checks_what_it_compiles_as_well(monkeypatch: pytest.Monk
     assert_close(grown, jax.jit(FUNCTIONS["mixed"])(*given), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_search_tries_again_for_as_much_less_as_xla_needed_more(monkeypatch: pytest.MonkeyPatch):
     """A memory model that sees six tenths of what is needed: the first plan is over the limit, the second keeps it."""
     step = update(lambda w, a: ((a @ w) ** 2).mean())

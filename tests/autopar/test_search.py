@@ -11,6 +11,7 @@ import pytest
 import autopar
 from models import gpt
 from passes.solver import SolverOptions
+from tests.sample import slow
 
 SMALL = gpt.Config(vocab_size=256, sequence_length=128, hidden=128, layers=2, heads=8, dtype="bfloat16")
 WIDE = gpt.Config(vocab_size=51200, sequence_length=1024, hidden=8192, layers=1, heads=64, dtype="bfloat16")
@@ -69,7 +70,7 @@ def test_wide_layers_and_a_small_batch_give_tensor_parallelism():
     assert out.dims == (("x",), (), ())
 
 
-@pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), (WIDE, 8)], ids=["small", "wide"])
+@pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), slow(WIDE, 8)], ids=["small", "wide"])
 def test_the_search_is_never_dearer_than_a_textbook_plan(config, batch_size):
     best = plan(config, batch_size, autopar.Auto(max_axes=1))
     for planner in (autopar.DataParallel(), autopar.Zero(3), autopar.Zero(1), autopar.Megatron(data=1, tensor=8)):

@@ -196,7 +196,8 @@ LARGE = {"sequence_length": 1024, "hidden": 2048, "heads": 16, "layers": 4}
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "recomputing"), [(1, "plain"), (4, "jax.checkpoint"), slow(1, "jax.checkpoint"), slow(4, "plain")]
+    ("microbatches", "recomputing"),
+    [(1, "plain"), slow(4, "jax.checkpoint"), slow(1, "jax.checkpoint"), slow(4, "plain")],
 )
 def test_a_loop_over_layers_costs_what_they_cost_written_out(microbatches: int, recomputing: str):
     options = {"microbatches": microbatches} if microbatches > 1 else {}
@@ -213,6 +214,7 @@ def test_a_loop_over_layers_costs_what_they_cost_written_out(microbatches: int, 
     assert loop.peak_nbytes == pytest.approx(written_out.peak_nbytes, rel=0.15)  # a GPU's compiler fuses them otherwise
 
 
+@pytest.mark.slow
 def test_a_loop_over_layers_in_microbatches_equals_jit():
     with jax.enable_x64(True):
         training = MODELS["gpt-scan"].training("float64", least=True)

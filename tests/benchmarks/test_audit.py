@@ -19,6 +19,7 @@ from benchmarks.textbook import EARLY, judge
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.verdicts import Style
 from passes.sharding import ShardingSpec
+from tests.sample import slow
 
 CLUSTER = "8:a100-80g"
 
@@ -67,7 +68,7 @@ def operator(program, primitive, phase):
     return next(i for i, n in nodes if n.primitive == primitive and ("transpose(" in n.scope) == backward)
 
 
-@pytest.mark.parametrize(("model", "remat"), [("gpt", False), ("gpt", True), ("gpt-scan", True)])
+@pytest.mark.parametrize(("model", "remat"), [("gpt", False), slow("gpt", True), ("gpt-scan", True)])
 def test_megatron_reduces_twice_a_block_each_way(model, remat):
     program = planned(model, remat=remat, layers=2).program(CLUSTER, "megatron")
     counts = Counter()
@@ -274,7 +275,7 @@ def test_running_statistics_keep_no_layer_from_cutting_the_batch():
     assert not [f for f in verdict.findings if f.sent.role.startswith("activation")]
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [slow(False), True])
 def test_experts_are_met_by_two_exchanges_a_layer_each_way(remat):
     program = planned("moe", remat=remat).program(CLUSTER, "dp")
     experts = Experts(program=program)

@@ -149,6 +149,7 @@ def test_seconds_of_computing_follow_from_placements(planner: Any, microbatches:
     assert counted.solution.status == "edited"
 
 
+@pytest.mark.slow
 def test_an_edited_stage_has_the_numbers_of_its_placements_and_so_has_its_pipeline():
     model, optimizer = MODELS["gpt-scan"], optax.sgd(0.1)
     state = jax.eval_shape(partial(make_state, model.module, model.least, optimizer), jax.random.key(0))

@@ -54,11 +54,22 @@ LONG = frozenset(
             "igamma_grad_a",
             "igammac",
             "bessel_i0e",
+            "bessel_i1e",
+            "polygamma",
+            "zeta",
+            "threefry2x32",
         ),
-        *(f"random_bits of {width} bits" for width in (8, 16, 64)),
+        *(f"random_bits of {width}" for width in ("8 bits", "16 bits", "64 bits", "keys in two dimensions")),
         *(
             f"conv_general_dilated {kind}, by grad"
-            for kind in ("batch groups of one", "four batch groups", "depthwise, twice", "strided")
+            for kind in (
+                "batch groups of one",
+                "four batch groups",
+                "four groups",
+                "dilated",
+                "depthwise, twice",
+                "strided",
+            )
         ),
     )
 )

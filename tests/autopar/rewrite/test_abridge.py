@@ -166,6 +166,7 @@ def test_a_value_that_all_blocks_read_stays():
     found.graph.verify()
 
 
+@pytest.mark.slow
 def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
     """Ctrl-C once there are stages: while others are looked for, by hand and not, and while others are planned."""
     worth, plan = Drafting.worth, StagePlans.plan

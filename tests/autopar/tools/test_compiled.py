@@ -59,8 +59,8 @@ def model(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 CASES = [("mlp", planner) for planner in PLANNERS]
-CASES += [("gpt", "zero"), ("dlrm", "auto")]
-LONG = [("moe", "auto"), ("gpt-scan", "zero")]
+CASES += [("dlrm", "auto")]
+LONG = [("gpt", "zero"), ("moe", "auto"), ("gpt-scan", "zero")]
 
 
 @needs_gpu_compiler

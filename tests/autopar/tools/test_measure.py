@@ -171,6 +171,7 @@ def test_the_former_name_of_an_argument_is_deprecated(monkeypatch):
     assert announced == ["products"]
 
 
+@pytest.mark.slow
 def test_the_devices_here_are_measured_and_planned_for(tmp_path, capsys):
     path = tmp_path / "here.json"
     assert main(["measure", "--out", str(path)]) == 0

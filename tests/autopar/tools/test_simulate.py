@@ -184,6 +184,7 @@ def test_a_step_without_integers_has_an_unknown_number_of_tokens():
     assert "no array of integers says" in str(simulated)
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_has_the_leanest_plan_and_the_reason():
     simulated = autopar.simulate(step, ARGS, cluster="8:h100", planner=[DataParallel(), Auto()], memory_limit="1 KiB")
     for row in simulated.rows:

@@ -178,7 +178,7 @@ def test_any_prices_give_a_bound_and_fixing_by_it_keeps_the_optimum(seed):
     assert problem.evaluate(eliminate(moved).choice) == pytest.approx(best, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", some([seed for seed in range(24) if np.isfinite(optimum(chain(seed, 1)))], 4))
+@pytest.mark.parametrize("seed", some([seed for seed in range(24) if np.isfinite(optimum(chain(seed, 1)))], 1))
 def test_prices_of_equal_layers_bound_layers_that_are_better_off_different(seed):
     problem = chain(seed, 3)
     best = optimum(problem)
