@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 import autopar
 from autopar.distributed import Processes, among, placed
-from autopar.runtime.across import transport_of
+from autopar.runtime.cross_process import transport_of
 from autopar.runtime.transfer import compile_transfer
 from autopar.runtime.transfer_plan import plan_transfer
 

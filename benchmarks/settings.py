@@ -66,9 +66,9 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "imitates XLA",
 ) | dict.fromkeys(("inter_op.simulator.MICROSECONDS", "solver.formulation._MICROSECONDS"), "a unit") | dict.fromkeys(
     (
-        "intra_op.forms.PARTIAL", "inter_op.schedules.NOTHING", "layers.attention.FUSED", "layers.attention.MADE_AGAIN",
-        "layers.sample.OUTSIDE", "solver.formulation.UNUSED", "solver.dual_ascent._FORBIDDEN",
-        "solver.elimination._BEYOND",
+        "intra_op.axis_choices.PARTIAL", "inter_op.schedules.NOTHING", "layers.attention.FUSED",
+        "layers.attention.MADE_AGAIN", "layers.sample.OUTSIDE", "solver.formulation.UNUSED",
+        "solver.dual_ascent._FORBIDDEN", "solver.elimination._BEYOND",
     ),
     "stands for a kind, for none, or for infinity",
 ) | {

@@ -16,7 +16,7 @@ from autopar.rewrite.microbatch import microbatched
 from autopar.rewrite.remat import recomputed
 from autopar.runtime import Pieces
 from passes.errors import PlanningError
-from passes.layers import KEPT, abridge, blocks
+from passes.layers import KEPT, blocks, sample_graph
 from passes.pipeline import body_of
 from passes.step import Step, Variant
 from passes.transforms import Coupling, Kept, kept_of, layers, loops, split
@@ -170,7 +170,7 @@ class _Family:
 
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, int] | None:
     """(a step without some of its blocks, its arguments, how many are left out); None if there are more stages."""
-    sample = abridge(traced.graph, traced.state_pairs)
+    sample = sample_graph(traced.graph, traced.state_pairs)
     if sample is None or sample.left_out + KEPT < stages:
         return None
     short = replace(

@@ -4,10 +4,10 @@ from autopar.runtime import runtime
 from autopar.runtime.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
 from autopar.runtime.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
 from autopar.runtime.instructions import build
-from autopar.runtime.joined import Joined, Pieces, placements
 from autopar.runtime.lowered_pipeline import CompiledPipeline, LoweredPipeline
 from autopar.runtime.program import Program
 from autopar.runtime.runtime import Pipeline, load
+from autopar.runtime.stage_stacked import Joined, Pieces, placements
 
 __all__ = [
     "Compiled",

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.distributed import Processes, digest_of, nowhere, placed
 from autopar.errors import DisagreementError, explain
-from autopar.runtime.across import takes_part, transport_of
+from autopar.runtime.cross_process import takes_part, transport_of
 from autopar.runtime.transfer import Transfer, compile_transfer
 from autopar.runtime.transfer_plan import plan_transfer, where
 

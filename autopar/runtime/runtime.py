@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from autopar import jax_compat
 from autopar.distributed import Processes, nowhere, placed
 from autopar.jax_compat import PyTreeDef
-from autopar.runtime.across import takes_part, transport_of
 from autopar.runtime.arrivals import Arrivals
+from autopar.runtime.cross_process import takes_part, transport_of
 from autopar.runtime.program import Free, Instruction, Program, Run, Segment, Send
 from autopar.runtime.sharing import Window, agree, result_types, signs, spans, vulnerable
 from autopar.runtime.transfer import Transfer, compile_transfer

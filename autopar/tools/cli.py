@@ -27,10 +27,10 @@ from autopar.tools import (
     export_command,
     fit,
     fit_text,
-    front,
     help_command,
     launch_command,
     measure_command,
+    pareto_front,
     report_command,
     simulate_command,
     targets,
@@ -260,7 +260,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "progress": report,
         }
         step = step.replan(**options) if isinstance(step, ParallelFunction) else parallelize(step, **options)
-        plans = front.front(step, args, kwargs, max(1, arguments.alternatives))
+        plans = pareto_front.front(step, args, kwargs, max(1, arguments.alternatives))
     plan = plans[0]
     if any(each.is_interrupted for each in plans):
         _tell(f"autopar {arguments.command}: interrupted; this is the best plan until then")
@@ -268,8 +268,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         out = arguments.out if number == 1 else arguments.out.with_stem(f"{arguments.out.stem}-{number}")
         plan_json.write(out, each.to_json() | {"target": arguments.target})
     if arguments.plot:
-        front.plot(plans, arguments.plot)
-    more = (front.table(plans),) if arguments.alternatives > 1 else ()
+        pareto_front.plot(plans, arguments.plot)
+    more = (pareto_front.table(plans),) if arguments.alternatives > 1 else ()
     _print(plan_json.text(plan.to_json()) if arguments.json else (*plan.tables(), *more))
     return DONE
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.inter_op.choices import Candidate, Places, StageTable
-from passes.inter_op.schedule_table import build
+from passes.inter_op.schedule_registry import build
 from passes.inter_op.schedules import in_flight
 
 Floats = NDArray[np.float64]

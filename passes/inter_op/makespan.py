@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from passes.errors import InternalError
 from passes.inter_op.costs import FORMULAS, in_flight_counts
-from passes.inter_op.schedule_table import SCHEDULES, Builder, build
+from passes.inter_op.schedule_registry import SCHEDULES, Builder, build
 from passes.inter_op.schedules import LETTERS, MADE, NOTHING, Kind, Schedule
 from passes.inter_op.simulator import StageCost, Transfer, hops_of, peaks_of
 

@@ -39,7 +39,7 @@ from passes.errors import OverBudgetError, PlanningError, explain
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Places, StageTable, Submesh, place, submeshes
 from passes.inter_op.costs import CostArrays, Entry, Floats, Problem, boundaries, entries, tabulate, with_bounds
 from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
-from passes.inter_op.schedule_table import build, is_chunked
+from passes.inter_op.schedule_registry import build, is_chunked
 from passes.inter_op.search import CLOSE, Incumbent, branch_and_bound, search_by_period, search_single_stages
 from passes.progress import SearchContext
 from passes.text import count, quantities

@@ -21,7 +21,7 @@ from passes.inter_op.choices import Candidate, Partition, Places, StageChoice, S
 from passes.inter_op.costs import Entry, Problem
 from passes.inter_op.dynamic_program import Stages, levels, prune, trace
 from passes.inter_op.makespan import named_schedule
-from passes.inter_op.schedule_table import build
+from passes.inter_op.schedule_registry import build
 from passes.inter_op.simulator import Timeline, Transfer, simulate
 
 STEP = 1.1

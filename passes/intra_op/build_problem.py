@@ -15,7 +15,7 @@ import numpy as np
 from passes.cluster import Mesh
 from passes.gc_pause import without_gc
 from passes.intra_op.assembly import Assembly, ControlJoin, Specs, Subproblem, ValueSite, full_placements, stacked
-from passes.intra_op.strategies import Table, Tabulator, outline
+from passes.intra_op.strategies import Table, Tabulator, signature_of
 from passes.ir import Control, Graph, Port, StatePairs, TensorType
 from passes.placement import Grouping, OperatorGroup, weights
 from passes.rules import made_anywhere
@@ -177,7 +177,7 @@ class _Builder:
         number, self.subproblems = self.subproblems, self.subproblems + 1
         first, tables, sites = len(self.seconds), list[Table](), dict(inputs)
         for operator_group in grouping.operator_groups:
-            shape, written, read = outline(operator_group, graph, grouping, leaving, operators, anew)
+            shape, written, read = signature_of(operator_group, graph, grouping, leaving, operators, anew)
             table = tabulator.table(shape, graph.nodes[min(operator_group.members)].source)
             interface = self.common.interface(table, graph, operator_group)
             node = self._node(weight * table.seconds, interface.kind)

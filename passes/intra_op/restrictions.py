@@ -20,7 +20,7 @@ import numpy as np
 from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
-from passes.intra_op.forms import PARTIAL
+from passes.intra_op.axis_choices import PARTIAL
 from passes.intra_op.roles import Roles, Value, origin, roles
 from passes.intra_op.strategies import Strategy
 from passes.ir import phase

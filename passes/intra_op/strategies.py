@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import NoLegalPlanError, explain
-from passes.intra_op.forms import PARTIAL, Form, Picks, Signature, Where
+from passes.intra_op.axis_choices import PARTIAL, AxisChoice, Signature, SizelessRule, Where
 from passes.intra_op.roofline import is_slowed, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.ir import Graph, TensorType
@@ -27,7 +27,7 @@ from passes.placement import Grouping, OperatorGroup
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import Resharder, ShardingSpec
 
-__all__ = ["PARTIAL", "Outline", "Picks", "Strategy", "Table", "Tabulator"]
+__all__ = ["PARTIAL", "AxisChoice", "GroupSignature", "Strategy", "Table", "Tabulator"]
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -40,7 +40,7 @@ class Strategy:
     computing.
     """
 
-    picks: Picks
+    picks: AxisChoice
     assignments: tuple[Assignment, ...]
     compute_seconds: float
 
@@ -71,8 +71,8 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
-    """The structure of an operator group without value numbers: equal outlines have equal tables.
+class GroupSignature:
+    """The structure of an operator group without value numbers: equal signatures have equal tables.
 
     `operators` are numbers of one tabulator. `operands` holds, per member, positions of its operands: (`in`, k) for the
     k-th value that the operator group holds, (`out`, k) for the k-th value read from elsewhere, None for literals and
@@ -93,7 +93,7 @@ class Outline:
 
 
 class Tabulator:
-    """The tables of operator groups on one mesh; operator groups of equal outline share a table, in whatever program
+    """The tables of operator groups on one mesh; operator groups of equal signature share a table, in whatever program
     they are.
     """
 
@@ -102,8 +102,8 @@ class Tabulator:
         self.mesh = resharder.mesh
         self._numbers: dict[Operator, int] = {}
         self._operators: list[Operator] = []
-        self._forms: list[Form] = []
-        self._known: dict[Outline, Table] = {}
+        self._forms: list[SizelessRule] = []
+        self._known: dict[GroupSignature, Table] = {}
         parts = [math.prod(map(self.mesh.axis_size, axes)) for axes in subsets(self.mesh.axes)]
         self._parts: Indices = np.array(parts, dtype=np.intp)
 
@@ -117,8 +117,8 @@ class Tabulator:
                 numbers[id(rule)] = self._number(operator)
         return [numbers[id(rule)] for rule in grouping.rules]
 
-    def table(self, shape: Outline, source: str) -> Table:
-        """The table of an operator group with this outline. Raises NoLegalPlanError, naming its `source`, if it has
+    def table(self, shape: GroupSignature, source: str) -> Table:
+        """The table of an operator group with this signature. Raises NoLegalPlanError, naming its `source`, if it has
         none.
         """
         if shape not in self._known:
@@ -128,12 +128,12 @@ class Tabulator:
             self._known[shape] = table
         return self._known[shape]
 
-    def members(self, shape: Outline) -> list[Operator]:
-        """The operators of an outline."""
+    def members(self, shape: GroupSignature) -> list[Operator]:
+        """The operators of a signature."""
         return [self._operators[number] for number in shape.operators]
 
-    def space(self, shape: Outline) -> StrategySpace:
-        """The strategy space of an outline: strategies legal or not on this mesh."""
+    def space(self, shape: GroupSignature) -> StrategySpace:
+        """The strategy space of a signature: strategies legal or not on this mesh."""
         return strategy_space(
             Signature(
                 axes=self.mesh.axes,
@@ -165,16 +165,16 @@ class Tabulator:
             self._forms.append(self._form(operator))
         return self._numbers[operator]
 
-    def _form(self, operator: Operator) -> Form:
+    def _form(self, operator: Operator) -> SizelessRule:
         rule = operator.rule
         factors = tuple(replace(factor, size=min(factor.size, 1)) for factor in rule.factors)
         grows = ()
         if any(factor.partial and not factor.size for factor in factors):
             grows = tuple(operator.writes[0].size > type.size for type in operator.reads)
         bare = replace(rule, factors=factors, flops=0.0, light=True, reason="", pieces=())
-        return Form(rule=bare, grows=grows)
+        return SizelessRule(rule=bare, grows=grows)
 
-    def _unmet(self, shape: Outline, source: str) -> str:
+    def _unmet(self, shape: GroupSignature, source: str) -> str:
         """The reason why no strategy is legal: the first constraint of the user's that this mesh cannot meet."""
         members = self.members(shape)
         required = next((member.rule.pieces for member in members if member.rule.pieces), ())
@@ -188,9 +188,9 @@ class Tabulator:
 
 
 class _Pricing:
-    """One outline on one mesh: the seconds of its strategies, and the cheapest of those with equal interfaces."""
+    """One signature on one mesh: the seconds of its strategies, and the cheapest of those with equal interfaces."""
 
-    def __init__(self, tabulator: Tabulator, shape: Outline) -> None:
+    def __init__(self, tabulator: Tabulator, shape: GroupSignature) -> None:
         self.tabulator = tabulator
         self.shape = shape
         self.members = tabulator.members(shape)
@@ -299,15 +299,15 @@ def _added(rows: Floats) -> Floats:
     return sum(rows, np.zeros(rows.shape[1]))
 
 
-def outline(
+def signature_of(
     operator_group: OperatorGroup,
     graph: Graph,
     grouping: Grouping,
     visible: frozenset[int],
     operators: Sequence[int],
     remade: frozenset[int] = frozenset(),
-) -> tuple[Outline, list[int], list[int]]:
-    """An operator group's outline, with the values that its positions stand for: (outline, values inside, values read).
+) -> tuple[GroupSignature, list[int], list[int]]:
+    """An operator group's signature, and the values that its positions stand for: (it, values inside, values read).
 
     Values `remade` are made anew by those that read them.
     """
@@ -326,7 +326,7 @@ def outline(
             return None
         return "out", read.setdefault(value, len(read))
 
-    shape = Outline(
+    shape = GroupSignature(
         operators=tuple([operators[member] for member in members]),
         operands=tuple([tuple([where(value) for value in node.inputs]) for node in nodes]),
         makes=tuple([tuple([inside[value] for value in node.outputs]) for node in nodes]),

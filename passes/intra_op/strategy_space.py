@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.intra_op.forms import Picks, Signature, Walk, Walker, axis_choices
+from passes.intra_op.axis_choices import AxisChoice, Signature, Walk, Walker, axis_choices
 from passes.rules import Assignment
 from passes.sharding import ShardingSpec
 
@@ -45,7 +45,7 @@ class StrategySpace:
     elsewhere.
     """
 
-    picks: tuple[Picks, ...]
+    picks: tuple[AxisChoice, ...]
     assignments: tuple[tuple[Assignment, ...], ...]
     cuts: Indices
     factors: tuple[tuple[int, int], ...]

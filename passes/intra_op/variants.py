@@ -26,7 +26,7 @@ _COUNTS = (1, 2, 4, 8, 16, 32)
 _MORE_COUNTS = (64, 128)
 """Others that are tried where none of those fits as it is: what a microbatch needs halves, what stays does not."""
 
-_NEAR = 1.02
+_GOOD_ENOUGH = 1.02
 """A plan this close, as a factor of its seconds, to the step without a limit is good enough: variants of less memory
 take longer, as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs).
 """
@@ -158,7 +158,7 @@ class VariantSearch:
         for count in (n for n in forms if n >= fewest and (n in counts or n in begun)):
             untried = forms[count][-2::-1] if count in begun else forms[count]
             for variant in (variant for variant in untried if variant != first):
-                is_near = self.best.step_seconds <= _NEAR * self.least_seconds
+                is_near = self.best.step_seconds <= _GOOD_ENOUGH * self.least_seconds
                 if is_near or not self.goes_on():
                     return
                 yield variant
@@ -236,7 +236,7 @@ class VariantSearch:
         """The factor that a mesh must be able to gain for budgets to be stated there, while some variants wait."""
         if not self.waiting or (self.best is None and self.goes_on()):
             return 1.0
-        return _NEAR if self.best is None or self.goes_on() else math.inf
+        return _GOOD_ENOUGH if self.best is None or self.goes_on() else math.inf
 
     def _expect(self, search: MeshSearch, variant: Variant) -> None:
         """Notes what a variant is expected to need at least, for those in other numbers of microbatches."""

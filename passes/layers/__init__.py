@@ -5,13 +5,12 @@ from passes.layers.batch import OTHERWISE, batch_inputs, taken_for
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
 from passes.layers.modules import even_parts, numbered_modules
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
-from passes.layers.sample import KEPT, abridge
+from passes.layers.sample import KEPT, sample_graph
 
 __all__ = [
     "KEPT",
     "OTHERWISE",
     "Cuts",
-    "abridge",
     "adds_up",
     "after_backward",
     "batch_inputs",
@@ -24,6 +23,7 @@ __all__ = [
     "in_blocks",
     "most_layers",
     "numbered_modules",
+    "sample_graph",
     "stage_cuts",
     "taken_for",
 ]

@@ -37,7 +37,7 @@ def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[boo
     others = [i for i in range(len(graph.inputs)) if i not in state and has_rows(graph, i)]
     read = {i for i, value in enumerate(graph.inputs) if graph.consumers.get(value)}
     rows = ([i for i in others if i in read], [i for i in unchanged if i in read], others, unchanged)
-    candidates = next(filter(None, rows), [])
+    candidates = next((row for row in rows if row), unchanged)
     if len(candidates) < 2:
         return tuple(candidates)
     dims = _Dims()

@@ -2,10 +2,10 @@
 
 Of the equal blocks of a forward pass, the first two and the last two are kept, with their backward passes, weights and
 updates. Those between are left out; they must equal the second, operator by operator and operand by operand. What read
-a block that is left out reads the kept block in its place. A step where this cannot be shown is not abridged.
+a block that is left out reads the kept block in its place. A step where this cannot be shown has no sample.
 
     step       before | 0 | 1 | 2 | ... | n-3 | n-2 | n-1 | after
-    abridged   before | 0 | 1 |                 n-2 | n-1 | after
+    sample     before | 0 | 1 |                 n-2 | n-1 | after
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Slot = tuple[object, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Abridged:
+class SampleGraph:
     """The step without `left_out` of its blocks; `nodes`, `inputs` and `outputs` are indices into the whole step."""
 
     graph: Graph
@@ -42,7 +42,7 @@ class Abridged:
     left_out: int
 
 
-def abridge(graph: Graph, state_pairs: StatePairs) -> Abridged | None:
+def sample_graph(graph: Graph, state_pairs: StatePairs) -> SampleGraph | None:
     """The step with only four of its equal blocks; None if it has no more, or they are not shown to be equal."""
     firsts = blocks(graph)
     if len(firsts) - 1 <= KEPT:
@@ -264,7 +264,7 @@ class _Matched:
             state_slots.values()
         )
 
-    def without(self) -> Abridged | None:
+    def without(self) -> SampleGraph | None:
         """The step without the blocks in the middle; None if an operator would read a value before it is written."""
         graph, gone = self.graph, self.gone
         nodes = tuple(i for i, block in enumerate(self.block_of) if block not in gone)
@@ -282,7 +282,7 @@ class _Matched:
         if not _is_ordered(short):
             return None
         state_pairs = tuple((leaving[o], entering[i]) for o, i in self.state_pairs if o in leaving and i in entering)
-        return Abridged(
+        return SampleGraph(
             graph=short, nodes=nodes, inputs=inputs, outputs=outputs, state_pairs=state_pairs, left_out=len(gone)
         )
 

@@ -11,9 +11,9 @@ from passes.cluster import Mesh
 from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
 from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
+from passes.memory.dtype_widening import round_to, to_xla_widened
 from passes.memory.lowering_rules import BARRIER, to_xla
 from passes.memory.operations import Operation, Operations, widen
-from passes.memory.widening import round_to, to_xla_widened
 from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, replicated

@@ -18,7 +18,7 @@ from passes.solver import SolverOptions
 from passes.step import Step, Variant
 from passes.transforms import stages
 
-NEAR = 1e-3
+SOLVE_GAP = 1e-3
 """The relative gap at which the solve of a stage may end: closing it takes longer than all that comes before."""
 
 
@@ -78,7 +78,7 @@ class StagePlans:
             (part.graph.fingerprint, part.state_pairs, part.donated, tuple(meshes))
             for part, meshes in zip(parts, laid_out, strict=True)
         ]
-        options = replace(self.solver, gap=max(self.solver.gap, NEAR))
+        options = replace(self.solver, gap=max(self.solver.gap, SOLVE_GAP))
         unplanned = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
         tasks = [(f"stage {at}", parts[at], laid_out[at], options) for at in unplanned.values()]
         is_shared = table is self.shared

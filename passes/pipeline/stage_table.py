@@ -34,7 +34,7 @@ WASTE = 4.0
 """The survey ends where devices spend this many times what the best number of them does: four times as many would then
 gain nothing. `python -m benchmarks.planning --pipeline` counts the programs that are left."""
 
-NEAR = 0.03
+PRICE_TOLERANCE = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
 
 
@@ -176,12 +176,12 @@ class StageCostTable:
         meshes = sorted(meshes, key=lambda mesh: mesh != self._winners.get(n_devices))
         for place, mesh in enumerate(meshes):
             if place == 1:
-                self._look_ahead(chosen, meshes[1:], (1 + NEAR) * best)
-            costs = self._costs(chosen, mesh, (1 + NEAR) * best)
+                self._look_ahead(chosen, meshes[1:], (1 + PRICE_TOLERANCE) * best)
+            costs = self._costs(chosen, mesh, (1 + PRICE_TOLERANCE) * best)
             if costs is not None:
                 periods.append((Candidate.together(costs, mesh).period(microbatches), mesh))
                 best = min(best, periods[-1][0])
-        return tuple(mesh for period, mesh in periods if period <= (1 + NEAR) * best)
+        return tuple(mesh for period, mesh in periods if period <= (1 + PRICE_TOLERANCE) * best)
 
     def _look_ahead(self, chosen: Sequence[Counted], meshes: Sequence[Mesh], cutoff: float) -> None:
         """Prices the first of the blocks that have no price on each mesh, all at once."""

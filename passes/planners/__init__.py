@@ -4,8 +4,8 @@ from passes.planners import infeasible
 from passes.planners.auto import Auto
 from passes.planners.infeasible import allowed, largest_holders
 from passes.planners.manual import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
+from passes.planners.placement_reasons import reasons
 from passes.planners.planner import Planned, Planner, PlanOptions, limit_nbytes
-from passes.planners.reasons import reasons
 
 __all__ = [
     "Auto",

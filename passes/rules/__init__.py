@@ -15,6 +15,7 @@ from passes.rules import (
     shape,
     window,
 )
+from passes.rules.added_nodes import barrier, sum_of
 from passes.rules.effects import makes_the_same
 from passes.rules.pinned import pinned_mesh
 from passes.rules.registry import (
@@ -32,7 +33,6 @@ from passes.rules.registry import (
     rule_of,
 )
 from passes.rules.unruled import WITHOUT_RULE
-from passes.rules.written import barrier, sum_of
 
 __all__ = [
     "WITHOUT_RULE",

@@ -199,7 +199,7 @@ def test_a_search_tries_again_for_as_much_less_as_xla_needed_more(monkeypatch: p
         free.replan(memory_limit=int(0.46 * needed))(*given)
 
 
-@pytest.mark.parametrize("donated", [True, slow(False)])
+@pytest.mark.parametrize("donated", [slow(True), slow(False)])
 def test_a_pipelines_peak_is_what_its_stages_need(donated: bool):
     """State, twice unless it is donated, what is in flight and working memory, within the bounds of other plans."""
     params, batch = mlp(rows=4096)

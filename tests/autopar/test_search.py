@@ -71,6 +71,7 @@ def test_wide_layers_and_a_small_batch_give_tensor_parallelism():
 
 
 @pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), slow(WIDE, 8)], ids=["small", "wide"])
+@pytest.mark.slow
 def test_the_search_is_never_dearer_than_a_textbook_plan(config, batch_size):
     best = plan(config, batch_size, autopar.Auto(max_axes=1))
     for planner in (autopar.DataParallel(), autopar.Zero(3), autopar.Zero(1), autopar.Megatron(data=1, tensor=8)):
@@ -137,7 +138,7 @@ def test_what_is_summed_before_a_barrier_is_priced_once(tensor: int):
     assert auto.step_seconds <= by_hand.step_seconds
 
 
-@pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), (WIDE, 8)], ids=["small", "wide"])
+@pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), slow(WIDE, 8)], ids=["small", "wide"])
 def test_tying_equal_layers_costs_nothing_here(config, batch_size):
     tied, apart = (
         plan(config, batch_size, autopar.Auto(max_axes=1, solver=SolverOptions(tie_radius=radius)))

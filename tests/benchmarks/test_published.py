@@ -189,6 +189,7 @@ TINY = Job(
 CLUSTER = parse_cluster("4:a100-80g")
 
 
+@pytest.mark.slow
 def test_a_row_is_planned_as_its_source_configured_it():
     asked = Configuration(job=TINY, cluster=CLUSTER, microbatches=4, data=2, pipeline=2)
     plan = asked.plan()
@@ -208,6 +209,7 @@ def test_a_loop_over_layers_comes_in_stages_or_in_layers(by_work: bool, pieces: 
     assert [node.params["length"] for node in loops] == [4 // pieces] * pieces
 
 
+@pytest.mark.slow
 def test_equal_stages_are_planned_once_and_as_by_themselves():
     whole = step(TINY, 2, 4, False)
     planners = (of(data=1, tensor=1, pipeline=4, microbatches=2) for of in (DeepMegatron, Megatron))

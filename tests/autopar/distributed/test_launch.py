@@ -66,7 +66,7 @@ def test_the_first_failure_ends_all_with_its_status(tmp_path: Path, how: str, st
     assert how == "kill" or "[1] no more\n" in done.stderr
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), slow(signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "status"), [slow(signal.SIGINT, 130), slow(signal.SIGKILL, -9)])
 def test_processes_end_with_their_launcher(tmp_path: Path, number: signal.Signals, status: int):
     process = subprocess.Popen(
         command(script(tmp_path, WAITING)),

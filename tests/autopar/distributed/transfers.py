@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.distributed import among, placed
-from autopar.runtime.across import takes_part, transport_of
+from autopar.runtime.cross_process import takes_part, transport_of
 from autopar.runtime.transfer import compile_transfer
 from autopar.runtime.transfer_plan import plan_transfer
 

@@ -22,6 +22,7 @@ from autopar.profiling.report import DISPATCH, WAITING, predicted_shares
 from passes.cluster import parse_cluster, what_if
 from passes.errors import PlanningError
 from passes.plan import PipelinePlan, Plan
+from tests.sample import slow
 
 ROWS, WIDTH = 32, 64
 
@@ -229,7 +230,7 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str):
 # On the devices here
 
 
-@pytest.mark.parametrize("microbatches", [None, 4], ids=["mesh", "stages"])
+@pytest.mark.parametrize("microbatches", [None, slow(4)], ids=["mesh", "stages"])
 def test_a_function_reports_on_itself(tmp_path: Path, microbatches: int | None):
     planner = autopar.Pipeline(stages=2, microbatches=4) if microbatches else autopar.DataParallel()
     params, batch = arguments()

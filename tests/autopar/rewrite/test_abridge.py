@@ -17,7 +17,7 @@ from passes import inter_op
 from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
 from passes.intra_op import layouts
-from passes.layers import KEPT, abridge, blocks, in_blocks
+from passes.layers import KEPT, blocks, in_blocks, sample_graph
 from passes.pipeline import Sample, StagedSearch, body_of
 from passes.pipeline import search as staged
 from passes.pipeline.drafting import Drafting
@@ -137,7 +137,7 @@ def test_a_search_on_samples_finds_what_one_on_the_step_does():
 
 
 def test_the_order_of_names_does_not_matter():
-    found = abridge((traced := mlp([jax.nn.relu] * 12)).graph, traced.state_pairs)
+    found = sample_graph((traced := mlp([jax.nn.relu] * 12)).graph, traced.state_pairs)
     assert found is not None
     assert found.left_out == len(blocks(traced.graph)) - 1 - KEPT
     state = {found.graph.types[found.graph.inputs[i]] for _, i in found.state_pairs}
@@ -149,17 +149,17 @@ def test_one_block_that_differs_is_enough():
     uneven = [jax.nn.relu] * 12
     uneven[6] = jax.nn.silu
     traced = mlp(uneven)
-    assert abridge(traced.graph, traced.state_pairs) is None
+    assert sample_graph(traced.graph, traced.state_pairs) is None
 
 
 def test_weights_that_are_shared_are_not_left_out():
     traced = mlp([jax.nn.relu] * 12, shared=True)
-    assert abridge(traced.graph, traced.state_pairs) is None
+    assert sample_graph(traced.graph, traced.state_pairs) is None
 
 
 def test_a_value_that_all_blocks_read_stays():
     traced = mlp([jax.nn.relu] * 12, skip=True)
-    found = abridge(traced.graph, traced.state_pairs)
+    found = sample_graph(traced.graph, traced.state_pairs)
     assert found is not None
     assert found.left_out == 12 - KEPT
     assert len(traced.graph.inputs) - len(found.inputs) == 4 * found.left_out  # a weight, a bias, and their moments
@@ -240,7 +240,7 @@ def test_no_mesh_is_taken_that_is_too_slow():
 
 def test_few_layers_are_not_abridged():
     traced = language_model(gpt, layers=3)
-    assert abridge(traced.graph, traced.state_pairs) is None
+    assert sample_graph(traced.graph, traced.state_pairs) is None
     assert sampled(whole_step(traced), 4, 4).left_out == 0
 
 
@@ -314,7 +314,7 @@ def test_stages_of_a_deep_step_do_what_jit_does(make, options):
 
         state = params, optimizer.init(params)
         traced = trace(step, (state, batch), {})
-        assert abridge(traced.graph, traced.state_pairs) is not None
+        assert sample_graph(traced.graph, traced.state_pairs) is not None
         parallel = autopar.parallelize(step, planner=Auto(pipeline=True), cluster="4x1:v100-16g", **options)
         assert isinstance(parallel.plan(state, batch), autopar.PipelinePlan)
         found, expected = parallel(state, batch), jax.jit(step)(state, batch)

@@ -279,7 +279,7 @@ def normed() -> Training:
     return Training(step=step, state=Normed().init(KEY, batch["x"]), batch=batch)
 
 
-@pytest.mark.parametrize("name", some(["dense", "wide-resnet"], 1))
+@pytest.mark.parametrize("name", some(["dense", "wide-resnet"], 0))
 def test_batch_statistics_in_a_pipeline_are_each_microbatchs_own(name: str):
     with jax.enable_x64(True):
         training = normed() if name == "dense" else MODELS[name].training("float64", least=True)

@@ -10,10 +10,10 @@ import pytest
 import autopar
 from autopar.tools import fit, targets
 from autopar.tools.cli import main
-from autopar.tools.front import LESS, front
+from autopar.tools.pareto_front import LESS, front
 from passes.plan import load_plan
 from passes.planners import reasons
-from passes.planners.reasons import ROUGH
+from passes.planners.placement_reasons import ROUGH
 from tests.autopar.tools.test_cli import PLAN, train  # noqa: F401 # a fixture
 
 ARGUMENTS = ["plan", "train:example", "--cluster", "4:h100", "--no-cache"]

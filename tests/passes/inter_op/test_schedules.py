@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 from passes.errors import PlanningError
-from passes.inter_op import SCHEDULES, Schedule, Task, build, register, schedule_table
-from passes.inter_op.schedule_table import eager_one_f_one_b, gpipe, interleaved, one_f_one_b, zero_bubble_h1
+from passes.inter_op import SCHEDULES, Schedule, Task, build, register, schedule_registry
+from passes.inter_op.schedule_registry import eager_one_f_one_b, gpipe, interleaved, one_f_one_b, zero_bubble_h1
 from passes.inter_op.schedules import Kind, in_flight, order, play
 
 GROUPS = range(1, 9)
@@ -308,7 +308,7 @@ def test_build_knows_names_and_who_has_chunks() -> None:
 
 
 def test_users_add_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_table, "SCHEDULES", dict(SCHEDULES))
+    monkeypatch.setattr(schedule_registry, "SCHEDULES", dict(SCHEDULES))
 
     @register("mine")
     def mine(stages: int, microbatches: int) -> Schedule:

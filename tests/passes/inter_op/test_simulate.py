@@ -14,7 +14,7 @@ import pytest
 
 from passes.errors import InternalError
 from passes.inter_op import SCHEDULES, StageCost, Task, Timeline, Transfer, build, simulate
-from passes.inter_op.schedule_table import gpipe, interleaved, one_f_one_b, zero_bubble_h1
+from passes.inter_op.schedule_registry import gpipe, interleaved, one_f_one_b, zero_bubble_h1
 from passes.inter_op.schedules import order
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "benchmarks" / "published" / "data" / "zero_bubble.csv"

@@ -10,10 +10,10 @@ from passes.cluster import Mesh, parse_cluster
 from passes.errors import PlanningError
 from passes.intra_op import assemble
 from passes.intra_op.assembly import full_placements, full_target, stacked
+from passes.intra_op.axis_choices import axis_choices
 from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
-from passes.intra_op.forms import axis_choices
 from passes.intra_op.memory_limit import is_infeasible
 from passes.intra_op.memory_rows import budget, live
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes

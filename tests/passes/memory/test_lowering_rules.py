@@ -9,9 +9,9 @@ import pytest
 
 import passes.memory
 from passes.ir import Node, TensorType
+from passes.memory.dtype_widening import to_xla_widened
 from passes.memory.lowering_rules import NARROW, OPCODES, opcode, to_xla
 from passes.memory.operations import Operations
-from passes.memory.widening import to_xla_widened
 from passes.rules import known_primitives
 
 ROOM = Path(passes.memory.__file__).parent

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from passes.ir import Node, TensorType
+from passes.memory.dtype_widening import round_to, to_xla_widened
 from passes.memory.operations import BY_COLUMNS, Operations
 from passes.memory.products import contraction
-from passes.memory.widening import round_to, to_xla_widened
 
 SHAPES = [(), (1,), (4,), (3, 4), (3, 1), (2, 3, 4), (4, 3), (12,), (2, 1, 4)]
 APPLY: dict[str, Any] = {

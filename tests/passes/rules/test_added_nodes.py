@@ -3,7 +3,7 @@
 from passes.cluster import Mesh, parse_cluster
 from passes.ir import Graph, TensorType
 from passes.rules import rule_of
-from passes.rules.written import barrier, sum_of
+from passes.rules.added_nodes import barrier, sum_of
 
 MESH = Mesh(axes=("x",), sizes=(2,), cluster=parse_cluster("2:a100-80g"))
 

@@ -17,7 +17,7 @@ PARTIAL = -2
 """The class of an axis over which an operator group of linear operators keeps its values partial."""
 
 
-Picks = tuple[tuple[str, int], ...]
+AxisChoice = tuple[tuple[str, int], ...]
 """(mesh axis, class) pairs in the order in which axes of one class stand."""
 
 
@@ -30,7 +30,7 @@ Role = Literal["input", "first", "again"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class SizelessRule:
     """A member's rule without sizes, 1 standing for any dimension.
 
     `grows[o]` says whether the result is larger than operand o; it is empty where nothing may come in partial.
@@ -42,11 +42,11 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """The part of an operator group that its strategy space depends on; positions are those of an `Outline`."""
+    """The part of an operator group that its strategy space depends on; positions are those of an `GroupSignature`."""
 
     axes: tuple[str, ...]
     options: tuple[int, ...]
-    forms: tuple[Form, ...]
+    forms: tuple[SizelessRule, ...]
     operands: tuple[tuple[Where | None, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     visible: tuple[int, ...]
@@ -55,9 +55,9 @@ class Signature:
 
 
 @lru_cache(maxsize=1024)
-def axis_choices(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Picks, ...]:
+def axis_choices(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[AxisChoice, ...]:
     """Every choice that gives each axis an option or none, axes of one class in every order."""
-    choices: dict[Picks, None] = {}
+    choices: dict[AxisChoice, None] = {}
     for order in itertools.permutations(axes):
         for chosen in itertools.product((None, *options), repeat=len(axes)):
             pairs = [(axis, cls) for axis, cls in zip(order, chosen, strict=True) if cls is not None]
@@ -74,7 +74,7 @@ class Walk:
     values that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
     """
 
-    picks: Picks
+    picks: AxisChoice
     reduced: dict[int, ShardingSpec]
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     cuts: list[int] = field(default_factory=list[int])
@@ -108,7 +108,7 @@ class _Member:
     value) that may come in partial; `fresh` is the linear factor that takes values from elsewhere partial.
     """
 
-    form: Form
+    form: SizelessRule
     factors: dict[int, int]
     operands: tuple[tuple[int, Role, int], ...]
     makes: tuple[int, ...]
@@ -145,7 +145,7 @@ def _members(signature: Signature) -> list[_Member]:
     return members
 
 
-def _fresh(form: Form, operands: tuple[Where | None, ...]) -> int | None:
+def _fresh(form: SizelessRule, operands: tuple[Where | None, ...]) -> int | None:
     """The first linear factor whose operands all come from elsewhere."""
     for factor, properties in enumerate(form.rule.factors):
         sources = {where[0] for o in properties.partial if (where := operands[o]) is not None}
@@ -171,7 +171,7 @@ class Walker:
         roles = ((p, operand, role) for p, member in enumerate(self.members) for operand, role, _ in member.operands)
         return [(position, operand) for position, operand, role in roles if role != "again"]
 
-    def walks(self, choice: Picks) -> Iterator[Walk]:
+    def walks(self, choice: AxisChoice) -> Iterator[Walk]:
         """The walks of one choice: with partial values reduced as late as possible, and at forks if that reduces fewer.
 
         None where an axis that should stay partial is reduced inside: without it the choice does the same.
@@ -184,7 +184,7 @@ class Walker:
                 if all(cls != PARTIAL or axis in partial_axes for axis, cls in choice):
                     yield walk
 
-    def _walk(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> Walk | None:
+    def _walk(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> Walk | None:
         """The walk of one choice in which these partial values are reduced, and those that a member needs whole.
 
         None where a result would mix reductions or an input would be partial.
@@ -228,7 +228,7 @@ class Walker:
             return {}
         return {value: placed(walk.home[value].dims, (), "add") for value in widest}
 
-    def _walked(self, choice: Picks, reduced: dict[int, ShardingSpec]) -> Walk | None:
+    def _walked(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> Walk | None:
         """The walk that places the members one after the other, with these partial values reduced."""
         walk = Walk(picks=choice, reduced=dict(reduced))
         for position, member in enumerate(self.members):
@@ -259,7 +259,7 @@ class Walker:
             specs[value] = spec
         return True
 
-    def _cut(self, form: Form, assignment: Assignment) -> _Cut:
+    def _cut(self, form: SizelessRule, assignment: Assignment) -> _Cut:
         key = (id(form), assignment)
         if key not in self._cuts:
             rule = form.rule
@@ -270,7 +270,7 @@ class Walker:
             )
         return self._cuts[key]
 
-    def _assign(self, member: _Member, choice: Picks, walk: Walk) -> Assignment | None:
+    def _assign(self, member: _Member, choice: AxisChoice, walk: Walk) -> Assignment | None:
         """The member's assignment under the operator group's choice; None where its result would mix reductions.
 
         An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
@@ -291,7 +291,7 @@ class Walker:
                 return None
         return assignment
 
-    def _extend(self, form: Form, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
+    def _extend(self, form: SizelessRule, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
         """The assignment with one more axis; None where one result would mix reductions."""
         key = (id(form), assignment, axis, factor)
         if key not in self._extended:
