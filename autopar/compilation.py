@@ -20,7 +20,7 @@ from autopar.plan import PipelinePlan, Plan
 from autopar.planning import Chosen, agree, choose
 from autopar.programs import Program, program_of
 from autopar.rewrite import TracedStep, step_of
-from autopar.runtime import Executable, Joined, Limit, Lowered, LoweredPipeline, Pipeline, limit_of
+from autopar.runtime import Executable, Limit, Lowered, LoweredPipeline, Pipeline, StageStacked, limit_of
 from passes.cluster import Cluster, local_cluster
 from passes.errors import InternalError, OverBudgetError
 from passes.gc_pause import without_gc
@@ -44,7 +44,7 @@ class Compilation:
     traced: Traced
     chosen: Chosen | None = None
     planned: Program | None = None
-    executable: Executable | Pipeline | Joined | None = None
+    executable: Executable | Pipeline | StageStacked | None = None
     run: _Run | None = None
     placed: list[Sharding] | None = None
 
@@ -140,7 +140,7 @@ class Compilation:
             raise limit.error(plan, needed) from short
         self.chosen, self.planned, self.placed = replace(chosen, memory_limit=before.memory_limit), None, None
 
-    def _executable(self, *, again: bool, nested: bool = False) -> Executable | Pipeline | Joined | None:
+    def _executable(self, *, again: bool, nested: bool = False) -> Executable | Pipeline | StageStacked | None:
         """The compiled program, checked to need no more memory than the limit.
 
         None for a call that is `nested` in another transformation: what is compiled then is not this program.

@@ -17,12 +17,12 @@ from autopar.plan import PipelinePlan, Plan
 from autopar.planning import Chosen
 from autopar.runtime import (
     Executable,
-    Joined,
     Limit,
     Lowered,
     LoweredPipeline,
     Pipeline,
     Prepared,
+    StageStacked,
     build,
     load,
     lower,
@@ -49,7 +49,7 @@ class Program(Protocol):
         """The program lowered, with what it may need; `tightened` is planned anew if its compiled form needs more."""
         ...
 
-    def executable(self) -> Executable | Pipeline | Joined:
+    def executable(self) -> Executable | Pipeline | StageStacked:
         """The executable of the program, compiled when it is called first."""
         ...
 
@@ -57,7 +57,7 @@ class Program(Protocol):
         """The sharding in which each of the caller's flat arguments is read; of a batch, that of its rows."""
         ...
 
-    def compiled(self, structs: Structs, *, nested: bool) -> tuple[Executable | Pipeline | Joined, int] | None:
+    def compiled(self, structs: Structs, *, nested: bool) -> tuple[Executable | Pipeline | StageStacked, int] | None:
         """The executable of the program, and the bytes of a device that it needs.
 
         None for a call that is `nested` in another transformation: what is compiled then is not this program.
@@ -112,12 +112,12 @@ class _PipelineProgram:
             plan=self.plan,
             signature=self.signature,
             program=program,
-            load=lambda executables: self._joined(self._pipeline(program, executables)),
+            load=lambda executables: self._stage_stacked(self._pipeline(program, executables)),
             limit=limit,
         )
 
-    def executable(self) -> Pipeline | Joined:
-        return self._joined(self._pipeline(self._instructions()))
+    def executable(self) -> Pipeline | StageStacked:
+        return self._stage_stacked(self._pipeline(self._instructions()))
 
     def placements(self) -> list[Sharding]:
         shardings = self._shardings(self._instructions())
@@ -130,9 +130,9 @@ class _PipelineProgram:
         whole = program.input_shardings(len(traced.graph.inputs), SingleDeviceSharding(self.devices[0]))
         return [_rows(s) if i in traced.stacked and i not in sliced else s for i, s in enumerate(whole)]
 
-    def compiled(self, structs: Structs, *, nested: bool) -> tuple[Pipeline | Joined, int]:
+    def compiled(self, structs: Structs, *, nested: bool) -> tuple[Pipeline | StageStacked, int]:
         pipeline = self._pipeline(self._instructions())
-        return self._joined(pipeline), pipeline_nbytes(pipeline.program, pipeline.executables)
+        return self._stage_stacked(pipeline), pipeline_nbytes(pipeline.program, pipeline.executables)
 
     def _instructions(self) -> Instructions:
         """The segments of all stages, and the order in which they run."""
@@ -146,13 +146,13 @@ class _PipelineProgram:
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
         return load(program, rows, traced.out_tree, traced.weak, executables, self.processes)
 
-    def _joined(self, pipeline: Pipeline) -> Pipeline | Joined:
+    def _stage_stacked(self, pipeline: Pipeline) -> Pipeline | StageStacked:
         """The pipeline on the caller's arrays."""
         if (pieces := self.chosen.pieces) is None:
             return pipeline
         donation = pieces.donation(pipeline.program.donation)
         _, origins = placements(pieces, self._shardings(pipeline.program))
-        return Joined(pipeline, pieces, self.out_tree, donation, origins, arrivals=pipeline.arrivals)
+        return StageStacked(pipeline, pieces, self.out_tree, donation, origins, arrivals=pipeline.arrivals)
 
 
 def _rows(sharding: Sharding) -> Sharding:

@@ -27,7 +27,7 @@ from autopar.profiling import (
     timed,
     warm_up,
 )
-from autopar.runtime import Executable, Joined, Pipeline
+from autopar.runtime import Executable, Pipeline, StageStacked
 from passes.plan import PipelinePlan
 
 PROFILED = 5
@@ -90,7 +90,7 @@ def _with_profile(compilation: Compilation, stepper: Stepper, result: StepReport
 def _texts(compilation: Compilation) -> Sequence[str]:
     """The optimized HLO of every program of a step."""
     executable = compilation.executable
-    if isinstance(executable, Joined):
+    if isinstance(executable, StageStacked):
         executable = executable.pipeline
     if isinstance(executable, Pipeline):
         return [segment.as_text() for segment in executable.executables]

@@ -7,13 +7,12 @@ from autopar.runtime.instructions import build
 from autopar.runtime.lowered_pipeline import CompiledPipeline, LoweredPipeline
 from autopar.runtime.program import Program
 from autopar.runtime.runtime import Pipeline, load
-from autopar.runtime.stage_stacked import Joined, Pieces, placements
+from autopar.runtime.stage_stacked import Pieces, StageStacked, placements
 
 __all__ = [
     "Compiled",
     "CompiledPipeline",
     "Executable",
-    "Joined",
     "Limit",
     "Lowered",
     "LoweredPipeline",
@@ -21,6 +20,7 @@ __all__ = [
     "Pipeline",
     "Prepared",
     "Program",
+    "StageStacked",
     "build",
     "limit_of",
     "load",

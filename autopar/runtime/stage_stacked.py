@@ -77,7 +77,7 @@ def _struct(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
 
 
 @dataclass(slots=True)
-class Joined:
+class StageStacked:
     """A pipeline whose inputs and outputs are in pieces, called on whole arrays, which are copied only where they must
     be.
 

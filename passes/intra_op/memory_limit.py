@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
-from passes.intra_op.memory_rows import budget
+from passes.intra_op.memory_budgets import budget
 from passes.intra_op.peak_node import NodePath
 from passes.solver import Answer, Budget, ShardingProblem, SolverOptions, least_memory_choice, solve
 

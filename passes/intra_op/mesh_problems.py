@@ -14,8 +14,8 @@ from passes.cluster import Mesh
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import extract_plan
+from passes.intra_op.memory_budgets import live
 from passes.intra_op.memory_limit import Point
-from passes.intra_op.memory_rows import live
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
 from passes.intra_op.peak_node import NodePath, peak_node
 from passes.ir import Graph, StatePairs

@@ -150,7 +150,7 @@ class MeshSearch:
         other.context, other.solved, other.problems = context, list(self.solved), self.problems.offloading(offload)
         return other
 
-    def within(self, limit: float, worth: float = 1.0) -> Plan | None:
+    def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:
         """The cheapest plan that needs at most `limit` bytes on a device, None if it takes the cutoff or more.
 
         Weights may be fetched once a step or once a use. No further mesh is tried from the deadline on once there is a

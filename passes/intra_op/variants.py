@@ -221,7 +221,7 @@ class VariantSearch:
             plan = search.cheapest
             return plan if plan.peak_nbytes <= self.limit else None
         try:
-            return search.within(self.limit, worth=self._worth)
+            return search.cheapest_within(self.limit, worth=self._worth)
         except OverBudgetError:
             self.low_memory = sorted(
                 [*self.low_memory, (variant, search)], key=lambda candidate: candidate[1].problems.lowest_nbytes

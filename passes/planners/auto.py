@@ -140,7 +140,7 @@ class Auto:
                 """The variant of least memory on another cluster."""
                 variant = step.variant(least.variant() if least else Variant())
                 offload = bool(least and least.offloaded)
-                return self._search(variant, cluster, context, offload, most_nbytes=limit).within(limit)
+                return self._search(variant, cluster, context, offload, most_nbytes=limit).cheapest_within(limit)
 
             raise infeasible_error(error, least, limit, cluster, elsewhere) from None
 

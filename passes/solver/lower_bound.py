@@ -45,7 +45,7 @@ class Bound:
     prices: Mapping[int, Prices]
     budget_prices: tuple[float, ...]
 
-    def within(self, problem: ShardingProblem, upper: float) -> ShardingProblem:
+    def fix_strategies(self, problem: ShardingProblem, upper: float) -> ShardingProblem:
         """The problem without the strategies that no answer below `upper` seconds has."""
         strategy_seconds: list[Floats] = []
         for node_seconds, reduced in zip(problem.seconds, self.reduced, strict=True):

@@ -279,7 +279,7 @@ class Search:
         if self.best is not None:
             self.offer(self.best)
         upper = min(self.objective, self.cutoff)
-        problem = self.problem if self.lower is None else self.lower.within(self.problem, upper)
+        problem = self.problem if self.lower is None else self.lower.fix_strategies(self.problem, upper)
         if any(not np.isfinite(node_seconds).any() for node_seconds in problem.seconds):  # no answer is below `upper`
             self.bound = max(self.bound, upper)
             return 0.0

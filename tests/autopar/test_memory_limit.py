@@ -130,9 +130,9 @@ def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkey
     for module in (by_hand, memory_limit):
         monkeypatch.setattr(module, "solve", lambda *given, **options: asked.append(given) or solve(*given, **options))
     with pytest.raises(OverBudgetError):
-        search.within(least / 4)
+        search.cheapest_within(least / 4)
     assert not asked
-    assert search.within(least).peak_nbytes <= least
+    assert search.cheapest_within(least).peak_nbytes <= least
     assert asked
 
 

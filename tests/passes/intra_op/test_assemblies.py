@@ -14,8 +14,8 @@ from passes.intra_op.axis_choices import axis_choices
 from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
+from passes.intra_op.memory_budgets import budget, live
 from passes.intra_op.memory_limit import is_infeasible
-from passes.intra_op.memory_rows import budget, live
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
 from passes.intra_op.peak_node import peak_node
 from passes.intra_op.restrictions import check_sizes, data_parallel, zero

@@ -168,7 +168,7 @@ def test_any_prices_give_a_bound_and_fixing_by_it_keeps_the_optimum(seed):
     prices = {id(e): (rng.normal(size=3) * 1e-5, rng.normal(size=3) * 1e-5) for e in problem.edges}
     bound = priced(problem, prices, [])
     assert bound.seconds <= best + 1e-12
-    assert optimum(bound.within(problem, best + 1e-12)) == pytest.approx(best, abs=1e-12)
+    assert optimum(bound.fix_strategies(problem, best + 1e-12)) == pytest.approx(best, abs=1e-12)
     better = raised(problem, bound, range(len(problem.seconds)), 8)
     assert bound.seconds <= better.seconds <= best + 1e-12
     again = priced(problem, better.prices, [])

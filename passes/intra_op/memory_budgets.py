@@ -1,4 +1,4 @@
-"""Memory rows of the integer program: the bytes that are live at one node of a program, as a budget of a problem.
+"""Memory budgets of a sharding problem: the bytes that are live at one node of a program, by strategy.
 
 A plan that does not fit is cut off by a budget at its busiest point, and the program is solved again: of all points
 only those that bind are ever stated. Values count where they are made; what the apply phase reads of the backward pass
