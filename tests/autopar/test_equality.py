@@ -152,7 +152,6 @@ def assert_equal(ours: list[Any], expected: list[Any], tolerance: float) -> None
 
 SAMPLE = {
     ("auto", "float64", 0.0, "adamw"),
-    ("megatron", "float64", 0.0, "adamw"),
 }
 """The combinations of a default run; ZeRO is in `test_remat_equals_jit`.
 

@@ -249,7 +249,7 @@ FRONT_ENDS = {
 }
 
 
-SLOW = {"linen scan and remat", "equinox filtered", "nnx split and merge"}
+SLOW = {"linen scan and remat", "equinox filtered", "nnx split and merge", "nnx graph in state"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FRONT_ENDS])

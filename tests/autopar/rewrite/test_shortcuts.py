@@ -305,6 +305,7 @@ def test_a_chain_of_blocks_costs_what_its_blocks_do():
         assert together.persistent_nbytes == pytest.approx(count * one.persistent_nbytes, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     traced, graphs = in_microbatches(4, 2)
     graph = graphs[2]

@@ -72,6 +72,7 @@ def test_a_donated_state_is_gone_and_the_step_is_jits(planner: Pipeline):
             assert_close((ours, told), (theirs, wanted))
 
 
+@pytest.mark.slow
 def test_a_state_in_pieces_is_gone_as_a_whole():
     with jax.enable_x64(True):
         params, batch = scanned.mlp()

@@ -156,6 +156,7 @@ def test_schedules(schedule: str):
         assert_close(parallel(state, batch), jax.jit(step)(state, batch))
 
 
+@pytest.mark.slow
 def test_interleaved_stages():
     with jax.enable_x64(True):
         params, batch = mlp()
