@@ -123,7 +123,7 @@ class Searched:
         self.context.report(Progress(phase="solve", done=0, total=1, best_seconds=0.5))
         return self.plan(20)
 
-    def within(self, limit: float, worth: float) -> Plan:
+    def cheapest_within(self, limit: float, worth: float) -> Plan:
         self.context.report(Progress(phase="fit", done=0, total=1))
         if not self.can_fit:
             raise OverBudgetError("none fits", least_memory_plan=self.plan(15))
