@@ -87,7 +87,7 @@ class Empty(Step):
 
 @dataclass
 class Searched:
-    """A search of one variant as `VariantSearch` sees it: a plan of `seconds` that fits only as `within` has it."""
+    """A search of one variant as `VariantSearch` sees it: a plan of `seconds`, where `cheapest_within` has it fit."""
 
     context: SearchContext
     seconds: float
