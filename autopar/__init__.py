@@ -5,6 +5,7 @@ from autopar.api import ParallelFunction, parallelize
 from autopar.cache import PlanCache
 from autopar.checkpoint import CheckpointError, Checkpoints, Saved
 from autopar.errors import ArgumentError, DeviceError, DisagreementError, UnboundPlanError, UnsupportedError
+from autopar.frontend import constrain
 from autopar.lowering import register_rule
 from autopar.plan import PipelinePlan, Plan
 from autopar.profiling import Calibration, StepReport
@@ -74,6 +75,7 @@ __all__ = [
     "UnsupportedError",
     "Variant",
     "Zero",
+    "constrain",
     "distributed",
     "measure",
     "parallelize",

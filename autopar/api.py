@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import Sharding
@@ -21,13 +21,13 @@ from autopar.distributed import made
 from autopar.errors import ArgumentError, explain
 from autopar.frontend import Names, Positions, Traced, signature_of
 from autopar.jax_compat import Device
-from autopar.options import Settings
+from autopar.options import Arriving, Options, Settings
 from autopar.plan import PipelinePlan, Plan
 from autopar.profiling import Calibration, StepReport
 from autopar.reporting import report, zeros
 from autopar.rewrite import TracedStep
 from autopar.runtime import Compiled, Lowered
-from autopar.training import Batches
+from autopar.training import Batches, Record, StepChecks, as_text
 from passes.cluster import Cluster
 from passes.gc_pause import without_gc
 from passes.planners import Planner
@@ -36,8 +36,27 @@ from passes.transforms import Coupling, Kept
 
 __all__ = ["Compiled", "Lowered", "ParallelFunction", "parallelize"]
 
-JIT = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+JIT = (
+    *("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames"),
+    *("keep_unused", "inline", "compiler_options"),
+)
 """The options that are `jax.jit`'s."""
+
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+Instance = TypeVar("Instance")
+Others = ParamSpec("Others")
+
+
+@overload
+def parallelize(fun: Callable[Params, Result], **options: Unpack[Options]) -> ParallelFunction[Params, Result]: ...
+
+
+@overload
+def parallelize(
+    fun: None = None, **options: Unpack[Options]
+) -> Callable[[Callable[Params, Result]], ParallelFunction[Params, Result]]: ...
 
 
 def parallelize(
@@ -46,10 +65,17 @@ def parallelize(
     cluster: str | os.PathLike[str] | Cluster | None = None,
     planner: Planner | None = None,
     devices: Sequence[Device] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     static_argnums: Positions = None,
     static_argnames: Names = None,
     donate_argnums: Positions = None,
     donate_argnames: Names = None,
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    placed: Arriving = "moved",
+    follow: ParallelFunction[Any, Any] | None = None,
     batch_argnums: Positions = None,
     batch_argnames: Names = None,
     microbatches: int | None = None,
@@ -58,7 +84,7 @@ def parallelize(
     remat: Kept | Sequence[Kept] | None = None,
     cache: str | os.PathLike[str] | PlanCache | None = None,
     calibration: str | os.PathLike[str] | Calibration | None = None,
-    progress: Report | None = None,
+    progress: Report | Literal[False] | None = None,
 ) -> Any:
     """`fun` as a ParallelFunction; a decorator that makes one, without `fun`.
 
@@ -76,41 +102,55 @@ def parallelize(
     word for all layers or one for each. Plans are kept in the folder `cache` and found there the next time; by default
     they are not. `calibration` is a file in which reports were kept, or what is read of it: plans are made for devices
     slower by as much as steps took longer than predicted; by default they are not. `progress` is called with an
-    `autopar.Progress` at each step of a search. The other options are `jax.jit`'s.
+    `autopar.Progress` at each step of a search; by default what takes more than two seconds shows a bar where stderr is
+    a terminal, with False nothing does. A line for each phase goes to the logger `autopar`.
+
+    The other options are `jax.jit`'s: what `in_shardings` and `out_shardings` place stays there, and the rest is
+    planned around it. Arrays that come placed are moved to where the plan reads them, with a warning, unless `placed`
+    is `"keep"`: then it is planned around them as well. `follow` is a parallel function with a plan, whose state this
+    one takes as it lies, stages included: an evaluation follows a train step.
 
     Raises ClusterError for a description that cannot be read, ArgumentError for what is no planner or no devices.
     """
     options = {name: value for name, value in locals().items() if name != "fun"}
-    jit = {name: options.pop(name) for name in JIT}
+    jit = {name: value for name in JIT if (value := options.pop(name)) is not None}
     decorate = partial(ParallelFunction, jit=jit, settings=Settings.of(options))
     return decorate if fun is None else decorate(fun)
 
 
-class ParallelFunction:
+class ParallelFunction(Generic[Params, Result]):
     """A function that plans itself for a cluster; made by `parallelize`.
 
     It is traced, planned and lowered once for each pytree, set of types, static values and configuration of JAX that it
     meets, as `jax.jit` does, and run from then on.
     """
 
-    def __init__(self, fun: Callable[..., Any], jit: Mapping[str, Any], settings: Settings) -> None:
+    def __init__(self, fun: Callable[Params, Result], jit: Mapping[str, Any], settings: Settings) -> None:
         functools.update_wrapper(self, fun)
         self._fun, self._jit, self._settings = fun, jit, settings
-        self.signature = signature_of(fun, jit["static_argnums"], jit["static_argnames"])
-        self._compilations = Compilations(fun=fun, signature=self.signature, jit=jit, settings=settings)
+        self.signature = signature_of(fun, jit.get("static_argnums"), jit.get("static_argnames"))
+        self.compilations = Compilations(fun=fun, signature=self.signature, jit=jit, settings=settings)
         jax.jit(fun, **jit)  # an option that jit refuses is refused here and now
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._fun(*args, **kwargs)
-        return self._compilations.run(args, kwargs)
+        return self.compilations.run(args, kwargs)
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: ParallelFunction[Concatenate[Instance, Others], Result], instance: Instance, owner: type | None = None
+    ) -> Callable[Others, Result]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The program of `fun(*args, **kwargs)` as it was planned; before that, as planners are given it."""
-        return self._compilations.of(args, kwargs).now()
+        return self.compilations.of(args, kwargs).now()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The types of the results of `fun(*args, **kwargs)`, as `jax.ShapeDtypeStruct`s, without a plan."""
@@ -118,11 +158,11 @@ class ParallelFunction:
 
     def clear_cache(self) -> None:
         """Forgets all that was traced, planned and compiled; plans that are kept in files stay there."""
-        self._compilations.clear()
+        self.compilations.clear()
 
     def step(self, *args: Any, **kwargs: Any) -> TracedStep:
         """The step `fun(*args, **kwargs)` as planners are given it: `planner.plan(step, cluster)` plans it."""
-        return self._compilations.of(args, kwargs).step()
+        return self.compilations.of(args, kwargs).step()
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
         """The plan by which `fun(*args, **kwargs)` will run; `jax.ShapeDtypeStruct`s are enough. No device is touched.
@@ -130,7 +170,7 @@ class ParallelFunction:
         Without a `cluster`, JAX is asked which devices there are. Raises PlanningError where no plan is possible.
         """
         with without_gc():
-            return self._compilations.of(args, kwargs).plan()
+            return self.compilations.of(args, kwargs).plan()
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The program of `fun(*args, **kwargs)` for the plan's devices, a `Lowered`; of a pipeline, a
@@ -138,7 +178,7 @@ class ParallelFunction:
 
         The devices must be here, or be described by `autopar.topology`. `.compile()` comes next.
         """
-        return self._compilations.of(args, kwargs).lower()
+        return self.compilations.lower(args, kwargs)
 
     def placement(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The pair (args, kwargs) without static arguments, as `jax.ShapeDtypeStruct`s in the shardings in which
@@ -147,7 +187,7 @@ class ParallelFunction:
         Of a batch it is the sharding of its rows.
         """
         dynamic, _ = self.signature.split(args, kwargs)
-        compilation = self._compilations.of(args, kwargs)
+        compilation = self.compilations.of(args, kwargs)
         leaves = [
             jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type)
             for struct, sharding in zip(compilation.structs, compilation.placements(), strict=True)
@@ -162,8 +202,8 @@ class ParallelFunction:
         planned or called with such a state before. Raises ArgumentError where it has not.
         """
         state = jax.eval_shape(init_fn, *args)
-        known = self._compilations.about(state)
-        compilation = self._compilations.of((state, *others), {}) if others else known and known[0]
+        known = self.compilations.about(state)
+        compilation = self.compilations.of((state, *others), {}) if others else known and known[0]
         if compilation is None:
             rule = "it has not been planned for such a state, and what else it takes is not known"
             remedy = "pass that, or its types: init(init_fn, key, others=(batch,))"
@@ -182,10 +222,18 @@ class ParallelFunction:
         """
 
         def shardings(batch: Any) -> list[Sharding] | None:
-            known = self._compilations.about(batch, 1)
+            known = self.compilations.about(batch, 1)
             return known[0].placements()[known[1]] if known else None
 
         return Batches(source, shardings, prefetch, position, own_rows=own_rows)
+
+    def checks(self, every: int = 100, *, slow: float = 1.5, write: Callable[[Record], None] = as_text) -> StepChecks:
+        """Checks that are called behind each step, as `checks(number, state, loss=loss)`, and done every so many steps.
+
+        Values that are not finite and copies that differ between devices are errors with the first leaf, process and
+        host; of several processes, one that takes `slow` times as long as it should is a warning. See `StepChecks`.
+        """
+        return StepChecks(compilation=lambda: self.compilations.last, every=every, slow=slow, write=write)
 
     def report(self, *args: Any, **kwargs: Any) -> StepReport:
         """Predicted and measured steps of `fun(*args, **kwargs)` by cause and stage, to be printed.
@@ -196,14 +244,14 @@ class ParallelFunction:
         plans, if these are kept (`cache=`), for `parallelize(calibration=)`. Raises ArgumentError before the first call
         where arguments are left out.
         """
-        last = self._compilations.last
+        last = self.compilations.last
         if not args and not kwargs and last is not None:
             return report(last, zeros(last))
         if not args and not kwargs and self.signature.parameters:
             rule = "it has not been called yet, and so there is nothing to measure"
             remedy = "pass what it is called with: report(state, batch)"
             raise ArgumentError(explain(f"{self.signature.function}.report()", rule, self.signature.source, remedy))
-        return report(*self._compilations.given(args, kwargs))
+        return report(*self.compilations.given(args, kwargs))
 
     def replan(
         self,
@@ -215,8 +263,8 @@ class ParallelFunction:
         memory_limit: int | str | None = None,
         cache: str | os.PathLike[str] | PlanCache | Literal[False] | None = None,
         calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
-        progress: Report | None = None,
-    ) -> ParallelFunction:
+        progress: Report | Literal[False] | None = None,
+    ) -> ParallelFunction[Params, Result]:
         """The same function with the same jit options, for another cluster, by another planner or otherwise cut.
 
         `cache=False` is none, and so is `calibration=False`.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -12,21 +12,40 @@ import jax
 from jax.sharding import Sharding
 
 from autopar.distributed import Processes, among
-from autopar.errors import DeviceError, UnsupportedError, explain
-from autopar.frontend import Library, Signature, Traced, Type, library_of, structs_of, trace, types_of
+from autopar.errors import ArgumentError, DeviceError, explain
+from autopar.following import Following, following
+from autopar.frontend import (
+    Library,
+    Placed,
+    Signature,
+    Traced,
+    Type,
+    arriving,
+    library_of,
+    structs_of,
+    trace,
+    types_of,
+)
 from autopar.jax_compat import Device, configuration, is_manual, is_traced
+from autopar.module_stages import OfModules
 from autopar.options import Settings
+from autopar.phases import Phase, phase, unsaid
 from autopar.plan import PipelinePlan, Plan
 from autopar.planning import Chosen, agree, choose
-from autopar.programs import Program, program_of
+from autopar.programs import Program, outermost, program_of
+from autopar.recurring import Recurring
 from autopar.rewrite import TracedStep, step_of
 from autopar.runtime import Executable, Limit, Lowered, LoweredPipeline, Pipeline, StageStacked, limit_of
+from autopar.unplanned import unplanned
 from passes.cluster import Cluster, local_cluster
-from passes.errors import InternalError, OverBudgetError
+from passes.errors import InternalError, OverBudgetError, SeveralMeshesError
 from passes.gc_pause import without_gc
-from passes.ir import Graph
+from passes.memory import margin_of
+from passes.plan import AnyPlan
+from passes.text import quantities
 
-_Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...], Hashable]
+_Key = tuple[Any, tuple[Any, ...], tuple[Type | None, ...], Hashable, Hashable]
+_Call = tuple[Any, tuple[Any, ...], Hashable, Hashable]
 _Run = Callable[[list[Any]], Any]
 
 
@@ -40,6 +59,7 @@ class Compilation:
     signature: Signature
     settings: Settings
     structs: tuple[jax.ShapeDtypeStruct, ...]
+    types: Recurring
     statics: tuple[Any, ...]
     traced: Traced
     chosen: Chosen | None = None
@@ -70,29 +90,32 @@ class Compilation:
     def lower(self, *, again: bool = True) -> Lowered | LoweredPipeline:
         """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
         self._agree()
-        limit = self._limit()
+        limit, following = self._limit(), self.phase if again else unsaid
 
         def tightened(needed: int) -> Lowered | LoweredPipeline:
             self._tighten(cast("Limit", limit), needed)
             return self.lower(again=False)
 
-        may_tighten = again and limit is not None and limit.searched
-        return self.program().lower(self.structs, self.statics, limit, tightened if may_tighten else None)
+        retry = tightened if again and limit is not None and limit.searched else None
+        with following("lower"):
+            return self.program().lower(self.structs, self.statics, limit, retry).followed(following)
 
     def start(self, leaves: list[Any]) -> Any:
         """The results of the first call, after which there is what runs the others."""
         with without_gc():
             self._agree()
-        run = self._made(leaves)
-        return self.program().executable()(leaves) if run is None else run(leaves)
+        with self.phase("compile"):
+            run = self._made(leaves)
+            return self.program().executable()(leaves) if run is None else run(leaves)
 
     def ready(self, leaves: list[Any]) -> _Run:
         """The function that runs on such flat arguments, compiled if it was not."""
         if self.run is None:
             with without_gc():
                 self._agree()
-        run = self.run or self._made(leaves)
-        if run is None:
+                with self.phase("compile"):
+                    self._made(leaves)
+        if (run := self.run) is None:
             raise InternalError("a report is asked for inside another transformation")
         return run
 
@@ -102,14 +125,21 @@ class Compilation:
         if executable is None:
             return None
         self.executable = executable
-        self.run = executable if isinstance(executable, Executable) else _outermost(executable, self.signature)
+        self.run = executable if isinstance(executable, Executable) else outermost(executable, self.signature)
         return self.run
 
     def _chosen(self) -> Chosen:
         if self.chosen is None:
             cluster = partial(_cluster, self.settings, self._devices, processes := self._processes())
-            self.chosen = choose(self.step(), cluster, self.settings, self.signature.source, processes)
+            with self.phase("plan") as current:
+                settings = replace(self.settings, progress=current.report)
+                self.chosen = choose(self.step(), cluster, settings, self.signature.source, processes)
+                current.outcome = _outcome(self.chosen.plan)
         return self.chosen
+
+    def phase(self, verb: str) -> AbstractContextManager[Phase]:
+        """A phase of the function, as people follow it."""
+        return phase(f"{verb} {self.signature.function}", self.settings.progress)
 
     def _processes(self) -> Processes | None:
         """The processes that run the program together; None if it is this one alone."""
@@ -132,7 +162,8 @@ class Compilation:
         Raises OverBudgetError, with what was compiled, where there is no such plan.
         """
         before, plan = self._chosen(), self.plan()
-        less = max(1, int(limit.nbytes * plan.peak_nbytes / needed))
+        margin = 1 + margin_of(plan.cluster.group().device)  # what needed more has shown its own
+        less = max(1, int(limit.nbytes * plan.peak_nbytes * margin / needed))
         tighter = replace(self, settings=replace(self.settings, memory_limit=less), chosen=None)
         try:
             chosen = tighter._chosen()
@@ -170,7 +201,17 @@ class Compilation:
         return self.planned
 
     def _devices(self) -> Sequence[Device]:
-        return jax.devices() if self.settings.devices is None else self.settings.devices
+        """The devices that there are: those that the program itself names, in their order, else the user's, else all.
+
+        Raises ArgumentError where it names others than the user's.
+        """
+        given, named = self.settings.devices, self.traced.devices
+        if given is not None and named is not None and not set(named) <= set(given):
+            missing = [str(device) for device in named if device not in given]
+            rule = f"{self.signature.function} itself places arrays on {', '.join(missing)}, which are none of them"
+            remedy = "pass the devices of its meshes, or leave devices= out"
+            raise ArgumentError(explain(f"devices={given!r:.60}", rule, self.signature.source, remedy))
+        return named or given or jax.devices()
 
     def placements(self) -> list[Sharding]:
         """The sharding in which each flat argument is read; of a batch, that of its rows."""
@@ -198,38 +239,18 @@ class Compilation:
         return devices[:size]
 
 
+def _outcome(plan: AnyPlan) -> str:
+    """A plan in a line."""
+    step, peak = quantities.seconds(plan.step_seconds), quantities.nbytes(plan.peak_nbytes)
+    return f"{plan.shape} on {plan.cluster.name}, {step} a step and {peak} of a device predicted"
+
+
 def _cluster(settings: Settings, devices: Callable[[], Sequence[Device]], processes: Processes | None) -> Cluster:
     """The cluster to plan for: that of the settings, or else of these devices and of their processes' hosts."""
     cluster = settings.cluster
     if cluster is None:
         cluster = local_cluster(devices(), processes and {rank: processes.host(rank) for rank in processes.ranks})
     return settings.calibration.applied(cluster) if settings.calibration else cluster
-
-
-def _outermost(run: _Run, signature: Signature) -> _Run:
-    """The function that runs a pipeline, which raises UnsupportedError inside another transformation."""
-
-    def checked(leaves: list[Any]) -> Any:
-        if any(map(is_traced, leaves)):
-            raise UnsupportedError(
-                explain(
-                    f"{signature.function} inside another transformation of JAX's",
-                    "a pipeline is many programs on several submeshes, and no operation of another one",
-                    signature.source,
-                    "take jit, derivatives and batches inside the function, or use a planner without stages",
-                )
-            )
-        return run(leaves)
-
-    return checked
-
-
-def _warn_of_nothing(graph: Graph, signature: Signature) -> None:
-    """Warns of a function that computes nothing: what it changes in place is lost, under `jax.jit` too."""
-    if not graph.outputs and not graph.nodes:
-        rule = "it returns no array and has no effect, so nothing of it is computed"
-        remedy = "return what it updates, such as the new state; what is changed in place inside is lost"
-        warnings.warn(explain(signature.function, rule, signature.source, remedy), stacklevel=4)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,6 +265,8 @@ class Compilations:
     jit: Mapping[str, Any]
     settings: Settings
     known: dict[_Key, Compilation] = field(default_factory=dict[_Key, Compilation])
+    latest: dict[_Call, Compilation] = field(default_factory=dict)
+    """The last compilation that ran for a pytree, static values and a configuration: its types are asked for first."""
     library: Library | None = None
     pure: dict[Library, Compilations] = field(default_factory=dict)
     """The same function of arrays alone, for each library of whose modules it was called with."""
@@ -254,19 +277,30 @@ class Compilations:
             return jax.jit(self.fun, **self.jit)(*args, **kwargs)
         dynamic, statics = self.signature.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        known = self.known.get((tree, statics, types_of(leaves), configuration()))
+        call = tree, statics, place, configured = tree, statics, self._arriving(leaves), configuration()
+        known = self.latest.get(call)
+        if known is None or not known.types.fit(leaves):
+            known = self.known.get((tree, statics, types_of(leaves), place, configured))
         if known is not None and known.run is not None:
+            self.latest[call] = known
             return known.run(leaves)
         if (library := self._library(dynamic)) is not None:
             with library.entered(dynamic) as (arrays, finish):
                 return finish(self._of(library).run(*self.signature.merge(arrays, args, kwargs)))
-        return self.of(args, kwargs).start(leaves)
+        compilation = self.of(args, kwargs)
+        try:
+            return compilation.start(leaves)
+        except SeveralMeshesError as reason:
+            jitted = jax.jit(self.fun, **self.jit)
+            compilation.run = unplanned(reason, self.settings, self.signature, jitted, args, kwargs)
+            return compilation.run(leaves)
 
     def clear(self) -> None:
         """Forgets all compilations, and JAX's traces of the function."""
         for known in (self, *self.pure.values()):
             cast("Any", jax.jit(known.fun, **known.jit)).clear_cache()
             known.known.clear()
+            known.latest.clear()
         self.pure.clear()
 
     @property
@@ -282,13 +316,19 @@ class Compilations:
         """
         leaves, tree = jax.tree.flatten(value)
         types = types_of(leaves)
-        for (whole, _, known, _), compilation in reversed(self.known.items()):
+        for (whole, _, known, _, _), compilation in reversed(self.known.items()):
             arguments = whole.children()[0].children()
             first = sum(argument.num_leaves for argument in arguments[:position])
             at = slice(first, first + len(types))
             if len(arguments) > position and arguments[position] == tree and known[at] == types:
                 return compilation, at
         return None
+
+    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | LoweredPipeline | OfModules:
+        """The program for arguments of these types lowered; modules among them are modules of its calls too."""
+        lowered, (dynamic, _) = self.of(args, kwargs).lower(), self.signature.split(args, kwargs)
+        library = self._library(dynamic)
+        return lowered if library is None else OfModules(lowered, library, self.signature)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
         """The compilation for arguments of these types, which may be `jax.ShapeDtypeStruct`s."""
@@ -301,24 +341,52 @@ class Compilations:
             with library.entered(dynamic) as (arrays, _):
                 return self._of(library).given(*self.signature.merge(arrays, args, kwargs))
         structs = structs_of(dynamic, self.signature, len(args))
-        key = (jax.tree.structure(dynamic), statics, types_of(structs), configuration())
+        place = self._arriving(leaves := jax.tree.leaves(dynamic))
+        key = (jax.tree.structure(dynamic), statics, types_of(structs), place, configuration())
+        follow = self._followed()
         if key not in self.known:
-            self.known[key] = Compilation(
-                signature=self.signature,
-                settings=self.settings,
-                structs=structs,
-                statics=statics,
-                traced=trace(
+            with phase(f"trace {self.signature.function}", self.settings.progress) as current:
+                traced = trace(
                     self.fun,
                     args,
                     kwargs,
                     batch_argnums=self.settings.batch_argnums,
                     batch_argnames=self.settings.batch_argnames,
+                    placed=follow.placed(self.signature, dynamic, len(args), structs) if follow else self._kept(leaves),
                     **self.jit,
-                ),
+                )
+                current.outcome = quantities.count(len(traced.graph.nodes), "operator")
+            self.known[key] = Compilation(
+                signature=self.signature,
+                settings=follow.settings(self.settings) if follow else self.settings,
+                structs=structs,
+                types=Recurring(key[2]),
+                statics=statics,
+                traced=traced,
             )
-            _warn_of_nothing(self.known[key].traced.graph, self.signature)
-        return self.known[key], jax.tree.leaves(dynamic)
+        return self.known[key], leaves
+
+    @property
+    def planned(self) -> Compilation | None:
+        """The last that was planned; None before that."""
+        known = [*self.known.values(), *(pure.planned for pure in self.pure.values())]
+        return next((each for each in reversed(known) if each is not None and each.chosen is not None), None)
+
+    def _followed(self) -> Following | None:
+        """The plan of the function that this one follows, if it does."""
+        if (follow := self.settings.follow) is None:
+            return None
+        return following(follow.planned, follow.signature.function, self.signature.source)
+
+    def _arriving(self, leaves: Sequence[Any]) -> Hashable:
+        """The part of a compilation's key that says where arguments come and are to stay."""
+        if follow := self._followed():
+            return follow.key
+        return self._kept(leaves)
+
+    def _kept(self, leaves: Sequence[Any]) -> Placed:
+        """The sharding of each argument that comes placed and is to stay there."""
+        return arriving(leaves) if self.settings.placed == "keep" else ()
 
     def _library(self, dynamic: Any) -> Library | None:
         """The library whose modules are among the arguments; None where they are taken apart already."""
@@ -326,5 +394,7 @@ class Compilations:
 
     def _of(self, library: Library) -> Compilations:
         if library not in self.pure:
-            self.pure[library] = replace(self, fun=library.pure(self.fun), known={}, library=library)
+            self.pure[library] = replace(
+                self, fun=library.pure(self.fun), known={}, latest={}, pure={}, library=library
+            )
         return self.pure[library]

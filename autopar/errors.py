@@ -12,6 +12,7 @@ __all__ = [
     "DisagreementError",
     "InternalError",
     "OverBudgetError",
+    "PeerError",
     "PlanMismatchError",
     "PlanningError",
     "UnboundPlanError",
@@ -23,6 +24,8 @@ __all__ = [
 class ArgumentError(PlanningError, TypeError, ValueError):
     """An argument that the function cannot be planned for; `jax.jit` raises TypeError or ValueError for the same."""
 
+    page = "reference/python"
+
 
 class UnsupportedError(PlanningError, NotImplementedError):
     """An operation in the user's function that no plan can keep."""
@@ -31,13 +34,23 @@ class UnsupportedError(PlanningError, NotImplementedError):
 class DeviceError(PlanningError, RuntimeError):
     """A plan for devices that are not here."""
 
+    page = "how-to/devices"
+
 
 class DisagreementError(PlanningError, RuntimeError):
     """Processes that would run different programs, or that were given different values."""
 
+    page = "processes"
+
+
+class PeerError(DeviceError):
+    """A connection to another process that has ended, as a rule with that process."""
+
 
 class UnboundPlanError(PlanningError):
     """A question about arguments put to a plan that knows no function, such as one just loaded from a file."""
+
+    page = "how-to/read-a-plan"
 
 
 def explain(what: str, rule: str, where: str, remedy: str) -> str:

@@ -65,15 +65,19 @@ __all__ = [
     "is_traced",
     "key_data",
     "key_implementation",
+    "manual_axes",
     "no_mesh",
     "open_jaxpr",
     "optimization_barrier_p",
+    "planned_mesh",
     "process_of_how_many",
     "scan_counts",
     "scope_of",
     "service_beside",
+    "sharding_objects",
     "source_of",
     "threefry2x32_p",
+    "traced_shardings",
     "unkept_effect",
     "with_weakness",
 ]
@@ -126,6 +130,11 @@ def _varies(aval: Any) -> frozenset[str]:
     return frozenset(aval.vma if hasattr(aval, "vma") else aval.mat.varying)
 
 
+def manual_axes(params: Mapping[str, Any]) -> frozenset[str]:
+    """The axes that a `shard_map` equation with these parameters makes manual; 0.10.1 has them by another name."""
+    return frozenset(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])
+
+
 def scan_counts(params: Mapping[str, Any]) -> dict[str, int]:
     """The numbers of a scan's constants and carries; 0.11 has trees in place of the numbers."""
     if "num_consts" in params:
@@ -164,8 +173,8 @@ def source_of(equation: Any, call: str = "") -> str:
 @cache
 def _whose(file_name: str) -> OneOf["jax", "ours", "library", "user"]:
     """The author of a file: JAX with Python, this project, a neural-network library, or the user."""
-    if not source_info_util.is_user_filename(file_name):
-        return "jax"
+    if not source_info_util.is_user_filename(file_name) or file_name.endswith("autopar/frontend/constraints.py"):
+        return "jax"  # or ours that a step calls, as it calls JAX's
     if file_name.startswith(_OURS):
         return "ours"
     return "library" if _FRAMEWORK.search(file_name) else "user"
@@ -221,6 +230,35 @@ def no_mesh() -> AbstractContextManager[Any]:
         return jax.sharding.use_abstract_mesh(_NO_MESH)
 
 
+@contextmanager
+def planned_mesh() -> Iterator[Any]:
+    """A context for what is planned, which gives the caller's ambient mesh, its axes left to the plan; None for none.
+
+    A PartitionSpec in the program is on that mesh. What lies on axes that JAX's types follow would not be planned.
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        yield None
+        return
+    names, auto = abstract.axis_names, (AxisType.Auto,) * len(abstract.axis_names)
+    mesh = None if is_staging() else jax.sharding.get_mesh()
+    if mesh is None or mesh.empty:  # inside a trace only the abstract mesh counts
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(abstract.axis_sizes, names, auto)):
+            yield None
+        return
+    with jax.set_mesh(jax.sharding.Mesh(mesh.devices, names, axis_types=auto)):
+        yield mesh
+
+
+def traced_shardings(traced: Any, count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(in_shardings, out_shardings) of the `count` flat arguments and of the results of what was traced.
+
+    There is no public way. What the function captured comes before its arguments.
+    """
+    inputs, outputs = (tuple(traced._params[side]) for side in ("in_shardings", "out_shardings"))
+    return inputs[len(inputs) - count :], outputs
+
+
 def has_ambient_mesh() -> bool:
     """Whether the caller has set a mesh, which would leak into what is traced and clash with the plan's own."""
     return not jax.sharding.get_abstract_mesh().empty
@@ -229,12 +267,13 @@ def has_ambient_mesh() -> bool:
 def configuration() -> Hashable:
     """All of JAX's configuration that a trace may depend on (x64, promotion, precision, generator) as a key.
 
-    It is what `jax.jit` keys its own traces by, but for an ambient mesh, which is no part of ours.
+    It is what `jax.jit` keys its own traces by; an ambient mesh counts by what PartitionSpecs are taken to be on.
     """
     if not has_ambient_mesh():
         return _config.trace_context()
+    mesh = jax.sharding.get_abstract_mesh() if is_staging() else jax.sharding.get_mesh()
     with no_mesh():
-        return _config.trace_context()
+        return _config.trace_context(), mesh
 
 
 def coordination_client() -> Any:
@@ -314,6 +353,14 @@ def has_plain_type(x: object) -> bool:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding is None
     return not isinstance(x, Tracer) and set(jax.typeof(x).sharding.mesh.axis_types) <= {AxisType.Auto}
+
+
+def sharding_objects(leaves: Sequence[Any]) -> list[Any]:
+    """The sharding of each array; None for what is none, or is a transformation's value.
+
+    The public property costs twice as much.
+    """
+    return [getattr(leaf, "_sharding", None) for leaf in leaves]
 
 
 def is_staged(x: object) -> bool:

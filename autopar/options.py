@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypedDict
 
 import numpy as np
 
 from autopar.cache import PlanCache, checked_cache
 from autopar.errors import ArgumentError, explain
+from autopar.frontend import Names, Positions
 from autopar.jax_compat import Device
 from autopar.profiling import Calibration
 from passes.cluster import Cluster, parse_cluster
@@ -24,6 +25,37 @@ from passes.progress import Report, silent
 from passes.step import Step
 from passes.transforms import Coupling, Kept
 
+Arriving = Literal["moved", "keep"]
+"""The fate of arrays that come placed: they are moved to where the plan reads them, or planned around."""
+
+
+class Options(TypedDict, total=False):
+    """The options of `parallelize`, for type checkers: its overloads say the rest."""
+
+    cluster: str | os.PathLike[str] | Cluster | None
+    planner: Planner | None
+    devices: Sequence[Device] | None
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: Positions
+    static_argnames: Names
+    donate_argnums: Positions
+    donate_argnames: Names
+    keep_unused: bool
+    inline: bool
+    compiler_options: Mapping[str, Any] | None
+    placed: Arriving
+    follow: Any
+    batch_argnums: Positions
+    batch_argnames: Names
+    microbatches: int | None
+    microbatch_semantics: Coupling
+    memory_limit: int | str | None
+    remat: Kept | Sequence[Kept] | None
+    cache: str | os.PathLike[str] | PlanCache | None
+    calibration: str | os.PathLike[str] | Calibration | None
+    progress: Report | Literal[False] | None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -32,6 +64,8 @@ class Settings:
     cluster: Cluster | None
     planner: Planner
     devices: tuple[Device, ...] | None
+    placed: Arriving
+    follow: Any
     batch_argnums: tuple[int, ...]
     batch_argnames: tuple[str, ...]
     microbatches: int | None
@@ -40,7 +74,7 @@ class Settings:
     remat: Kept | Sequence[Kept] | None
     cache: PlanCache | None
     calibration: Calibration | None
-    progress: Report
+    progress: Report | None
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Self:
@@ -130,12 +164,14 @@ def checked_names(option: str, kind: type, names: Any) -> tuple[Any, ...]:
 
 
 def checked_progress(progress: Any) -> Any:
-    """The function that is called with each `Progress`, by default a silent one. Raises ArgumentError."""
-    if progress is None:
+    """The function that is called with each `Progress`, a silent one for False, None for bars. Raises ArgumentError."""
+    if progress is None or progress is True:
+        return None
+    if progress is False:
         return silent
     if callable(progress):
         return progress
-    rule = "progress is a function of one autopar.Progress"
+    rule = "progress is a function of one autopar.Progress, or False for none"
     raise ArgumentError(explain(f"progress={progress!r:.60}", rule, "", "write, say, progress=print"))
 
 
@@ -153,6 +189,22 @@ def checked_coupling(coupling: Any) -> Coupling:
         rule = 'it is "exact" or "independent"'
         raise ArgumentError(explain(f"microbatch_semantics={coupling!r:.60}", rule, "", 'leave it out for "exact"'))
     return coupling
+
+
+def checked_placed(placed: Any) -> Arriving:
+    """The fate of arrays that come placed. Raises ArgumentError."""
+    if placed not in ("moved", "keep"):
+        rule = 'arrays that come placed are "moved" to where the plan reads them, or it is to "keep" them'
+        raise ArgumentError(explain(f"placed={placed!r:.60}", rule, "", 'leave it out for "moved"'))
+    return placed
+
+
+def checked_follow(follow: Any) -> Any:
+    """The compilations of the function that is followed, None for none. Raises ArgumentError."""
+    if follow is None or hasattr(follow, "compilations"):
+        return getattr(follow, "compilations", None)
+    rule = "a function follows what parallelize(...) returned"
+    raise ArgumentError(explain(f"follow={follow!r:.60}", rule, "", "write, say, follow=train_step"))
 
 
 def checked_devices(devices: Any) -> tuple[Device, ...] | None:
@@ -193,6 +245,8 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "cluster": checked_cluster,
         "planner": checked_planner,
         "devices": checked_devices,
+        "placed": checked_placed,
+        "follow": checked_follow,
         "batch_argnums": partial(checked_names, "batch_argnums", int),
         "batch_argnames": partial(checked_names, "batch_argnames", str),
         "microbatches": checked_microbatches,

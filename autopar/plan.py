@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import singledispatch
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,9 +57,12 @@ class _Bound(AnyPlan):
         arguments, results = self.bound
         return unflattened(*arguments, "plan.shardings"), unflattened(*results, "plan.shardings")
 
-    def to_html(self) -> str:
-        """The plan as a web page that stands by itself: what was chosen, what that costs, and what was rejected."""
-        return page.html(self)
+    def to_html(self, measured: str | os.PathLike[str] | None = None) -> str:
+        """The plan as a web page that stands by itself: what was chosen, what that costs, and what was rejected.
+
+        `measured` is a file that `train_step.report(...).write(path)` wrote: its steps are shown beside.
+        """
+        return page.html(self, page.Measured.load(Path(measured)) if measured else None)
 
     def _repr_html_(self) -> str:
         """The plan's page in a frame, which is how notebooks show it."""

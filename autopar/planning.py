@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -22,11 +22,13 @@ from autopar.runtime import Pieces
 from passes.cluster import Cluster
 from passes.errors import PlanningError
 from passes.intra_op import slow_dtype
-from passes.ir import Graph
+from passes.ir import Graph, StatePairs
+from passes.pipeline import layered
 from passes.plan import AnyPlan, plan_from_json
 from passes.plan import json as plan_json
 from passes.planners import Planned, PlanOptions, infeasible
-from passes.sharding import ShardingSpec
+from passes.progress import silent
+from passes.sharding import ShardingSpec, spec_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,7 @@ def _restored(step: TracedStep, plan: AnyPlan, how: plan_json.Fields) -> Planned
 def _made(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
     """The planner's plan of the step. Raises ArgumentError for anything else that it returns."""
     planner = settings.planner
-    options = PlanOptions(memory_limit=settings.memory_limit, report=settings.progress)
+    options = PlanOptions(memory_limit=settings.memory_limit, report=settings.progress or silent)
     planned = cast("Any", planner.plan(step, cluster, options))
     where = f"{type(planner).__name__}.plan(step, cluster, options)"
     remedy = "return what another planner returns, or autopar.Planned.of(plan, step) with a variant of the given step"
@@ -202,6 +204,22 @@ def _made(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -
     if plan.fingerprint != variant.graph.fingerprint:
         rule = f"it returned plan {plan.fingerprint} with a step of program {variant.graph.fingerprint}"
         raise ArgumentError(explain(where, rule, source, remedy))
+    _check_pinned(plan, variant.graph, variant.state_pairs, source)
     if not planned.searched:
         infeasible.check(plan, cluster, settings.memory_limit, f"at {source}" if source else "")
-    return planned
+    return replace(planned, plan=layered(plan, variant))
+
+
+def _check_pinned(plan: AnyPlan, graph: Graph, state_pairs: StatePairs, source: str) -> None:
+    """Raises PlanMismatchError unless inputs arrive in the plan where the user has placed them."""
+    remedy = "leave it out of in_shardings and placed=, or choose a planner that takes it there, such as Auto()"
+    (inputs, _), mesh = plan.specs(graph, state_pairs), plan.programs[0].mesh
+    for position, placement in graph.pinned.items():
+        name = f"{graph.input_names[position]} {graph.types[graph.inputs[position]]}"
+        if plan.timeline is not None:
+            rule = f"the user places it on {placement.devices} devices, and each stage of a pipeline has its own"
+            raise errors.PlanMismatchError(explain(name, rule, source, remedy))
+        is_read = graph.inputs[position] in graph.consumers or graph.inputs[position] in graph.outputs
+        if is_read and inputs[position] != spec_on(placement, mesh):
+            rule = f"the plan reads it as {inputs[position]} on mesh {mesh}, and it arrives as {placement}"
+            raise errors.PlanMismatchError(explain(name, rule, source, remedy))

@@ -11,8 +11,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.distributed import Processes
+from autopar.errors import UnsupportedError, explain
 from autopar.frontend import Signature
-from autopar.jax_compat import Device, PyTreeDef
+from autopar.jax_compat import Device, PyTreeDef, is_traced
 from autopar.plan import PipelinePlan, Plan
 from autopar.planning import Chosen
 from autopar.runtime import (
@@ -160,6 +161,24 @@ def _rows(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+
+
+def outermost(run: Callable[[list[Any]], Any], signature: Signature) -> Callable[[list[Any]], Any]:
+    """The function that runs a pipeline, which raises UnsupportedError inside another transformation."""
+
+    def checked(leaves: list[Any]) -> Any:
+        if any(map(is_traced, leaves)):
+            raise UnsupportedError(
+                explain(
+                    f"{signature.function} inside another transformation of JAX's",
+                    "a pipeline is many programs on several submeshes, and no operation of another one",
+                    signature.source,
+                    "take jit, derivatives and batches inside the function, or use a planner without stages",
+                )
+            )
+        return run(leaves)
+
+    return checked
 
 
 @singledispatch

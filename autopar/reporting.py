@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import jax
@@ -17,18 +18,22 @@ from autopar.errors import ArgumentError, explain
 from autopar.profiling import (
     CALIBRATION_NAME,
     Clock,
+    Event,
     Factors,
+    Run,
     Stepper,
     StepReport,
     Steps,
     measured_shares,
+    measured_spans,
     profiled,
     seconds_by_cause,
     timed,
     warm_up,
 )
 from autopar.runtime import Executable, Pipeline, StageStacked
-from passes.plan import PipelinePlan
+from passes.page import MeasuredSpan
+from passes.plan import AnyPlan, PipelinePlan
 
 PROFILED = 5
 """Steps under the profiler, whose events fill memory."""
@@ -46,13 +51,13 @@ def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf
         pairs=compilation.traced.state_pairs,
         donated=[i for i, is_donated in enumerate(compilation.traced.donated) if is_donated],
     )
-    warm_up(stepper)
-    steps = timed(stepper, clock)
     plan = compilation.plan()
-    result = StepReport(plan=plan, steps=steps, applied=_applied(compilation))
-    result = _with_profile(compilation, stepper, result, clock)
-    if isinstance(compilation.executable, Pipeline):
-        result = replace(result, transfers=_transfers(compilation.executable, stepper, cast("PipelinePlan", plan)))
+    with compilation.phase("measure"):
+        warm_up(stepper)
+        result = StepReport(plan=plan, steps=timed(stepper, clock), applied=_applied(compilation))
+        result = _with_profile(compilation, stepper, result, clock)
+        if isinstance(compilation.executable, Pipeline):
+            result = replace(result, transfers=_transfers(compilation.executable, stepper, cast("PipelinePlan", plan)))
     if compilation.settings.cache is None:
         return result
     kept_in = os.path.join(os.fspath(compilation.settings.cache.folder), CALIBRATION_NAME)
@@ -84,16 +89,43 @@ def _with_profile(compilation: Compilation, stepper: Stepper, result: StepReport
     if not any(any(spent.values()) for spent in by_device):
         return result
     measured = measured_shares(result.plan, by_device, steps.median)
-    return replace(result, profiled_seconds=steps.median, measured=measured)
+    result = replace(result, profiled_seconds=steps.median, measured=measured)
+    pipeline = _pipeline(compilation)
+    return replace(result, spans=_spans(pipeline, result.plan, seen, numbers, steps)) if pipeline else result
+
+
+def _spans(
+    pipeline: Pipeline, plan: AnyPlan, seen: Sequence[Event], numbers: Sequence[int], steps: Steps
+) -> tuple[MeasuredSpan, ...]:
+    """The tasks of a typical one of the profiled steps."""
+    ends = accumulate((programs[0].n_devices for programs in plan.submeshes), initial=0)
+    groups = [numbers[start:end] for start, end in pairwise(ends)]
+    codes = {id(executable): hlo_kinds.opcodes([executable.as_text()]) for executable in pipeline.executables}
+    runs = [
+        Run(
+            group=segment.stage % len(groups),
+            stage=segment.stage,
+            module=next((module for module, _ in codes[id(executable)]), ""),
+            instructions=frozenset(name for _, name in codes[id(executable)]),
+            task=task,
+        )
+        for segment, task, executable in pipeline.runs
+    ]
+    return measured_spans(seen, runs, groups, len(steps.seconds), steps.typical)
+
+
+def _pipeline(compilation: Compilation) -> Pipeline | None:
+    """The pipeline that a compilation runs, None where it runs none."""
+    executable = compilation.executable
+    executable = executable.pipeline if isinstance(executable, StageStacked) else executable
+    return executable if isinstance(executable, Pipeline) else None
 
 
 def _texts(compilation: Compilation) -> Sequence[str]:
     """The optimized HLO of every program of a step."""
+    if pipeline := _pipeline(compilation):
+        return [segment.as_text() for segment in pipeline.executables]
     executable = compilation.executable
-    if isinstance(executable, StageStacked):
-        executable = executable.pipeline
-    if isinstance(executable, Pipeline):
-        return [segment.as_text() for segment in executable.executables]
     if isinstance(executable, Executable) and hasattr(executable.run, "as_text"):
         return [executable.run.as_text()]  # pyright: ignore[reportFunctionMemberAccess]
     return [compilation.program().lower(compilation.structs, (), None, None).compile().as_text()]

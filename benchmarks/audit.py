@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import optax
@@ -212,7 +212,7 @@ class Planned:
         if (cluster, planner) not in self.plans:
             chosen = planner_of(planner, cluster)
             parallel = autopar.parallelize(self.step, cluster=cluster, planner=chosen, donate_argnums=(0,))
-            plan = parallel.plan(*self.given)
+            plan = cast("Plan", parallel.plan(*self.given))
             self.plans[cluster, planner] = parallel.trace(*self.given), plan
         traced, plan = self.plans[cluster, planner]
         return Program(graph=traced.graph, plan=plan, state_pairs=traced.state_pairs)
@@ -227,7 +227,7 @@ class Planned:
             with suppress(PlanningError):  # what does not divide the model is no rival
                 hands[name] = self.verdict(cluster, name)
         verdict = judge_any(program)
-        rivals = {name: p.plan.step_seconds - v.surplus_seconds for name, (p, v) in hands.items()}
+        rivals = {name: p.plan.step_seconds - v.waited_seconds for name, (p, v) in hands.items()}
         for name, (p, v) in hands.items():
             if name != "megatron" and (seconds := seconds_with_experts(p, v)) is not None:
                 rivals[f"{name} with experts"] = seconds
@@ -235,7 +235,7 @@ class Planned:
         if (experts := Experts(program=program)).axes:
             verdict.allowed += experts.exchanges(experts.axes)
         admitted = program.plan.gap * program.plan.step_seconds
-        return program, verdict if verdict.surplus_seconds > admitted else replace(verdict, findings=[])
+        return program, verdict if verdict.waited_seconds > admitted else replace(verdict, findings=[])
 
 
 def style_of(planner: str, program: Program) -> Style:
@@ -268,11 +268,11 @@ def audited(case: Case, planned: Planned) -> Audited:
                 count=f.sent.count,
                 nbytes=f.sent.nbytes,
                 where=f.sent.where,
-                surplus_seconds=f.surplus_seconds,
-                share=f.surplus_seconds / plan.step_seconds,
+                surplus_seconds=f.waited_seconds,
+                share=f.waited_seconds / plan.step_seconds,
                 why=f.why,
             )
-            for f in sorted(verdict.findings, key=lambda f: -f.surplus_seconds)
+            for f in sorted(verdict.findings, key=lambda f: -f.waited_seconds)
         ),
     )
 

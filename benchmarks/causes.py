@@ -16,7 +16,7 @@ from functools import cached_property
 from benchmarks.regions import Region, Value, depend, leaving, placed, spread
 from passes.cluster import Mesh, collectives
 from passes.ir import Graph, Node, TensorType, phase
-from passes.placement import Resharding, resharding_plan
+from passes.placement import Background, Resharding, resharding_plan
 from passes.plan import Plan
 from passes.rules import rule_of
 from passes.sharding import Resharder, ShardingSpec
@@ -31,7 +31,7 @@ class Sent:
     `nbytes` is the result of one on one device. `role` is parameter, gradient, updated parameter, optimizer state,
     activation, activation gradient, statistic (what is reduced over the batch: a loss, a mean) or constant;
     `parameter` is the input that a parameter, its gradient or its update belongs to. The step is from `before` to
-    `after`.
+    `after`, and takes `seconds` by itself, of which the program waits for `waited_share`: it computes behind the rest.
     """
 
     role: str
@@ -43,6 +43,7 @@ class Sent:
     nbytes: int
     count: int
     seconds: float
+    waited_share: float
     phase: str
     where: str
     value: Value
@@ -87,7 +88,7 @@ class Program:
     def __post_init__(self) -> None:
         self.resharder = Resharder(self.plan.mesh)
         reshardings = resharding_plan(self.graph, self.plan.layout, self.resharder, regather=self.plan.regather)
-        self.root = placed(self.graph, self.plan.layout, reshardings, 1, 1.0, "output", [0])
+        self.root = placed(Background.of(self.graph), self.plan.layout, reshardings, 1, 1.0, "output", [0])
 
     @property
     def mesh(self) -> Mesh:
@@ -237,6 +238,8 @@ class Program:
             reduces = step.kind in ("all_reduce", "reduce_scatter")
             placed = maker if reduces and maker is not None else node or maker
             at = when(placed) if placed else "apply"
+            alone = self.resharder.cost(type, source, spec)
+            waited = self.resharder.cost(type, source, spec, region.background.behind(move.value))
             yield Sent(
                 role=role,
                 tensor=self.describe(value, role, parameter),
@@ -246,7 +249,8 @@ class Program:
                 dtype=type.dtype,
                 nbytes=spec.local_nbytes(type, self.mesh),
                 count=region.trips,
-                seconds=region.trips * region.share * self.resharder.cost(type, source, spec),
+                seconds=region.trips * region.share * alone,
+                waited_share=waited / alone if alone else 1.0,
                 phase="forward" if at == "apply" and role in ("activation", "statistic", "constant") else at,
                 where=node.source if node else region.end,
                 value=value,

@@ -123,7 +123,7 @@ def seconds_with_experts(program: Program, verdict: Verdict) -> float | None:
     experts, mesh = Experts(program=program), program.mesh
     if not experts.layers or any(number % mesh.size for number in experts.numbers):
         return None
-    remaining = sum(s.seconds for s in program.sent() if s.parameter in experts.parameters)
-    remaining -= sum(f.surplus_seconds for f in verdict.findings if f.sent.parameter in experts.parameters)
+    remaining = sum(s.seconds * s.waited_share for s in program.sent() if s.parameter in experts.parameters)
+    remaining -= sum(f.waited_seconds for f in verdict.findings if f.sent.parameter in experts.parameters)
     sent = sum(exchange.seconds for exchange in experts.exchanges(mesh.axes))
-    return program.plan.step_seconds - verdict.surplus_seconds - remaining + sent
+    return program.plan.step_seconds - verdict.waited_seconds - remaining + sent

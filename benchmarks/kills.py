@@ -1,7 +1,8 @@
-"""`python -m benchmarks.kills`: processes of a training killed, stopped or cut off at random, and what becomes of it.
+"""`python -m benchmarks.kills`: processes of trainings killed, stopped or cut off at random, and what becomes of it.
 
-Every run has to finish with the parameters of an undisturbed one, bit for bit, and the loss has to be reported by rank
-and host. Exit status 0 if all have.
+Each training suffers some disturbances, one after each start: at a random step, or at a random moment before its first,
+while the processes plan, compile and restore. It has to finish with the parameters of an undisturbed one, bit for bit,
+and every survivor has to report the loss by rank and host. Exit status 0 if all have.
 """
 
 from __future__ import annotations
@@ -16,110 +17,171 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("resumed.py")
 HOWS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "cut off": signal.SIGUSR1}
 LINE = re.compile(r"\[(\d+)\] (pid|step|from|parameters) (.*)")
-REPORT = re.compile(r"\[(\d+)\] autopar: process (\d+) on host \S+ (is lost|has failed|hangs)")
+REPORT = re.compile(r"\[(\d+)\] autopar: process (\d+) on host \S+ (is lost|has failed|hangs)|.*cannot be reached")
+REPORT_SECONDS = 30.0
+"""Seconds after which every survivor should have named who is gone."""
+
+STEPS = 8
+"""Steps of a start, at most, before it is disturbed: more than lie between two checkpoints."""
+
+START_SECONDS = 3.0
+"""Seconds from the start of a script in which it plans, compiles and restores."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Kill:
+    """A disturbance of process `rank`: after so many `steps` of a start and some `delay` in seconds, or with no steps
+    that long after its script has begun. What has come of it is filled in.
+    """
+
+    how: str
+    rank: int
+    steps: int
+    delay: float
+    step: int | None = None
+    at: float | None = None
+    reported: dict[int, float] = field(default_factory=dict[int, float])
+    """The seconds after which each process has said who is gone."""
+
+    @classmethod
+    def drawn(cls, draw: random.Random, processes: int) -> Kill:
+        early = draw.random() < 0.2
+        how, rank = draw.choice(sorted(HOWS)), draw.randrange(processes)
+        delay = draw.uniform(0, START_SECONDS if early else 0.1)
+        return cls(how=how, rank=rank, steps=0 if early else draw.randint(1, STEPS), delay=delay)
+
+    def begin(self, pid: int, step: int | None) -> None:
+        """Disturbs the process, after the delay."""
+        self.step = step
+        threading.Timer(self.delay, self._send, (pid,)).start()
+
+    def _send(self, pid: int) -> None:
+        self.at = time.monotonic()
+        try:
+            os.kill(pid, HOWS[self.how])
+        except ProcessLookupError:  # the training has come to its end meanwhile
+            self.at = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A run: what was done to which process at which step, and what came of it."""
+    """A training: its exit status, the steps that its starts went on from and a digest of its last parameters."""
 
-    how: str
-    rank: int
-    at: int
     status: int
     seconds: float
-    report_seconds: float | None
-    went_on_from: tuple[int, ...]
+    froms: tuple[int, ...]
     parameters: frozenset[str]
 
 
-def run(options: argparse.Namespace, how: str, rank: int, at: int, folder: str) -> Outcome:
-    """The outcome of a training of which one process is disturbed at a step; of none if `how` is empty."""
+def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outcome:
+    """The outcome of a training that is disturbed by these, one after each start."""
+    start = time.monotonic()
+    process = _started(options, len(kills), folder)
+    watchdog = threading.Timer(options.timeout * (1 + len(kills)), process.kill)
+    watchdog.start()
+    pids: dict[int, int] = {}
+    froms: list[int] = []
+    parameters: set[str] = set()
+    waiting = list(kills)
+    begun: list[Kill] = []
+    steps: dict[int, int] = {}
+    starts: dict[int, int] = {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        if options.verbose:
+            print(line, end="", flush=True)
+        if begun and (match := REPORT.match(line)) and begun[-1].at is not None:
+            sender = int(match[1] or line[1:].partition("]")[0])
+            begun[-1].reported.setdefault(sender, time.monotonic() - begun[-1].at)
+        if not (match := LINE.match(line)):
+            continue
+        sender, kind, rest = int(match[1]), match[2], match[3]
+        if kind == "pid":
+            pids[sender], steps[sender], starts[sender] = int(rest), 0, starts.get(sender, 0) + 1
+        elif kind == "from" and sender == 0:
+            froms.append(int(rest))
+        elif kind == "parameters":
+            parameters.add(f"{sender if options.planner.startswith('Pipeline') else 0}: {rest}")
+        elif kind == "step":
+            steps[sender] += 1
+        kill = waiting[0] if waiting else None
+        is_due = kill and sender == kill.rank and (kind == "step" if kill.steps else kind == "pid")
+        if kill and is_due and steps[sender] >= kill.steps and len(begun) < starts[sender]:
+            kill.begin(pids[kill.rank], int(rest.split()[0]) if kind == "step" else None)
+            begun.append(waiting.pop(0))
+    status = process.wait()
+    watchdog.cancel()
+    seconds = time.monotonic() - start
+    return Outcome(status=status, seconds=seconds, froms=tuple(froms), parameters=frozenset(parameters))
+
+
+def _started(options: argparse.Namespace, kills: int, folder: str) -> subprocess.Popen[str]:
+    """The training under `autopar run`, its errors among its output."""
     sizes = ["--processes", str(options.processes), "--devices-per-process", "1", "--resume", folder]
-    sizes += ["--lost-seconds", str(options.lost_seconds), "--restarts", "3"]
+    sizes += ["--lost-seconds", str(options.lost_seconds), "--restarts", str(2 * kills + 1)]
     command = [sys.executable, "-m", "autopar", "run", *sizes, str(SCRIPT), options.planner, str(options.steps)]
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
-    start = time.monotonic()
-    process = subprocess.Popen(
-        [*command, str(options.every)],
+    return subprocess.Popen(
+        [*command, str(options.every), *(["large"] if options.large else [])],
         env={**os.environ, **quick},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    watchdog = threading.Timer(options.timeout, process.kill)
-    watchdog.start()
-    pids: dict[int, int] = {}
-    froms: list[int] = []
-    parameters: set[str] = set()
-    disturbed: float | None = None
-    reported: float | None = None
-    assert process.stdout is not None
-    for line in process.stdout:
-        if options.verbose:
-            print(line, end="")
-        if (match := REPORT.match(line)) and disturbed and reported is None:
-            reported = time.monotonic() - disturbed
-        if not (match := LINE.match(line)):
-            continue
-        sender, kind, rest = int(match[1]), match[2], match[3]
-        if kind == "pid":
-            pids[sender] = int(rest)
-        elif kind == "from" and sender == 0:
-            froms.append(int(rest))
-        elif kind == "parameters":
-            parameters.add(f"{sender if options.planner.startswith('Pipeline') else 0}: {rest}")
-        elif kind == "step" and how and disturbed is None and sender == rank and int(rest.split()[0]) >= at:
-            disturbed = time.monotonic()
-            os.kill(pids[rank], HOWS[how])
-    status = process.wait()
-    watchdog.cancel()
-    return Outcome(
-        how=how,
-        rank=rank,
-        at=at,
-        status=status,
-        seconds=time.monotonic() - start,
-        report_seconds=reported,
-        went_on_from=tuple(froms),
-        parameters=frozenset(parameters),
-    )
+
+
+def row(kill: Kill, processes: int) -> tuple[str, bool]:
+    """A line of the table, and whether every survivor has reported the loss in time."""
+    survivors = set(range(processes)) - {kill.rank}
+    is_reported = survivors <= kill.reported.keys()
+    last = max((kill.reported[rank] for rank in survivors), default=0.0) if is_reported else float("inf")
+    when = f"{kill.delay:.1f} s in" if kill.step is None else f"step {kill.step}"
+    return f"{kill.how:8} {kill.rank:4} {when:>9} {last:10.1f}", last <= REPORT_SECONDS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--runs", type=int, default=2, help="trainings (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=5, help="disturbances of each (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--planner", default="Pipeline(stages=2, microbatches=2)")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=5, help="steps from checkpoint to checkpoint")
     parser.add_argument("--lost-seconds", type=float, default=8)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run counts as a hang")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds of a start, then it counts as a hang")
+    parser.add_argument("--large", action="store_true", help="send all arrays as large ones are")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
-    draw, good = random.Random(options.seed), True
+    draw, good, count = random.Random(options.seed), True, 0
     with tempfile.TemporaryDirectory() as folder:
-        expected = run(options, "", 0, 0, folder)
+        expected = run(options, [], folder)
     print(f"undisturbed: status {expected.status}, {expected.seconds:.0f} s, {sorted(expected.parameters)}", flush=True)
-    print(f"{'how':8} {'rank':>4} {'step':>4} {'status':>6} {'report s':>8} {'went on from':>14} {'bit-equal':>9}")
+    print(f"{'how':8} {'rank':>4} {'when':>9} {'reported s':>10}", flush=True)
     for _ in range(options.runs):
-        how, rank = draw.choice(sorted(HOWS)), draw.randrange(options.processes)
+        kills = [Kill.drawn(draw, options.processes) for _ in range(options.kills)]
         with tempfile.TemporaryDirectory() as folder:
-            outcome = run(options, how, rank, draw.randrange(options.steps - 3), folder)
+            outcome = run(options, kills, folder)
+        for kill in kills:
+            if kill.at is not None:
+                line, in_time = row(kill, options.processes)
+                print(line if in_time else f"{line}  NOT IN TIME", flush=True)
+                good &= in_time
+                count += 1
         same = outcome.parameters == expected.parameters and bool(outcome.parameters)
-        good &= same and outcome.status == 0 and outcome.report_seconds is not None
-        report = "none" if outcome.report_seconds is None else f"{outcome.report_seconds:.1f}"
-        froms = ", ".join(map(str, outcome.went_on_from[1:]))
-        print(f"{how:8} {rank:4} {outcome.at:4} {outcome.status:6} {report:>8} {froms:>14} {same!s:>9}", flush=True)
-    print("all have finished, with the same parameters" if good else "FAILED")
-    return 0 if good else 1
+        good &= same and outcome.status == 0
+        froms = ", ".join(map(str, outcome.froms))
+        end = f"status {outcome.status}, bit-equal {same}"
+        print(f"  {outcome.seconds:.0f} s, started from {froms}: {end}", flush=True)
+    print(f"{count} kills: " + ("all have finished, with the same parameters" if good else "FAILED"))
+    return 0 if good and count else 1
 
 
 if __name__ == "__main__":

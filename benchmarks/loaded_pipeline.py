@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def load(training: Training, planner: autopar.Pipeline) -> Loaded:
     devices = jax.devices()[: sum(planner.submeshes)]
     parallel = autopar.parallelize(training.step, planner=planner, devices=devices)
     arguments = training.state, training.batch
-    plan, traced = parallel.plan(*arguments), parallel.trace(*arguments)
+    plan, traced = cast("PipelinePlan", parallel.plan(*arguments)), parallel.trace(*arguments)
     cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
     rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
     pipeline = runtime.load(build(traced, plan, cut, devices), rows, traced.out_tree, traced.weak)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -221,7 +221,7 @@ def state_nbytes(stage: int, devices: int, billions: float) -> float:
         mixed_precision_step, planner=planner, cluster=cluster, donate_argnums=(0,), memory_limit=10**18
     )
     given = (halves, floats, floats, floats), jax.ShapeDtypeStruct((1024, width), jnp.float16)
-    plan, graph = parallel.plan(*given), parallel.trace(*given).graph
+    plan, graph = cast("autopar.Plan", parallel.plan(*given)), parallel.trace(*given).graph
     nbytes = plan.nbytes["parameters"] + plan.nbytes["optimizer state"]
     return (nbytes + gradient_nbytes(graph, plan.mesh, plan.layout)) / (2 * width * depth) * billions * 1e9
 

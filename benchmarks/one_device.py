@@ -21,7 +21,7 @@ from rich.table import Table
 import autopar
 from models import gpt
 
-BOUND = 1.02  # ratio of step times
+BOUND = 1.01  # ratio of step times
 RESAMPLES = 10_000
 TRIVIAL_CALLS = 200
 

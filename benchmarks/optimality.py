@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -142,7 +142,7 @@ def proof_of(design: Design, cluster: str, proof: str = "untied", proof_seconds:
     step = autopar.parallelize(network.step, cluster=cluster, donate_argnums=(0,))
     traced = step.trace(network.state, network.batch)
     cpu, wall = time.process_time(), time.perf_counter()
-    plan = step.plan(network.state, network.batch)
+    plan = cast("autopar.Plan", step.plan(network.state, network.batch))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     given = list(problems(traced, parse_cluster(cluster)))
     proof_found = proven(given, plan.solution.objective, None if proof == "untied" else proof, proof_seconds)

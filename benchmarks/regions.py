@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.ir import Control, Graph, control_of
-from passes.placement import Layout, ReshardingPlan
+from passes.placement import Background, Layout, ReshardingPlan
 from passes.rules import rule_of
 
 Value = tuple[int, int]
@@ -29,6 +29,7 @@ class Region:
     graph: Graph
     layout: Layout
     reshardings: ReshardingPlan
+    background: Background
     trips: int
     share: float
     end: str
@@ -43,8 +44,15 @@ class Region:
 
 
 def placed(
-    graph: Graph, layout: Layout, reshardings: ReshardingPlan, trips: int, share: float, end: str, numbers: list[int]
+    background: Background,
+    layout: Layout,
+    reshardings: ReshardingPlan,
+    trips: int,
+    share: float,
+    end: str,
+    numbers: list[int],
 ) -> Region:
+    graph = background.graph
     number, numbers[0] = numbers[0], numbers[0] + 1
     controls: dict[int, tuple[Control, tuple[Region, ...]]] = {}
     for index, inner in reshardings.bodies.items():
@@ -52,12 +60,13 @@ def placed(
         control = control_of(node, graph)
         if control is None:
             continue
-        pairs = zip(control.bodies, layout.placements[index].bodies, inner, strict=True)
+        within = background.inside(index, control)
+        pairs = zip(control.bodies, within, layout.placements[index].bodies, inner, strict=True)
         controls[index] = (
             control,
             tuple(
-                placed(body.graph, at, moved, trips * body.trips, share * body.share, node.source, numbers)
-                for body, at, moved in pairs
+                placed(beside, at, moved, trips * body.trips, share * body.share, node.source, numbers)
+                for body, beside, at, moved in pairs
             ),
         )
     return Region(
@@ -65,6 +74,7 @@ def placed(
         graph=graph,
         layout=layout,
         reshardings=reshardings,
+        background=background,
         trips=trips,
         share=share,
         end=end,

@@ -1,7 +1,7 @@
 """A small training that saves as it goes and goes on where it was: what `benchmarks.kills` disturbs.
 
 Under `autopar run`. SIGUSR1 cuts all connections of a process. Each prints its pid, its steps and, at the end, a digest
-of the parameters.
+of the parameters. With a last argument `large` arrays go over the connections of large ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 import autopar
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
+from autopar.runtime import cross_process
 
 WIDTH, LAYERS, ROWS = 16, 4, 8
 
@@ -27,7 +28,7 @@ def init(key: jax.Array) -> Any:
     return {"layers": [jax.random.normal(k, (WIDTH, WIDTH)) * 0.2 for k in jax.random.split(key, LAYERS)]}
 
 
-def train_step(params: Any, batch: jax.Array) -> Any:
+def train_step(params: Any, batch: jax.Array | np.ndarray) -> Any:
     def loss(params: Any) -> jax.Array:
         x = batch
         for w in params["layers"]:
@@ -53,7 +54,8 @@ def cut(number: int, frame: object) -> None:
             continue
 
 
-def main(planner: str, steps: int, every: int) -> None:
+def main(planner: str, steps: int, every: int, *, large: bool) -> None:
+    cross_process.LARGE_NBYTES = 0 if large else cross_process.LARGE_NBYTES
     autopar.distributed.initialize()
     signal.signal(signal.SIGUSR1, cut)
     step = autopar.parallelize(train_step, planner=eval(planner, dict(vars(autopar))), donate_argnums=0)
@@ -79,4 +81,4 @@ def main(planner: str, steps: int, every: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), large="large" in sys.argv[4:])

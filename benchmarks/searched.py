@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from benchmarks.batch_sums import batch_sums
 from benchmarks.causes import Program, Sent
-from benchmarks.textbook import EARLY, before_sums
-from benchmarks.verdicts import ROUNDING, Finding, Verdict, on_wire, payload, sent_on_wire
-from passes.ir import item_nbytes
+from benchmarks.textbook import EARLY, before_sums, casting_seconds
+from benchmarks.verdicts import ROUNDING, Finding, Verdict, on_wire, payload, seconds_of, sent_on_wire
+from passes.ir import TensorType, item_nbytes
 from passes.text import quantities
 
 
@@ -31,17 +31,29 @@ def judge_any(program: Program) -> Verdict:
             phase = "backward" if s.phase == "recomputed" else s.phase
             again[s.parameter, s.role, phase, s.kind in ("all_reduce", "reduce_scatter"), s.axes].append(s)
     for (position, *_), same in again.items():
-        itemsize = program.graph.types[program.graph.inputs[position]].item_nbytes
+        type = program.graph.types[program.graph.inputs[position]]
         once = max(on_wire(s.kind, payload(s, program.mesh.group(s.axes).ranks)) // item_nbytes(s.dtype) for s in same)
-        if sent_on_wire(program, same) <= max(once * itemsize, *(sent_on_wire(program, [s]) for s in same)):
+        if sent_on_wire(program, same) <= max(once * type.item_nbytes, *(sent_on_wire(program, [s]) for s in same)):
             continue
+        excess = sum(s.seconds * s.waited_share for s in same) - _once(program, same, type)
         for first, second in itertools.combinations(sorted(same, key=lambda s: -s.seconds), 2):
-            surplus = second.seconds - _instead(program, first, second)
+            surplus = min(second.seconds - _instead(program, first, second), excess / second.waited_share)
             if surplus > (ROUNDING - 1) * second.seconds:
                 why = f"{len(same)} times in one phase, the textbook once"
                 verdict.findings.append(Finding(sent=second, surplus_seconds=surplus, why=why))
                 break
     return verdict
+
+
+def _once(program: Program, same: Sequence[Sent], type: TensorType) -> float:
+    """Seconds that a step takes to send the largest of these alone, in the parameter's dtype, once the last is known:
+    summands are narrower than what they are added up in, and early ones are reduced behind computing.
+    """
+    largest = max(same, key=lambda s: payload(s, program.mesh.group(s.axes).ranks) // item_nbytes(s.dtype))
+    nbytes = payload(largest, program.mesh.group(largest.axes).ranks) * type.item_nbytes // item_nbytes(largest.dtype)
+    each = seconds_of(program, largest.kind, largest.axes, nbytes / largest.count)
+    waited = largest.count * each * max(s.waited_share for s in same)
+    return waited + casting_seconds(program, same, type.dtype)
 
 
 def _instead(program: Program, first: Sent, second: Sent) -> float:
@@ -58,11 +70,14 @@ def _instead(program: Program, first: Sent, second: Sent) -> float:
 def best_of(program: Program, hands: Mapping[str, float], verdict: Verdict) -> None:
     """Adds what makes a searched plan slower than the best textbook plan: the most that it sends of activations."""
     name = min(hands, key=hands.__getitem__)
-    rest = program.plan.step_seconds - hands[name] * ROUNDING - verdict.surplus_seconds
-    sends = sorted(program.sent(), key=lambda s: (not s.role.startswith("activation"), -s.seconds))
+    rest = program.plan.step_seconds - hands[name] * ROUNDING - verdict.waited_seconds
+    sends = sorted(
+        (s for s in program.sent() if s.waited_share), key=lambda s: (not s.role.startswith("activation"), -s.seconds)
+    )
     for sent in sends:
         if rest <= 0:
             return
+        surplus = min(rest / sent.waited_share, sent.seconds)
         why = f"{name} would take {quantities.seconds(hands[name])} in all"
-        verdict.findings.append(Finding(sent=sent, surplus_seconds=min(rest, sent.seconds), why=why))
-        rest -= sent.seconds
+        verdict.findings.append(Finding(sent=sent, surplus_seconds=surplus, why=why))
+        rest -= surplus * sent.waited_share

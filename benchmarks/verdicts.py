@@ -47,6 +47,11 @@ class Finding:
     surplus_seconds: float
     why: str
 
+    @property
+    def waited_seconds(self) -> float:
+        """The surplus that a step is longer for it."""
+        return self.surplus_seconds * self.sent.waited_share
+
 
 @dataclass(kw_only=True)
 class Verdict:
@@ -57,9 +62,9 @@ class Verdict:
     charges: list[tuple[Sent, float]] = field(default_factory=list[tuple[Sent, float]])
 
     @property
-    def surplus_seconds(self) -> float:
+    def waited_seconds(self) -> float:
         """The seconds that a step takes beyond the textbook."""
-        return sum(finding.surplus_seconds for finding in self.findings)
+        return sum(finding.waited_seconds for finding in self.findings)
 
 
 def payload(sent: Sent, ranks: int) -> int:

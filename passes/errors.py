@@ -5,18 +5,49 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
+
+
+@cache
+def documentation() -> str:
+    """The address of the documentation, as the metadata of the installed package have it; empty without any."""
+    try:
+        urls = metadata.metadata("autopar").get_all("Project-URL") or ()
+    except metadata.PackageNotFoundError:
+        return ""
+    named = dict(str(url).split(", ", 1) for url in urls)
+    return named.get("Documentation", "").rstrip("/")
 
 
 class PlanningError(Exception):
-    """A program, cluster or option that cannot be planned as it stands; the message says what to change."""
+    """A program, cluster or option that cannot be planned as it stands; the message says what to change.
+
+    Below it stands where to read on: the `page` of the documentation, if the installed package says where that is.
+    """
+
+    page = "limits"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if site := documentation():
+            self.add_note(f"  see {site}/{self.page}")
 
 
 class NoLegalPlanError(PlanningError):
     """The error of a mesh on which no choice of placements is legal; another mesh may have one."""
 
+    page = "how-to/pin"
+
+
+class SeveralMeshesError(PlanningError):
+    """The error of a program that is written for several meshes at once, where a plan is for one."""
+
 
 class OverBudgetError(PlanningError):
     """The error where no plan keeps the memory limit; `least_memory_plan` is that of least memory found, if any."""
+
+    page = "how-to/memory"
 
     def __init__(self, message: str, *, least_memory_plan: object = None) -> None:
         super().__init__(message)
@@ -34,9 +65,13 @@ class OverBudgetError(PlanningError):
 class ClusterError(PlanningError):
     """The error of a cluster description that cannot be read, or of a cluster that does not exist."""
 
+    page = "how-to/clusters"
+
 
 class PlanMismatchError(PlanningError):
     """The error of a saved plan that does not belong to this function, these shapes or these devices."""
+
+    page = "how-to/pin"
 
 
 class InternalError(Exception):

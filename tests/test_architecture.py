@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
 PATH = re.compile(r"`((?:autopar|passes|models|benchmarks|tests|docs)/[\w./]*)`")
 FILES = {
-    "passes": {"__init__", "errors", "progress", "gc_pause", "step"},
+    "passes": {"__init__", "errors", "progress", "gc_pause", "step", "device_placement"},
     "autopar": {
         "__init__",
         "__main__",
@@ -25,9 +25,14 @@ FILES = {
         "jax_compat",
         "plan",
         "cache",
+        "following",
+        "module_stages",
         "options",
+        "phases",
         "planning",
         "programs",
+        "recurring",
+        "unplanned",
         "compilation",
         "reporting",
     },

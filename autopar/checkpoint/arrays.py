@@ -1,12 +1,11 @@
 """The user's pytree on disk, by Orbax: each process writes and reads the shards of its own devices.
 
 Orbax takes arrays of which every process has a part. A pipeline's lie on the devices of some alone, so that leaves are
-handed over as `_Shards`: what a process has of an array, be it nothing.
+handed over as `Shards`: what a process has of an array, be it nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from autopar import jax_compat
 from autopar.checkpoint.manifest import CheckpointError
-from autopar.distributed import Processes, nowhere
+from autopar.distributed import Memory, Processes, nowhere
 from autopar.errors import explain
 
 SECONDS = 1200
@@ -58,15 +57,34 @@ class _Shard:
     data: Any
 
 
-class _Shards:
-    """The pieces that this process has of an array, with the names that Orbax reads of one."""
+class Shards:
+    """The pieces that this process writes of an array, with the names that Orbax reads of one.
 
-    def __init__(self, array: jax.Array) -> None:
+    On CPUs, where Orbax would read them in place, they are copies: the next step may have the array's own buffers.
+    """
+
+    def __init__(self, array: jax.Array, memory: Memory) -> None:
         self.shape, self.dtype, self.ndim, self.sharding = array.shape, array.dtype, array.ndim, array.sharding
         self.itemsize, self.size, self.nbytes = array.dtype.itemsize, array.size, array.nbytes
-        shards = [_Shard(shard.index, shard.replica_id, shard.data) for shard in array.addressable_shards]
+        self.is_copied = all(device.platform == "cpu" for device in array.sharding.device_set)
+        shards = [
+            _Shard(shard.index, shard.replica_id, _copied(shard.data, memory) if self.is_copied else shard.data)
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        ]
         absent = _Absent(array.sharding.shard_shape(array.shape), array.dtype)
         self.addressable_shards = shards or [_Shard((), -1, absent)]
+
+
+def _copied(data: jax.Array, memory: Memory) -> jax.Array:
+    """An array of a single CPU device in memory of its own.
+
+    New buffers for what is donated take far longer to make than a copy in memory that is used again.
+    """
+    contents = np.asarray(data)
+    copy = memory.take(contents.nbytes).view(contents.dtype).reshape(contents.shape)
+    np.copyto(copy, contents)
+    return jax.device_put(copy, data.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +101,10 @@ class Arrays:
         kinds = ocp.type_handlers
         arrays = kinds.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
         registry = kinds.create_type_handler_registry(
-            (_Shards, arrays), (jax.Array, arrays), (np.ndarray, kinds.NumpyHandler())
+            (Shards, arrays), (jax.Array, arrays), (np.ndarray, kinds.NumpyHandler())
         )
-        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        # Compressing takes as long as all else does, beside the steps, and floats hardly shrink.
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
         ranks = set(processes.ranks) if processes else {0}
         checkpointer = ocp.AsyncCheckpointer(
             handler,
@@ -95,12 +114,9 @@ class Arrays:
         )
         return cls(checkpointer, handler)
 
-    def save(self, folder: Path, state: Any, is_global: Sequence[bool]) -> None:
-        """Begins to write a pytree of arrays; what they hold is read before this returns."""
-        leaves, tree = jax.tree.flatten(state)
-        written = [_written(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
-        args = orbax().args.PyTreeSave(jax.tree.unflatten(tree, written))
-        self.checkpointer.save(folder, args=args, force=True)
+    def save(self, folder: Path, state: Any) -> None:
+        """Begins to write a pytree of what `written` gives; its arrays are read before this returns."""
+        self.checkpointer.save(folder, args=orbax().args.PyTreeSave(state), force=True)
 
     def restore(self, folder: Path, like: Any) -> Any:
         """The pytree of arrays in a folder, each in the sharding of the leaf of `like` at its place."""
@@ -147,11 +163,11 @@ def _type_of_words(leaf: Any) -> Any:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
-def _written(leaf: Any, is_global: bool) -> Any:
-    """A leaf as Orbax is given it: it takes no empty array."""
+def written(leaf: Any, is_global: bool, memory: Memory) -> Shards | np.ndarray | None:
+    """A leaf as Orbax is given it, which takes no empty array; on CPUs in this memory, as plain numbers in its own."""
     if np.size(leaf) == 0:
         return None
-    return _Shards(words(leaf)) if is_global else np.asarray(words(leaf))
+    return Shards(words(leaf), memory) if is_global else np.array(words(leaf))
 
 
 def _target(leaf: Any) -> tuple[tuple[int, ...], Any, Sharding]:

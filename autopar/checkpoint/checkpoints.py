@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import base64
 import functools
 import json
+import math
 import signal
 import threading
 import warnings
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,17 +24,21 @@ from jax.sharding import Sharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import jax_compat
-from autopar.checkpoint.arrays import Arrays, is_key, words
-from autopar.checkpoint.digests import Piece, digest, partial_sum, pieces_of
+from autopar.checkpoint.arrays import Arrays, Shards, is_key, words, written
+from autopar.checkpoint.background import background
+from autopar.checkpoint.digests import digest, partial_sum, pieces_of
 from autopar.checkpoint.folder import Folder
 from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, RefusedError, files_of
-from autopar.distributed import Processes, among
+from autopar.distributed import Memory, Processes, among
 from autopar.errors import ArgumentError, explain
+from autopar.jax_compat import PyTreeDef
 from passes.plan import AnyPlan, plan_from_json
 
 KEEP = 3
 """Checkpoints that stay: the last may turn out to be damaged."""
 
+_MEMORY = Memory(most_nbytes=math.inf)
+"""What the states of CPUs are copied to: as large as one of them from the first save on."""
 
 _RESUMED: ContextVar[str] = ContextVar("autopar folder to resume in", default="")
 
@@ -74,8 +79,7 @@ class Checkpoints:
     _processes: Processes | None = None
     _arrays: Arrays | None = None
     _known: dict[Hashable, tuple[bool, ...]] = field(default_factory=dict)
-    _writing: threading.Thread | None = None
-    _failures: list[BaseException] = field(default_factory=list)
+    _writing: Future[None] | None = None
 
     def __init__(self, folder: str | Path | None = None, *, keep: int = KEEP) -> None:
         folder = folder or _RESUMED.get()
@@ -87,8 +91,7 @@ class Checkpoints:
         self.keep, self._folder = keep, Folder(Path(folder).absolute())
         self._processes = among(jax.devices()) if jax.distributed.is_initialized() else None
         self._arrays = self._writing = None
-        self._known, self._failures = {}, []
-        atexit.register(self._join)
+        self._known = {}
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, the last one first; some may be damaged or unfinished."""
@@ -110,10 +113,10 @@ class Checkpoints:
         could not be written.
         """
         self.wait()
-        folder, processes, arrays = self._folder.of(step), self._processes, self._orbax()
+        self._orbax()
         paths, leaves = _flattened(state)
         is_global = self._survey(leaves)
-        plain = [_plain(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
+        copies = [written(leaf, everywhere, _MEMORY) for leaf, everywhere in zip(leaves, is_global, strict=True)]
         manifest = Manifest(
             step=step,
             leaves={
@@ -125,14 +128,12 @@ class Checkpoints:
             rng=_words_of_key(rng),
             plan=plan and plan.to_json(),
         )
-        if self._leads:  # of a run before, which got so far and no further
-            self._folder.delete(step)
-        pieces = [pieces_of(leaf, is_global=everywhere) for leaf, everywhere in zip(plain, is_global, strict=True)]
-        arrays.save(folder / STATE, state, is_global)
-        name = processes.fresh_name() if processes else ""
-        work = (manifest, [np.shape(leaf) for leaf in plain], pieces, name, arrays)
-        self._writing = threading.Thread(target=self._finish, args=work, name="autopar checkpoint", daemon=True)
-        self._writing.start()
+        name = self._processes.fresh_name() if self._processes else ""
+        read = threading.Event()
+        tree = jax.tree.structure(state)
+        self._writing = background().submit(self._write, manifest, copies, tree, name, read)
+        if any(isinstance(copy, Shards) and not copy.is_copied for copy in copies):
+            read.wait()
 
     def preempted(self, step: int) -> bool:
         """Whether to save and leave now: a process has been sent SIGTERM, and all have come to this step.
@@ -145,9 +146,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Nothing; what was saved is on the disk. Raises CheckpointError where it could not be written."""
-        self._join()
-        if self._failures:
-            error = self._failures.pop()
+        writing, self._writing = self._writing, None
+        if writing and (error := writing.exception()):
             rule = f"it could not be written: {error!r:.300}"
             remedy = "see that all processes can write to the folder, and that the disk is not full"
             raise CheckpointError(explain(f"a checkpoint in {self._folder.path}", rule, "", remedy)) from error
@@ -158,18 +158,19 @@ class Checkpoints:
         `like` is a state of the same pytree and types, of arrays or `jax.ShapeDtypeStruct`s, as
         `train_step.init(...)` makes it. A checkpoint that is unfinished, truncated, corrupted or of another program is
         refused with a warning that names it and the reason, and the one before it is used. Raises CheckpointError
-        where none is good.
+        where there are some, and all are damaged or of other programs.
         """
         self.wait()
         refused: list[str] = []
-        for step, reason in self._candidates():
+        for step, reason, is_unfinished in self._candidates():
             try:
                 if reason:
                     raise RefusedError(reason)
                 return self._read(step, like)
             except RefusedError as error:
-                refused.append(f"{self._folder.of(step)}: {error}")
-                warnings.warn(f"a checkpoint is not used: {refused[-1]}", stacklevel=2)
+                text = f"{self._folder.of(step)}: {error}"
+                warnings.warn(f"a checkpoint is not used: {text}", stacklevel=2)
+                refused += [] if is_unfinished else [text]  # a run ended before it had saved for the first time
         if refused:
             rule = f"none of {len(refused)} can be used: " + "; ".join(refused)
             remedy = "restore the state of the program that wrote them, or choose an empty folder"
@@ -181,11 +182,6 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.wait()
-
-    def _join(self) -> None:
-        if self._writing:
-            self._writing.join()
-            self._writing = None
 
     @property
     def _leads(self) -> bool:
@@ -206,31 +202,36 @@ class Checkpoints:
             self._known[shardings] = tuple(bool(column[0]) and len(set(column)) == 1 for column in columns)
         return self._known[shardings]
 
-    def _finish(
-        self, manifest: Manifest, shapes: Sequence[Any], pieces: Sequence[Sequence[Piece]], name: str, arrays: Arrays
+    def _write(
+        self, manifest: Manifest, copies: Sequence[Any], tree: PyTreeDef, name: str, read: threading.Event
     ) -> None:
-        """Makes a checkpoint of what Orbax writes, in the background."""
+        """Makes a checkpoint, in the background; `read` is set as soon as nothing is read on devices any more."""
+        arrays, folder, processes = self._orbax(), self._folder.of(manifest.step), self._processes
         try:
-            sums = [partial_sum(parts, shape) for parts, shape in zip(pieces, shapes, strict=True)]
-            arrays.checkpointer.wait_until_finished()
-            folder, processes = self._folder.of(manifest.step), self._processes
-            of_all = _gathered(processes, name, sums) if processes else [sums]
+            pieces = [[] if copy is None else pieces_of(copy, is_global=isinstance(copy, Shards)) for copy in copies]
             if self._leads:
-                done = replace(manifest, leaves=_digested(manifest, of_all), files=files_of(folder))
-                done.write(folder)
-                self._folder.prune(self.keep)
-            if processes and self._leads:
-                processes.share(f"{name}/done", "")
-            elif processes:
-                processes.shared(f"{name}/done", processes.ranks[0])
-        except BaseException as error:  # the next call on the main thread raises it
-            self._failures.append(error)
+                self._folder.begin(manifest.step)
+            arrays.save(folder / STATE, jax.tree.unflatten(tree, copies))
+        finally:
+            read.set()
+        sums = [partial_sum(parts, copy.shape if parts else ()) for parts, copy in zip(pieces, copies, strict=True)]
+        arrays.checkpointer.wait_until_finished()
+        of_all = _gathered(processes, name, sums) if processes else [sums]
+        if self._leads:
+            done = replace(manifest, leaves=_digested(manifest, of_all), files=files_of(folder))
+            done.write(folder)
+            self._folder.prune(self.keep)
+        if processes and self._leads:
+            processes.share(f"{name}/done", "")
+        elif processes:
+            processes.shared(f"{name}/done", processes.ranks[0])
 
-    def _candidates(self) -> list[tuple[int, str]]:
-        """The steps to try, the last one first, each with the reason why it is refused, if it is."""
+    def _candidates(self) -> list[tuple[int, str, bool]]:
+        """The steps to try, the last one first, with why each is refused, if it is, and whether it is unfinished."""
 
         def listed() -> str:
-            return json.dumps([(step, self._folder.reason(step)) for step in self._folder.steps()])
+            folder = self._folder
+            return json.dumps([(step, folder.reason(step), folder.is_unfinished(step)) for step in folder.steps()])
 
         return json.loads(self._processes.broadcast("the checkpoints", listed) if self._processes else listed())
 
@@ -257,7 +258,7 @@ class Checkpoints:
         rows = [json.loads(text) for text in texts]
         reason = next((reason for reason, _ in rows if reason), "")
         if not reason and manifest is not None:
-            reason = _difference(manifest, [sums for _, sums in rows])
+            reason = _difference(manifest, _flattened(like)[0], [sums for _, sums in rows])
         if reason or manifest is None:
             raise RefusedError(reason)
         plan = manifest.plan and plan_from_json(manifest.plan)
@@ -318,11 +319,14 @@ def _digested(manifest: Manifest, of_all: Sequence[Sequence[int]]) -> dict[str, 
     return {path: replace(leaf, digest=digest(column)) for (path, leaf), column in pairs}
 
 
-def _difference(manifest: Manifest, of_all: Sequence[Sequence[int]]) -> str:
-    """The first leaf whose contents, by the sums of all processes, are not what was saved; empty if there is none."""
-    for (path, leaf), column in zip(manifest.leaves.items(), zip(*of_all, strict=True), strict=True):
-        if (present := digest(column)) != leaf.digest:
-            return f"{path} is corrupted: its digest is {present} in place of {leaf.digest}"
+def _difference(manifest: Manifest, paths: Sequence[str], of_all: Sequence[Sequence[int]]) -> str:
+    """The first leaf whose contents, by the sums of all processes, are not what was saved; empty if there is none.
+
+    `paths` are in the order of the sums; on the page they are sorted, which is the order of no pytree but dicts.
+    """
+    for path, column in zip(paths, zip(*of_all, strict=True), strict=True):
+        if (present := digest(column)) != manifest.leaves[path].digest:
+            return f"{path} is corrupted: its digest is {present} in place of {manifest.leaves[path].digest}"
     return ""
 
 

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.checkpoint.manifest import NAME, Manifest, RefusedError
+from autopar.checkpoint.manifest import DRAFT, NAME, Manifest, RefusedError
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -35,11 +35,27 @@ class Folder:
             return str(error)
         return ""
 
+    def is_unfinished(self, step: int) -> bool:
+        """Whether a step is one that a run began to write, or to delete, and did not come to the end of."""
+        names = {path.name for path in self.of(step).iterdir()}
+        return NAME not in names and (DRAFT in names or not names)
+
+    def begin(self, step: int) -> None:
+        """Empties the folder of a step, which is unfinished from here on: half of a checkpoint is none."""
+        folder = self.of(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.joinpath(DRAFT).touch()
+        folder.joinpath(NAME).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != DRAFT:
+                path.unlink()
+
     def delete(self, step: int) -> None:
-        """Deletes what there is of a step, its page first: half of a checkpoint is none."""
-        if self.of(step).exists():
-            self.of(step).joinpath(NAME).unlink(missing_ok=True)
-            shutil.rmtree(self.of(step))
+        """Deletes what there is of a step."""
+        self.begin(step)
+        shutil.rmtree(self.of(step))
 
     def prune(self, keep: int) -> None:
         """Deletes all but the last `keep` checkpoints, with what a run left that ended while it wrote."""

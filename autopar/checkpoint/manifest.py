@@ -12,14 +12,16 @@ from typing import Any
 from autopar.distributed import digest_of
 from autopar.errors import PlanningError
 
-NAME, STATE = "autopar.json", "state"
-"""The page and the folder with the arrays, in the folder of a checkpoint."""
+NAME, DRAFT, STATE = "autopar.json", "autopar.json.draft", "state"
+"""The page, what is there in its place while a checkpoint is written, and the folder with the arrays."""
 
 FORMAT = "autopar checkpoint 1"
 
 
 class CheckpointError(PlanningError, RuntimeError):
     """A checkpoint that cannot be written, or none that can be read."""
+
+    page = "how-to/checkpoints"
 
 
 class RefusedError(Exception):
@@ -50,7 +52,7 @@ class Manifest:
         """Makes the folder a checkpoint, at once or not at all."""
         content = json.dumps(asdict(self), sort_keys=True)
         text = json.dumps({"format": FORMAT, "digest": digest_of(content), "checkpoint": json.loads(content)})
-        draft = folder / f"{NAME}.draft"
+        draft = folder / DRAFT
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

@@ -1,16 +1,19 @@
 """One program on many processes: how they start, agree on what they run, and hand arrays to each other."""
 
 from autopar.distributed.agreement import Processes, among, digest_of
-from autopar.distributed.connections import Connections
+from autopar.distributed.connections import LARGE_NBYTES, Connections
 from autopar.distributed.initialization import made
 from autopar.distributed.pieces import nowhere, placed
 from autopar.distributed.startup import LOST_SECONDS, initialize
+from autopar.distributed.streams import Memory
 from autopar.distributed.watch import LOST
 
 __all__ = [
+    "LARGE_NBYTES",
     "LOST",
     "LOST_SECONDS",
     "Connections",
+    "Memory",
     "Processes",
     "among",
     "digest_of",

@@ -47,6 +47,13 @@ class Processes:
     numbers: Iterator[int] = field(default_factory=itertools.count, compare=False)
     steps: list[int] = field(default_factory=lambda: [0], compare=False)
     """The steps of parallel functions that this process has begun, for who watches it."""
+    begun: list[float] = field(default_factory=lambda: [0.0], compare=False)
+    """When it has begun the last of them, on `time.perf_counter`."""
+
+    def begin_step(self) -> None:
+        """Counts one more step of a parallel function."""
+        self.steps[0] += 1
+        self.begun[0] = time.perf_counter()
 
     @property
     def leads(self) -> bool:

@@ -20,6 +20,7 @@ from types import TracebackType
 import jax
 
 from autopar.distributed.agreement import Processes
+from autopar.errors import PeerError
 
 LOST = 75
 """The exit status of a process that ends because another one is gone (EX_TEMPFAIL: try again)."""
@@ -78,9 +79,10 @@ class Watch:
     def fail(self, error: BaseException) -> None:
         """Ends this process, which an error ends that nobody has caught.
 
-        Of an error of JAX's the reason may be another process, which is given the time to be found out.
+        Of an error of JAX's, or of a connection, the reason may be another process, which is given the time to be found
+        out.
         """
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if isinstance(error, jax.errors.JaxRuntimeError | PeerError):
             time.sleep(self.lost_seconds + 3 * _BEAT_SECONDS)
         self.ended.set()
         self._put(f"{_FAILED}{type(error).__name__}: {' '.join(str(error).split())[:200]}")

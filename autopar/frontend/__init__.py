@@ -9,8 +9,10 @@ from autopar.frontend.arguments import (
     structs_of,
     types_of,
 )
+from autopar.frontend.constraints import constrain
 from autopar.frontend.flattening import Body, Equation, flatten
 from autopar.frontend.modules import Library, library_of
+from autopar.frontend.placements import Placed, arriving, devices_of, left_to_plan
 from autopar.frontend.primitives import plain_params
 from autopar.frontend.tracing import Traced, trace
 
@@ -19,11 +21,16 @@ __all__ = [
     "Equation",
     "Library",
     "Names",
+    "Placed",
     "Positions",
     "Signature",
     "Traced",
     "Type",
+    "arriving",
+    "constrain",
+    "devices_of",
     "flatten",
+    "left_to_plan",
     "library_of",
     "plain_params",
     "signature_of",

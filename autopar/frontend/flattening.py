@@ -1,19 +1,35 @@
 """A jaxpr as the planner's `Graph`: calls inlined, scalars as numbers, parameters as plain data, dead nodes gone.
 
-`scan`, `while` and `cond` stay nodes with their bodies as subgraphs. A sharding constraint of the user's becomes a
-number of pieces for every dimension, a `shard_map` the placements of its operands and results; `reshard`, which JAX
-leaves around them, says nothing more.
+`scan`, `while` and `cond` stay nodes with their bodies as subgraphs. A sharding constraint of the user's becomes the
+devices of every piece, and so does what else says where a value lies (options of a `jit` inside, `device_put`); a
+`shard_map` becomes the placements of its operands and results; `reshard`, which JAX leaves around them, says nothing
+more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
+
+from jax.lax import sharding_constraint_p
+from jax.sharding import Sharding
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
-from autopar.frontend.primitives import BODIES, CALLS, HINTS, PLACED, dimension_reduction, dtype_name, node_params
+from autopar.frontend.placements import Placed, placement_of
+from autopar.frontend.primitives import (
+    BODIES,
+    CALLS,
+    HINTS,
+    PLACED,
+    PUTS,
+    dimension_reduction,
+    dtype_name,
+    node_params,
+    placed_by,
+)
 from passes.ir import Graph, Node, TensorType
 
 
@@ -39,9 +55,14 @@ class Body:
 
 
 def flatten(
-    jaxpr: Any, *, input_names: tuple[str, ...] = (), output_names: tuple[str, ...] = (), call: Site | None = None
+    jaxpr: Any,
+    *,
+    input_names: tuple[str, ...] = (),
+    output_names: tuple[str, ...] = (),
+    out_shardings: Placed = (),
+    call: Site | None = None,
 ) -> Body:
-    """The body of a closed jaxpr, called at `call`.
+    """The body of a closed jaxpr, called at `call`, whose outputs lie in these shardings where there are any.
 
     Raises UnsupportedError for a side effect or reference that no plan can keep.
     """
@@ -49,6 +70,7 @@ def flatten(
     build = _Builder()
     inputs = [build.fresh(var.aval) for var in opened.invars]
     outputs = build.inline(opened, consts, inputs, call or Site())
+    outputs = list(build.constrained(outputs, out_shardings, call or Site()))
     return build.finish(inputs, outputs, input_names, output_names)
 
 
@@ -132,8 +154,12 @@ class _Builder:
             return inputs
         if name in CALLS:
             inputs = self._barrier(equation, inputs, site)
+            operands, results = placed_by(equation)
             inner, consts = jax_compat.open_jaxpr(equation.params[CALLS[name]])
-            return self.inline(inner, consts, inputs, site)
+            outputs = self.inline(inner, consts, self.constrained(inputs, operands, site), site)
+            return self.constrained(outputs, results, site)
+        if name in PUTS and all(shardings := placed_by(equation)[1]):
+            return self.constrained(inputs, shardings, site)
         if (reduction := dimension_reduction(equation)) is not None:
             return self.inline(*jax_compat.open_jaxpr(reduction), inputs, site)
         if reason := jax_compat.unkept_effect(equation):
@@ -154,6 +180,26 @@ class _Builder:
             ),
             Equation(primitive=equation.primitive, params=equation.params, bodies=bodies),
         )
+
+    def constrained(self, values: Sequence[int], shardings: Placed, site: Site) -> tuple[int, ...]:
+        """The values in these shardings, where there are any."""
+        return tuple(self._constrained(v, s, site) for v, s in zip_longest(values, shardings))
+
+    def _constrained(self, value: int, sharding: Sharding | None, site: Site) -> int:
+        type = self.types[value]
+        if sharding is None or not type.rank:
+            return value
+        placement = placement_of(sharding, type.shape, source=site.source)
+        self.types.append(type)
+        node = Node(
+            primitive=sharding_constraint_p.name,
+            inputs=(value,),
+            outputs=(len(self.types) - 1,),
+            params={"dims": placement.dims, "devices": placement.devices},
+            source=site.source,
+            scope=site.scope,
+        )
+        return self.append(node, Equation(primitive=sharding_constraint_p, params={"sharding": sharding}))[0]
 
     def _params(self, equation: Any, source: str) -> dict[str, object]:
         """The parameters of a node; equal ones are read once. Values of equal hash and other type stay apart."""

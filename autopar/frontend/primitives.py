@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
+from autopar.frontend.placements import Placed, placement_of, specified
 
 CALLS = {
     "jit": "jaxpr",
@@ -37,6 +38,9 @@ PLACED = frozenset({"sharding_constraint", "shard_map"})
 
 HINTS = frozenset({"reshard", "mesh_cast"})
 """Primitives that only say where a value is to live, which the plan does."""
+
+PUTS = frozenset({"device_put"})
+"""Primitives that put their operands where their parameter `devices` says."""
 
 _CALLABLE_DATA = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
@@ -67,13 +71,12 @@ def node_params(equation: Any, source: str) -> dict[str, object]:
     params = equation.params
     match equation.primitive.name:
         case "sharding_constraint":
-            shape = equation.invars[0].aval.shape
-            extents = zip(shape, params["sharding"].shard_shape(shape), strict=True)
-            free = params["unconstrained_dims"] or ()
-            return {"pieces": tuple(None if d in free else n // max(piece, 1) for d, (n, piece) in enumerate(extents))}
+            shape, free = equation.invars[0].aval.shape, params["unconstrained_dims"] or ()
+            placement = placement_of(params["sharding"], shape, free, source)
+            return {"dims": placement.dims, "devices": placement.devices}
         case "shard_map":
             mesh = params["mesh"]
-            if len(params["newly_manual_axes"]) < len(mesh.axis_names):
+            if len(jax_compat.manual_axes(params)) < len(mesh.axis_names):
                 raise UnsupportedError(
                     explain(
                         f"shard_map over some axes of mesh {tuple(mesh.axis_names)}",
@@ -90,6 +93,33 @@ def node_params(equation: Any, source: str) -> dict[str, object]:
             return plain_params(plain) | jax_compat.scan_counts(params)
         case _:
             return plain_params(params)
+
+
+def placed_by(equation: Any) -> tuple[Placed, Placed]:
+    """The shardings in which an equation has its operands, and its results; None, or nothing, where it says none.
+
+    What puts values into another memory is left alone.
+    """
+    params = equation.params
+    if equation.primitive.name in PUTS:
+        kinds = (None, "device")
+        return (), tuple(s if s and s.memory_kind in kinds else None for s in specified(params["devices"]))
+    return specified(params.get("in_shardings", ())), specified(params.get("out_shardings", ()))
+
+
+def meshes_of(equation: Any) -> list[Any]:
+    """The shardings and meshes that an equation says something of."""
+    params = equation.params
+    match equation.primitive.name:
+        case "sharding_constraint":
+            return [params["sharding"]]
+        case "shard_map":
+            return [params["mesh"]]
+        case name if name in CALLS or name in PUTS:
+            operands, results = placed_by(equation)
+            return [sharding for sharding in (*operands, *results) if sharding]
+        case _:
+            return []
 
 
 def _spec(spec: Any, rank: int) -> str:

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import jax_compat
-from autopar.frontend.arguments import Names, Positions, signature_of, traceable
+from autopar.errors import explain
+from autopar.frontend.arguments import Names, Positions, Signature, signature_of, traceable
+from autopar.frontend.devices import named_devices
 from autopar.frontend.flattening import Equation, flatten
+from autopar.frontend.placements import Devices, Placed, placement_of, specified
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import without_gc
 from passes.ir import Graph, Phase, StatePairs, TensorType, phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JitOptions:
+    """The options of `jax.jit` that say how a program is compiled: whether inputs that nothing reads are kept, whether
+    it dissolves in a program around it, and XLA's own.
+    """
+
+    keep_unused: bool = False
+    inline: bool = False
+    compiler_options: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +43,8 @@ class Traced:
     flat inputs that the next call takes them for, `named` says of each flat input whether the user calls it a part of
     the batch, and is empty where nothing is said. The inputs at `stacked` come as microbatches: [count, rows, ...] for
     the caller's [count * rows, ...]. `jaxpr` is what `jax.jit` would run of flat arguments, None where the graph is no
-    longer that function.
+    longer that function. `shardings` are those that the user gives the flat inputs and outputs; `devices` are what they
+    and the program's own are on, None where nothing says so. `options` are how the caller wants it compiled.
     """
 
     graph: Graph
@@ -41,6 +58,9 @@ class Traced:
     named: tuple[bool, ...] = ()
     stacked: tuple[int, ...] = ()
     jaxpr: Any = None
+    shardings: tuple[Placed, Placed] = ((), ())
+    devices: Devices | None = None
+    options: JitOptions = JitOptions()
 
 
 @without_gc()
@@ -49,49 +69,73 @@ def trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    static_argnums: Positions = None,
-    static_argnames: Names = None,
-    donate_argnums: Positions = None,
-    donate_argnames: Names = None,
     batch_argnums: Positions = None,
     batch_argnames: Names = None,
+    placed: Placed = (),
+    **jit: Any,
 ) -> Traced:
-    """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are `parallelize`'s.
+    """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are `parallelize`'s,
+    `jit` are `jax.jit`'s. Flat arguments come `placed` in these shardings where nothing else is said of them.
 
     Raises ArgumentError for an argument that is no array or an unhashable static one, UnsupportedError for an operation
     that no plan can keep, and whatever `fun` or `jax.jit` raise.
     """
-    signature = signature_of(fun, static_argnums, static_argnames)
+    signature = signature_of(fun, jit.get("static_argnums"), jit.get("static_argnames"))
     dynamic, _ = signature.split(args, kwargs)
     args, kwargs = signature.merge(traceable(dynamic, signature, len(args)), args, kwargs)
-    jitted = jax.jit(
-        fun,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
+    with jax_compat.planned_mesh() as mesh:
+        traced = jax.jit(fun, **jit).trace(*args, **kwargs)
+    in_tree, out_tree = jax.tree.structure(dynamic), traced.out_tree
+    donated = signature.donated(
+        dynamic, signature_of(fun, jit.get("donate_argnums"), jit.get("donate_argnames")), len(args)
     )
-    with jax_compat.no_mesh():
-        traced = jitted.trace(*args, **kwargs)
+    inputs, outputs = map(specified, jax_compat.traced_shardings(traced, in_tree.num_leaves))
+    inputs = tuple(given or there for given, there in zip_longest(inputs, placed))
     body = flatten(
         traced.jaxpr,
         input_names=signature.names(dynamic, len(args)),
         output_names=_output_names(traced.out_tree),
+        out_shardings=outputs,
     )
-    in_tree, out_tree = jax.tree.structure(dynamic), traced.out_tree
-    donated = signature.donated(dynamic, signature_of(fun, donate_argnums, donate_argnames), len(args))
+    pairs = _state_pairs(body.graph, in_tree, out_tree, donated)
+    graph, state_pairs = _pinned(body.graph, pairs, inputs, outputs, signature.source)
+    _warn_of_nothing(graph, signature)
+    around = [
+        *((s, f"argument {name}") for s, name in zip(inputs, graph.input_names, strict=True) if s),
+        *((s, f"result {name}") for s, name in zip(outputs, graph.output_names, strict=True) if s),
+    ]
     return Traced(
-        graph=body.graph,
+        graph=graph,
         equations=body.equations,
         constants=body.constants,
         in_tree=in_tree,
         out_tree=out_tree,
         donated=donated,
         weak=tuple(bool(aval.weak_type) for aval in traced.jaxpr.out_avals),
-        state_pairs=_state_pairs(body.graph, in_tree, out_tree, donated),
-        named=signature.named(dynamic, body.graph.input_names, batch_argnums, batch_argnames),
+        state_pairs=state_pairs,
+        named=signature.named(dynamic, graph.input_names, batch_argnums, batch_argnames),
         jaxpr=traced.jaxpr,
+        shardings=(inputs, outputs),
+        devices=named_devices(traced.jaxpr, around, mesh, signature.source),
+        options=JitOptions(**{field.name: jit[field.name] for field in fields(JitOptions) if field.name in jit}),
     )
+
+
+def _pinned(graph: Graph, pairs: StatePairs, inputs: Placed, outputs: Placed, source: str) -> tuple[Graph, StatePairs]:
+    """(the graph with its inputs where they arrive, the pairs of state that comes back to where it was).
+
+    State of which only the result is placed arrives there.
+    """
+    arriving = {
+        i: placement_of(s, graph.types[graph.inputs[i]].shape, source=source) for i, s in enumerate(inputs) if s
+    }
+    leaving = {o: placement_of(s, graph.types[graph.outputs[o]].shape) for o, s in enumerate(outputs) if s}
+    kept: list[tuple[int, int]] = []
+    for o, i in pairs:
+        if o in leaving and arriving.setdefault(i, leaving[o]) != leaving[o]:
+            continue
+        kept.append((o, i))
+    return (replace(graph, pinned=arriving) if arriving else graph), tuple(kept)
 
 
 def _output_names(tree: PyTreeDef) -> tuple[str, ...]:
@@ -178,3 +222,11 @@ def _is_update(graph: Graph, result: int, value: int) -> bool:
             waiting += [v for v in node.inputs if v not in seen]
             seen.update(node.inputs)
     return value in seen and "backward" in phases
+
+
+def _warn_of_nothing(graph: Graph, signature: Signature) -> None:
+    """Warns of a function that computes nothing: what it changes in place is lost, under `jax.jit` too."""
+    if not graph.outputs and not graph.nodes:
+        rule = "it returns no array and has no effect, so nothing of it is computed"
+        remedy = "return what it updates, such as the new state; what is changed in place inside is lost"
+        warnings.warn(explain(signature.function, rule, signature.source, remedy), stacklevel=7)

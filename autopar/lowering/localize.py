@@ -134,7 +134,7 @@ def _words(cut: Cut) -> str:
 
 def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
     """The node's primitive on these operands, some parameters changed and none that say where values live."""
-    if cut.rule.pieces is not None:
+    if cut.rule.constrained:
         return operands  # a constraint, which the plan has met
     params = dict(cut.params) | changed
     params |= {name: None for name in ("sharding", "out_sharding") if name in params}

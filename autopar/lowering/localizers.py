@@ -60,11 +60,25 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 
 @localizes("slice")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    """A dimension that is cut is one that the slice keeps whole."""
-    shape, params = operands[0].shape, cut.params
-    is_cut = [bool(axes) for axes in cut.placement.operands[0].dims]
-    limits = tuple(n if h else e for n, h, e in zip(shape, is_cut, params["limit_indices"], strict=True))
-    return rebind(cut, operands, limit_indices=limits)
+    """A dimension that is cut is one that the slice keeps whole, or takes one element of, which one device has."""
+    (source,), params, dims = operands, cut.params, cut.placement.operands[0].dims
+    starts, limits, is_mine = list(params["start_indices"]), list(params["limit_indices"]), []
+    for d, (axes, extent) in enumerate(zip(dims, source.shape, strict=True)):
+        if not axes:
+            continue
+        if cut.results[0].shape[d] == cut.operands[0].shape[d]:
+            limits[d] = extent
+            continue
+        piece, starts[d] = divmod(starts[d], extent)
+        limits[d] = starts[d] + 1
+        is_mine.append(piece_index(axes, cut.mesh, cut.coordinate) == piece)
+    strides = params["strides"]
+    if strides is not None:  # a stride past the one element of a piece would leave it
+        strides = tuple(1 if axes else stride for axes, stride in zip(dims, strides, strict=True))
+    (result,) = rebind(cut, operands, start_indices=tuple(starts), limit_indices=tuple(limits), strides=strides)
+    if not is_mine:
+        return (result,)
+    return (jnp.where(jnp.stack(is_mine).all(), result, jnp.zeros_like(result)),)
 
 
 @localizes("iota")

@@ -38,20 +38,36 @@ class Event:
 
 def profiled(run: Callable[[], None]) -> tuple[Event, ...]:
     """The operators that ran while `run` did; none where the profiler sees none, or cannot start."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
+    profile = Profile()
+    try:
+        run()
+    finally:
+        seen = profile.end()
+    return seen
+
+
+class Profile:
+    """JAX's profiler, which sees what devices do from now on; nothing where one of the user's is running."""
+
+    def __init__(self) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        folder = tempfile.TemporaryDirectory()
         try:
-            jax.profiler.start_trace(folder, profiler_options=options)
+            jax.profiler.start_trace(folder.name, profiler_options=options)
         except RuntimeError:  # one is running already, of the user's: theirs goes on
-            run()
+            folder.cleanup()
+            folder = None
+        self._folder = folder
+
+    def end(self) -> tuple[Event, ...]:
+        """The operators that ran meanwhile."""
+        if self._folder is None:
             return ()
-        try:
-            run()
-        finally:
+        with self._folder as folder:
             jax.profiler.stop_trace()
-        files = sorted(Path(folder).rglob("*.xplane.pb"))
-        return tuple(event for file in files for event in events(jax.profiler.ProfileData.from_file(str(file))))
+            files = sorted(Path(folder).rglob("*.xplane.pb"))
+            return tuple(event for file in files for event in events(jax.profiler.ProfileData.from_file(str(file))))
 
 
 def events(profile: Any) -> Iterator[Event]:
@@ -103,6 +119,11 @@ def seconds_by_cause(
             before = total
         by_device.append(spent)
     return tuple(by_device)
+
+
+def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in any of these intervals, which are in nanoseconds."""
+    return sum(end - start for start, end in _union(intervals)) * 1e-9
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

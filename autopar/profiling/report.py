@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import get_args
 
 from autopar.profiling import calibration
@@ -14,7 +16,7 @@ from autopar.profiling.calibration import NONE, Factors
 from autopar.profiling.events import CAUSES, COMPUTE, TRANSFERS
 from autopar.profiling.steps import Steps
 from passes.cluster import Kind
-from passes.page import html
+from passes.page import Measured, MeasuredSpan, html
 from passes.plan import AnyPlan
 from passes.text import Column, Table, quantities
 
@@ -83,8 +85,9 @@ class StepReport:
 
     `steps` were each waited for. `profiled_seconds` is the median of the profiled ones, in which devices were seen to
     do what `measured` says, by submesh; without a profile both are None. `transfers` are the seconds that a pipeline's
-    transfers of one step take one by one, (predicted, measured). `applied` are the factors that the plan's cluster was
-    calibrated by already; `kept_in` is the file in which the new ones are kept.
+    transfers of one step take one by one, (predicted, measured); `spans` are its tasks as one step ran them. `applied`
+    are the factors that the plan's cluster was calibrated by already; `kept_in` is the file in which the new ones are
+    kept.
     """
 
     plan: AnyPlan
@@ -92,6 +95,7 @@ class StepReport:
     profiled_seconds: float | None = None
     measured: tuple[Share, ...] | None = None
     transfers: tuple[float, float] | None = None
+    spans: tuple[MeasuredSpan, ...] = ()
     applied: Factors = NONE
     kept_in: str = ""
 
@@ -105,9 +109,24 @@ class StepReport:
         """Measured by predicted seconds of a step."""
         return self.steps.median / self.plan.step_seconds if self.plan.step_seconds else float("inf")
 
+    @property
+    def on_page(self) -> Measured:
+        """The measured steps as a plan's page shows them."""
+        return Measured(
+            program=self.plan.fingerprint,
+            shape=self.plan.shape,
+            step_seconds=self.steps.median,
+            shares=tuple(share.seconds for share in self.measured or ()),
+            spans=self.spans,
+        )
+
     def to_html(self) -> str:
-        """The plan's page with measured seconds beside predicted ones, by cause and submesh."""
-        return html(self.plan, [share.seconds for share in self.measured] if self.measured else None)
+        """The plan's page with what was measured beside what was predicted, by cause, by submesh and by task."""
+        return html(self.plan, self.on_page)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as JSON, which `autopar report PLAN --measured PATH` shows beside the plan."""
+        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     def causes(self) -> dict[str, tuple[float | None, float | None]]:
         """(predicted, measured) seconds of a device by cause, on average; None for what is not known."""
@@ -199,6 +218,9 @@ class StepReport:
         """The report as JSON data, in seconds."""
         factors = self.factors()
         return {
+            "program": self.plan.fingerprint,
+            "shape": self.plan.shape,
+            "step_seconds": self.steps.median,
             "predicted_seconds": self.plan.step_seconds,
             "measured_seconds": list(self.steps.seconds),
             "host_seconds": list(self.steps.host_seconds),
@@ -206,6 +228,7 @@ class StepReport:
             "causes": {cause: list(pair) for cause, pair in self.causes().items()},
             "predicted": [{"devices": share.devices, **share.seconds} for share in self.predicted],
             "measured": [{"devices": share.devices, **share.seconds} for share in self.measured or ()],
+            "spans": [span.to_json() for span in self.spans],
             "transfers": list(self.transfers) if self.transfers else None,
             "factors": {"compute": factors.compute, "communication": factors.communication},
         }

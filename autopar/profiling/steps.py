@@ -68,6 +68,11 @@ class Steps:
         return statistics.median(self.seconds)
 
     @property
+    def typical(self) -> int:
+        """The number of a step that took as long as the median, or longer by the least."""
+        return min(range(len(self.seconds)), key=lambda step: (self.seconds[step] < self.median, self.seconds[step]))
+
+    @property
     def host_median(self) -> float:
         return statistics.median(self.host_seconds)
 

@@ -104,6 +104,8 @@ class _Cutter:
         if node.subgraphs or len(node.outputs) != 1:
             return ()
         rule, (result,) = rule_of(node, self.graph), node.outputs
+        if rule.alias:  # a barrier behind one array is one behind each piece
+            return (True,) * (self.program.count(result) > 1)
         if not _is_itself(rule) or not self.graph.types[result].rank:
             return ()
         factor = rule.results[0][0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from autopar import jax_compat
-from autopar.frontend import Body, Equation, Traced, flatten
+from autopar.frontend import Body, Equation, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
 from passes.errors import InternalError
 from passes.ir import LOOP, Graph, Node
@@ -43,9 +43,10 @@ def microbatched(
     graph = traced.graph
     structs = [_stacked(x, count) if i in chosen.batch else x for i, x in enumerate(structs)]
     with jax_compat.no_mesh():
-        jaxpr = jax.make_jaxpr(lambda *inputs: _run(body, chosen, coupling, inputs))(*structs)
+        jaxpr = jax.make_jaxpr(lambda *inputs: _run(body, chosen, coupling, inputs, graph.memo))(*structs)
     written = flatten(jaxpr, input_names=graph.input_names, output_names=graph.output_names)
-    restored = _restored(written.graph, origins)
+    pinned = {i: placement for i, placement in graph.pinned.items() if i not in chosen.batch}
+    restored = replace(_restored(written.graph, origins), pinned=pinned)
     return replace(
         traced,
         graph=restored,
@@ -63,8 +64,13 @@ def _stacked(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count, rows // count, *inner_shape), struct.dtype, weak_type=struct.weak_type)
 
 
-def _run(body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs of a body, from its inputs, the batch as microbatches; traced, it is the rewritten program."""
+def _run(
+    body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any], memo: dict[object, object]
+) -> tuple[Any, ...]:
+    """The outputs of a body, from its inputs, the batch as microbatches; traced, it is the rewritten program.
+
+    In the `memo` is what is traced once for all numbers of microbatches.
+    """
     graph = body.graph
     stacks = {graph.inputs[i]: inputs[i] for i in chosen.batch}
     known: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
@@ -96,7 +102,7 @@ def _run(body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any]) -
             if summed == is_sum:
                 known[value] = next(values) if is_sum else _join(next(values), spec)
     late = [v for v in dict.fromkeys(graph.outputs) if v not in known and v not in graph.literals]
-    known.update(_whole(body, chosen.after, late, known))
+    known.update(_whole_once(body, chosen.after, late, known, memo))
     return tuple(known[v] if v in known else _lone(body, v) for v in graph.outputs)
 
 
@@ -159,6 +165,17 @@ def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Map
     return dict(zip(outputs, results, strict=True))
 
 
+def _whole_once(
+    body: Body, nodes: tuple[int, ...], outputs: Sequence[int], values: Mapping[int, Any], memo: dict[object, object]
+) -> dict[int, Any]:
+    """The values of `_whole`, of nodes that are the same in any number of microbatches: JAX keeps what it traced."""
+    _, inputs = _part(body, nodes, outputs, values)
+    key = _whole_once, nodes, tuple(outputs), tuple(inputs)
+    if key not in memo:
+        memo[key] = jax.jit(lambda *arrays: _whole(body, nodes, outputs, dict(zip(inputs, arrays, strict=True))))
+    return cast("Callable[..., dict[int, Any]]", memo[key])(*[values[v] for v in inputs])
+
+
 def _part(
     body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Mapping[int, Any]
 ) -> tuple[Body, list[int]]:
@@ -185,6 +202,8 @@ class OnTime:
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
         if cut.rule.once:
             return localize.rebind(cut, operands)  # to be run once a step, wherever the plan has it
+        if cut.rule.constrained:
+            return (lax.with_sharding_constraint(operands[0], left_to_plan(cut.params["sharding"])),)
         return localize.bind(replace(cut, coordinate=lambda axis: self.index), operands)
 
     def move(self, array: jax.Array, move: Resharding) -> jax.Array:

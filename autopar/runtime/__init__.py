@@ -1,7 +1,8 @@
 """Planned programs while they run: one program under `jax.jit`, or a pipeline's instructions on its stages."""
 
 from autopar.runtime import runtime
-from autopar.runtime.execution import Compiled, Executable, Lowered, Prepared, lower, prepare
+from autopar.runtime.executable import Executable
+from autopar.runtime.execution import Compiled, Lowered, Prepared, lower, prepare
 from autopar.runtime.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
 from autopar.runtime.instructions import build
 from autopar.runtime.lowered_pipeline import CompiledPipeline, LoweredPipeline

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from autopar.distributed import Processes, digest_of, nowhere, placed
 from autopar.errors import DisagreementError, explain
 from autopar.runtime.cross_process import takes_part, transport_of
-from autopar.runtime.transfer import Transfer, compile_transfer
+from autopar.runtime.transfer import Transfer, arrived, compile_transfer
 from autopar.runtime.transfer_plan import plan_transfer, where
 
 _Combination = tuple[Sharding | None, ...]
@@ -41,7 +41,7 @@ class Arrivals:
 
         Raises DisagreementError for arguments that should be the same on all processes, and are not.
         """
-        self.processes.steps[0] += 1
+        self.processes.begin_step()
         combination = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
         if combination not in self.known:
             self.known[combination] = self._compared(leaves)
@@ -87,7 +87,7 @@ class Arrivals:
         if key not in self.transfers:
             plan = plan_transfer(*key)
             self.transfers[key] = compile_transfer(plan, transport_of(plan, self.processes), keeps=True)
-        return self.transfers[key].run(array)
+        return arrived(self.transfers[key].run(array))
 
     def divided(self, leaf: Any, shape: tuple[int, ...], *, is_global: bool) -> Any:
         """An argument with its dimension 0 divided in the first two of `shape`."""

@@ -7,17 +7,21 @@ process of the program calls for every piece, in one order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from autopar import jax_compat
-from autopar.distributed import Connections, Processes, nowhere
-from autopar.runtime.transfer import Local, Move, Route, Transport
+from autopar.distributed import LARGE_NBYTES, Connections, Processes, nowhere
+from autopar.runtime.transfer import Later, Local, Move, Route, Transport
 from autopar.runtime.transfer_plan import TransferPlan
 from passes.errors import InternalError
 
@@ -63,15 +67,23 @@ class Fetched:
             elif receiver == rank != sender:
                 received.setdefault(sender, []).append(i)
         structs = {sender: [_struct(routes[i]) for i in at] for sender, at in received.items()}
+        large_to = {receiver for receiver, at in sent.items() if _is_large([routes[i] for i in at])}
+        large_from = {sender for sender, at in received.items() if _is_large([routes[i] for i in at])}
         zeros = {i: jax.device_put(jnp.zeros(routes[i].shape, routes[i].dtype), routes[i].target) for i in empty}
 
         def move(pieces: list[Any]) -> list[Any]:
             moved: list[Any] = [zeros.get(i) for i in range(len(routes))]
             for receiver in sorted(sent):
-                self.connections.send(receiver, [_words(pieces[i]) for i in sent[receiver]])
+                send = self.connections.send_large if receiver in large_to else self.connections.send
+                send(receiver, [_words(pieces[i]) for i in sent[receiver]])
             for i, piece in zip(inner, local([pieces[i] for i in inner]) if inner else (), strict=True):
                 moved[i] = piece
             for sender in sorted(received):
+                if sender in large_from:
+                    contents = self.connections.receive_large(sender, structs[sender])
+                    for k, i in enumerate(received[sender]):
+                        moved[i] = Later(partial(_arrived, contents, k, routes[i]))
+                    continue
                 fetched = self.connections.receive(sender, structs[sender])
                 for i, piece in zip(received[sender], fetched, strict=True):
                     moved[i] = _typed(piece, routes[i].dtype)
@@ -117,6 +129,17 @@ def _local(routes: Sequence[Route], rank: int) -> tuple[list[int], Move]:
     """The routes within this process, and what moves pieces along them."""
     inner = [i for i, route in enumerate(routes) if _ranks(route) == (rank, rank)]
     return inner, Local().connect(tuple(routes[i] for i in inner))
+
+
+def _is_large(routes: Sequence[Route]) -> bool:
+    """Whether pieces that go between two processes together are waited for in Python."""
+    structs = map(_struct, routes)
+    return sum(math.prod(struct.shape) * struct.dtype.itemsize for struct in structs) >= LARGE_NBYTES
+
+
+def _arrived(contents: Future[list[np.ndarray]], at: int, route: Route) -> jax.Array:
+    """A piece on its device, with the memory that it has arrived in."""
+    return _typed(jax.device_put(contents.result()[at], route.target), route.dtype)
 
 
 def _ranks(route: Route) -> tuple[int, int]:

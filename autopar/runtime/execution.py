@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import is_
+from itertools import chain
 from typing import Any
 
 import jax
@@ -15,13 +15,17 @@ from autopar import jax_compat
 from autopar.checks import Verification, hlo, verify
 from autopar.distributed import Processes, digest_of
 from autopar.errors import ArgumentError, explain
-from autopar.frontend import Signature, Traced, Type, types_of
+from autopar.frontend import Signature, Traced, Type, devices_of, types_of
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.lowering import build, shardings
+from autopar.phases import Following, unsaid
 from autopar.plan import Plan, unflattened
+from autopar.runtime.argument_groups import Groups, grouped
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.donation import reused
+from autopar.runtime.executable import Executable
 from autopar.runtime.footprint import CPU, Limit, needed_nbytes
+from autopar.runtime.moves import Moves
 from autopar.runtime.program import Donation
 from autopar.runtime.transforms import own_function, transformable
 from passes.intra_op import product_flops
@@ -53,14 +57,21 @@ class Prepared:
     def executable(self, run: Callable[..., Sequence[jax.Array]] | None = None) -> Executable:
         """The program as calls run it, with `run` in place of the jitted function once it is compiled."""
         names = self.traced.graph.input_names
+        groups = _groups(self.traced)
+
+        def ahead(*leaves: Any) -> Sequence[jax.Array]:
+            return run(*groups(leaves)) if run else self.nested(*leaves)
+
         return Executable(
             run=run or self.jitted,
-            nested=run or self.nested,
+            groups=groups,
+            nested=ahead if run else self.nested,
             in_shardings=self.in_shardings,
             donation=Donation(positions=tuple(sorted(reused(self.traced))), names=names),
             out_tree=self.traced.out_tree,
             stacked=_stacked(self.traced),
             arrivals=Arrivals(self.processes, names) if self.processes else None,
+            moves=Moves(names=names, source=self.signature.source),
         )
 
 
@@ -76,10 +87,12 @@ def prepare(
     # One object for equal shardings: results come back with it, and finding them in place is a test of identity.
     unique: dict[Sharding, Sharding] = {}
     in_shardings = tuple(unique.setdefault(s, s) for s in program.in_shardings)
-    out_shardings = tuple(unique.setdefault(s, s) for s in program.out_shardings)
+    out_shardings = tuple(unique.setdefault(s, s) for s in as_given(traced, program.out_shardings))
 
-    def flat(*leaves: Any) -> tuple[Any, ...]:
-        results = program.function(*leaves)
+    groups = _groups(traced)
+
+    def flat(*lists: Any) -> tuple[Any, ...]:
+        results = program.function(*chain.from_iterable(lists))
         # Weakness decides promotions in the next call's trace, so what jit returns weak must not come back strong.
         return tuple(map(jax_compat.with_weakness, results, traced.weak))
 
@@ -87,21 +100,48 @@ def prepare(
     jitted = partial(
         jax.jit,
         flat,
-        in_shardings=in_shardings,
+        in_shardings=tuple(groups(in_shardings)),
         out_shardings=out_shardings,
-        donate_argnums=tuple(i for i, donated in enumerate(traced.donated) if donated),
+        donate_argnums=groups.donated,
+        keep_unused=traced.options.keep_unused,
     )
+    options = traced.options.compiler_options
     return Prepared(
         signature=signature,
         traced=traced,
         plan=plan,
         platform=devices[0].platform,
-        jitted=jitted(compiler_options=hlo.compiler_options(devices[0].platform)),
-        nested=_nested(jitted(), in_shardings, signature, traced, plan, devices),
+        jitted=jitted(compiler_options=hlo.compiler_options(devices[0].platform, user_options=options)),
+        nested=_nested(
+            # JAX takes no options of XLA inside another program, and says so where the user has some.
+            jitted(inline=traced.options.inline, compiler_options=options),
+            in_shardings,
+            signature,
+            traced,
+            plan,
+            devices,
+        ),
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         processes=processes,
     )
+
+
+def as_given(traced: Traced, planned: Sequence[Sharding]) -> list[Sharding]:
+    """The shardings of the results, by the user's own names of axes where they are the same.
+
+    State comes back as it arrived.
+    """
+    inputs, outputs = traced.shardings
+    given = {o: inputs[i] for o, i in traced.state_pairs if inputs and inputs[i]}
+    given |= {o: sharding for o, sharding in enumerate(outputs) if sharding}
+    types = [traced.graph.types[value] for value in traced.graph.outputs]
+    return [
+        theirs
+        if (theirs := given.get(o)) and devices_of(theirs) and theirs.is_equivalent_to(ours, types[o].rank)
+        else ours
+        for o, ours in enumerate(planned)
+    ]
 
 
 def _nested(
@@ -113,94 +153,25 @@ def _nested(
     devices: Sequence[Device],
 ) -> Callable[..., Sequence[jax.Array]]:
     """The program for use inside other transformations, where JAX takes no compiler options."""
-    stacked = _stacked(traced)
+    stacked, groups = _stacked(traced), _groups(traced)
 
     def planned(*leaves: Any) -> tuple[jax.Array, ...]:
         shaped = [leaf.reshape(stacked[i]) if i in stacked else leaf for i, leaf in enumerate(leaves)]
-        return jitted(*jax.device_put(shaped, list(in_shardings)))
+        return jitted(*groups(jax.device_put(shaped, list(in_shardings))))
 
     rows = (ShardingSpec(dims=spec.dims[1:]) if i in stacked else spec for i, spec in enumerate(plan.inputs))
     sides = shardings(tuple(rows), plan.mesh, devices), shardings(plan.outputs, plan.mesh, devices)
     return transformable(planned, own_function(traced.jaxpr, *sides, signature.function, signature.source))
 
 
+def _groups(traced: Traced) -> Groups:
+    return grouped(traced.donated)
+
+
 def _stacked(traced: Traced) -> Mapping[int, tuple[int, ...]]:
     """The inputs that come as microbatches, with their shapes in that form."""
     graph = traced.graph
     return {i: graph.types[graph.inputs[i]].shape for i in traced.stacked}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Executable:
-    """A program on flat arguments, each of which is moved to its planned sharding unless it has it already.
-
-    A donated argument is gone after the call even where it had to move first, and is refused where it is passed again,
-    as with `jax.jit`. Those at `stacked` take these shapes first: the same rows, as microbatches.
-    """
-
-    run: Callable[..., Sequence[jax.Array]]
-    nested: Callable[..., Sequence[jax.Array]]
-    in_shardings: tuple[Sharding, ...]
-    donation: Donation
-    out_tree: PyTreeDef
-    stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    arrivals: Arrivals | None = None
-    _in_place: list[Sharding | None] = field(init=False)
-    """The sharding object that each argument last had and that equals the planned one: a step's results come back with
-    the same objects, so that asking for identity does, where comparing a thousand shardings takes milliseconds."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_in_place", list(self.in_shardings))
-
-    def __call__(self, leaves: list[Any]) -> Any:
-        if not jax_compat.has_ambient_mesh():
-            return self._call(leaves)
-        with jax_compat.no_mesh():
-            return self._call(leaves)
-
-    def _call(self, leaves: list[Any]) -> Any:
-        if not leaves or jax_compat.is_staging() or any(map(jax_compat.is_traced, leaves)):
-            return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
-        if self.arrivals:
-            return self._call_together(leaves, self.arrivals)
-        given = leaves
-        if self.stacked:
-            leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
-        present = [getattr(leaf, "sharding", None) for leaf in leaves]
-        if all(map(is_, present, self._in_place)):
-            return jax.tree.unflatten(self.out_tree, self.run(*leaves))
-        moving = [i for i, sharding in enumerate(present) if not self._is_in_place(i, sharding)]
-        if not moving:
-            return jax.tree.unflatten(self.out_tree, self.run(*leaves))
-        self.donation.check(given)
-        placed = list(leaves)
-        moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
-        for i, array in zip(moving, moved, strict=True):
-            placed[i] = array
-        results = self.run(*placed)
-        self.donation.delete(given)
-        return jax.tree.unflatten(self.out_tree, results)
-
-    def _is_in_place(self, index: int, sharding: Sharding | None) -> bool:
-        """Whether an argument of this sharding lies as planned."""
-        if sharding is self._in_place[index]:
-            return True
-        if sharding != self.in_shardings[index]:
-            return False
-        self._in_place[index] = sharding
-        return True
-
-    def _call_together(self, leaves: list[Any], arrivals: Arrivals) -> Any:
-        """The results of a call that all processes make."""
-        is_global = arrivals.survey(leaves)
-        self.donation.check(leaves)
-        placed: list[jax.Array] = []
-        for i, (leaf, everywhere, target) in enumerate(zip(leaves, is_global, self.in_shardings, strict=True)):
-            array = arrivals.divided(leaf, self.stacked[i], is_global=everywhere) if i in self.stacked else leaf
-            placed.append(arrivals.place(array, target, is_global=everywhere))
-        results = self.run(*placed)
-        self.donation.delete(leaves)
-        return jax.tree.unflatten(self.out_tree, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +184,7 @@ class Lowered:
     _lowered: Any
     _limit: Limit | None = None
     _again: Callable[[int], Lowered] | None = None
+    _phase: Following = unsaid
 
     @property
     def plan(self) -> Plan:
@@ -221,6 +193,10 @@ class Lowered:
     def as_text(self) -> str:
         """The StableHLO."""
         return self._lowered.as_text()
+
+    def followed(self, phase: Following) -> Lowered:
+        """The same program, whose compilation is a `phase` that people follow."""
+        return replace(self, _phase=phase)
 
     def unlimited(self) -> Lowered:
         """The same program, free to need any memory."""
@@ -232,9 +208,14 @@ class Lowered:
         Raises OverBudgetError where it needs more memory than a device may. A search is given one more try, with as
         much less to plan for as XLA needed more than was planned: `plan` of the executable is the new plan then.
         """
+        with self._phase("compile"):
+            return self._compiled(compiler_options)
+
+    def _compiled(self, compiler_options: dict[str, Any] | None) -> Compiled:
         if processes := self._prepared.processes:
             processes.agree("the compiled program", {"its StableHLO": digest_of(self.as_text())})
-        options = compiler_options and hlo.compiler_options(self._prepared.platform, user_options=compiler_options)
+        given = {**(self._prepared.traced.options.compiler_options or {}), **(compiler_options or {})}
+        options = compiler_options and hlo.compiler_options(self._prepared.platform, user_options=given)
         compiled = self._lowered.compile(compiler_options=options)  # without any, those of the jitted function
         if self._limit is not None:
             needed = needed_nbytes(self.plan, compiled.memory_analysis())
@@ -251,7 +232,8 @@ class Lowered:
         It is compiled once more, to tell collectives apart.
         """
         options = hlo.compiler_options(self._prepared.platform, user_options=hlo.UNCOMBINED)
-        return self._verify(self._lowered.compile(compiler_options=options).as_text())
+        with self._phase("verify"):
+            return self._verify(self._lowered.compile(compiler_options=options).as_text())
 
     def _verify(self, text: str) -> Verification:
         graph, plan = self._prepared.traced.graph, self.plan
@@ -363,7 +345,7 @@ def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct], statics: 
         for v, struct in zip(graph.inputs, structs, strict=True)
     ]
     with jax_compat.no_mesh():
-        return Lowered(prepared, types_of(structs), statics, prepared.jitted.lower(*inner))
+        return Lowered(prepared, types_of(structs), statics, prepared.jitted.lower(*_groups(prepared.traced)(inner)))
 
 
 def memory_table(plan: Plan, analysis: Any) -> Table:

@@ -9,6 +9,7 @@ every round of waiting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.frontend import Body, Equation, Traced
 from autopar.jax_compat import Device
@@ -166,7 +167,7 @@ def _finished(traced: Traced, listing: Listing, results: tuple[Slot, ...]) -> Pr
     successors = {inputs[position]: outputs[output] for output, position in traced.state_pairs}
     instructions, segments = donating(listing.instructions, listing.segments, listing.feeds, gone, successors)
     program = Program(
-        segments=tuple(segments),
+        segments=tuple(replace(segment, user_options=traced.options.compiler_options) for segment in segments),
         feeds=tuple(listing.feeds),
         constants=tuple(listing.constants),
         instructions=tuple(freed(instructions, segments, results, listing.constants)),

@@ -11,9 +11,11 @@ import jax
 
 from autopar.checks import Emitted, Verification, hlo, verify
 from autopar.frontend import Signature
+from autopar.phases import Following, unsaid
 from autopar.runtime.footprint import CPU, Limit, pipeline_peaks
 from autopar.runtime.program import Program, Run
 from passes.plan import PipelinePlan
+from passes.progress import Progress
 from passes.text import Column, Table, quantities
 
 
@@ -29,11 +31,16 @@ class LoweredPipeline:
     program: Program
     load: Callable[[tuple[Any, ...]], Callable[[list[Any]], Any]]
     limit: Limit | None = None
+    phase: Following = unsaid
 
     def as_text(self) -> str:
         """The StableHLO of all segments, each under its name."""
         segments = self.program.segments
         return "\n".join(f"// {segment.name}\n{segment.lower().as_text()}" for segment in segments)
+
+    def followed(self, phase: Following) -> LoweredPipeline:
+        """The same pipeline, whose compilation is a `phase` that people follow."""
+        return replace(self, phase=phase)
 
     def unlimited(self) -> LoweredPipeline:
         """The same, free to need any memory."""
@@ -44,7 +51,7 @@ class LoweredPipeline:
 
         Raises OverBudgetError where a device needs more memory than it may.
         """
-        compiled = CompiledPipeline(lowered=self, executables=self._executables(compiler_options))
+        compiled = CompiledPipeline(lowered=self, executables=self._executables("compile", compiler_options))
         needed = max(compiled.peaks.values(), default=0)
         if self.limit is not None and needed > self.limit.nbytes:
             raise self.limit.error(self.plan, needed)
@@ -52,14 +59,17 @@ class LoweredPipeline:
 
     def verify(self) -> tuple[Verification, ...]:
         """Each stage's planned collectives against those of its programs, compiled once more to tell them apart."""
-        return self._verify(self._executables(dict(hlo.UNCOMBINED)))
+        return self._verify(self._executables("verify", dict(hlo.UNCOMBINED)))
 
-    def _executables(self, user_options: dict[str, Any] | None) -> tuple[Any, ...]:
+    def _executables(self, verb: str, user_options: dict[str, Any] | None) -> tuple[Any, ...]:
         """The segments compiled, those that are the same program on other devices too."""
         executables: list[Any] = []
-        for segment in self.program.segments:
-            options = user_options and hlo.compiler_options(segment.platform, user_options=user_options)
-            executables.append(segment.lower().compile(compiler_options=options))
+        with self.phase(verb) as current:
+            for number, segment in enumerate(self.program.segments):
+                current.report(Progress(phase=segment.name, done=number, total=len(self.program.segments)))
+                given = {**(segment.user_options or {}), **(user_options or {})}
+                options = user_options and hlo.compiler_options(segment.platform, user_options=given)
+                executables.append(segment.lower().compile(compiler_options=options))
         return tuple(executables)
 
     def _verify(self, executables: Sequence[Any]) -> tuple[Verification, ...]:

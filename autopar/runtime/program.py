@@ -7,7 +7,7 @@ written down, and checked here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,9 @@ Held = tuple[int, ShardingSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A piece of a stage's program: flat arrays in, flat arrays out, `donated` inputs reused for outputs."""
+    """A piece of a stage's program: flat arrays in, flat arrays out, `donated` inputs reused for outputs; compiled with
+    XLA's options of the user's.
+    """
 
     name: str
     stage: int
@@ -41,15 +43,22 @@ class Segment:
     out_structs: tuple[jax.ShapeDtypeStruct, ...]
     donated: tuple[int, ...] = ()
     platform: str = "cpu"
+    user_options: Mapping[str, Any] | None = None
 
     def lower(self) -> Any:
-        """The segment in StableHLO."""
+        """The segment in StableHLO, a module of its kind's name: profiles tell a forward from a backward by it."""
+
+        def run(*inputs: Any) -> Any:
+            return self.function(*inputs)
+
+        # Without the stage's number: equal stages are one entry of JAX's compilation cache.
+        run.__name__ = run.__qualname__ = self.name.partition(" ")[0]
         jitted = jax.jit(
-            self.function,
+            run,
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
             donate_argnums=self.donated,
-            compiler_options=hlo.compiler_options(self.platform),
+            compiler_options=hlo.compiler_options(self.platform, user_options=self.user_options),
         )
         with jax_compat.no_mesh():
             return jitted.lower(*self.in_structs)
@@ -106,7 +115,9 @@ class Donation:
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Raises ArgumentError for an array that is donated and passed again."""
-        times = Counter(map(id, leaves)) if self.positions else Counter[int]()
+        if not self.positions or len(set(map(id, leaves))) == len(leaves):
+            return
+        times = Counter(map(id, leaves))
         for position in self.positions:
             leaf = leaves[position]
             if times[id(leaf)] > 1 and isinstance(leaf, jax.Array):
@@ -115,9 +126,12 @@ class Donation:
                 rule = f"{self.names[position]} is donated, and what is donated can be passed once"
                 raise ArgumentError(explain(argument, rule, "", "pass a copy, or donate none of them"))
 
-    def delete(self, leaves: Sequence[Any]) -> None:
-        """Deletes the donated arrays that still exist: they had to move first, or no segment could use them."""
-        for position in self.positions:
+    def delete(self, leaves: Sequence[Any], positions: Iterable[int] | None = None) -> None:
+        """Deletes the donated arrays that still exist: they had to move first, or no segment could use them.
+
+        Of those at `positions` alone, if these are given.
+        """
+        for position in self.positions if positions is None else sorted({*self.positions}.intersection(positions)):
             leaf = leaves[position]
             if jax_compat.is_concrete(leaf) and not leaf.is_deleted():
                 leaf.delete()

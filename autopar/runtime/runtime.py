@@ -18,9 +18,10 @@ from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.cross_process import takes_part, transport_of
 from autopar.runtime.program import Free, Instruction, Program, Run, Segment, Send
 from autopar.runtime.sharing import Window, agree, result_types, signs, spans, vulnerable
-from autopar.runtime.transfer import Transfer, compile_transfer
+from autopar.runtime.transfer import Later, Transfer, arrived, compile_transfer
 from autopar.runtime.transfer_plan import TransferPlan, plan_transfer
 from autopar.runtime.waiting import IN_FLIGHT
+from passes.inter_op import Task
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
@@ -98,10 +99,20 @@ class Pipeline:
                 step(slots)
                 host.append(time.perf_counter() - start)
                 if wait:
+                    _arrive(slots, _written(instruction))
                     jax.block_until_ready([slots[slot] for slot in _written(instruction)])
                 done.append(time.perf_counter() - start)
         self.program.donation.delete(leaves)
         return self._results(slots), Times(feed=feed, host=tuple(host), done=tuple(done))
+
+    @property
+    def runs(self) -> tuple[tuple[Segment, Task | None, Any], ...]:
+        """The segments that a step runs, in order, each with its task and executable."""
+        return tuple(
+            (self.program.segments[step.segment], step.task, self.executables[step.segment])
+            for step in self.program.instructions
+            if isinstance(step, Run)
+        )
 
     def transfer_seconds(self, times: Times) -> float:
         """The part of a step's times that arrays took from stage to stage."""
@@ -112,7 +123,8 @@ class Pipeline:
         results = [slots[slot] for slot in self.program.results]
         if self.arrivals:
             types = result_types(self.program)
-            results = [nowhere(*kind) if array is None else array for array, kind in zip(results, types, strict=True)]
+            pairs = zip(results, types, strict=True)
+            results = [nowhere(*kind) if array is None else arrived(array) for array, kind in pairs]
         for position in self.weak:  # else the next step has arguments of another type, and is planned again
             results[position] = jax_compat.with_weakness(results[position], True)
         return jax.tree.unflatten(self.out_tree, results)
@@ -208,7 +220,24 @@ def _within(windows: Sequence[Window], step: Step, sign: int) -> Step:
     return waiting
 
 
-def _send(move: Callable[[jax.Array], jax.Array], source: int, target: int) -> Step:
+def _arrive(slots: Slots, read: tuple[int, ...]) -> None:
+    """Waits for what other processes send to these slots."""
+    for slot in read:
+        if isinstance(slots[slot], Later):
+            slots[slot] = slots[slot].make()
+
+
+def _behind(late: tuple[int, ...], step: Step) -> Step:
+    """A step that waits for what other processes send to the slots that it reads."""
+
+    def waiting(slots: Slots) -> None:
+        _arrive(slots, late)
+        step(slots)
+
+    return waiting if late else step
+
+
+def _send(move: Callable[[jax.Array], jax.Array | Later], source: int, target: int) -> Step:
     def step(slots: Slots) -> None:
         slots[target] = move(slots[source])
 
@@ -281,6 +310,10 @@ def _steps(program: Program, executables: Sequence[Any], processes: Processes | 
     kept = vulnerable(program) if processes else frozenset[int]()
     shown = signs(program) if processes else {}
     tasks, spanning = Window(IN_FLIGHT), Window(1)
+    sent = {i.target for i in program.instructions if isinstance(i, Send)} if processes else frozenset[int]()
+
+    def late(*read: int) -> tuple[int, ...]:
+        return tuple(slot for slot in dict.fromkeys(read) if slot in sent)
 
     def windows(*shardings: Sharding) -> list[Window]:
         return [tasks, spanning] if any(map(spans, shardings)) else [tasks]
@@ -292,6 +325,7 @@ def _steps(program: Program, executables: Sequence[Any], processes: Processes | 
                 if executable is None:
                     return _skip
                 run = _run(executable, instruction.inputs, instruction.outputs)
+                run = _behind(late(*instruction.inputs), run)
                 segment = program.segments[instruction.segment]
                 return _within(windows(segment.out_shardings[0]), run, shown[at]) if processes else run
             case Send(struct=struct, source=source, target=target):
@@ -302,7 +336,7 @@ def _steps(program: Program, executables: Sequence[Any], processes: Processes | 
                 if key not in transfers:
                     transport = transport_of(plan, processes)
                     transfers[key] = compile_transfer(plan, transport, keeps=key[1])
-                send = _send(transfers[key].run, source, target)
+                send = _behind(late(source), _send(transfers[key].run, source, target))
                 collective = processes and plan.kind == "reshard"
                 return _within(windows(plan.source), send, target) if collective else send
             case Free():

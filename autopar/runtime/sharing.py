@@ -2,8 +2,9 @@
 
 Every process has the whole program and issues, in its order, what its devices take part in. A process waits in two
 places. Before it issues a task it waits until fewer than `IN_FLIGHT` earlier ones are unfinished, or on CPUs none that
-spans processes; and where an array comes from another process, its devices wait for the contents. `waiting` has these
-rules as a graph, in which `agree` looks for cycles before the first step.
+spans processes; and where an array comes from another process, its devices wait for the contents, or on CPUs, where the
+array is large, the process does before it issues what reads it. `waiting` has these rules as a graph, in which `agree`
+looks for cycles before the first step.
 
 **No schedule deadlocks.** Say that every process waits, and take the instruction that comes first in the program's
 order of all those that are issued and unfinished, or are next to be issued. Everything before it is finished, on all

@@ -38,7 +38,19 @@ class Route:
     dtype: Any
 
 
-Move = Callable[[list[jax.Array]], list[jax.Array]]
+@dataclass(frozen=True, slots=True)
+class Later:
+    """An array that comes from another process: `make` waits for it."""
+
+    make: Callable[[], jax.Array]
+
+
+def arrived(array: jax.Array | Later) -> jax.Array:
+    """The array, waited for if it is on its way."""
+    return array.make() if isinstance(array, Later) else array
+
+
+Move = Callable[[list[jax.Array]], list[jax.Array | Later]]
 """Takes a piece on each route's source device and returns them on the targets, not waiting for their contents."""
 
 
@@ -78,10 +90,13 @@ class Local:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A plan compiled for its devices. A call returns the array in the target's sharding, which may not be computed."""
+    """A plan compiled for its devices. A call returns the array in the target's sharding, which may not be computed.
+
+    `run` returns at once, with a `Later` in the place of an array that has to be waited for here.
+    """
 
     plan: TransferPlan
-    run: Callable[[jax.Array], jax.Array]
+    run: Callable[[jax.Array], jax.Array | Later]
 
     def __call__(self, array: jax.Array) -> jax.Array:
         """Raises ArgumentError for anything but an array of the plan's type in the source's sharding."""
@@ -94,7 +109,7 @@ class Transfer:
         if array.sharding is not plan.source and array.sharding != plan.source:
             argument = f"an array in {where(array.sharding)}"
             raise ArgumentError(_refusal(plan, argument, "plan a transfer from this sharding, or move the array first"))
-        return self.run(array)
+        return arrived(self.run(array))
 
 
 def compile_transfer(plan: TransferPlan, transport: Transport | None = None, *, keeps: bool = False) -> Transfer:
@@ -178,7 +193,7 @@ class _Tiles:
             n_targets=len(places),
         )
 
-    def __call__(self, array: jax.Array) -> jax.Array:
+    def __call__(self, array: jax.Array) -> jax.Array | Later:
         shards = {shard.device: shard.data for shard in array.addressable_shards} if self.cuts else {}
         pieces: list[Any] = [None] * len(self.plan.tiles)
         for device, program, slots in self.cuts:
@@ -191,6 +206,13 @@ class _Tiles:
         if self.moved:
             for slot, piece in zip(self.moved, self.move([pieces[i] for i in self.moved]), strict=True):
                 pieces[slot] = piece
+        if any(isinstance(piece, Later) for piece in pieces):
+            return Later(partial(self._whole, pieces))
+        return self._whole(pieces)
+
+    def _whole(self, pieces: Sequence[Any]) -> jax.Array:
+        """The array of pieces that are where they are read, or on their way there."""
+        pieces = list(map(arrived, pieces))
         results: list[Any] = [None] * self.n_targets
         for place, program, slots in self.joined:
             results[place] = pieces[slots[0]] if program is None else program(*[pieces[i] for i in slots])

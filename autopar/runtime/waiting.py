@@ -1,7 +1,8 @@
 """Instruction lists of processes as what waits for what, and the cycle in it that would be a hang.
 
 A process issues the actions of its list in order. It issues one once fewer than `IN_FLIGHT` of its earlier tasks are
-unfinished, and one that is `alone` once no earlier one of these is. An action is done when all the processes that take
+unfinished, one that is `alone` once no earlier one of these is, and one that reads what another process sends once that
+is there, as it does of large arrays. An action is done when all the processes that take
 part have issued it, what it reads is there, and the devices that it occupies have done what they were given before.
 """
 
@@ -29,8 +30,8 @@ class Action:
     """The share of one process in instruction `number` of a program.
 
     `ranks` take part in it; `devices`, of this process, do nothing else before it is done. `awaits` are the numbers of
-    the instructions that make what it reads. A task takes a place in the window; one that is `alone` is the only one
-    of its kind in flight.
+    the instructions that make what it reads, `arrivals` those among them that another process sends. A task takes a
+    place in the window; one that is `alone` is the only one of its kind in flight.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Action:
     ranks: tuple[int, ...]
     devices: tuple[int, ...] = ()
     awaits: tuple[int, ...] = ()
+    arrivals: tuple[int, ...] = ()
     is_task: bool = True
     alone: bool = False
 
@@ -54,6 +56,7 @@ def shares(program: Program, ranks: Sequence[int]) -> dict[int, list[Action]]:
     """The actions of each process, in the order of the program."""
     lists: dict[int, list[Action]] = {rank: [] for rank in ranks}
     makers = _makers(program)
+    received: dict[int, set[int]] = {rank: set() for rank in ranks}
     for number, instruction in enumerate(program.instructions):
         match instruction:
             case Run(inputs=inputs):
@@ -68,12 +71,15 @@ def shares(program: Program, ranks: Sequence[int]) -> dict[int, list[Action]]:
                 continue
         awaits = tuple(sorted({makers[slot] for slot in reads if slot in makers}))
         for rank in sorted(taking):
+            if isinstance(instruction, Send) and len(taking) > 1:
+                received[rank].add(number)
             action = Action(
                 number=number,
                 name=name,
                 ranks=tuple(sorted(taking)),
                 devices=tuple(sorted(device.id for device in devices if device.process_index == rank)),
                 awaits=awaits,
+                arrivals=tuple(other for other in awaits if other in received[rank]),
                 is_task=is_task,
                 alone=is_task and len(taking) > 1 and all(device.platform == "cpu" for device in devices),
             )
@@ -145,6 +151,8 @@ def _waits(rank: int, actions: Sequence[Action]) -> Iterator[tuple[_Node, _Node]
             if len(unfinished) >= IN_FLIGHT:
                 yield issue, (-1, unfinished[-IN_FLIGHT])
             unfinished.append(action.number)
+        for number in action.arrivals:
+            yield issue, (-1, number)
         if action.alone:
             if alone is not None:
                 yield issue, (-1, alone)

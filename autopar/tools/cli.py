@@ -19,6 +19,7 @@ from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.errors import DeviceError
+from autopar.phases import shown
 from autopar.tools import (
     compiled,
     completion_command,
@@ -40,7 +41,6 @@ from autopar.tools.command_options import limit_of, planner_of, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
-from autopar.tools.progress_bar import shown
 from autopar.tools.targets import UsageError
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except (PlanningError, DeviceError, UsageError) as error:
-        _tell(f"autopar {arguments.command}: {error}")
+        _tell("\n".join([f"autopar {arguments.command}: {error}", *getattr(error, "__notes__", ())]))
         return TROUBLE
     except KeyboardInterrupt:
         _tell(f"autopar {arguments.command}: interrupted before there was anything to show")
@@ -165,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
         "--pin", action="append", default=[], metavar="NAME=CUT", help="an array lies so: 'params/*/kernel=[-, x]'"
     )
     plan.add_argument("--mesh", metavar="AXES", help="no other mesh than this: data=4,model=2")
+    plan.add_argument("--forbid", metavar="KINDS", help="move nothing by these: all_to_all,all_reduce")
     plan.add_argument("--alternatives", type=int, default=1, metavar="N", help="and N-1 that need less memory")
     plan.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory of those (png, svg)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
@@ -235,6 +236,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         "microbatches": arguments.microbatches,
         "memory_limit": limit_of(arguments.memory_limit),
         "cache": plans_folder(),
+        "progress": False,  # there is a status
     }
     cluster = parse_cluster(arguments.cluster)
     with Console(stderr=True, highlight=False).status("tracing") as status:
@@ -244,12 +246,12 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    planner = with_choices(planner_of(arguments.planner), arguments.pin, arguments.mesh)
+    planner = with_choices(planner_of(arguments.planner), arguments.pin, arguments.mesh, arguments.forbid)
     if arguments.plot:
         blank(arguments.plot)
     jax.config.update("jax_platforms", "cpu")
     step, args, kwargs = targets.example(arguments.target)
-    with shown(Console(stderr=True, quiet=arguments.json)) as report:
+    with shown(Console(stderr=True, quiet=arguments.json)) as bar:
         options: dict[str, Any] = {
             "cluster": arguments.cluster,
             "planner": planner,
@@ -257,7 +259,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "memory_limit": limit_of(arguments.memory_limit),
             "cache": False if arguments.no_cache else plans_folder(),
             "calibration": arguments.calibration,
-            "progress": report,
+            "progress": bar.report,
         }
         step = step.replan(**options) if isinstance(step, ParallelFunction) else parallelize(step, **options)
         plans = pareto_front.front(step, args, kwargs, max(1, arguments.alternatives))
@@ -301,8 +303,8 @@ def _fit(arguments: argparse.Namespace) -> int:
         blank(arguments.plot)  # what is wrong with it is better known before than after all the planning
     jax.config.update("jax_platforms", "cpu")
     cluster = parse_cluster(arguments.cluster)
-    limit = Auto(memory_limit=limit_of(arguments.memory_limit)).limit(cluster)
-    setting = fit.Room(cluster=cluster, limit_nbytes=limit, seconds=arguments.seconds or None)
+    limit = limit_of(arguments.memory_limit)
+    setting = fit.Room(cluster=cluster, memory_limit=limit, seconds=arguments.seconds or None)
     rows: list[fit.Row] = []
     largest: list[Largest] = []
     note = ""
@@ -317,7 +319,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             note = "Ended by Ctrl-C: rows are missing."
     if arguments.plot:
-        plot_memory({row.name: row.plan for row in rows if row.plan}, arguments.plot, limit)
+        plot_memory({row.name: row.plan for row in rows if row.plan}, arguments.plot, setting.limit_nbytes)
     _print(
         fit_text.json_text(setting, rows, largest, note)
         if arguments.json

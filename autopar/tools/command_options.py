@@ -63,12 +63,17 @@ def planner_of(written: str) -> Planner:
     raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}{others}")
 
 
-def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None) -> Planner:
-    """The planner with the pins and the mesh that a user chose. Raises UsageError for another planner than `auto`."""
-    if not pins and not mesh:
+def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None, forbid: str | None = None) -> Planner:
+    """The planner with the pins, the mesh and the forbidden kinds of collectives that a user chose.
+
+    Raises UsageError for another planner than `auto`.
+    """
+    if not pins and not mesh and not forbid:
         return planner
     if not isinstance(planner, Auto):
-        raise UsageError("--pin and --mesh are of --planner auto; others lay a plan out by hand")
+        raise UsageError("--pin, --mesh and --forbid are of --planner auto; others lay a plan out by hand")
+    if forbid:
+        planner = replace(planner, forbid=forbid.split(","))
     placed = dict(_divided("--pin", pin, "'params/*/kernel=[-, x]'") for pin in pins)
     axes = dict(_divided("--mesh", axis, "data=4,model=2") for axis in (mesh or "").split(",") if axis)
     if not all(size.isdecimal() for size in axes.values()):

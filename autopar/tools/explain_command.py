@@ -20,19 +20,20 @@ from passes.plan import AnyPlan, Plan, load_plan
 from passes.plan import json as plan_json
 from passes.plan import text as plan_text
 from passes.planners import Auto, reasons
-from passes.text import quantities
+from passes.text import Table, quantities
 
 _HELP = """\
 Say in words why an array lies as it does: what the plan chose, what a step
 would take with each other placement, everything else solved again around it,
-and what rules others out. Or say what the plan does at a line of your source.
+and what rules others out. Or say what a layer costs, or a line of your source.
 
 WHAT is the end of an array's path, * for anything: mlp/up/kernel or
-params/*/kernel; or a source line: models/gpt.py:145. Arrays that are alike are
-taken together."""
+params/*/kernel; a layer: Block_3; or a source line: models/gpt.py:145. Arrays
+that are alike are taken together. Without WHAT, what each layer costs."""
 
 _MORE = """\
 example:
+  autopar explain plan.json
   autopar explain plan.json params/*/kernel
   autopar explain plan.json train.py:7
 
@@ -45,13 +46,15 @@ exit status: 0 explained, 2 there is no such array or line."""
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN", help="a file that `autopar plan --out` wrote")
-    parser.add_argument("what", metavar="WHAT", help="an array or a source line; see above")
+    parser.add_argument("what", nargs="?", metavar="WHAT", help="an array, a layer or a source line; see above")
     parser.add_argument("--target", metavar="MODULE:FUNCTION", help="the step (default: as noted)")
     parser.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB"')
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     plan = load_plan(arguments.plan)
+    if not arguments.what or any(layer.name == arguments.what for p in plan.programs for layer in p.layers):
+        return (by_layer(plan, arguments.what),), DONE
     if ".py" in arguments.what:
         return at_line(plan, arguments.what), DONE
     described = described_arrays(plan, arguments.what)
@@ -66,6 +69,14 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
         plan.check(step.graph, step.state_pairs)
         limit = Auto(memory_limit=limit_of(arguments.memory_limit)).limit(plan.cluster)
         return reasons(step, program, arguments.what, limit, status.update).text(), DONE
+
+
+def by_layer(plan: AnyPlan, name: str | None) -> Table:
+    """The cost of each layer, or of the one of that name. Raises UsageError for a plan that does not say."""
+    if not any(program.layers for program in plan.programs):
+        rule = "this plan does not say what its layers cost: an earlier autopar wrote it"
+        raise UsageError(explain("explain PLAN", rule, "", "plan again, or name an array or a source line"))
+    return plan_text.layers_table([program.layers for program in plan.programs], name)
 
 
 def target_of(path: Path) -> str:
@@ -122,7 +133,7 @@ def _at_line(stage: int, program: Plan, line: str) -> Iterator[str]:
         yield "  nothing is sent for it"
         return
     of_step = quantities.share(seconds, program.step_seconds)
-    yield f"  sends for {quantities.seconds(seconds)}, {of_step} of the step:"
+    yield f"  sends for {quantities.seconds(seconds)}, {of_step} of the step if nothing hides or combines it:"
     for c in sorted(sent, key=lambda c: -c.seconds(program.mesh))[:5]:
         yield f"    {c.count:,} x {c.kind} over {'+'.join(c.axes)}, {quantities.nbytes(c.nbytes)} each"
 

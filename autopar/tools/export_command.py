@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.export
 from jax.sharding import PartitionSpec
+from rich.console import Console
 
 from autopar.plan import partition_spec
 from autopar.tools import targets
@@ -158,7 +159,8 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     target = arguments.target or target_of(arguments.plan)
     if not target:
         raise UsageError("--format jax-export needs the step: --target MODULE:FUNCTION")
-    data = exported(program, target)
+    with Console(stderr=True, highlight=False).status("tracing"):
+        data = exported(program, target)
     try:
         arguments.out.write_bytes(data)
     except OSError as error:

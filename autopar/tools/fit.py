@@ -48,16 +48,21 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The room that plans have: a cluster, the bytes that a device may hold, and seconds to search (None: no end)."""
+    """The room that plans have: a cluster, what is asked of a device (None: its own), and seconds (None: no end)."""
 
     cluster: Cluster
-    limit_nbytes: float
+    memory_limit: int | None = None
     seconds: float | None = None
 
     @property
     def auto(self) -> Auto:
         """The search under the limit."""
-        return Auto(memory_limit=int(self.limit_nbytes), seconds=self.seconds)
+        return Auto(memory_limit=self.memory_limit, seconds=self.seconds)
+
+    @property
+    def limit_nbytes(self) -> float:
+        """Bytes that a plan may be predicted to need on one device."""
+        return self.auto.limit(self.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from autopar.tools.fit import Room, Row
 from autopar.tools.largest import Largest
 from passes.plan import POINTS, Plan
 from passes.plan import text as plan_text
+from passes.planners import limit_nbytes
 from passes.text import Column, Table, quantities
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
@@ -39,8 +40,9 @@ def fit_table(room: Room, rows: Sequence[Row]) -> Table:
     """
     written, unit = _written([row.plan.peak_nbytes for row in rows if row.plan])
     cluster = f"{room.cluster.name}, {quantities.count(room.cluster.n_devices, 'device')}"
+    limit = quantities.nbytes(limit_nbytes(room.memory_limit) or room.cluster.group().device.memory_nbytes)
     return Table(
-        title=f"{cluster}: {unit} of one device, which may hold {quantities.nbytes(room.limit_nbytes)}",
+        title=f"{cluster}: {unit} of one device; {quantities.nbytes(room.limit_nbytes)} predicted fit in {limit}",
         columns=(
             Column(heading="plan"),
             *(Column(heading=name, right=True) for name in ("step", *CAUSES, "other", "peak", "over")),

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TextIO
@@ -39,6 +39,9 @@ and the number of the signal that ended it; 130 ended by Ctrl-C."""
 
 GRACE_SECONDS = 5.0
 """Time for a process to end itself when it is asked to, before it is killed."""
+
+_LAST_SECONDS = 5.0
+"""Time for the last of some processes to say that it has lost the others: signs of life come every second."""
 
 _POLL_SECONDS = 0.05
 _POOL_THREADS = 8
@@ -163,14 +166,24 @@ class Launch:
                 with writing:
                     err.write(f"autopar launch: process {first} {how}; {others}\n")
                     err.flush()
-                deadline = time.monotonic() + self.report_seconds
-                while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-                    time.sleep(_POLL_SECONDS)
+                self._await_reports(started)
                 gone = tuple(rank for rank, process in enumerate(started) if process.poll() not in (0, LOST))
-                self._end(started, signal.SIGTERM)
+                # Who has had its time to report is stopped or stuck, and would not end itself.
+                self._end(started, signal.SIGKILL if self.report_seconds else signal.SIGTERM)
                 return Ending(128 - code if code < 0 else code, gone)
             if None not in codes:
                 return Ending(0)
+            time.sleep(_POLL_SECONDS)
+
+    def _await_reports(self, started: Sequence[subprocess.Popen[str]]) -> None:
+        """Waits until all processes but the lost one have ended, which is given a moment to end itself, too."""
+        deadline = time.monotonic() + self.report_seconds
+        while (now := time.monotonic()) < deadline:
+            codes = [process.poll() for process in started]
+            if None not in codes:
+                return
+            if codes.count(None) == 1 and not {*codes} - {None, 0, LOST}:
+                deadline = min(deadline, now + _LAST_SECONDS)
             time.sleep(_POLL_SECONDS)
 
     def _end(self, started: Sequence[subprocess.Popen[str]], number: signal.Signals) -> None:
@@ -187,6 +200,8 @@ class Launch:
             _signal(started, signal.SIGKILL)
         for process in started:
             process.wait()
+            with suppress(ProcessLookupError):  # what it has started holds its output open: JAX's service, say
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 class _Terminated(BaseException):

@@ -19,7 +19,7 @@ from autopar.jax_compat import Device
 from autopar.tools import device_sweep
 from autopar.tools.chains import Operation, seconds
 from autopar.tools.device_sweep import Sample
-from passes.cluster import Cluster, Kind, Measured, Mesh, collectives, local_cluster
+from passes.cluster import CPU, Cluster, DeviceSpec, Kind, Measured, Mesh, collectives, local_cluster
 from passes.text import nbytes as written_nbytes
 
 NBYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
@@ -36,7 +36,7 @@ class Measurement:
     """The cluster, and how well it explains what it was made of.
 
     `overlap` is the share of an all-reduce that is hidden behind products that do not need it, of the shorter of both;
-    None on one device. No field of a cluster holds it.
+    None on one device. Accelerators have it as their `collective_overlap`.
     """
 
     cluster: Cluster
@@ -75,10 +75,20 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     announce("overlap")
     overlap = _overlap(whole, devices) if len(devices) > 1 else None
     measured = tuple(curve.line for curve in curves)
+    device = with_overlap(device, overlap)
     seen = replace(group, device=device, measured=measured)
     result = replace(cluster, name=f"{cluster.name}, measured", groups=(seen,))
     sent = (sample for curve in curves for sample in curve.samples(result))
     return Measurement(cluster=result, samples=(*samples, *sent), overlap=overlap)
+
+
+def with_overlap(device: DeviceSpec, overlap: float | None) -> DeviceSpec:
+    """The device with what it hides of collectives behind computing.
+
+    Virtual CPU devices hide nothing: they share cores, so a collective's own work takes the time of somebody's product,
+    and what two of them seem to hide of it is the time that they wait for each other in turn.
+    """
+    return device if overlap is None or device.name == CPU else replace(device, collective_overlap=overlap)
 
 
 def _divisors(n: int) -> Iterator[int]:

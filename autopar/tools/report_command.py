@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from autopar.tools.command import DONE, Command, Output, write
-from passes.page import html
+from passes.page import Measured, html
 from passes.plan import load_plan
 from passes.text import nbytes
 
@@ -16,23 +16,26 @@ stage, every operator with its tiles on the mesh, cost by cause, what was
 rejected and what it would have cost, the pipeline's timeline, memory over time,
 the dearest collectives with your source lines, and a search over all of it.
 
-In Python it is plan.to_html(), and report(...).to_html() with measured seconds
-beside the predicted ones; a notebook shows a plan so by itself."""
+In Python it is plan.to_html(), and a notebook shows a plan so by itself. With
+the steps that train_step.report(...).write(FILE) wrote, what was measured is
+beside what was predicted: the step, its causes, and the timeline's tasks."""
 
 _MORE = """\
 example:
   autopar report plan.json -o plan.html
+  autopar report plan.json --measured steps.json
 
 exit status: 0 written, 2 the plan cannot be read or the page not written."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN", help="a file that `autopar plan --out` wrote")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="measured steps of this plan, to be shown beside")
     parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="the page (default: PLAN's name with .html)")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
-    text = html(load_plan(arguments.plan))
+    text = html(load_plan(arguments.plan), Measured.load(arguments.measured) if arguments.measured else None)
     path = arguments.out or arguments.plan.with_suffix(".html")
     write(path, text, "the page")
     return f"{path}: {nbytes(len(text.encode()))}, open it in any browser", DONE

@@ -136,7 +136,7 @@ def rows(example: Example, sweep: Sweep, request: Request, progress: Callable[[s
             progress("tracing")
             resized = with_rows(example, dict.fromkeys(places, scenario.batch) if scenario.batch else {})
             function = step.replan(microbatches=scenario.microbatches)
-            compilation = function._compilations.of(resized.args, dict(resized.kwargs))
+            compilation = function.compilations.of(resized.args, dict(resized.kwargs))
         share = scenario.batch / whole if scenario.batch else 1.0
         row = _row(compilation, scenario, request, progress)
         yield replace(row, tokens_per_step=tokens and tokens * share)

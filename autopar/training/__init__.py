@@ -1,6 +1,7 @@
-"""The surroundings of a train step: batches fetched ahead, and a line for each step."""
+"""The surroundings of a train step: batches fetched ahead, a line for each step, and checks every so many."""
 
 from autopar.training.batches import Batches
-from autopar.training.step_log import StepLog
+from autopar.training.step_checks import StepChecks
+from autopar.training.step_log import Record, StepLog, as_text
 
-__all__ = ["Batches", "StepLog"]
+__all__ = ["Batches", "Record", "StepChecks", "StepLog", "as_text"]

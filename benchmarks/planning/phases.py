@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 from rich.console import Console
@@ -161,7 +161,7 @@ def plan(name: str, config: gpt.Config, args: argparse.Namespace, options: Solve
     start, cpu_start = time.perf_counter(), time.process_time()
     traced = step.trace(state, batch)
     trace_seconds = time.perf_counter() - start
-    planned = step.plan(state, batch)
+    planned = cast("autopar.Plan", step.plan(state, batch))
     total = time.perf_counter() - start
     solution = planned.solution
     solve_phases = dict(solution.phase_seconds)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from benchmarks.published import megatron_gpt
 from benchmarks.published.flops import megatron_flops
 from benchmarks.published.machines import MATMULS_OF_2019, MATMULS_OF_2021, machine, multiplying
 from benchmarks.published.planned import Configuration, Job
@@ -41,7 +42,7 @@ def gpt_job(fields: Fields, batch: int, *, remat: bool) -> Job:
         remat=remat,
         scan_layers=True,
     )
-    return Job(module=gpt, config=config, batch=batch, precision="master copy")
+    return Job(module=megatron_gpt, config=config, batch=batch, precision="master copy")
 
 
 def work_of(fields: Fields, batch: int) -> float:

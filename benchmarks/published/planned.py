@@ -27,10 +27,9 @@ from passes.plan import AnyPlan, PipelinePlan
 from passes.planners import Auto, Planner, PlanOptions, Zero
 from passes.step import Step, Variant
 
-Precision = Literal["master copy", "cast", "single"]
+Precision = Literal["master copy", "float32 gradients", "single"]
 """Where a model computes in half precision: what the optimizer updates is a copy in float32 beside parameters in half
-precision (Megatron-LM), or the parameters themselves, cast where they are used, so that gradients add up in float32
-(nanotron). `single` has one precision."""
+precision (Megatron-LM), of which gradients are added up in float32 too (nanotron). `single` has one precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,8 @@ class Job:
 class Configuration:
     """A job on a cluster: `data` x `tensor` devices for each of `pipeline` groups, which have `interleave` stages each.
 
-    Stages have equally many layers, or, `by_work`, whole layers in such numbers that their work is as even as can be.
+    Stages have equally many layers, or, `by_work`, whole layers in such numbers that their work is as even as can be,
+    or equally many where the embedding and the head count as one each (`ends_count`).
     `zero` is the stage of ZeRO over `data`, 0 for none. With `total`, bytes are those of all groups' fullest devices.
     """
 
@@ -61,12 +61,9 @@ class Configuration:
     interleave: int = 1
     schedule: str = "1f1b"
     by_work: bool = False
+    ends_count: bool = False
     zero: int = 0
     total: bool = False
-
-    def __post_init__(self) -> None:
-        if self.zero and self.tensor * self.pipeline > 1:
-            raise ValueError(f"zero={self.zero}: no planner cuts state over data beside tensors and stages")
 
     def answer(self) -> Answer:
         """Seconds of a step and peak bytes as planned. Raises PlanningError where there is no such plan."""
@@ -88,12 +85,16 @@ class Configuration:
 def _plan(config: Configuration) -> AnyPlan:
     count, stages = config.microbatches, config.pipeline * config.interleave
     with without_gc():
-        return planner(config).plan(step(config.job, count, stages, config.by_work), config.cluster, PlanOptions()).plan
+        return (
+            planner(config)
+            .plan(step(config.job, count, stages, config.by_work or config.ends_count), config.cluster, PlanOptions())
+            .plan
+        )
 
 
 def planner(config: Configuration) -> Planner:
     """The planner by hand that lays a configuration out."""
-    if config.zero:
+    if config.zero and config.tensor * config.pipeline == 1:
         return Zero(config.zero)
     return DeepMegatron(
         data=config.data,
@@ -102,6 +103,8 @@ def planner(config: Configuration) -> Planner:
         interleave=config.interleave,
         microbatches=config.microbatches,
         schedule=config.schedule,
+        zero=config.zero,
+        ends_count=config.ends_count,
     )
 
 
@@ -138,12 +141,17 @@ def _optimizer(job: Job) -> optax.GradientTransformation:
 
 def _make_state(job: Job, key: jax.Array) -> Any:
     params = job.module.init(job.config, key)
-    master = _cast(params, "float32") if job.precision == "master copy" else None
+    master = None if job.precision == "single" else _cast(params, "float32")
     return params, master, _optimizer(job).init(params if master is None else master)
 
 
 def _cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+_BACKWARD = "transpose(jvp(hooks))"
+"""The scope of what hooks do with a gradient as soon as it is there: a part of the backward pass, microbatch by
+microbatch."""
 
 
 LOSS_SCALE = 1024.0
@@ -168,10 +176,14 @@ def make_step(job: Job) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
     def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         params, master, moments = state
         loss, gradients = jax.value_and_grad(lambda p: job.module.loss(job.config, p, batch))(params)
+        if job.precision == "float32 gradients":
+            with jax.named_scope(_BACKWARD):
+                gradients = _cast(gradients, "float32")
         if master is None:
             updates, moments = _optimizer(job).update(gradients, moments, params)
             return (optax.apply_updates(params, updates), None, moments), loss
-        updates, moments = _optimizer(job).update(_unscaled(gradients), moments, master)
+        gradients = _unscaled(gradients) if job.precision == "master copy" else gradients
+        updates, moments = _optimizer(job).update(gradients, moments, master)
         master = jax.tree.map(jnp.add, master, updates)
         return (_cast(master, job.config.param_dtype), master, moments), loss
 

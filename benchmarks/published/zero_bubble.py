@@ -92,7 +92,7 @@ def _configuration(fields: Fields) -> Configuration | None:
         microbatches=count,
         pipeline=whole(fields, "p"),
         interleave=_chunks(fields),
-        by_work=True,
+        ends_count=True,
         schedule=NAMES.get(fields["schedule"], "1f1b"),
     )
 

@@ -59,6 +59,9 @@ class DeviceSpec:
     A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle;
     an array sent to the next stage takes `send_seconds` more than its bytes, and the sender computes during the part
     `send_overlap` of that.
+    Of what collectives take that gather weights ahead of their use, or reduce gradients while the backward pass goes
+    on, the part `collective_overlap` is hidden behind computing. The compiler combines those of
+    gradients in buckets of `bucket_nbytes` (0: each is sent by itself).
     Where it `fuses_attention`, the scores of attention exist inside one kernel alone, forward and backward: that is a
     property of the software that computes on it, and XLA finds no such chain by itself.
     `widened` maps dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
@@ -80,6 +83,8 @@ class DeviceSpec:
     dispatch_seconds: float = DISPATCH_SECONDS
     send_seconds: float = 0.0
     send_overlap: float = 1.0
+    collective_overlap: float = 0.0
+    bucket_nbytes: float = 0.0
     fuses_attention: bool = False
     widened: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
@@ -307,9 +312,9 @@ _LINK = ("alpha_seconds", "bytes_per_second")
 _OPTIONAL = ("adapters", "wiring", "measured")
 _RATES = (
     *("half_extent", "half_inner", "strided_bytes_per_second"),
-    *("host_bytes_per_second", "dispatch_seconds", "send_seconds"),
+    *("host_bytes_per_second", "dispatch_seconds", "send_seconds", "bucket_nbytes"),
 )
-_PARTS = ("send_overlap",)
+_PARTS = ("send_overlap", "collective_overlap")
 _SEEN = (*_RATES, *_PARTS, "memory_efficiency", "cores", "fuses_attention", "widened")
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 

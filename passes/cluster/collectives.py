@@ -99,6 +99,13 @@ def seconds(kind: Kind, nbytes: float | Floats, group: Group) -> float | Floats:
     return min(cost.latency_seconds + cost.seconds_per_byte * nbytes for cost in costs(kind, group))
 
 
+def bucket_share(kind: Kind, nbytes: Floats, group: Group, bucket_nbytes: float) -> Floats:
+    """The share of the seconds of a full bucket that each of these arrays takes in it; infinite without buckets."""
+    if not bucket_nbytes:
+        return np.full(nbytes.shape, np.inf)
+    return nbytes / bucket_nbytes * seconds(kind, bucket_nbytes, group)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """The time of one algorithm: a latency, and seconds for every byte of the payload."""

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Link, Wiring
-from passes.cluster.links import ICI_ALPHA_SECONDS, ICI_SHARE, SEND_OVERLAP, SEND_SECONDS, plain
+from passes.cluster.links import (
+    BUCKET_NBYTES,
+    COLLECTIVE_OVERLAP,
+    ICI_ALPHA_SECONDS,
+    ICI_SHARE,
+    SEND_OVERLAP,
+    SEND_SECONDS,
+    plain,
+)
 
 MATMUL_EFFICIENCY = 0.80
 """Where it was not measured: the median of where it was (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
@@ -107,6 +115,8 @@ def gpu_host(
             launch_seconds=launch_seconds,
             send_seconds=send_seconds,
             send_overlap=send_overlap,
+            collective_overlap=COLLECTIVE_OVERLAP,
+            bucket_nbytes=BUCKET_NBYTES,
             source=source,
             cores=cores,
             half_inner=HALF_INNER if cores else 0.0,

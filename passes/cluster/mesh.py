@@ -53,11 +53,15 @@ class Axes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Named axes over the first `size` devices of a cluster, row-major: the last axis joins neighbours."""
+    """Named axes over the first `size` devices of a cluster, row-major: the last axis joins neighbours.
+
+    Nothing on it is moved by `forbidden` kinds of collectives.
+    """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     cluster: Cluster
+    forbidden: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """A hash of the axes and sizes, which tell most meshes apart: meshes are keys of many tables."""
@@ -82,7 +86,8 @@ class Mesh:
             raise InternalError(f"a mesh of {self.size} devices on a cluster of {self.cluster.n_devices}")
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)) or "1 device"
+        axes = " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)) or "1 device"
+        return f"{axes} without {', '.join(self.forbidden)}" if self.forbidden else axes
 
 
 @lru_cache(maxsize=4096)

@@ -73,8 +73,13 @@ class LowerBound(NamedTuple):
 class StageTable(Protocol):
     """The costs of stages and of the boundaries between them; each entry is requested at most once, when needed."""
 
-    def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
-        """The cost of layers first..last (`last` excluded) as a stage on a submesh; None if that is impossible."""
+    def candidate(
+        self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
+    ) -> Candidate | None:
+        """The cost of layers first..last (`last` excluded) as a stage on a submesh; None if that is impossible.
+
+        None as well, if that is seen, where its period is `cutoff` seconds or more.
+        """
         ...
 
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:

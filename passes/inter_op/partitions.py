@@ -45,7 +45,7 @@ from passes.progress import SearchContext
 from passes.text import count, quantities
 
 LowerBoundOf = Callable[[int, int, Submesh, int], LowerBound]
-Prefetch = Callable[[Sequence[tuple[int, int, Submesh, int]]], None]
+Prefetch = Callable[[Sequence[tuple[int, int, Submesh, int]], float], None]
 
 _WIDER = 1.02
 """Entries whose bounds lie within this factor of the lowest are requested together: one at a time would leave other
@@ -113,9 +113,9 @@ def partition(
     the numbers of stages allowed, by default all. Who sends computes during the part `overlap` of a transfer.
     `memory_limit` is in bytes of one device. `proof` is the most partial partitions that the last part of the search
     extends. `lower_bound` bounds the cost of any candidate; without it every entry is requested. `prefetch` is called
-    with the entries that are requested next. The `context` has the cutoff, and may be interrupted. Schedules with
-    several stages on a device group are not searched. Raises PlanningError for numbers that make no sense, and where no
-    partition fits in memory.
+    with the entries that are requested next, and the seconds that a step must stay below. The `context` has the cutoff,
+    and may be interrupted. Schedules with several stages on a device group are not searched. Raises PlanningError for
+    numbers that make no sense, and where no partition fits in memory.
     """
     context = context or SearchContext()
     places = place(whole, choices, idle)
@@ -195,9 +195,9 @@ class _Requests:
         requested = [(m, entry) for m, entry, bound in missing if bound <= lowest * _WIDER]
         runs = [(first, last, self.places.choices[choice], m) for m, (choice, first, last) in requested]
         if self.prefetch is not None:
-            self.prefetch(runs)
+            self.prefetch(runs, seconds)
         for (m, entry), run in zip(requested, runs, strict=True):
-            self.known[m][entry] = self.table.candidate(*run)
+            self.known[m][entry] = self.table.candidate(*run, seconds / m)  # its step takes m periods or more
         return True
 
     def _bounds(self, m: int) -> Floats:

@@ -2,15 +2,15 @@
 an answer.
 """
 
-from passes.intra_op import pins, restrictions
+from passes.intra_op import extract, pins, restrictions
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.computing import weight_gradient_share
-from passes.intra_op.extract import accounted, move_seconds
 from passes.intra_op.flops import product_flops, slow_dtype
+from passes.intra_op.layer_costs import layer_costs
 from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.mesh_search import MeshSearch, best
-from passes.intra_op.meshes import layouts, named
+from passes.intra_op.meshes import for_constraints, layouts, named
 from passes.intra_op.offloading import away
 from passes.intra_op.roles import in_forward
 from passes.intra_op.variants import MOST_OPERATORS, VariantSearch
@@ -22,13 +22,14 @@ __all__ = [
     "MeshSearch",
     "Solved",
     "VariantSearch",
-    "accounted",
     "assemble",
     "away",
     "best",
+    "extract",
+    "for_constraints",
     "in_forward",
+    "layer_costs",
     "layouts",
-    "move_seconds",
     "named",
     "pins",
     "product_flops",

@@ -16,7 +16,7 @@ from passes.intra_op.strategies import Table
 from passes.ir import Body, Control, Graph, Phase, PortUse, StatePairs, TensorType
 from passes.placement import Grouping, Layout, Placement
 from passes.rules import Assignment, ShardingRule
-from passes.sharding import Resharder, ShardingSpec, replicated
+from passes.sharding import Behind, Resharder, ShardingSpec, replicated
 from passes.solver import ShardingProblem
 
 Specs = tuple[ShardingSpec, ...]
@@ -221,6 +221,11 @@ def full_target(type: TensorType, spec: ShardingSpec, resharder: Resharder) -> S
     if not spec.partial:
         return spec
     return min(full_placements(type, resharder), key=lambda target: resharder.cost(type, spec, target))
+
+
+def finish_seconds(type: TensorType, spec: ShardingSpec, resharder: Resharder, behind: Behind | None) -> float:
+    """The seconds in which a value that leaves the program is made whole of sums, as `full_target` has it."""
+    return resharder.cost(type, spec, full_target(type, spec, resharder), behind)
 
 
 def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec]:

@@ -14,12 +14,21 @@ import numpy as np
 
 from passes.cluster import Mesh
 from passes.gc_pause import without_gc
-from passes.intra_op.assembly import Assembly, ControlJoin, Specs, Subproblem, ValueSite, full_placements, stacked
+from passes.intra_op.assembly import (
+    Assembly,
+    ControlJoin,
+    Specs,
+    Subproblem,
+    ValueSite,
+    finish_seconds,
+    full_placements,
+    stacked,
+)
 from passes.intra_op.strategies import Table, Tabulator, signature_of
 from passes.ir import Control, Graph, Port, StatePairs, TensorType
-from passes.placement import Grouping, OperatorGroup, weights
+from passes.placement import Background, Grouping, OperatorGroup, weights
 from passes.rules import made_anywhere
-from passes.sharding import Resharder, ShardingSpec, replicated
+from passes.sharding import Behind, Resharder, ShardingSpec, replicated
 from passes.solver import Edge, Floats, Indices, Memory, ShardingProblem
 
 __all__ = ["Assembly", "Subproblem", "assemble", "visible"]
@@ -84,8 +93,8 @@ class _Common:
         self._specs: dict[Specs, Specs] = {}
         self._full: dict[TensorType, Specs] = {}
         self._interfaces: dict[int, tuple[Table, _Interface]] = {}
-        self._matrices: dict[tuple[TensorType, int, int], _Matrix] = {}
-        self._halves: dict[tuple[TensorType, int, int], tuple[_Matrix, _Matrix]] = {}
+        self._matrices: dict[tuple[TensorType, int, int, Behind | None], _Matrix] = {}
+        self._halves: dict[tuple[TensorType, int, int, Behind | None], tuple[_Matrix, _Matrix]] = {}
 
     def interned(self, specs: Specs) -> Specs:
         """The one object that stands for these placements."""
@@ -108,13 +117,13 @@ class _Common:
             self._interfaces[id(table)] = (table, interface)
         return self._interfaces[id(table)][1]
 
-    def matrix(self, type: TensorType, before: Specs, after: Specs) -> _Matrix:
-        """The resharding seconds between the placements of two nodes, both interned."""
-        key = (type, id(before), id(after))
+    def matrix(self, type: TensorType, before: Specs, after: Specs, behind: Behind | None) -> _Matrix:
+        """The resharding seconds between the placements of two nodes, both interned, as `Resharder.cost` has them."""
+        key = (type, id(before), id(after), behind)
         if key not in self._matrices:
             sources, targets = dict.fromkeys(before), dict.fromkeys(after)
             row, column = ({spec: i for i, spec in enumerate(specs)} for specs in (sources, targets))
-            seconds = self.resharder.matrix(type, tuple(sources), tuple(targets))
+            seconds = self.resharder.matrix(type, tuple(sources), tuple(targets), behind)
             self._matrices[key] = _Matrix(
                 seconds=seconds,
                 before=np.array([row[s] for s in before]),
@@ -125,11 +134,11 @@ class _Common:
             )
         return self._matrices[key]
 
-    def halves(self, type: TensorType, before: Specs, after: Specs) -> tuple[_Matrix, _Matrix]:
+    def halves(self, type: TensorType, before: Specs, after: Specs, behind: Behind | None) -> tuple[_Matrix, _Matrix]:
         """The same seconds in two parts: from placements that are partial, and from those that are not."""
-        key = (type, id(before), id(after))
+        key = (type, id(before), id(after), behind)
         if key not in self._halves:
-            matrix = self.matrix(type, before, after)
+            matrix = self.matrix(type, before, after, behind)
             origins = list(enumerate(dict.fromkeys(before)))
             sums, full = ([row for row, spec in origins if bool(spec.partial) == partial] for partial in (True, False))
             self._halves[key] = matrix.only(sums), matrix.only(full)
@@ -153,6 +162,7 @@ class _Builder:
     reads: dict[int, list[int]] = field(default_factory=dict)
     inputs: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
     weights: dict[int, frozenset[int]] = field(default_factory=dict)
+    backgrounds: dict[int, Background] = field(default_factory=dict)
 
     @property
     def common(self) -> _Common:
@@ -235,8 +245,9 @@ class _Builder:
         """A new node that decides the placement of one value."""
         return ValueSite(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.interned(tuple(specs)))
 
-    def connect(self, subproblem: Subproblem) -> None:
+    def connect(self, subproblem: Subproblem, background: Background) -> None:
         """Adds the edges of a subproblem and of all subproblems inside it."""
+        self.backgrounds[subproblem.number] = background
         for index, operator_group in enumerate(subproblem.grouping.operator_groups):
             node, late = subproblem.first + index, operator_group.phase == "backward"
             for position, specs in self.inputs[node]:
@@ -247,8 +258,9 @@ class _Builder:
                 port = control_join.ports[port_use.port]
                 specs = self.common.interned(tuple(stacked(spec, port_use) for spec in port.specs))
                 self._connect(subproblem, value, port.node, specs)
-            for body, inner in zip(control_join.control.bodies, control_join.bodies, strict=True):
-                self.connect(inner)
+            within = background.inside(index, control_join.control)
+            for body, inner, beside in zip(control_join.control.bodies, control_join.bodies, within, strict=True):
+                self.connect(inner, beside)
                 for value, port in zip(body.graph.outputs, body.outputs, strict=True):
                     self._connect(inner, value, control_join.ports[port].node, control_join.ports[port].specs)
 
@@ -263,14 +275,14 @@ class _Builder:
             copies = replicated(type.rank)
             self.seconds[target] += subproblem.weight * np.array([self.resharder.cost(type, copies, s) for s in after])
             return
-        site = subproblem.sites[root]
-        matrix = self.common.matrix(type, site.specs, after)
+        site, behind = subproblem.sites[root], self.backgrounds[subproblem.number].behind(value)
+        matrix = self.common.matrix(type, site.specs, after, behind)
         if site.node == target:
             self.seconds[target] += subproblem.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
             if root in self._passed(subproblem) and any(spec.partial for spec in site.specs):
                 # What is summed up before a barrier is let through as a sum; anything else is brought again behind it.
-                sums, matrix = self.common.halves(type, site.specs, after)
+                sums, matrix = self.common.halves(type, site.specs, after, behind)
                 group = self.sums.setdefault((subproblem.number, root), len(self.groups) + len(self.sums))
                 self._edge(site.node, target, sums, group, subproblem.weight)
             # With `regather`, weights are gathered again for the backward pass; otherwise readers share the first copy.
@@ -317,8 +329,8 @@ class _Builder:
                 self._connect(root, value, state.node, state.specs)
                 continue
             type = graph.types[value]
-            finish_seconds = [0.0 if not s.partial else self._finish_seconds(type, s) for s in site.specs]
-            self.seconds[site.node] += np.array(finish_seconds)
+            behind = self.backgrounds[root.number].behind(value)
+            self.seconds[site.node] += np.array([finish_seconds(type, s, self.resharder, behind) for s in site.specs])
         return Assembly(
             mesh=self.mesh,
             root=root,
@@ -331,10 +343,6 @@ class _Builder:
             state_pairs=state_pairs,
             groups=self.groups,
         )
-
-    def _finish_seconds(self, type: TensorType, spec: ShardingSpec) -> float:
-        """The least seconds in which a partial value is reduced."""
-        return min(self.resharder.cost(type, spec, target) for target in self.common.full(type))
 
 
 def _kind(graph: Graph, members: Sequence[int]) -> str:
@@ -388,5 +396,5 @@ def assemble(
     """
     builder = _Builder(mesh=mesh, resharder=resharder, regather=regather)
     root = builder.lay_out(graph, grouping, {}, 1.0)
-    builder.connect(root)
+    builder.connect(root, Background.of(graph))
     return builder.finish(root, state_pairs)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
 from passes.intra_op.roofline import local_flops, times_made
-from passes.ir import Body, Graph, Phase
+from passes.ir import PHASES, Body, Graph, Node, Phase
 from passes.placement import Grouping, Layout, OperatorGroup, Placement
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import ShardingSpec
@@ -22,13 +22,24 @@ def compute_seconds(
 ) -> dict[Phase, float]:
     """Seconds of all operators by phase, reshardings apart; `inside` a loop or branch, `weight` times a step."""
     totals: dict[Phase, float] = {}
-    for when, _, spent in _spent(graph, grouping, mesh, layout, inside):
-        totals[when] = totals.get(when, 0.0) + weight * spent
+    for when, _, spent in operator_seconds(graph, grouping, mesh, layout, weight=weight, inside=inside):
+        totals[when] = totals.get(when, 0.0) + spent
+    return totals
+
+
+def operator_seconds(
+    graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, *, weight: float = 1.0, inside: bool = False
+) -> Iterator[tuple[Phase, Node, float]]:
+    """(phase, heaviest member, seconds) of each operator group, in loops and branches too, as `compute_seconds` adds
+    them up.
+    """
+    for when, operator_group, spent in _spent(graph, grouping, mesh, layout, inside):
+        members = sorted(operator_group.members)
+        heaviest = next((member for member in members if grouping.rules[member].is_product), members[0])
+        yield when, graph.nodes[heaviest], weight * spent
     for body, within, placed in _bodies(grouping, layout):
         runs = weight * max(body.trips, 1) * body.share
-        for when, spent in compute_seconds(body.graph, within, mesh, placed, weight=runs, inside=True).items():
-            totals[when] = totals.get(when, 0.0) + spent
-    return totals
+        yield from operator_seconds(body.graph, within, mesh, placed, weight=runs, inside=True)
 
 
 def weight_gradient_share(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: Collection[int]) -> float:
@@ -50,10 +61,9 @@ def _halves(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: 
         if grouping.rules[index].is_product or index in grouping.controls or not awaited.isdisjoint(node.outputs):
             awaited.update(node.inputs)
     totals = [0.0, 0.0]
-    for when, operator_group, spent in _spent(graph, grouping, mesh, layout, inside=True):
-        if when == "backward":
-            made = (value for member in operator_group.members for value in graph.nodes[member].outputs)
-            totals[awaited.isdisjoint(made)] += spent
+    for _, operator_group, spent in _spent(graph, grouping, mesh, layout, inside=True, phases=("backward",)):
+        made = (value for member in operator_group.members for value in graph.nodes[member].outputs)
+        totals[awaited.isdisjoint(made)] += spent
     for body, within, placed in _bodies(grouping, layout):
         carried = set(body.inputs)
         onward = [v for v, port in zip(body.graph.outputs, body.outputs, strict=True) if port in carried]
@@ -63,13 +73,20 @@ def _halves(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: 
 
 
 def _spent(
-    graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, inside: bool
+    graph: Graph,
+    grouping: Grouping,
+    mesh: Mesh,
+    layout: Layout,
+    inside: bool,
+    phases: Collection[Phase] = PHASES,
 ) -> Iterator[tuple[Phase, OperatorGroup, float]]:
-    """Every operator group of a graph, those of its loops and branches apart, with its phase and seconds."""
+    """Every operator group of a graph in some phases, those of its loops and branches apart, with its seconds."""
     anew = remade(graph, grouping)
     written = visible(graph, grouping) - anew
     for operator_group in grouping.operator_groups:
         when: Phase = "backward" if operator_group.phase == "apply" and inside else operator_group.phase
+        if when not in phases:
+            continue
         yield (
             when,
             operator_group,
@@ -98,7 +115,7 @@ def _group_seconds(
     """
     device = mesh.cluster.group().device
     members = sorted(operator_group.members)
-    if all(grouping.rules[member].permutes for member in members):
+    if all(grouping.rules[member].is_layout for member in members):
         return 0.0  # a layout, as in `passes.intra_op.strategies`
     produced = {value for member in members for value in graph.nodes[member].outputs}
     specs: dict[int, ShardingSpec] = {}

@@ -12,7 +12,7 @@ from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import model_flops
 from passes.ir import PHASES, Graph, Phase, StatePairs
 from passes.memory import peak
-from passes.placement import Grouping, ReshardingPlan, group, occurrences, resharding_plan
+from passes.placement import Grouping, Occurrence, ReshardingPlan, group, occurrences, resharding_plan
 from passes.placement import collectives as collectives_of
 from passes.plan import MemoryReport, Plan, Solution, operators
 from passes.sharding import Resharder
@@ -127,12 +127,30 @@ def move_seconds(
     """Seconds of all reshardings by kind of collective (`copies` are the local steps), and by phase."""
     by_kind: dict[str, float] = {}
     by_phase: dict[Phase, float] = {}
+    for occurrence, cause, spent in moves(graph, reshardings, resharder):
+        by_kind[cause] = by_kind.get(cause, 0.0) + spent
+        by_phase[occurrence.phase] = by_phase.get(occurrence.phase, 0.0) + spent
+    return by_kind, by_phase
+
+
+def moves(graph: Graph, reshardings: ReshardingPlan, resharder: Resharder) -> Iterator[tuple[Occurrence, str, float]]:
+    """(occurrence, kind of collective or `copies`, seconds) of each step of each resharding."""
     for occurrence in occurrences(graph, reshardings):
         spec = occurrence.move.before
+        runs = occurrence.trips * occurrence.share * _exposed_share(occurrence, resharder)
         for step in occurrence.move.steps:
             spec_before, spec = spec, step.apply(spec)
-            spent = occurrence.trips * occurrence.share * resharder.cost(occurrence.type, spec_before, spec)
-            cause = "copies" if step.is_local else step.kind
-            by_kind[cause] = by_kind.get(cause, 0.0) + spent
-            by_phase[occurrence.phase] = by_phase.get(occurrence.phase, 0.0) + spent
-    return by_kind, by_phase
+            spent = runs * resharder.cost(occurrence.type, spec_before, spec)
+            yield occurrence, "copies" if step.is_local else step.kind, spent
+
+
+def _exposed_share(occurrence: Occurrence, resharder: Resharder) -> float:
+    """The share of a resharding's seconds, by itself, that the step is longer for it: all, if something waits for it.
+
+    It is one share for each of its steps, so that they add up to what the search was told.
+    """
+    if occurrence.behind is None:
+        return 1.0
+    ends = occurrence.type, occurrence.move.before, occurrence.move.after
+    alone = resharder.cost(*ends)
+    return resharder.cost(*ends, occurrence.behind) / alone if alone else 1.0

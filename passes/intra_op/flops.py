@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from passes.cluster import DeviceSpec, Mesh
 from passes.ir import Graph, item_nbytes
-from passes.placement import Grouping, Placement
-from passes.rules import ShardingRule, rule_of
+from passes.placement import Grouping, Placement, products
+from passes.rules import ShardingRule
 
 
 def model_flops(graph: Graph, grouping: Grouping) -> dict[str, float]:
@@ -51,8 +51,7 @@ def slow_dtype(graph: Graph, device: DeviceSpec) -> tuple[str, float, str, float
     """The dtype of most products that a device has no units for, with its flops a second there, and the fastest dtype
     that is no wider, with its own; None where every product is computed in a dtype that the device has.
     """
-    work: dict[str, float] = {}
-    _add_work(graph, work)
+    work = products(graph)
     rates = device.flops_per_second
     missing = {dtype: flops for dtype, flops in work.items() if dtype not in rates and "float" in dtype}
     if not missing:
@@ -62,17 +61,6 @@ def slow_dtype(graph: Graph, device: DeviceSpec) -> tuple[str, float, str, float
     best = max(narrow, key=lambda name: rates[name], default=dtype)
     slow, fast = (device.matmul_flops_per_second(name) for name in (dtype, best))
     return (dtype, slow, best, fast) if slow < fast else None
-
-
-def _add_work(graph: Graph, work: dict[str, float]) -> None:
-    """Adds the flops of all products, by the dtype of what they read; a loop's count once."""
-    for node in graph.nodes:
-        rule = rule_of(node, graph)
-        if rule.is_product:
-            dtype = graph.types[node.inputs[0]].dtype
-            work[dtype] = work.get(dtype, 0.0) + rule.flops
-        for body in node.subgraphs:
-            _add_work(body, work)
 
 
 def _parts(rule: ShardingRule, placement: Placement, mesh: Mesh) -> int:

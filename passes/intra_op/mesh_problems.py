@@ -18,6 +18,7 @@ from passes.intra_op.memory_budgets import live
 from passes.intra_op.memory_limit import Point
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
 from passes.intra_op.peak_node import NodePath, peak_node
+from passes.intra_op.pins import arriving
 from passes.ir import Graph, StatePairs
 from passes.memory import peak
 from passes.placement import Grouping, group, resharding_plan
@@ -96,6 +97,7 @@ class MeshProblems:
         began = time.perf_counter()
         assembly = assemble(self.graph, mesh, self.grouping, self._resharder(mesh), self.state_pairs, regather=regather)
         assembly = self.restrict(assembly) if self.restrict else assembly
+        assembly = arriving(assembly) if self.graph.pinned else assembly
         self.phases["tables"] += time.perf_counter() - began
         return assembly
 

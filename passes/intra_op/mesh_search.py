@@ -47,8 +47,12 @@ def best(
     restrict: Restriction | None = None,
     regather: bool = False,
     resharders: dict[Mesh, Resharder] | None = None,
+    most_nbytes: float = math.inf,
 ) -> Plan:
-    """The cheapest plan over the meshes, whatever memory it needs; `resharders` hold what is known of meshes."""
+    """The cheapest plan over the meshes that needs at most so many bytes; `resharders` hold what is known of meshes.
+
+    Raises OverBudgetError where none is found.
+    """
     problems = MeshProblems(
         graph=graph,
         state_pairs=state_pairs,
@@ -56,9 +60,11 @@ def best(
         restrict=restrict,
         resharders={} if resharders is None else resharders,
     )
-    search = MeshSearch(name=name, problems=problems, options=options, regather=regather)
+    search = MeshSearch(
+        name=name, problems=problems, options=options, regather=regather, has_twins=False, most_nbytes=most_nbytes
+    )
     search.over(meshes)
-    return search.cheapest
+    return search.cheapest if math.isinf(most_nbytes) else search.cheapest_within(most_nbytes) or search.lowest()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,10 +72,10 @@ class MeshSearch:
     """The search over meshes for a program: the sharding problems that were solved of it, cheapest first.
 
     If only plans of at most `most_nbytes` are wanted, meshes without any are left out as soon as that is seen, and
-    others are solved roughly: what fits is brought nearer to the optimum at the end.
+    others are solved roughly: what fits is brought nearer to the optimum at the end. With `has_twins`, weights may be
+    fetched once a use.
 
-    No plan is worse than those by hand that `textbook` knows of: they are looked at where a gap is left, or a limit
-    binds.
+    No plan is worse than those by hand that `textbook` knows of: they are looked at where there is a gap or a limit.
 
     An interruption that the `context` allows ends the search as soon as there is an answer.
     """
@@ -79,6 +85,7 @@ class MeshSearch:
     options: SolverOptions
     textbook: Textbook = lambda mesh: ()
     regather: bool = False
+    has_twins: bool = True
     most_nbytes: float = math.inf
     context: SearchContext = field(default_factory=SearchContext)
     solved: list[Solved] = field(default_factory=list[Solved])
@@ -212,7 +219,7 @@ class MeshSearch:
     def _twins(self, solved: Solved, done: int, total: int) -> Iterator[Solved]:
         """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
         yield solved
-        if not solved.regather:
+        if self.has_twins and not solved.regather:
             self._tell(f"tabulate {solved.assembly.mesh}", done, total)
             if (twin := self.problems.twin(solved)) is not None:
                 yield twin

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from passes.cluster import Cluster, Mesh, shapes
 from passes.errors import PlanningError, explain
 from passes.ir import Graph
-from passes.rules import pinned_mesh
+from passes.rules import boundaries_of, pinned_mesh
+from passes.sharding import boundaries
 
 
 def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
     """The meshes over the first devices of a cluster, one for each way to lay them out that differs there."""
     return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
+
+
+def for_constraints(graph: Graph, cluster: Cluster, max_axes: int) -> list[Mesh]:
+    """The layouts of all devices on which what the user has placed can lie; else the coarsest such mesh, whatever its
+    number of axes. None where all layouts do.
+    """
+    needed, size = boundaries_of(graph), cluster.n_devices
+    if needed <= {1, size}:
+        return []
+    meshes = [_mesh(cluster, sizes) for sizes in shapes(size, max_axes=max_axes)]
+    edges = sorted({1, size, *needed}, reverse=True)
+    coarsest = tuple(outer // inner for outer, inner in pairwise(edges) if outer % inner == 0)
+    fitting = [mesh for mesh in meshes if needed <= boundaries(mesh)]
+    return fitting or [_mesh(cluster, coarsest)] if math.prod(coarsest) == size else meshes
 
 
 def allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
@@ -41,7 +57,8 @@ def allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
 
 
 def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
-    return Mesh(axes=("x", "y", "z")[: len(sizes)], sizes=sizes, cluster=cluster)
+    names = ("x", "y", "z", *(f"x{number}" for number in range(3, len(sizes))))
+    return Mesh(axes=names[: len(sizes)], sizes=sizes, cluster=cluster)
 
 
 def named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:

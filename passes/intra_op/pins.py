@@ -5,8 +5,8 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,8 +14,11 @@ import numpy as np
 from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, PlanningError, close, explain
 from passes.intra_op.assembly import Assembly
-from passes.ir import TensorType
-from passes.sharding import ShardingSpec, parse_spec
+from passes.ir import Graph, TensorType
+from passes.sharding import ShardingSpec, parse_spec, spec_on
+
+KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+"""The kinds of collectives that move values within a mesh."""
 
 Pins = tuple[tuple[str, ShardingSpec], ...]
 """Patterns of names, each with a placement whose trailing uncut dimensions may be left out."""
@@ -72,11 +75,38 @@ def checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:
     return tuple(cast("Mapping[str, int]", axes).items())
 
 
-def mesh_named(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> Mesh:
-    """The mesh of these axes over all devices of a cluster. Raises PlanningError where there are more or fewer."""
+def checked_kinds(allow: Iterable[str] | None, forbid: Iterable[str]) -> tuple[str, ...]:
+    """The kinds of collectives that a plan must do without. Raises PlanningError for what is no kind of one."""
+    for name, kinds in (("allow", () if allow is None else allow), ("forbid", forbid)):
+        is_list = isinstance(cast("object", kinds), Iterable) and not isinstance(kinds, str)
+        unknown = [kind for kind in kinds if kind not in KINDS] if is_list else [kinds]
+        if unknown:
+            rule = f"{unknown[0]!r} is no kind of collective; these are {', '.join(KINDS)}"
+            raise PlanningError(explain(f"{name}={kinds!r:.60}", rule, "", f'write, say, {name}={{"all_to_all"}}'))
+    forbidden = set(forbid)
+    if allow is not None and forbidden:
+        rule = "kinds of collectives are allowed or forbidden, not both"
+        raise PlanningError(explain("Auto(allow=, forbid=)", rule, "", "leave one of them out"))
+    allowed = set(KINDS if allow is None else allow) - forbidden
+    return tuple(kind for kind in KINDS if kind not in allowed)
+
+
+def without(mesh: Mesh, kinds: tuple[str, ...]) -> Mesh:
+    """The mesh on which nothing is moved by these kinds of collectives."""
+    return replace(mesh, forbidden=kinds) if kinds else mesh
+
+
+def mesh_named(cluster: Cluster, axes: Sequence[tuple[str, int]], stage_devices: int | None = None) -> Mesh:
+    """The mesh of these axes over all devices of a cluster, or those of a stage.
+
+    Raises PlanningError where there are more or fewer.
+    """
     total = math.prod(size for _, size in axes)
-    if total != cluster.n_devices:
-        rule = f"this makes {total} devices, and cluster {cluster.name!r} has {cluster.n_devices}"
+    if total != (stage_devices or cluster.n_devices):
+        holder = (
+            f"the stage has {stage_devices}" if stage_devices else f"cluster {cluster.name!r} has {cluster.n_devices}"
+        )
+        rule = f"this makes {total} devices, and {holder}"
         raise PlanningError(
             explain(f"mesh={dict(axes)}", rule, "", "choose sizes whose product is the number of devices")
         )
@@ -117,7 +147,43 @@ def placed_inputs(pins: Pins, names: Sequence[str], types: Sequence[TensorType])
     return chosen
 
 
-def pinned(assembly: Assembly, chosen: Mapping[int, ShardingSpec]) -> Assembly:
+@dataclass(frozen=True, slots=True)
+class ByName:
+    """The restriction of any program to placements of its inputs by their names; other pins are of other programs."""
+
+    pins: Pins
+
+    def placed(self, graph: Graph) -> dict[int, ShardingSpec]:
+        """The placement of each input of a program that is pinned, by its position."""
+        names, types = graph.input_names, [graph.types[v] for v in graph.inputs]
+        here = tuple((pattern, spec) for pattern, spec in self.pins if matching(pattern, names))
+        return placed_inputs(here, names, types)
+
+    def check(self, graph: Graph) -> None:
+        """Raises PlanningError for a pin of no input of a program."""
+        placed_inputs(self.pins, graph.input_names, [graph.types[v] for v in graph.inputs])
+
+    def __call__(self, assembly: Assembly) -> Assembly:
+        return pinned(assembly, self.placed(assembly.root.graph))
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Two restrictions, one after the other."""
+
+    first: Callable[[Assembly], Assembly]
+    second: Callable[[Assembly], Assembly]
+
+    def __call__(self, assembly: Assembly) -> Assembly:
+        return self.second(self.first(assembly))
+
+
+_OTHERWISE = "plan with Auto() and without stages, or leave it out of in_shardings= and placed="
+
+
+def pinned(
+    assembly: Assembly, chosen: Mapping[int, ShardingSpec], kind: str = "the pin", remedy: str = "pin it otherwise"
+) -> Assembly:
     """The assembly in which inputs lie as they are pinned. Raises NoLegalPlanError where they cannot on this mesh."""
     graph, root = assembly.root.graph, assembly.root
     seconds = list(assembly.problem.seconds)
@@ -128,13 +194,29 @@ def pinned(assembly: Assembly, chosen: Mapping[int, ShardingSpec]) -> Assembly:
             continue
         is_pinned = np.array([other == spec for other in site.specs])
         if not np.isfinite(np.where(is_pinned, seconds[site.node], np.inf)).any():
-            raise _impossible(graph.input_names[position], graph.types[value], spec, assembly.mesh, site.specs)
+            what = f"{kind} {spec} of {path_of(graph.input_names[position])} {graph.types[value]}"
+            raise _impossible(what, graph.types[value], spec, assembly.mesh, site.specs, remedy)
         seconds[site.node] = np.where(is_pinned, seconds[site.node], np.inf)
     return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
 
 
+def arriving(assembly: Assembly) -> Assembly:
+    """The assembly in which inputs arrive where the user has placed them. Raises NoLegalPlanError where the mesh has no
+    such axes.
+    """
+    graph, chosen = assembly.root.graph, dict[int, ShardingSpec]()
+    for position, placement in graph.pinned.items():
+        spec = spec_on(placement, assembly.mesh)
+        if spec is None:
+            what = f"the sharding {placement} of {graph.input_names[position]} {graph.types[graph.inputs[position]]}"
+            rule = f"no axes of the mesh {assembly.mesh} cut it so"
+            raise NoLegalPlanError(explain(what, rule, "", _OTHERWISE))
+        chosen[position] = spec
+    return pinned(assembly, chosen, "the sharding", _OTHERWISE)
+
+
 def _impossible(
-    name: str, type: TensorType, spec: ShardingSpec, mesh: Mesh, possible: Sequence[ShardingSpec]
+    what: str, type: TensorType, spec: ShardingSpec, mesh: Mesh, possible: Sequence[ShardingSpec], remedy: str
 ) -> NoLegalPlanError:
     """The error of an input that cannot lie as it is pinned."""
     unknown = sorted({axis for axes in spec.dims for axis in axes} - set(mesh.axes))
@@ -146,6 +228,4 @@ def _impossible(
     missing = f"mesh {mesh} has no axis {', '.join(map(repr, unknown))}" if unknown else ""
     rule = missing or "; ".join(uneven) or f"no operator can take it so on mesh {mesh}, beside the other pins"
     options = ", ".join(dict.fromkeys(str(other) for other in possible if not other.partial))
-    return NoLegalPlanError(
-        explain(f"the pin {spec} of {path_of(name)} {type}", rule, f"possible: {options}", "pin it otherwise")
-    )
+    return NoLegalPlanError(explain(what, rule, f"possible: {options}", remedy))

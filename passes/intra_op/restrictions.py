@@ -44,6 +44,14 @@ def check_sizes(sizes: Mapping[str, int], cluster: Cluster) -> None:
         raise PlanningError(explain(call, rule, "", "choose sizes whose product is the number of devices"))
 
 
+def check_optimizer_stage(stage: int) -> None:
+    """Raises PlanningError unless ZeRO's stage is one that stands beside tensors and pipelines: none, or 1."""
+    if stage not in (0, 1):
+        rule = "beside tensors and stages optimizer state alone is cut over the data devices: zero=0 or 1"
+        remedy = "use zero=1, or planner=Zero(3) over all devices"
+        raise PlanningError(explain(f"Megatron(zero={stage!r})", rule, "", remedy))
+
+
 def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[str]) -> None:
     """Raises PlanningError unless the axes divide the batch dimension of every batch input."""
     graph, parts = assembly.root.graph, math.prod(map(assembly.mesh.axis_size, axes))
@@ -215,14 +223,18 @@ def _made_of_weights(subproblem: Subproblem, values: Roles) -> Iterator[int]:
 
 
 def megatron(
-    assembly: Assembly, data: str = "data", tensor: str = "tensor", batch: Sequence[int] | None = None
+    assembly: Assembly,
+    data: str = "data",
+    tensor: str = "tensor",
+    batch: Sequence[int] | None = None,
+    is_state_cut: bool = False,
 ) -> Assembly:
     """The assembly with strategies alone that cut the batch over `data` and every matrix that is multiplied or looked
-    up over `tensor`.
+    up over `tensor`; if `is_state_cut`, optimizer state is cut over `data` too, as ZeRO-1 does.
     """
     axes = assembly.mesh.axes
     if tensor not in axes:
-        return data_parallel(assembly, batch)
+        return zero(1, batch)(assembly) if is_state_cut else data_parallel(assembly, batch)
     values = roles(assembly, batch)
     if data in axes:
         _check_batch(assembly, values.batch, (data,))
@@ -233,10 +245,14 @@ def megatron(
     }
     multiplied = _multiplied(assembly.root, values)
     matrices = {value for value in multiplied if values.weights[value] > 1}
+    root = assembly.root.number
+    state = {(root, v) for v in values.state} if is_state_cut and data in axes else set[Value]()
+    types = assembly.root.graph.types
 
     def allows(subproblem: Subproblem, operator_group: int, strategy: Strategy) -> bool:
         node = subproblem.first + operator_group
-        if data in axes and not _on_batch(values, node, strategy, data):
+        is_update = bool(state) and node not in values.batch_classes
+        if data in axes and not is_update and not _on_batch(values, node, strategy, data):
             return False
         pick = _picked(strategy, tensor)
         if weighty[node]:
@@ -246,14 +262,18 @@ def megatron(
     def allows_input(value: int, spec: ShardingSpec) -> bool:
         if value in values.batch:
             return (data not in axes or data in spec.dims[values.batch[value]]) and not _cut(spec, tensor)
-        if data in axes and _cut(spec, data):
+        # Beside state, that is a gradient that another stage hands on.
+        if data in axes and _cut(spec, data) and not (state and value not in values.parameters):
             return False
-        return (assembly.root.number, value) not in matrices or _cut(spec, tensor)
+        return (root, value) not in matrices or _cut(spec, tensor)
 
     def allows_port(value: Value, spec: ShardingSpec) -> bool:
         return value not in matrices or _cut(spec, tensor)
 
-    return _restrict(assembly, allows, allows_input, allows_port)
+    def nbytes_of(value: Value, spec: ShardingSpec) -> float:
+        return spec.local_nbytes(types[value[1]], assembly.mesh) if value in state else 0.0
+
+    return _restrict(assembly, allows, allows_input, allows_port, nbytes_of=nbytes_of)
 
 
 def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice, Signature, SizelessRule, Where
 from passes.intra_op.roofline import is_slowed, local_flops, times_made
@@ -171,20 +172,30 @@ class Tabulator:
         grows = ()
         if any(factor.partial and not factor.size for factor in factors):
             grows = tuple(operator.writes[0].size > type.size for type in operator.reads)
-        bare = replace(rule, factors=factors, flops=0.0, light=True, reason="", pieces=())
+        bare = replace(rule, factors=factors, flops=0.0, light=True, reason="", constrained=None, cut_by=None)
         return SizelessRule(rule=bare, grows=grows)
 
     def _unmet(self, shape: GroupSignature, source: str) -> str:
         """The reason why no strategy is legal: the first constraint of the user's that this mesh cannot meet."""
-        members = self.members(shape)
-        required = next((member.rule.pieces for member in members if member.rule.pieces), ())
-        pieces = ", ".join("any" if count is None else f"{count}" for count in required)
-        return explain(
-            f"a sharding constraint to [{pieces}] pieces of {members[0].writes[0]}",
-            f"no axes of the mesh cut it so; the last one tried is {self.mesh}",
-            f"at {source}",
-            "ask for pieces that the mesh's axes make, drop the constraint, or plan with Auto(max_axes=3)",
-        )
+        member = next(member for member in self.members(shape) if member.rule.is_bound)
+        if member.rule.cut_by is not None:
+            return _uncuttable(member.writes[0], member.rule.cut_by, self.mesh, source)
+        rule = f"no axes of the mesh cut it so; the last one tried is {self.mesh}"
+        remedy = "place it as some axes of the planner's mesh can, drop the constraint, or plan with Auto()"
+        if (devices := getattr(member.rule.constrained, "devices", 0)) != self.mesh.size:
+            rule = f"a program runs on all devices of its constraints, and the mesh {self.mesh} has {self.mesh.size}"
+            remedy = f"plan for {devices} devices, without stages, or drop the constraint"
+        what = f"a sharding constraint of {member.writes[0]} to {member.rule.constrained}"
+        return explain(what, rule, f"at {source}", remedy)
+
+
+def _uncuttable(type: TensorType, cut_by: Sequence[tuple[str, ...] | None], mesh: Mesh, source: str) -> str:
+    """The reason why a value cannot be cut by the axes that the user names."""
+    written = ", ".join("any" if axes is None else "+".join(axes) or "-" for axes in cut_by)
+    unknown = sorted({axis for axes in cut_by for axis in axes or ()} - set(mesh.axes))
+    rule = f"the mesh {mesh} has no axis {', '.join(unknown)}" if unknown else f"axes of {mesh} do not divide it so"
+    remedy = "name axes by Auto(mesh={...}) whose sizes divide it, or leave the constraint out"
+    return explain(f"autopar.constrain of {type} to [{written}]", rule, f"at {source}", remedy)
 
 
 class _Pricing:
@@ -238,16 +249,16 @@ class _Pricing:
         factor_sizes = np.array(sizes, dtype=np.intp)[:, None]
         legal = (factor_sizes % self.tabulator.pieces(space.masks) == 0).all(axis=0)
         for position, member in enumerate(self.members):
-            if member.rule.pieces:
+            if member.rule.is_bound:
                 legal &= [member.rule.fulfils(assignments[position], mesh) for assignments in space.assignments]
         return legal
 
     def _compute_seconds(self) -> Floats:
         """Seconds of every strategy by a roofline: the larger of compute and memory time, plus one launch.
 
-        What only permutes dimensions is no kernel: XLA gives its neighbours the layouts that make it so.
+        What only permutes dimensions, or says how they lie, is no kernel: XLA gives its neighbours such layouts.
         """
-        if all(member.rule.permutes for member in self.members):
+        if all(member.rule.is_layout for member in self.members):
             return np.zeros(len(self.space.picks))
         device = self.tabulator.mesh.cluster.group().device
         rate = device.matmul_flops_per_second(self._dtype())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+from passes.device_placement import DevicePlacement
 from passes.errors import InternalError
 
 _ITEM_NBYTES = {"bool": 1, "float0": 0, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
@@ -98,7 +99,8 @@ class Graph:
     """A program: `types[v]` is the type of value v; `literals` are scalars known while planning.
 
     `input_names` and `output_names` are the user's argument paths (`state.params['wte']`), for people.
-    `constants` are arrays captured by the function; lowering supplies their contents.
+    `constants` are arrays captured by the function; lowering supplies their contents. Inputs at `pinned` positions
+    arrive where the user has placed them.
     """
 
     types: tuple[TensorType, ...]
@@ -109,6 +111,7 @@ class Graph:
     literals: Mapping[int, float | int | bool | str] = field(default_factory=dict[int, float | int | bool | str])
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
+    pinned: Mapping[int, DevicePlacement] = field(default_factory=dict[int, DevicePlacement])
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
@@ -123,6 +126,18 @@ class Graph:
             for value in node.inputs:
                 readers.setdefault(value, []).append(index)
         return {value: tuple(nodes) for value, nodes in readers.items()}
+
+    @cached_property
+    def memo(self) -> dict[object, object]:
+        """The results that follow from the graph alone, by what found them, so that each is found once.
+
+        They stay as long as the graph does, and are not sent to other processes with it.
+        """
+        return {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """The fields, and what is cached of them but the memo."""
+        return {name: value for name, value in vars(self).items() if name != "memo"}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -197,6 +212,7 @@ def _canonical(graph: Graph) -> str:
         params = spelled.get(id(node.params)) or spelled.setdefault(id(node.params), repr(sorted(node.params.items())))
         lines.append(f"{writes}={node.primitive} {reads} {params}{bodies}")
     lines.append(" ".join(map(name, graph.outputs)))
+    lines.extend(f"{position} is {placement}" for position, placement in sorted(graph.pinned.items()))
     return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """The forward pass of a step: its batch, where to cut it, which blocks repeat, and the step with fewer of them."""
 
+from passes.layers import layer_names
 from passes.layers.attention import fused_attention
 from passes.layers.batch import OTHERWISE, batch_inputs, taken_for
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
@@ -21,6 +22,7 @@ __all__ = [
     "forward_scope",
     "fused_attention",
     "in_blocks",
+    "layer_names",
     "most_layers",
     "numbered_modules",
     "sample_graph",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from passes.ir import Graph, PortUse, StatePairs, control_of, phase
-from passes.rules import ShardingRule, rule_of
+from passes.rules import ShardingRule, rules_of
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
 """The remedy where something else was taken for the batch."""
@@ -28,10 +29,19 @@ def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[boo
 
     The user may have said so of each input (`named`). Otherwise, inputs that `state_pairs` names are state, unless the
     step returns all that it takes; then what it returns unchanged may be the batch. What nothing reads is the batch
-    only where nothing else can be.
+    only where nothing else can be. Found once for a graph.
     """
     if any(named):
         return tuple(i for i, is_batch in enumerate(named) if is_batch and has_rows(graph, i))
+    rules, key = rules_of(graph), (batch_inputs, tuple(state_pairs))
+    known = cast("tuple[object, tuple[int, ...]] | None", graph.memo.get(key))
+    if known is None or known[0] is not rules:
+        graph.memo[key] = known = rules, _looked_like(graph, state_pairs)
+    return known[1]
+
+
+def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
+    """The inputs that look like the batch."""
     state = {i for _, i in state_pairs}
     unchanged = sorted(i for o, i in state_pairs if graph.outputs[o] == graph.inputs[i] and has_rows(graph, i))
     others = [i for i in range(len(graph.inputs)) if i not in state and has_rows(graph, i)]
@@ -84,8 +94,8 @@ class _Dims:
     def enter(self, graph: Graph, times: float = 1.0) -> list[int]:
         """The number of the first dimension of each value of a graph that runs so many times, all of it followed."""
         firsts = self._numbered([type.rank for type in graph.types])
-        for node in graph.nodes:
-            rule, control = rule_of(node, graph), control_of(node, graph)
+        for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
+            control = control_of(node, graph)
             if control is not None:
                 ports = self._numbered([port.type.rank for port in control.ports])
                 port_uses = (

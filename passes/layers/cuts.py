@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from passes.errors import PlanningError, explain
 from passes.ir import Graph
 from passes.layers.forward import forward_nodes
-from passes.rules import rule_of
+from passes.rules import rules_of
 
 UNEVEN = ((0.1, 0.25, 0.5), (1.0, 3.0))
 """Bounds on how far the largest part may exceed the average work, as shares of it, tried in order; the first tier with
@@ -53,7 +53,7 @@ def work(body: Graph, nodes: Sequence[int]) -> NDArray[np.float64]:
 def _flops(body: Graph, index: int) -> float:
     node = body.nodes[index]
     if not node.subgraphs:
-        return rule_of(node, body).flops
+        return rules_of(body)[index].flops
     trips = node.params.get("length", 1)
     inside = max(sum(_flops(inner, i) for i in range(len(inner.nodes))) for inner in node.subgraphs)
     return inside * (trips if isinstance(trips, int) else 1)

@@ -2,7 +2,7 @@
 scheduling and packing.
 """
 
-from passes.memory.accounting import gradient_nbytes, model_of, peak
+from passes.memory.accounting import gradient_nbytes, margin_of, model_of, peak
 from passes.memory.holders import PERSISTENT, Holder, Memory, Temporaries
 
-__all__ = ["PERSISTENT", "Holder", "Memory", "Temporaries", "gradient_nbytes", "model_of", "peak"]
+__all__ = ["PERSISTENT", "Holder", "Memory", "Temporaries", "gradient_nbytes", "margin_of", "model_of", "peak"]

@@ -30,12 +30,21 @@ SUM = "sum"
 LAUNCH_NBYTES = 3 * 2**20
 """The bytes that memory moves while a kernel starts: about a microsecond on H100."""
 
+COSTLY = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cosh cosine erf erf-inv erfc lgamma digamma nextafter power sine sinh tan "
+    "tanh zeta".split()
+)
+COSTLY_NBYTES = 6
+"""Opcodes that take a multiprocessor as long as memory takes for so many bytes an element: some sixty instructions on
+H100, whose cores start 33e12 a second while memory moves 3.35e12 bytes. It is more than 4 bytes, for a tanh of bfloat16
+is written once for both of its readers (jaxlib 0.10); of exponentials and roots it is units."""
+
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
     fusion = _Fusion(operations, frozenset(outputs))
     fusion.decide()
-    return tuple(fusion.kernels())
+    return kernels_of(operations, fusion.written)
 
 
 class _Fusion:
@@ -85,14 +94,36 @@ class _Fusion:
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
             return True
         read = sum(self._source_nbytes(o) for o in set(operation.operands))
-        again = len(roots) * read
-        once = read + self.sizes[index] + len(roots) * self.sizes[index]
+        work = self._work_nbytes(index)
+        again = len(roots) * (read + work)
+        once = read + work + self.sizes[index] + len(roots) * self.sizes[index]
         return again <= once + LAUNCH_NBYTES
 
     def _is_place(self, index: int, reader: int) -> bool:
-        """Whether a reader writes into an operation's place, as a scatter does into its first operand."""
+        """Whether a reader begins with an operation's array, as an update or a scatter does with its first operand.
+
+        A scatter into one number does not.
+        """
         operation = self.operations[reader]
+        if operation.name.startswith("scatter"):
+            return operation.operands[0] == index and self._narrowest(index).kind != "literal"
         return operation.kind == "update" and operation.operands[0] == index
+
+    def _narrowest(self, index: int) -> Operation:
+        """The operation that a broadcast one follows from."""
+        while self.operations[index].kind in ("broadcast", "bitcast"):
+            index = self.operations[index].operands[0]
+        return self.operations[index]
+
+    def _work_nbytes(self, index: int) -> int:
+        """Bytes that memory moves while a kernel computes an operation and what it alone follows from."""
+        work, operation = 0, self.operations[index]
+        while operation.kind in FUSIBLE:
+            work += COSTLY_NBYTES * operation.size if operation.name in COSTLY else 0
+            if len(operation.operands) != 1 or len(self.readers[index := operation.operands[0]]) > 1:
+                break
+            operation = self.operations[index]
+        return work
 
     def _source_nbytes(self, index: int) -> int:
         """Bytes that a kernel reads for an operand: of the narrowest array that it follows from alone."""
@@ -102,30 +133,34 @@ class _Fusion:
             least = min(least, self.sizes[index])
         return 0 if self.operations[index].kind in ("literal", "iota") else least
 
-    def kernels(self) -> Iterable[Kernel]:
-        """The kernels, each with what it reads."""
-        for index in range(len(self.operations)):
-            if self.written[index] and self.needed[index]:
-                reads = self._reads(index)
-                ordered = tuple(sorted(reads))
-                over = tuple(o for o in ordered if reads[o])
-                yield Kernel(operation=index, reads=ordered, over=over, turn=(0, index))
 
-    def _reads(self, root: int) -> dict[int, bool]:
-        """The arrays in memory that a kernel reads, and whether it may write over each."""
-        reads: dict[int, bool] = {}
-        operation = self.operations[root]
-        pure = operation.kind in ELEMENTWISE or (operation.kind == "collective" and operation.name == "all_reduce")
-        pending, seen = [(o, pure) for o in self.operations[root].operands], set[tuple[int, bool]]()
-        while pending:
-            index, is_pure = pending.pop()
-            if (index, is_pure) in seen:
-                continue
-            seen.add((index, is_pure))
-            operation = self.operations[index]
-            if self.written[index]:
-                reads[index] = reads.get(index, True) and is_pure
-            elif operation.kind != "literal":
-                below = is_pure and operation.kind in (*ELEMENTWISE, "bitcast")
-                pending.extend((o, below) for o in operation.operands)
-        return reads
+def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple[Kernel, ...]:
+    """The kernels of the operations that are `written`, by flags, each with what it reads."""
+    kernels: list[Kernel] = []
+    for index in range(len(operations)):
+        if written[index]:
+            reads = _reads(operations, written, index)
+            ordered = tuple(sorted(reads))
+            over = tuple(o for o in ordered if reads[o])
+            kernels.append(Kernel(operation=index, reads=ordered, over=over, turn=(0, index)))
+    return tuple(kernels)
+
+
+def _reads(operations: Sequence[Operation], written: Sequence[int], root: int) -> dict[int, bool]:
+    """The arrays in memory that a kernel reads, and whether it may write over each."""
+    reads: dict[int, bool] = {}
+    operation = operations[root]
+    pure = operation.kind in ELEMENTWISE or (operation.kind == "collective" and operation.name == "all_reduce")
+    pending, seen = [(o, pure) for o in operations[root].operands], set[tuple[int, bool]]()
+    while pending:
+        index, is_pure = pending.pop()
+        if (index, is_pure) in seen:
+            continue
+        seen.add((index, is_pure))
+        operation = operations[index]
+        if written[index]:
+            reads[index] = reads.get(index, True) and is_pure
+        elif operation.kind != "literal":
+            below = is_pure and operation.kind in (*ELEMENTWISE, "bitcast")
+            pending.extend((o, below) for o in operation.operands)
+    return reads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from passes.ir import Node, Phase, phase
 
@@ -24,21 +24,26 @@ HOLDERS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """An array at the peak: an input by its name, anything else by its primitive and source line."""
+    """An array at the peak: an input by its name, anything else by its primitive and source line, and its `layer`."""
 
     name: str
     nbytes: int
     cause: str
+    layer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of one device: at the peak by cause, `where` it is, its largest `holders`, and `over_time`, [kernels]."""
+    """Bytes of one device: at the peak by cause, `where` it is, its largest `holders`, and `over_time`, [kernels].
+
+    `layers` are those of temporaries at the peak by the layer of the model that computes them.
+    """
 
     nbytes: Mapping[str, int]
     where: str
     holders: tuple[Holder, ...]
     over_time: tuple[int, ...]
+    layers: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def peak_nbytes(self) -> int:

@@ -10,11 +10,12 @@ Reference: XLA's BFScheduler, HloDataflowAnalysis::CanShareOperandBufferWithUser
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
+from passes.memory.operations import Operation, elements_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,17 @@ class Lifetimes:
 
 
 def lifetimes(
-    program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int], order: Sequence[int] | None = None
+    program: DeviceProgram,
+    kernels: Sequence[Kernel],
+    carried: Mapping[int, int],
+    order: Sequence[int] | None = None,
+    stored: Callable[[Operation], int] = elements_nbytes,
 ) -> Lifetimes:
     """The lifetimes of all buffers; in a loop's body, output `o` is written over input `carried[o]` (positions of
     both).
     """
-    return _Allocation(program, kernels, carried, schedule(program, kernels) if order is None else order).run()
+    order = schedule(program, kernels) if order is None else order
+    return _Allocation(program, kernels, carried, order, stored).run()
 
 
 def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
@@ -91,10 +97,15 @@ class _Allocation:
     """The buffers while kernels run: `names` sees through other names, `last` is the last kernel to read each."""
 
     def __init__(
-        self, program: DeviceProgram, kernels: Sequence[Kernel], carried: Mapping[int, int], order: Sequence[int]
+        self,
+        program: DeviceProgram,
+        kernels: Sequence[Kernel],
+        carried: Mapping[int, int],
+        order: Sequence[int],
+        stored: Callable[[Operation], int],
     ) -> None:
         self.operations, self.inputs, self.outputs = program.operations, program.inputs, program.outputs
-        self.order = order
+        self.order, self.stored = order, stored
         self.kernels = {kernel.operation: kernel for kernel in kernels}
         self.at = {operation: position for position, operation in enumerate(self.order)}
         self.names: dict[int, int] = {}
@@ -159,12 +170,13 @@ class _Allocation:
             self.last[holder] = max(self.last.get(holder, last), last)
             written.setdefault(holder, []).append(operation)
         copies = (
-            Buffer(operations=(o,), nbytes=self.operations[o].nbytes, first=0, last=self.last[o]) for o in self.copied
+            Buffer(operations=(o,), nbytes=self.stored(self.operations[o]), first=0, last=self.last[o])
+            for o in self.copied
         )
         buffers = (
             Buffer(
                 operations=tuple(results),
-                nbytes=self.operations[o].nbytes,
+                nbytes=self.stored(self.operations[o]),
                 first=self._first(o),
                 last=self.last[o],
                 starts=tuple([self._first(r) for r in results if r == o or not self._is_tied(r)]),

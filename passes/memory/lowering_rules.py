@@ -60,8 +60,9 @@ SLICES = frozenset({"slice", "dynamic_slice", "split"})
 """Primitives that take a part of an array."""
 
 NARROW = frozenset(
-    "bitcast_convert_type broadcast_in_dim clz convert_element_type copy copy_p device_put expand_dims name reshape "
-    "sharding_constraint shift_left shift_right_arithmetic shift_right_logical squeeze stop_gradient transpose".split()
+    "autopar_constrain bitcast_convert_type broadcast_in_dim clz convert_element_type copy copy_p device_put "
+    "expand_dims name reshape sharding_constraint shift_left shift_right_arithmetic shift_right_logical squeeze "
+    "stop_gradient transpose".split()
 )
 """Primitives that take any dtype as it is: views, what makes no operation, and what would mean something else wider."""
 
@@ -356,7 +357,9 @@ def _selected(operations: Operations, node: Node, operands: Sequence[int], resul
 
 XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
     {
-        **dict.fromkeys(("stop_gradient", "copy", "copy_p", "name", "device_put", "sharding_constraint"), _same),
+        **dict.fromkeys(
+            ("stop_gradient", "copy", "copy_p", "name", "device_put", "sharding_constraint", "constrain"), _same
+        ),
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
         **dict.fromkeys(("slice", "dynamic_slice", "rev", "pad", "split", "unstack", "stack", "tile"), _rearranged),
         **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),

@@ -92,6 +92,11 @@ class Operation(NamedTuple):
         return 0 if self.is_fused else self.size * item_nbytes(self.dtype)
 
 
+def elements_nbytes(operation: Operation) -> int:
+    """The bytes of what an operation makes, element after element."""
+    return operation.nbytes
+
+
 class Operations:
     """The operations of a program as they are added; `at` and `value` are what the next ones stand for.
 

@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 
 from passes.cluster import Mesh
 from passes.ir import Graph, Phase
+from passes.layers import layer_names
 from passes.memory.device_program import WHOLE, Combine, Context, DeviceProgram, Interface, interface_of, lower
 from passes.memory.fusion import Kernel, post_order
 from passes.memory.holders import Holder, Temporaries, phase_of
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
-from passes.memory.operations import Operation
+from passes.memory.on_chip import off_chip
+from passes.memory.operations import Operation, elements_nbytes
 from passes.memory.packing import ALIGNMENT, Span, gaps_nbytes
 from passes.memory.reuse import Place, unplaced
 from passes.placement import Grouping, Layout, Placement, ReshardingPlan
@@ -35,11 +37,15 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
-    """The parts in which XLA's compilers differ: what they combine, what they fuse, and in which order kernels run."""
+    """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
+    bytes of an array as it is `stored`, and those that fit on the chip itself.
+    """
 
     combine: Combine
     fuse: Callable[[Sequence[Operation], Iterable[int]], tuple[Kernel, ...]]
     schedule: Callable[[DeviceProgram, Sequence[Kernel]], list[int]]
+    stored: Callable[[Operation], int] = elements_nbytes
+    on_chip_nbytes: int = 0
 
 
 def temporaries(
@@ -55,6 +61,7 @@ def temporaries(
     region = _Region(compiler, graph, grouping, mesh, layout, reshardings)
     run = region.run(replace(WHOLE, carried=in_place))
     spans = [_aligned(span) for span in unplaced(run.spans, region.places(run, in_place))]
+    spans = off_chip(spans, len(run.sources), compiler.on_chip_nbytes)
     if not spans:
         return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
     live = _live(spans, len(run.sources))
@@ -134,7 +141,9 @@ class _Region:
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)
-        allocation = lifetimes(program, kernels, interface.carried, self.compiler.schedule(program, kernels))
+        allocation = lifetimes(
+            program, kernels, interface.carried, self.compiler.schedule(program, kernels), self.compiler.stored
+        )
         begins, inner, sources = list[int](), list[Span](), list[str]()
         for o in allocation.order:
             begins.append(moment := len(sources))
@@ -164,7 +173,9 @@ class _Region:
     def _once(self, program: DeviceProgram, moments: int) -> Iterator[Span]:
         """The spans of what a loop does not repeat, which live all the while."""
         for o in program.hoisted:
-            buffer = Buffer(operations=(o,), nbytes=program.operations[o].nbytes, first=0, last=moments - 1)
+            buffer = Buffer(
+                operations=(o,), nbytes=self.compiler.stored(program.operations[o]), first=0, last=moments - 1
+            )
             yield Span(buffer.nbytes, 0, moments - 1, (self, program, None, buffer))
 
     def places(self, run: _Run, in_place: Mapping[int, int]) -> list[Place]:
@@ -175,7 +186,7 @@ class _Region:
             if written < 0:
                 continue
             read = allocation.read[in_place[output]] if output in in_place else -1
-            nbytes = run.program.operations[run.program.outputs[output]].nbytes
+            nbytes = self.compiler.stored(run.program.operations[run.program.outputs[output]])
             places.append(
                 Place(
                     nbytes=nbytes,
@@ -192,7 +203,7 @@ class _Region:
         """A buffer by name and cause; nothing is said of the readers of what is moved out of a loop."""
         operations = [program.operations[o] for o in buffer.operations]
         if read_by is None:
-            return Holder(name=self._name(operations[-1].value), nbytes=nbytes, cause="collective buffers")
+            return self._held(operations[-1], nbytes, "collective buffers")
         readers = {self._when(program.operations[r].node) for o in buffer.operations for r in read_by.get(o, ())}
         written = {self._when(self.graph.producers.get(o.value, o.node)) for o in operations}
         collective = any(o.kind in ("collective", "result") for o in operations)
@@ -204,7 +215,14 @@ class _Region:
             cause = "saved for backward"
         else:
             cause = "transients"
-        return Holder(name=self._name(operations[-1].value), nbytes=nbytes, cause=cause)
+        return self._held(operations[-1], nbytes, cause)
+
+    def _held(self, operation: Operation, nbytes: int, cause: str) -> Holder:
+        """A buffer of what an operation makes."""
+        node = self.graph.producers.get(operation.value, operation.node)
+        maker = self.graph.nodes[node] if 0 <= node < len(self.graph.nodes) else None
+        layer = layer_names.layer_of(maker.scope, maker.source) if maker else layer_names.UPDATE
+        return Holder(name=self._name(operation.value), nbytes=nbytes, cause=cause, layer=layer)
 
     def _when(self, node: int) -> Phase:
         return self.phases[node] if 0 <= node < len(self.phases) else "apply"

@@ -24,7 +24,13 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
 
 
 def _combined(operations: Sequence[Operation], weights: Weights) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
-    """The operations with products split and collectives combined."""
-    changed, place = split(operations, weights)
+    """The operations with products split and collectives combined.
+
+    A scatter is fused with what it reads, and then makes a new array, as a sum does: it is not in place any more. The
+    maximum of a window is a sum, too: what counts its places is computed in the kernel that compares.
+    """
+    sums = [(o.kind, o.name[:7]) in (("update", "scatter"), ("opaque", "window")) for o in operations]
+    fused = [o._replace(kind="reduce") if s else o for o, s in zip(operations, sums, strict=True)]
+    changed, place = split(fused, weights)
     joined, moved = combined(changed)
     return joined, tuple(moved[p] for p in place)

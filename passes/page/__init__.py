@@ -2,5 +2,6 @@
 
 from passes.page.data import page_data
 from passes.page.html import html
+from passes.page.measured import REST, Measured, MeasuredSpan
 
-__all__ = ["html", "page_data"]
+__all__ = ["REST", "Measured", "MeasuredSpan", "html", "page_data"]

@@ -1,28 +1,14 @@
-"""The blocks of a plan as people know them: modules of the model, each with its operators by phase.
-
-Operators are told apart by JAX's name stack, `jvp(GPT)/Block_3/mlp/up`: the numbered module counts, else the first one.
-A function without named modules is told apart by the functions of its source.
-"""
+"""The blocks of a plan: layers by their names (passes/layers/layer_names.py), each with its operators by phase."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from passes.layers import layer_names
 from passes.plan import Operator, Plan
 
 Phase = str
-
-APPLY = "update"
-"""The block of what belongs to no module: the optimizer, for most."""
-
-_NOT_MODULES = re.compile(
-    r"^(?:checkpoint|rematted_computation|while|body|cond|branch_\d+_fun|closed_call|microbatches|accumulate|scan|pjit"
-    r"|stages|custom_jvp_call|custom_vjp_call|vmap\(.*\)|jit\(.*\)|.*,.*->.*|)$"
-)
-_NUMBERED = re.compile(r"[A-Za-z_.]*?[_.]?\d+$")
-_DIFFERENTIATED = re.compile(r"^(?:transpose\()?(?:jvp\()")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +43,11 @@ def blocks_of(programs: Sequence[Plan]) -> list[Block]:
     for stage, program in enumerate(programs):
         for operator, depth in _flat(program.operators, 0):
             phase = _phase(operator.scope)
-            name = block_name(operator)
+            name = layer_names.layer_of(operator.scope, operator.source)
             block = blocks.setdefault((stage, name), Block(name=name, stage=stage))
             _append(block.rows.setdefault(phase, []), _row(operator, depth, name))
     # What is computed once before or after the model stands behind it.
-    return sorted(blocks.values(), key=lambda block: (block.stage, block.name == APPLY))
+    return sorted(blocks.values(), key=lambda block: (block.stage, block.name == layer_names.UPDATE))
 
 
 def _flat(operators: Sequence[Operator], depth: int) -> Iterator[tuple[Operator, int]]:
@@ -79,35 +65,9 @@ def _phase(scope: str) -> Phase:
     return "forward" if "jvp(" in scope else "apply"
 
 
-def modules(scope: str) -> list[str]:
-    """The names of modules in a name stack, outermost first, without what JAX puts around them."""
-    parts = scope.split("/")
-    if parts and _DIFFERENTIATED.match(parts[0]):
-        parts = parts[1:]
-    return [part for part in parts if not _NOT_MODULES.match(part) and "(" not in part]
-
-
-def block_name(operator: Operator) -> str:
-    """The name of the block that an operator belongs to."""
-    names = modules(operator.scope)
-    numbered = next((name for name in names if _NUMBERED.match(name)), None)
-    if numbered or names:
-        return numbered or names[0]
-    if _phase(operator.scope) == "apply":
-        return APPLY
-    model = re.search(r"jvp\(([^()]+)\)", operator.scope)
-    return model[1] if model else _function(operator.source) or "step"
-
-
-def _function(source: str) -> str:
-    """The name of the function that a source line is in: `attend` of `layers.py:158 (attend)`."""
-    match = re.search(r"\(([^()]*)\)$", source)
-    return match[1].replace(".<locals>", "") if match else ""
-
-
 def _row(operator: Operator, depth: int, block: str) -> Row:
     operands, results = (" ".join(map(str, s)) for s in (operator.placement.operands, operator.placement.results))
-    names = modules(operator.scope)
+    names = layer_names.modules(operator.scope)
     inside = "/".join(names[names.index(block) + 1 :] if block in names else names)
     return Row(
         primitive=operator.primitive,

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from passes.cluster import Collective, Mesh
 from passes.inter_op import StageCost, Timeline
 from passes.page.blocks import Block, Row, blocks_of
+from passes.page.measured import REST, Measured, measured_rows
 from passes.plan import AnyPlan, Plan
 from passes.plan import text as plan_text
-
-Measured = Sequence[Mapping[str, float]]
-"""Seconds of a step by cause, of each submesh."""
 
 DEAREST = 10
 """Collectives that the page lists."""
@@ -37,7 +35,7 @@ class Pool:
 
 
 def page_data(plan: AnyPlan, measured: Measured | None = None) -> dict[str, object]:
-    """The plan as the page reads it; with `measured`, seconds that each submesh was seen to spend by cause."""
+    """The plan as the page reads it, with steps as they were `measured`."""
     texts, lists = Pool(), Pool()
     blocks = blocks_of(plan.programs)
     return {
@@ -52,15 +50,16 @@ def page_data(plan: AnyPlan, measured: Measured | None = None) -> dict[str, obje
         "microbatches": plan.microbatches,
         "programs": _programs(plan),
         "blocks": [_block(block, texts, lists, plan.programs[block.stage]) for block in blocks],
+        "layers": _layers(plan),
         "alternatives": [
             {"name": a.name, "seconds": _finite(a.seconds), "peak": a.peak_nbytes, "why": a.why} for a in plan.met
         ],
         "dearest": _dearest(plan),
         "arrays": _arrays(plan, texts),
         "holders": _holders(plan),
-        "timeline": _timeline(plan.timeline) if plan.timeline else None,
+        "timeline": _timeline(plan.timeline, measured) if plan.timeline else None,
         "memory": _memory(plan),
-        "measured": [dict(share) for share in measured] if measured else None,
+        "measured": _measured(measured) if measured else None,
         "texts": texts.entries,
         "lists": lists.entries,
     }
@@ -105,6 +104,23 @@ def _rows(rows: Sequence[Row], texts: Pool) -> tuple[tuple[int, ...], ...]:
         )
         for row in rows
     )
+
+
+def _layers(plan: AnyPlan) -> list[list[object]]:
+    """`[name, stage, seconds of computing, of moving, bytes of arrays, of temporaries]` of each layer."""
+    return [
+        [
+            layer.name,
+            stage,
+            _six(layer.compute_seconds),
+            _six(layer.moving_seconds),
+            layer.state_nbytes,
+            layer.live_nbytes,
+        ]
+        for stage, program in enumerate(plan.programs)
+        for layer in program.layers
+        if layer.seconds or layer.nbytes
+    ]
 
 
 def _weights_nbytes(name: str, program: Plan) -> int:
@@ -161,10 +177,15 @@ def _short_name(name: str) -> str:
     return primitive + at + plan_text.short(source)
 
 
-def _timeline(timeline: Timeline) -> dict[str, object]:
+def _measured(measured: Measured) -> dict[str, object]:
+    """Seconds of the median step, and of each submesh by cause."""
+    return {"seconds": measured.step_seconds, "shares": [dict(share) for share in measured.shares]}
+
+
+def _timeline(timeline: Timeline, measured: Measured | None) -> dict[str, object]:
     """The spans `[group, stage, microbatch, kind, start, end]` of a pipeline, and the end of each group's step."""
     schedule = timeline.schedule
-    kinds = sorted({span.task.kind for span in timeline.spans})
+    kinds = [*sorted({span.task.kind for span in timeline.spans}), REST]
     return {
         "name": str(schedule),
         "bubble": timeline.bubble,
@@ -177,6 +198,7 @@ def _timeline(timeline: Timeline) -> dict[str, object]:
             ]
             for span in timeline.spans
         ],
+        "measured": measured_rows(measured.spans, kinds) if measured else [],
         "ends": [[_six(e - f), _six(e)] for e, f in zip(timeline.end_seconds, timeline.finish_seconds, strict=True)],
     }
 

@@ -7,11 +7,12 @@ import json
 from functools import cache
 from importlib.resources import files
 
-from passes.page.data import Measured, page_data
+from passes.page.data import page_data
+from passes.page.measured import Measured
 from passes.plan import AnyPlan
 
 SCRIPTS = (
-    *("dom.js", "tiles.js", "overview.js", "blocks.js", "timeline.js"),
+    *("dom.js", "tiles.js", "overview.js", "blocks.js", "layers.js", "timeline.js"),
     *("memory.js", "arrays.js", "search.js", "main.js"),
 )
 """The scripts of a page, in the order in which they run."""
@@ -24,7 +25,12 @@ def asset(name: str) -> str:
 
 
 def html(plan: AnyPlan, measured: Measured | None = None) -> str:
-    """The page of a plan, one file that needs no network; `measured` are seconds of each submesh by cause."""
+    """The page of a plan, one file that needs no network, with steps of it beside if they were `measured`.
+
+    Raises PlanningError for steps of another plan.
+    """
+    if measured:
+        measured.check(plan)
     data = json.dumps(page_data(plan, measured), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {
         "title": markup.escape(f"Plan: {plan.planner} on {plan.cluster.name}"),

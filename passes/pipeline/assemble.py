@@ -10,8 +10,9 @@ from itertools import accumulate
 from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.errors import InternalError, PlanningError, explain
 from passes.inter_op import StageCost, Transfer
-from passes.intra_op import accounted, weight_gradient_share
+from passes.intra_op import extract, layer_costs, weight_gradient_share
 from passes.ir import Graph, StatePairs
+from passes.layers import layer_names
 from passes.memory import peak
 from passes.pipeline.segments import Needs, needs
 from passes.placement import Layout, collectives, group, is_free, resharding_plan
@@ -78,6 +79,7 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
         names = dict(
             zip((*plan.output_names, *plan.input_names), (*graph.output_names, *graph.input_names), strict=True)
         )
+        names |= zip(*map(layer_names.of_operators, (planned, graph)), strict=True)
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
     schedule = resharding_plan(graph, layout, Resharder(mesh), regather=plan.regather)
@@ -101,17 +103,18 @@ def assemble_pipeline(
     plans: Sequence[Plan],
     schedule: str,
     chunks: int,
-    known: dict[object, Needs] | None = None,
+    known: dict[object, StageCost] | None = None,
 ) -> PipelinePlan:
-    """The pipeline of these stages; the bytes that each needs are added to what is `known`."""
-    needs_by_key = {} if known is None else known
+    """The pipeline of these stages; the cost of each is added to what is `known`."""
+    cost_by_key = {} if known is None else known
 
     def cost(part: Part, plan: Plan) -> StageCost:
         pairs, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
-        key = part.graph.fingerprint, plan.layout, plan.mesh, pairs, given
-        if key not in needs_by_key:  # most stages of a deep model are alike
-            needs_by_key[key] = needs(part, plan.layout, plan.mesh, pairs, given)
-        return stage_cost(part, plan, needs_by_key[key])
+        phases = tuple(sorted(plan.phases.items()))
+        key = part.graph.fingerprint, plan.layout, plan.mesh, phases, pairs, given
+        if key not in cost_by_key:  # most stages of a deep model are alike
+            cost_by_key[key] = stage_cost(part, plan, needs(part, plan.layout, plan.mesh, pairs, given))
+        return cost_by_key[key]
 
     sent = [sent_nbytes(part) for part in cut.parts]
     plan = PipelinePlan(
@@ -141,18 +144,36 @@ def recounted(plan: AnyPlan, step: Step) -> AnyPlan:
 
 @recounted.register
 def _(plan: Plan, step: Step) -> Plan:
-    return accounted(plan, step.graph, step.state_pairs, step.donated)
+    return extract.accounted(plan, step.graph, step.state_pairs, step.donated)
 
 
 @recounted.register
 def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
     cut = stages.cut(step.graph, plan.firsts, step.state_pairs)
     plans = [
-        accounted(stage, part.graph, part.state_pairs, part.donated)
+        extract.accounted(stage, part.graph, part.state_pairs, part.donated)
         for part, stage in zip(step.parts(cut), plan.stages, strict=True)
     ]
     about = plan.planner, step.graph, plan.cluster, step.state_pairs, step.donated, cut, plan.firsts, plans
     return assemble_pipeline(*about, plan.schedule_name, plan.chunks)
+
+
+@singledispatch
+def layered(plan: AnyPlan, step: Step) -> AnyPlan:
+    """The plan with what each layer of the model costs."""
+    raise InternalError(f"the layers of a {type(plan).__name__} are not known")
+
+
+@layered.register
+def _(plan: Plan, step: Step) -> Plan:
+    return layer_costs(plan, step.graph)
+
+
+@layered.register
+def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
+    cut = stages.cut(step.graph, plan.firsts, step.state_pairs)
+    parts = zip(cut.parts, plan.stages, strict=True)
+    return replace(plan, stages=tuple(layer_costs(stage, part.graph) for part, stage in parts))
 
 
 def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:

@@ -17,9 +17,9 @@ from typing import Self
 import numpy as np
 
 from passes.cluster import Cluster, Mesh
-from passes.errors import NoLegalPlanError, PlanningError
+from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.inter_op import StageCost
-from passes.intra_op import Assembly, assemble, best, move_seconds
+from passes.intra_op import Assembly, assemble, best, extract, pins
 from passes.ir import PHASES, StatePairs
 from passes.pipeline.assemble import layout_cost, saved_values
 from passes.pipeline.segments import entering
@@ -135,7 +135,7 @@ class BlockCosts:
         """The costs of blocks under placements made by hand; they share what does not depend on placements."""
         return BlockCosts(
             options=self.options,
-            restrict=restrict,
+            restrict=pins.Both(self.restrict, restrict) if self.restrict else restrict,
             resharders=self.resharders,
             _firsts=self._firsts,
             _one_device_seconds=self._one_device_seconds,
@@ -250,11 +250,18 @@ class BlockCosts:
         except refused:
             return None, math.inf
 
-    def plan(self, name: str, step: Step, meshes: Sequence[Mesh], options: SolverOptions) -> Plan:
-        """The cheapest plan of a program over the meshes, with what prices have found out about them."""
-        return best(
-            name, step.graph, meshes, step.state_pairs, step.donated, options, self.restrict, resharders=self.resharders
-        )
+    def plan(
+        self, name: str, step: Step, meshes: Sequence[Mesh], options: SolverOptions, most_nbytes: float = math.inf
+    ) -> Plan | None:
+        """The cheapest plan of a program over the meshes that needs at most so many bytes, None if none is found.
+
+        It takes what prices have found out about the meshes.
+        """
+        about = name, step.graph, meshes, step.state_pairs, step.donated, options, self.restrict
+        try:
+            return best(*about, resharders=self.resharders, most_nbytes=most_nbytes)
+        except OverBudgetError:
+            return None
 
     def planned_cost(self, block: Block, mesh: Mesh) -> tuple[StageCost, float]:
         """The cost of a block by its plan, solved to the gap that is asked for, and the least seconds of a step."""
@@ -278,7 +285,7 @@ class BlockCosts:
             return None, answer.bound
         layout = assembly.layout(answer.choice)
         schedule = resharding_plan(graph, layout, resharder, regather=False)
-        _, moved = move_seconds(graph, schedule, resharder)
+        _, moved = extract.move_seconds(graph, schedule, resharder)
         compute = assembly.root.compute_seconds(answer.choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}
         return _price(block, layout, resharder, schedule, seconds), answer.bound

@@ -11,7 +11,7 @@ from passes import inter_op
 from passes.cluster import Cluster
 from passes.errors import OverBudgetError, PlanningError
 from passes.inter_op import Candidate, Partition, Submesh, build, is_chunked
-from passes.intra_op import named, restrictions
+from passes.intra_op import named, pins, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
 from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, first_of_each, shape_of
@@ -25,7 +25,8 @@ RIVAL = 1.1
 """A step without stages is planned where its price is above that of the stages by no more than this factor."""
 
 CLOSE = 1.1
-"""Drafts are planned whose price is above the best by less than this factor, as long as plans are no better than it."""
+"""Drafts are planned whose price is above the best by less than this factor, as long as plans are no better than it. A
+large step is drafted again for less memory where its best plan takes more than this factor of the fastest draft."""
 
 SLACK = 1.1
 """Drafts may fit that need more than there is by less than this factor: prices are not plans. For a deep pipeline that
@@ -42,7 +43,8 @@ MOST_UNFIT = 4
 class Drafting:
     """Drafts of a `step`, for so many `stages`, with the `samples` there are of it so far, by the prices of a `table`.
 
-    No device may need more than `limit` bytes. A sample of one microbatch prices the step without stages, too.
+    No device may need more than `limit` bytes. Where `counts` are given, there are so many
+    stages. A sample of one microbatch prices the step without stages, too.
     """
 
     step: Step
@@ -52,6 +54,7 @@ class Drafting:
     schedules: Sequence[str]
     limit: float
     table: StageCostTable
+    counts: Sequence[int] = ()
     _megatron_tables: dict[tuple[int, int], StageCostTable] = field(
         default_factory=dict[tuple[int, int], StageCostTable]
     )
@@ -108,7 +111,7 @@ class Drafting:
 
     def _whole_seconds(self, cutoff: float) -> float:
         """Seconds that stages must stay below to be better than none, by the price of the whole step, or the cutoff."""
-        if 1 not in self.samples:
+        if 1 not in self.samples or self.counts:
             return cutoff
         stage = self._whole(1, cutoff / RIVAL)
         return cutoff if stage is None else RIVAL * stage.period(1)
@@ -147,11 +150,11 @@ class Drafting:
                 memory_limit=search.limit,
                 dispatch_seconds=device.dispatch_seconds,
                 overlap=device.send_overlap,
-                n_stages=range(2, self.layers + 1),
+                n_stages=[n for n in range(2, self.layers + 1) if not self.counts or n in self.counts],
                 idle=False,
                 lower_bound=self.table.bounds.of_layers,
                 prefetch=self.table.expect,
-                context=replace(context, cutoff=self._whole_seconds(search.cutoff)),
+                context=replace(context, cutoff=self._whole_seconds(search.cutoff / (1 + search.least_gain))),
             )
         except OverBudgetError:
             return None
@@ -161,7 +164,8 @@ class Drafting:
         shapes: list[tuple[Shape, int]] = []
         for n in dict.fromkeys(n for base in bases for n in self._near(base)):
             known = n if n in self.samples else next(iter(self.samples))
-            shapes += [(shape, n) for shape in by_hand(self.table, self.cluster.n_devices, known)]
+            by_hand_shapes = by_hand(self.table, self.cluster.n_devices, known)
+            shapes += [(s, n) for s in by_hand_shapes if not self.counts or len(s.begins) in self.counts]
         search.add(shapes)
 
     def _near(self, base: int) -> list[int]:
@@ -183,7 +187,8 @@ class Drafting:
     def _megatron_table(self, size: int, tensor: int) -> StageCostTable:
         """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
         if (size, tensor) not in self._megatron_tables:
-            mesh = named(self.cluster, ("data", size // tensor), ("tensor", tensor))
+            forbidden = self.table.meshes(size)[0].forbidden
+            mesh = pins.without(named(self.cluster, ("data", size // tensor), ("tensor", tensor)), forbidden)
             block_costs = self.table.block_costs.restricted(restrictions.megatron)
             self._megatron_tables[size, tensor] = self.table.restricted(block_costs, lambda _: [mesh])
         return self._megatron_tables[size, tensor]

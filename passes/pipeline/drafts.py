@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 from passes.cluster import HostGroup, boundary_seconds
 from passes.inter_op import LowerBound, Partition, StageCost, Transfer, build, is_chunked, named_schedule
 from passes.pipeline.lower_bounds import SLACK
+from passes.pipeline.stage_bytes import least_bytes, partly_priced
 from passes.pipeline.stage_table import StageCostTable
 
 CHUNKS = (1, 2, 3, 4)
@@ -157,17 +158,22 @@ class DraftSearch:
             if queue and least > queue[0][0] and least > bound:
                 heapq.heappush(queue, (least, number, shape, count, names))
                 continue
-            over = {name: least for name in fitting if name not in likely}
-            for draft in priced_drafts(shape, self.table, count, likely, self.cutoff) if likely else ():
-                self.take(draft)
-                over |= {draft.schedule: draft.seconds} if draft.peak_nbytes > self.limit else {}
+            over = dict.fromkeys(fitting, least)
+            if likely:
+                drafts = priced_drafts(shape, self.table, count, likely, self.cutoff, self.most_nbytes)
+                slow = () if drafts is None else likely
+                over = {name: seconds for name, seconds in over.items() if name not in slow}
+                over |= {draft.schedule: draft.seconds for draft in drafts or () if draft.peak_nbytes > self.limit}
+                for draft in drafts or ():
+                    self.take(draft)
             self._add_megatron(shape, count, over)
 
     def _add_megatron(self, shape: Shape, count: int, over: Mapping[str, float]) -> None:
         """Adds what does not fit as Megatron's plans, under the schedules by which it takes so many seconds or more."""
         for table, likely in self._megatron_tables(shape, count, tuple(over)):
             names = tuple(name for name in likely if over[name] < self.cutoff)
-            for draft in priced_drafts(shape, table, count, names, self.cutoff) if names else ():
+            drafts = priced_drafts(shape, table, count, names, self.cutoff, self.most_nbytes) if names else None
+            for draft in drafts or ():
                 self.take(draft)
 
     def _megatron_tables(
@@ -255,20 +261,20 @@ def _known(table: StageCostTable, count: int) -> int:
 
 
 def _rescaled(shape: Shape, table: StageCostTable, microbatches: int) -> list[StageCost]:
-    """The costs of stages as they are priced in the nearest number of microbatches that has all, on the leanest mesh.
+    """The bytes of stages as they are priced in the nearest number of microbatches that has some, on the leanest mesh.
 
-    What a microbatch keeps is taken to shrink as it does. None where they are not priced in any.
+    What a microbatch keeps is taken to shrink as it does; stages without a price count with the least that they may
+    need. None where nothing is priced in any.
     """
     for known in sorted(table.step.samples, key=lambda n: abs(math.log(n / microbatches))):
-        stages: list[StageCost] = []
-        for run in _runs(shape, table, known):
-            priced = table.priced(*run, known)
-            if not priced:
-                break
-            leanest = min(priced, key=lambda cost: cost.needed_nbytes(len(shape.devices)))
-            stages.append(replace(leanest, in_flight_nbytes=leanest.in_flight_nbytes * known // microbatches))
-        if len(stages) == len(shape.begins):
-            return stages
+        runs = _runs(shape, table, known)
+        priced = [partly_priced(table, *run, known) for run in runs]
+        if any(priced):
+            leanest = [
+                min(each or [least_bytes(table, *run, known)], key=lambda cost: cost.needed_nbytes(len(shape.devices)))
+                for run, each in zip(runs, priced, strict=True)
+            ]
+            return [replace(c, in_flight_nbytes=c.in_flight_nbytes * known // microbatches) for c in leanest]
     return []
 
 
@@ -286,35 +292,46 @@ def _runs(shape: Shape, table: StageCostTable, microbatches: int) -> list[tuple[
 
 
 def priced_drafts(
-    shape: Shape, table: StageCostTable, microbatches: int, schedules: Sequence[str], cutoff: float
-) -> Iterator[Draft]:
-    """A shape under each of these schedules; none once it is seen that it takes `cutoff` seconds or more."""
-    transfers = _transfers(shape, table, microbatches, microbatches)
-    costs = _costs(shape, table, microbatches, transfers, _splits(schedules[0]), cutoff)
-    if costs is None:
-        return
+    shape: Shape, table: StageCostTable, count: int, schedules: Sequence[str], cutoff: float, most_nbytes: float
+) -> list[Draft] | None:
+    """The shape in so many microbatches under each of these schedules by which it takes less than `cutoff` seconds.
+
+    None once it is seen that it needs more than `most_nbytes` of a device under each of them.
+    """
+    runs, transfers = _runs(shape, table, count), _transfers(shape, table, count, count)
+    scheduled = {name: named_schedule(name, len(shape.begins), count, shape.chunks) for name in schedules}
+    least = [least_bytes(table, *run, count) for run in runs]
+
+    def fits(costs: Mapping[int, StageCost]) -> bool:
+        stages = [costs.get(stage, nbytes) for stage, nbytes in enumerate(least)]
+        return any(tasks.peak_nbytes(stages) <= most_nbytes for tasks in scheduled.values())
+
+    costs = _costs(shape, table, count, transfers, _splits(schedules[0]), cutoff, fits)
+    if costs is None or len(costs) < len(runs):
+        return None if costs else []
     device = table.cluster.group().device
-    for schedule in schedules:
-        tasks = named_schedule(schedule, len(shape.begins), microbatches, shape.chunks)
+    drafts: list[Draft] = []
+    for name, tasks in scheduled.items():
         seconds = tasks.seconds(costs, transfers, device.dispatch_seconds, device.send_overlap)
-        if seconds < cutoff:
-            yield Draft(
-                shape=shape,
-                microbatches=microbatches,
-                schedule=schedule,
-                seconds=seconds,
-                peak_nbytes=tasks.peak_nbytes(costs),
-                table=table,
-            )
+        nbytes = tasks.peak_nbytes(costs)
+        draft = Draft(shape=shape, microbatches=count, schedule=name, seconds=seconds, peak_nbytes=nbytes, table=table)
+        drafts += [draft] if seconds < cutoff else []
+    return drafts
 
 
 def _costs(
-    shape: Shape, table: StageCostTable, microbatches: int, transfers: Sequence[Transfer], split: bool, cutoff: float
+    shape: Shape,
+    table: StageCostTable,
+    microbatches: int,
+    transfers: Sequence[Transfer],
+    split: bool,
+    cutoff: float,
+    fits: Callable[[Mapping[int, StageCost]], bool],
 ) -> list[StageCost] | None:
     """The cost of each stage; None once a stage cannot be had, or all that is known of them takes `cutoff` seconds.
 
     Stages of the group that has most to do are priced first: a pipeline that takes too long is mostly seen to there.
-    Each may take what the others of its group leave.
+    Each may take what the others of its group leave. Those priced so far where they are seen not to fit.
     """
     runs, groups = _runs(shape, table, microbatches), len(shape.devices)
     costs: dict[int, StageCost] = {}
@@ -336,7 +353,10 @@ def _costs(
         cost = table.stage(*runs[stage], microbatches, SLACK * (cutoff / microbatches - others))
         if cost is None:
             return None
+        is_new = cost not in costs.values()
         costs[stage] = cost
+        if is_new and len(costs) < len(runs) and not fits(costs):
+            return list(costs.values())
     if least_seconds(least(), transfers, shape, microbatches, split) >= cutoff:
         return None
     return [costs[stage] for stage in range(len(runs))]

@@ -81,14 +81,34 @@ class BlockBounds:
     def of_blocks(self, begin: int, end: int, n_devices: int, microbatches: int) -> LowerBound:
         """A lower bound on the cost of some blocks as a stage, by what is known so far; in any number of microbatches.
 
-        Where the step was not cut in so many, it takes no less than what lies between its steps in fewer and in more:
+        Where there are no prices of so many, it takes no less than what lies between its steps in fewer and in more:
         each way to do it takes a time of its own, and one for each microbatch.
         """
-        if microbatches in self.step.samples:
-            return self.of_run(self.step.counted(begin, end, microbatches), n_devices)
-        fewer = max((count for count in self.step.samples if count < microbatches), default=None)
-        more = min((count for count in self.step.samples if count > microbatches), default=None)
-        low, high = (self.of_blocks(begin, end, n_devices, n) if n else None for n in (fewer, more))
+        run = (begin, end, n_devices)
+        if microbatches not in self.step.samples:
+            return self._between(run, microbatches, list(self.step.samples))
+        bound = self.of_run(self.step.counted(begin, end, microbatches), n_devices)
+        known = [count for count in self.step.samples if self._has_price(run, count)]
+        if microbatches in known or not min(known, default=microbatches) < microbatches < max(known):
+            return bound
+        between = self._between(run, microbatches, known)
+        return LowerBound(max(bound.seconds, between.seconds), max(bound.period, between.period), bound.nbytes)
+
+    def is_priced(self, chosen: Sequence[Counted], mesh: Mesh) -> bool:
+        return all(self.block_costs.is_known(block, mesh) for block, _ in chosen)
+
+    def _has_price(self, run: tuple[int, int, int], microbatches: int) -> bool:
+        """Whether all of some blocks on so many devices are priced on some mesh."""
+        begin, end, n_devices = run
+        chosen = self.step.counted(begin, end, microbatches)
+        return any(self.is_priced(chosen, mesh) for mesh in self.meshes_of(n_devices))
+
+    def _between(self, run: tuple[int, int, int], microbatches: int, counts: Sequence[int]) -> LowerBound:
+        """The bound of (begin, end, devices) by those in the nearest of these `counts` that are fewer and more."""
+        begin, end, n_devices = run
+        fewer = max((count for count in counts if count < microbatches), default=None)
+        more = min((count for count in counts if count > microbatches), default=None)
+        low, high = (self.of_run(self.step.counted(begin, end, n), n_devices) if n else None for n in (fewer, more))
         if not low or not fewer:
             return high or LowerBound(0.0, 0.0, 0.0)
         if not high or not more:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from passes import inter_op
 from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError
+from passes.intra_op import pins
 from passes.pipeline.block_costs import BlockCosts
-from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
+from passes.pipeline.drafting import CLOSE, MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
 from passes.pipeline.drafts import Draft, DraftSearch, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCostTable
@@ -40,7 +41,8 @@ class StagedSearch:
     """The search over stages of a `step` in so many `layers`, with the `samples` that there are of it so far.
 
     Samples and plans are of its variants for so many `stages`, whose loops over layers are chunked.
-    `meshes(n)` lays out n devices. A sample of one microbatch prices the step without stages, too. Of the plans made
+    `meshes(n)` lays out n devices, and inputs lie as they are `pinned`. Where `counts` are given, there are
+    so many stages. A sample of one microbatch prices the step without stages, too. Of the plans made
     that do not keep the limit, `least_memory_plan` needs least.
 
     An interruption that the `context` allows ends the search as soon as there are stages: they are planned, and marked.
@@ -55,6 +57,8 @@ class StagedSearch:
     limit: float
     solver: SolverOptions
     meshes: Callable[[int], Sequence[Mesh]]
+    pinned: pins.ByName | None = None
+    counts: Sequence[int] = ()
     context: SearchContext = field(default_factory=SearchContext)
     least_memory_plan: PipelinePlan | None = None
     block_costs: BlockCosts = field(init=False)
@@ -65,7 +69,7 @@ class StagedSearch:
     _seen: set[object] = field(default_factory=set[object])
 
     def __post_init__(self) -> None:
-        self.block_costs = BlockCosts(options=self.solver)
+        self.block_costs = BlockCosts(options=self.solver, restrict=self.pinned)
         also = sorted({groups * chunks for groups, chunks in evenly(self.cluster.n_devices)})
         self.table = StageCostTable(
             step=StepBlocks(samples=self.samples, n_layers=self.layers, also=also),
@@ -82,6 +86,7 @@ class StagedSearch:
             schedules=self.schedules,
             limit=self.limit,
             table=self.table,
+            counts=self.counts,
         )
         self.plans = StagePlans(
             step=self.step,
@@ -91,6 +96,7 @@ class StagedSearch:
             limit=self.limit,
             solver=self.solver,
             shared=self.table,
+            pinned=self.pinned,
             context=self.context,
         )
 
@@ -128,7 +134,8 @@ class StagedSearch:
             self.met += [_met(draft) for draft in sorted(search.drafts, key=lambda draft: draft.seconds)[:_SHOWN]]
             better, over = self._best(self.drafting.worth(search), search.limit_seconds, pool)
             best = better or best
-            if over is None or (best is not None and (self.context.is_interrupted or is_large)):
+            is_near = is_large and best is not None and best.step_seconds < CLOSE * search.best
+            if over is None or is_near or (best is not None and self.context.is_interrupted):
                 break
             limit *= LESS * min(1.0, self.limit / over)
         if best is None and math.isinf(self.context.cutoff):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.cluster import Cluster
-from passes.inter_op import is_chunked
+from passes.errors import InternalError
+from passes.inter_op import StageCost, is_chunked
+from passes.intra_op import pins
 from passes.pipeline.assemble import assemble_pipeline, restated
 from passes.pipeline.drafts import Draft
-from passes.pipeline.segments import Needs
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.workers import WorkerPool
 from passes.plan import PipelinePlan, Plan
@@ -20,6 +22,10 @@ from passes.transforms import stages
 
 SOLVE_GAP = 1e-3
 """The relative gap at which the solve of a stage may end: closing it takes longer than all that comes before."""
+
+NEARLY, TIGHTENED = 1.1, 2
+"""Stages that need up to this factor of what there is are planned again within less, and how often: prices leave out
+what is needed for a moment, and a stage within less may keep more of each microbatch."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,9 +42,10 @@ class StagePlans:
     limit: float
     solver: SolverOptions
     shared: StageCostTable
+    pinned: pins.ByName | None
     context: SearchContext
-    _needs: dict[object, Needs] = field(default_factory=dict[object, Needs])
-    _plans: dict[object, tuple[Step, Plan]] = field(default_factory=dict[object, "tuple[Step, Plan]"])
+    _costs: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
+    _plans: dict[object, tuple[Step, Plan | None]] = field(default_factory=dict[object, "tuple[Step, Plan | None]"])
 
     def written(self, microbatches: int) -> Step:
         """The whole step, no block left out, in so many microbatches."""
@@ -46,52 +53,89 @@ class StagePlans:
         return self.step.variant(Variant(microbatches=microbatches, stages=self.stages))
 
     def plan(self, draft: Draft, pool: WorkerPool) -> PipelinePlan:
-        """The plan of a draft: its stages planned in full, under the schedule that is the best then."""
+        """The plan of a draft: its stages planned in full, under the schedule that is the best then.
+
+        Prices leave out what is needed for a moment. Where that is why it does not fit, the stages that need too much
+        are planned again within less.
+        """
         step, shape = self.written(draft.microbatches), draft.shape
         begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
         cut = stages.cut(step.graph, begins, step.state_pairs)
-        plans = self._stages(draft, step.parts(cut), pool)
-        made = assemble_pipeline(
-            "auto",
-            step.graph,
-            self.cluster,
-            step.state_pairs,
-            step.donated,
-            cut,
-            begins,
-            plans,
-            draft.schedule,
-            shape.chunks,
-            self._needs,
-        )
-        under = (replace(made, schedule_name=name) for name in self.schedules if is_chunked(name) == (made.chunks > 1))
-        return min(under, default=made, key=lambda plan: (plan.peak_nbytes > self.limit, plan.step_seconds))
+        about = "auto", step.graph, self.cluster, step.state_pairs, step.donated, cut, begins
+        parts = step.parts(cut)
+        plans, best = self._stages(draft, parts, pool, {}), None
+        for _ in range(1 + TIGHTENED):
+            if plans is None:
+                break
+            made = assemble_pipeline(*about, plans, draft.schedule, shape.chunks, self._costs)
+            scheduled = self._scheduled(made)
+            best = min((best, *scheduled) if best else scheduled, key=self._order)
+            leanest = min(scheduled, key=lambda plan: plan.peak_nbytes)
+            if not self.limit < leanest.peak_nbytes <= NEARLY * self.limit:
+                break
+            plans = self._stages(draft, parts, pool, self._tighter(leanest))
+        if best is None:
+            raise InternalError("stages without a limit have no plan")
+        return best
 
-    def _stages(self, draft: Draft, parts: Sequence[Step], pool: WorkerPool) -> list[Plan]:
-        """The plan of every stage; equal ones are planned once, in this draft or another."""
+    def _order(self, plan: PipelinePlan) -> tuple[bool, float]:
+        """The key by which the best comes first: the fastest that fits, else what needs least."""
+        is_over = plan.peak_nbytes > self.limit
+        return is_over, plan.peak_nbytes if is_over else plan.step_seconds
+
+    def _scheduled(self, plan: PipelinePlan) -> list[PipelinePlan]:
+        """The pipeline under each schedule that it can have."""
+        names = [name for name in self.schedules if is_chunked(name) == (plan.chunks > 1)]
+        return [replace(plan, schedule_name=name) for name in names] or [plan]
+
+    def _tighter(self, plan: PipelinePlan) -> dict[int, float]:
+        """The bytes that stages of groups which need too much may need: less by what is too much."""
+        limits: dict[int, float] = {}
+        for group, nbytes in enumerate(plan.timeline.peak_nbytes):
+            if nbytes > self.limit:
+                for stage in range(group, len(plan.stages), plan.groups):
+                    limits[stage] = plan.stages[stage].peak_nbytes - (nbytes - self.limit) / plan.chunks
+        return limits
+
+    def _stages(
+        self, draft: Draft, parts: Sequence[Step], pool: WorkerPool, limits: Mapping[int, float]
+    ) -> list[Plan] | None:
+        """The plan of every stage; equal ones are planned once, in this draft or another.
+
+        Those with a limit need at most so many bytes, equal ones the least of these; None where one cannot.
+        """
         count, shape, table = draft.microbatches, draft.shape, draft.table
         ends = (*shape.begins[1:], len(table.step.cuts(count).blocks))
         sizes = [shape.devices[stage % len(shape.devices)] for stage in range(len(ends))]
         laid_out = [table.near(*run, count) for run in zip(shape.begins, ends, sizes, strict=True)]
         self._report_stage(0, len(ends))
-        keys: list[object] = [
-            (part.graph.fingerprint, part.state_pairs, part.donated, tuple(meshes))
+        alike: list[object] = [
+            (part.graph.fingerprint, part.state_pairs, part.donated, tuple(meshes), self._pins(part))
             for part, meshes in zip(parts, laid_out, strict=True)
         ]
+        least = {key: min(limits[at] for at in limits if alike[at] == key) for key in {alike[at] for at in limits}}
+        within = [least[key] if at in limits else math.inf for at, key in enumerate(alike)]
+        keys = list(zip(alike, within, strict=True))
         options = replace(self.solver, gap=max(self.solver.gap, SOLVE_GAP))
         unplanned = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
-        tasks = [(f"stage {at}", parts[at], laid_out[at], options) for at in unplanned.values()]
+        tasks = [(f"stage {at}", parts[at], laid_out[at], options, within[at]) for at in unplanned.values()]
         is_shared = table is self.shared
         planned = pool.call("plan", tasks) if is_shared else [table.block_costs.plan(*task) for task in tasks]
         self._plans |= {key: (parts[at], plan) for (key, at), plan in zip(unplanned.items(), planned, strict=True)}
         plans: list[Plan] = []
         for stage, (key, stage_step) in enumerate(zip(keys, parts, strict=True)):
             part, plan = self._plans[key]
+            if plan is None:
+                return None
             if part is not stage_step:
                 plan = restated(plan, part.graph, stage_step.graph, stage_step.state_pairs, stage_step.donated)
                 plan = replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
             plans.append(plan)
         return plans
+
+    def _pins(self, part: Step) -> object:
+        """The placements that tell a stage from others which are equal but for names."""
+        return tuple(self.pinned.placed(part.graph).items()) if self.pinned else ()
 
     def _report_stage(self, done: int, total: int) -> None:
         self.context.report(Progress(phase="plan the stages chosen", done=done, total=total))

@@ -93,33 +93,27 @@ class StageCostTable:
         """The stage of some blocks, as `candidate` has that of layers."""
         return self._best(self.step.counted(begin, end, microbatches), n_devices, microbatches, cutoff)
 
-    def priced(self, begin: int, end: int, n_devices: int, microbatches: int) -> list[Candidate]:
-        """The stage of some blocks on each mesh on which all of them have a price already."""
-        chosen = self.step.counted(begin, end, microbatches)
-        stages: list[Candidate] = []
-        for mesh in self.bounds.meshes_of(n_devices):
-            if all(self.block_costs.is_known(block, mesh) for block, _ in chosen):
-                costs = [(cost, n) for block, n in chosen if (cost := self.block_costs.price(block, mesh))]
-                stages += [Candidate.together(costs, mesh)] if len(costs) == len(chosen) else []
-        return stages
+    def expect(self, expected: Sequence[tuple[int, int, Submesh, int]], seconds: float = math.inf) -> None:
+        """Prices at once what `candidate` is going to ask for, one thing after the other, for each of these.
 
-    def expect(self, expected: Sequence[tuple[int, int, Submesh, int]]) -> None:
-        """Prices at once what `candidate` is going to ask for, one thing after the other, for each of these."""
+        That is for steps of less than so many seconds.
+        """
         runs = [
-            (self.step.in_layers(first, last, count), submesh.n_devices, count)
+            (self.step.in_layers(first, last, count), submesh.n_devices, count, seconds / count)
             for first, last, submesh, count in expected
         ]
-        meshes = [[mesh for _, mesh in self._order(chosen, n_devices)] for chosen, n_devices, _ in runs]
-        self._price_all(
-            [
-                request
-                for (chosen, *_), (mesh, *_) in zip(runs, meshes, strict=True)
-                for request in self._requests(chosen, mesh)
-            ]
-        )
+        meshes = [[mesh for _, mesh in self._order(chosen, n_devices)] for chosen, n_devices, *_ in runs]
+        for most in (1, None):  # the heaviest may be too much
+            self._price_all(
+                [
+                    request
+                    for (chosen, *_, cutoff), (mesh, *_) in zip(runs, meshes, strict=True)
+                    for request in self._requests(chosen, mesh, cutoff)[: most if math.isfinite(cutoff) else None]
+                ]
+            )
         ahead: list[PriceRequest] = []
-        for (chosen, n_devices, count), (first, *others) in zip(runs, meshes, strict=True):
-            costs = self._costs(chosen, first, math.inf)
+        for (chosen, n_devices, count, cutoff), (first, *others) in zip(runs, meshes, strict=True):
+            costs = self._costs(chosen, first, cutoff)
             period = Candidate.together(costs, first).period(count) if costs else 0.0
             if period > self._good_enough(chosen, n_devices):
                 ahead += [
@@ -130,11 +124,13 @@ class StageCostTable:
         self._price_all(ahead)
 
     def _order(self, chosen: Sequence[Counted], n_devices: int) -> list[tuple[int, Mesh]]:
-        """The meshes by number, in the order in which they are tried."""
+        """The meshes by number, in the order in which they are tried: those first on which all is priced already."""
 
-        def order(numbered: tuple[int, Mesh]) -> tuple[bool, float, int, int]:
-            period = math.fsum(n * self.bounds.of_block(block, numbered[1])[1] for block, n in chosen)
-            return numbered[1] != self._winners.get(n_devices), period, max(numbered[1].sizes, default=1), numbered[0]
+        def order(numbered: tuple[int, Mesh]) -> tuple[bool, bool, float, int, int]:
+            number, mesh = numbered
+            period = math.fsum(n * self.bounds.of_block(block, mesh)[1] for block, n in chosen)
+            is_winner = mesh == self._winners.get(n_devices)
+            return not self.bounds.is_priced(chosen, mesh), not is_winner, period, max(mesh.sizes, default=1), number
 
         return sorted(enumerate(self.bounds.meshes_of(n_devices)), key=order)
 
@@ -143,18 +139,15 @@ class StageCostTable:
         least = math.fsum(n * self.block_costs.least(block, self.cluster, n_devices)[0] for block, n in chosen)
         return least * (1 + LEAST_GAIN)
 
-    def _mesh_cutoff(self, best_period: float) -> float:
-        """The period that another mesh must stay below to be worth it, given that of the best mesh so far."""
-        return best_period / (1 + LEAST_GAIN)
-
     def _best(self, chosen: Sequence[Counted], n_devices: int, microbatches: int, cutoff: float) -> Candidate | None:
         """The stage of so many blocks of some kinds on its best mesh, as `candidate` has that of layers."""
         meshes = self._order(chosen, n_devices)
+        n_first = max(1, sum(self.bounds.is_priced(chosen, mesh) for _, mesh in meshes))
         best: tuple[float, int, Candidate] | None = None
         for place, (number, mesh) in enumerate(meshes):
-            bound = self._mesh_cutoff(best[0]) if best else cutoff
-            if place == 1:
-                self._look_ahead(chosen, [mesh for _, mesh in meshes[1:]], bound)
+            bound = best[0] / (1 + LEAST_GAIN) if best else cutoff  # what another mesh must stay below to be worth it
+            if place == n_first:
+                self._look_ahead(chosen, [mesh for _, mesh in meshes[n_first:]], bound)
             costs = self._costs(chosen, mesh, bound)
             if costs is None:
                 continue

@@ -2,9 +2,11 @@
 together.
 """
 
+from passes.placement.background import Background, products
 from passes.placement.operator_groups import Grouping, OperatorGroup, group
 from passes.placement.reshardings import (
     Layout,
+    Occurrence,
     Placement,
     Resharding,
     ReshardingPlan,
@@ -17,8 +19,10 @@ from passes.placement.reshardings import (
 )
 
 __all__ = [
+    "Background",
     "Grouping",
     "Layout",
+    "Occurrence",
     "OperatorGroup",
     "Placement",
     "Resharding",
@@ -27,6 +31,7 @@ __all__ = [
     "group",
     "is_free",
     "occurrences",
+    "products",
     "resharding_plan",
     "shared",
     "weights",

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from passes.gc_pause import without_gc
 from passes.ir import Control, Graph, Node, Phase, control_of, phase
 from passes.placement.reshardings import is_free
-from passes.rules import ShardingRule, replicate, rule_of
+from passes.rules import ShardingRule, replicate, rules_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -298,24 +299,20 @@ def group(graph: Graph, *, inside: bool = False) -> Grouping:
     """The operator groups of a graph, in order of their first member; `inside` a loop or branch no operator group
     absorbs an input.
 
-    Light operators join the group of their largest, latest operand.
+    Light operators join the group of their largest, latest operand. Found once for a graph.
     """
-    rules_by_node: dict[object, ShardingRule] = {}
-    rules: list[ShardingRule] = []
-    types, ids = graph.types, list(map(id, graph.types))
-    controls = {i: c for i, node in enumerate(graph.nodes) if (c := control_of(node, graph))}
-    for index, node in enumerate(graph.nodes):
-        # Equal nodes mostly hold the same objects, and those need no comparing.
-        same = (node.primitive, id(node.params), *[ids[v] for v in node.inputs], None, *[ids[v] for v in node.outputs])
-        rule = None if index in controls else rules_by_node.get(same)
-        if rule is None:
-            reads, writes = (tuple([types[v] for v in values]) for values in (node.inputs, node.outputs))
-            if index in controls:
-                rule = replicate(reads, writes, reason="")
-            else:
-                equal = (node.primitive, repr(node.params), reads, writes)
-                if equal not in rules_by_node:
-                    rules_by_node[equal] = rule_of(node, graph)
-                rule = rules_by_node[same] = rules_by_node[equal]
-        rules.append(rule)
-    return _Grouper(graph, rules, controls, inside).run()
+    rules = rules_of(graph)
+    known = cast("tuple[object, Grouping] | None", graph.memo.get((group, inside)))
+    if known is None or known[0] is not rules:
+        graph.memo[group, inside] = known = rules, _grouped(graph, rules, inside)
+    return known[1]
+
+
+def _grouped(graph: Graph, rules: Sequence[ShardingRule], inside: bool) -> Grouping:
+    controls = {i: control for i, node in enumerate(graph.nodes) if (control := control_of(node, graph))}
+    placed = list(rules)
+    for index in controls:
+        node = graph.nodes[index]
+        reads, writes = (tuple([graph.types[v] for v in values]) for values in (node.inputs, node.outputs))
+        placed[index] = replicate(reads, writes, reason="")
+    return _Grouper(graph, placed, controls, inside).run()

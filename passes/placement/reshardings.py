@@ -12,8 +12,9 @@ from typing import Protocol
 from passes.cluster import Collective, Kind, Mesh
 from passes.gc_pause import without_gc
 from passes.ir import Graph, Node, Phase, TensorType, control_of, phase
-from passes.rules import made_anywhere, makes_the_same, rule_of
-from passes.sharding import ShardingSpec, Step, replicated
+from passes.placement.background import Background, derived
+from passes.rules import made_anywhere, makes_the_same
+from passes.sharding import Behind, ShardingSpec, Step, replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +85,7 @@ def weights(graph: Graph) -> frozenset[int]:
 
     The backward pass may bring them anew.
     """
-    derived = set(graph.inputs)
-    for node in graph.nodes:
-        arrays = [v for v in node.inputs if v not in graph.literals]
-        if len(arrays) != 1 or len(node.outputs) != 1 or arrays[0] not in derived or phase(node) == "backward":
-            continue
-        result = node.outputs[0]
-        if graph.types[result].size == graph.types[arrays[0]].size and rule_of(node, graph).light:
-            derived.add(result)
-    return frozenset(derived)
+    return derived(graph, graph.inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,35 +196,57 @@ class _Moving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrence:
-    """One occurrence of a resharding: of a value of `type`, before the node at the source line `where`.
+    """One occurrence of a resharding: of a value of `type`, before the node of that `scope` at the source line `where`.
 
-    It is made `trips` times a step, each time with probability `share`, in the node's `phase`.
+    It is made `trips` times a step, each time with probability `share`, in the node's `phase`, and `behind`
+    computing as `Background.behind` says.
     """
 
     move: Resharding
     type: TensorType
     where: str
+    scope: str
     phase: Phase
     trips: int = 1
     share: float = 1.0
+    behind: Behind | None = None
 
 
 def occurrences(
-    graph: Graph, reshardings: ReshardingPlan, *, trips: int = 1, share: float = 1.0, end: str = "output"
+    graph: Graph,
+    reshardings: ReshardingPlan,
+    *,
+    trips: int = 1,
+    share: float = 1.0,
+    end: str = "output",
+    end_scope: str = "",
+    background: Background | None = None,
 ) -> Iterator[Occurrence]:
-    """Every occurrence of a resharding, in loops and branches too; `end` is the place where outputs leave."""
+    """Every occurrence of a resharding, in loops and branches too; `end` and its scope are where outputs leave."""
+    background = background or Background.of(graph)
     for index, moves_before in enumerate(reshardings.before):
         if not moves_before and index not in reshardings.bodies:
             continue
         node = graph.nodes[index] if index < len(graph.nodes) else None
-        where, when = (node.source, phase(node)) if node else (end, "apply")
+        where, scope, when = (node.source, node.scope, phase(node)) if node else (end, end_scope, "apply")
         for move in moves_before:
-            yield Occurrence(move=move, type=graph.types[move.value], where=where, phase=when, trips=trips, share=share)
+            yield Occurrence(
+                move=move,
+                type=graph.types[move.value],
+                where=where,
+                scope=scope,
+                phase=when,
+                trips=trips,
+                share=share,
+                behind=background.behind(move.value),
+            )
         control = control_of(node, graph) if node and index in reshardings.bodies else None
         if control:
-            for body, inner in zip(control.bodies, reshardings.bodies[index], strict=True):
+            within = background.inside(index, control)
+            for body, inner, beside in zip(control.bodies, reshardings.bodies[index], within, strict=True):
                 inside, chance = trips * body.trips, share * body.share
-                yield from occurrences(body.graph, inner, trips=inside, share=chance, end=where)
+                ends = {"end": where, "end_scope": scope}
+                yield from occurrences(body.graph, inner, trips=inside, share=chance, background=beside, **ends)
 
 
 def collectives(graph: Graph, reshardings: ReshardingPlan, mesh: Mesh) -> tuple[Collective, ...]:

@@ -4,7 +4,17 @@ whether it is legal.
 
 from passes.plan import json, text
 from passes.plan.estimate import Estimate
-from passes.plan.parts import INTERRUPTED, LATE, POINTS, Alternative, MemoryReport, Operator, Solution, operators
+from passes.plan.parts import (
+    INTERRUPTED,
+    LATE,
+    POINTS,
+    Alternative,
+    LayerCost,
+    MemoryReport,
+    Operator,
+    Solution,
+    operators,
+)
 from passes.plan.pipeline import PipelinePlan, load_plan, plan_from_json
 from passes.plan.plan import AnyPlan, Plan
 from passes.plan.reading import SCHEMA
@@ -17,6 +27,7 @@ __all__ = [
     "Alternative",
     "AnyPlan",
     "Estimate",
+    "LayerCost",
     "MemoryReport",
     "Operator",
     "PipelinePlan",

@@ -1,11 +1,11 @@
-"""The account of how a plan was found, as JSON and back."""
+"""The account of how a plan was found, and of what each layer costs in it, as JSON and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from passes.plan.json import Fields, as_object, number
-from passes.plan.parts import Alternative, Solution
+from passes.plan.parts import Alternative, LayerCost, Solution
 
 
 def solution_to_json(solution: Solution) -> dict[str, object]:
@@ -59,4 +59,33 @@ def alternatives_from_json(data: Fields) -> tuple[Alternative, ...]:
             peak_nbytes=f.int("peak_nbytes") if "peak_nbytes" in f.data else None,
         )
         for f in fields
+    )
+
+
+def layers_to_json(layers: Sequence[LayerCost]) -> list[object]:
+    """The costs of layers, a JSON object each."""
+    return [
+        {
+            "name": layer.name,
+            "compute_seconds": number(layer.compute_seconds),
+            "moving_seconds": number(layer.moving_seconds),
+            "state_nbytes": layer.state_nbytes,
+            "live_nbytes": layer.live_nbytes,
+        }
+        for layer in layers
+    ]
+
+
+def layers_from_json(entries: Sequence[object]) -> tuple[LayerCost, ...]:
+    """The costs of layers that `layers_to_json` described. Raises PlanningError for anything else."""
+    fields = [as_object(entry, f"layers[{i}]") for i, entry in enumerate(entries)]
+    return tuple(
+        LayerCost(
+            name=layer.text("name"),
+            compute_seconds=layer.float("compute_seconds"),
+            moving_seconds=layer.float("moving_seconds"),
+            state_nbytes=layer.int("state_nbytes"),
+            live_nbytes=layer.int("live_nbytes"),
+        )
+        for layer in fields
     )

@@ -185,14 +185,30 @@ def numbers(values: Mapping[str, float]) -> dict[str, float | str]:
     return {name: number(value) for name, value in values.items()}
 
 
+_FORBIDDEN = "forbidden"
+
+
+def mesh_to_json(mesh: Mesh) -> dict[str, object]:
+    """The mesh as `mesh_from_json` reads it."""
+    axes: dict[str, object] = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    return axes | ({_FORBIDDEN: list(mesh.forbidden)} if mesh.forbidden else {})
+
+
 def mesh_from_json(axes: Fields, cluster: Cluster) -> Mesh:
-    """The mesh that `{axis: size}` describes. Raises PlanningError for axes that cannot be, or too few devices."""
+    """The mesh that `{axis: size}` describes, with a list of `forbidden` kinds of collectives if there are any.
+
+    Raises PlanningError for axes that cannot be, or too few devices.
+    """
+    written = axes.data.get(_FORBIDDEN)
+    forbidden = tuple(map(str, cast("Sequence[object]", written))) if isinstance(written, list) else ()
+    axes = as_object({name: size for name, size in axes.data.items() if not (forbidden and name == _FORBIDDEN)}, "mesh")
     for name in axes.data:
         if not re.fullmatch(_AXIS, name):
             raise PlanningError(f"mesh axis {name!r} is not a name; write letters, digits and underscores")
         if axes.int(name) < 1:
             raise PlanningError(f"mesh axis {name!r} has size {axes.int(name)}; the least is 1")
-    mesh = Mesh(axes=tuple(axes.data), sizes=tuple(axes.int(name) for name in axes.data), cluster=cluster)
+    sizes = tuple(axes.int(name) for name in axes.data)
+    mesh = Mesh(axes=tuple(axes.data), sizes=sizes, cluster=cluster, forbidden=forbidden)
     if mesh.size > cluster.n_devices:
         raise PlanningError(f"mesh {mesh} needs {mesh.size} devices; cluster {cluster.name!r} has {cluster.n_devices}")
     return mesh
@@ -364,14 +380,17 @@ def collective_from_json(data: Fields) -> Collective:
 def memory_to_json(memory: MemoryReport) -> dict[str, object]:
     """A plan's report of one device's memory, as JSON data."""
     holders = [{"name": h.name, "nbytes": h.nbytes, "cause": h.cause} for h in memory.holders]
-    return {"where": memory.where, "over_time": list(memory.over_time), "holders": holders}
+    layers = {"layers": dict(memory.layers)} if memory.layers else {}
+    return {"where": memory.where, "over_time": list(memory.over_time), "holders": holders, **layers}
 
 
 def memory_from_json(data: Fields) -> MemoryReport:
     """A plan's report of one device's memory."""
+    layers = data.object("layers") if "layers" in data.data else None
     holders = [as_object(entry, data.place(f"holders[{i}]")) for i, entry in enumerate(data.list("holders"))]
     return MemoryReport(
         where=data.text("where"),
         holders=tuple(Holder(name=h.text("name"), nbytes=h.int("nbytes"), cause=h.text("cause")) for h in holders),
         over_time=tuple(as_int(x, data.place(f"over_time[{i}]")) for i, x in enumerate(data.list("over_time"))),
+        layers={name: layers.int(name) for name in layers.data} if layers else {},
     )

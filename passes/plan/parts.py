@@ -69,6 +69,31 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """The cost of a layer of the model in one step, of one device: seconds of computing, and of moving arrays.
+
+    `state_nbytes` are arguments that are named after the layer, which stay; `live_nbytes` what it computes of the
+    temporaries at the step's peak. What belongs to no layer is the update's.
+    """
+
+    name: str
+    compute_seconds: float
+    moving_seconds: float
+    state_nbytes: int
+    live_nbytes: int
+
+    @property
+    def seconds(self) -> float:
+        """All seconds of the layer."""
+        return self.compute_seconds + self.moving_seconds
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes of the layer at the peak."""
+        return self.state_nbytes + self.live_nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """One node as the plan's reader sees it: its primitive, its place in the user's code, and its placement.
 
@@ -101,23 +126,29 @@ POINTS = 60
 class MemoryReport:
     """A plan's account of one device's memory: `where` the peak is, its largest `holders`, and bytes `over_time`.
 
-    `over_time` has the busiest kernel of each of at most `POINTS` equal parts of the step, [parts].
+    `over_time` has the busiest kernel of each of at most `POINTS` equal parts of the step, [parts]; `layers` are bytes
+    of temporaries at the peak by the layer of the model that computes them.
     """
 
     where: str
     holders: tuple[Holder, ...]
     over_time: tuple[int, ...]
+    layers: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
     def of(cls, memory: Memory) -> Self:
         """The report of a whole step."""
-        return cls(where=memory.where, holders=memory.holders, over_time=busiest_of(memory.over_time))
+        holders = tuple(replace(holder, layer="") for holder in memory.holders)  # `layers` say it
+        over_time = busiest_of(memory.over_time)
+        return cls(where=memory.where, holders=holders, over_time=over_time, layers=dict(memory.layers))
 
     def renamed(self, names: Mapping[str, str]) -> MemoryReport:
-        """The report of the same step under other names of its arrays."""
-        return replace(
-            self, holders=tuple(replace(holder, name=names.get(holder.name, holder.name)) for holder in self.holders)
-        )
+        """The report of the same step under other names of its arrays and layers."""
+        holders = tuple(replace(holder, name=names.get(holder.name, holder.name)) for holder in self.holders)
+        layers: dict[str, int] = {}
+        for layer, nbytes in self.layers.items():
+            layers[names.get(layer, layer)] = layers.get(names.get(layer, layer), 0) + nbytes
+        return replace(self, holders=holders, layers=layers)
 
     def less(self, nbytes: int) -> MemoryReport:
         """The report with `nbytes` elsewhere all the time."""

@@ -20,7 +20,7 @@ from passes.plan import diff as plan_diff
 from passes.plan import json as plan_json
 from passes.plan import text as plan_text
 from passes.plan.diff import PlanDiff
-from passes.plan.parts import Alternative, MemoryReport, Operator, Solution, merged
+from passes.plan.parts import Alternative, LayerCost, MemoryReport, Operator, Solution, merged
 from passes.plan.pipeline_diff import PipelineDiff
 from passes.plan.reading import SCHEMA, read_plan
 from passes.plan.storable import Storable, renamed
@@ -173,8 +173,8 @@ class Plan(AnyPlan):
     its products without what is computed again (passes/intra_op/flops.py). With `regather`, weights are gathered again
     for the backward pass, and not kept in between. `remat` is what each layer keeps for the backward pass
     (passes/transforms/remat.py), empty for the step as it was written. The inputs at `offloaded` stay in the host's
-    memory between steps. `memory` is what more there is to say of one device's. If numbers were counted for other
-    placements, before an edit of the file, `counted_for` is the fingerprint of those.
+    memory between steps. `memory` says more of one device's, `layers` what each of the model's costs. If numbers were
+    counted for other placements, before an edit of the file, `counted_for` is the fingerprint of those.
     """
 
     fingerprint: str
@@ -200,6 +200,7 @@ class Plan(AnyPlan):
     remat: tuple[str, ...] = ()
     offloaded: tuple[int, ...] = ()
     memory: MemoryReport | None = None
+    layers: tuple[LayerCost, ...] = ()
     counted_for: str = ""
     refetch = renamed("regather")
 
@@ -308,11 +309,7 @@ class Plan(AnyPlan):
 
     @property
     def facts(self) -> dict[str, str]:
-        return {
-            **super().facts,
-            "stages": "none",
-            "mesh": str(self.mesh),
-        }
+        return {**super().facts, "stages": "none", "mesh": str(self.mesh)}
 
     def to_json(self) -> dict[str, object]:
         if self.mesh.cluster != self.cluster:
@@ -323,7 +320,7 @@ class Plan(AnyPlan):
             "schema": SCHEMA,
             "fingerprint": self.fingerprint,
             "cluster": self.cluster.to_json(),
-            "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
+            "mesh": plan_json.mesh_to_json(self.mesh),
             "solution": account.solution_to_json(self.solution),
             "microbatches": self.microbatches,
             **({} if self.regather else {"regather": False}),
@@ -335,6 +332,7 @@ class Plan(AnyPlan):
             **{name: plan_json.numbers(values) for name, values in numbers.items() if values},
             "nbytes": dict(self.nbytes),
             **({"memory": plan_json.memory_to_json(self.memory)} if self.memory else {}),
+            **({"layers": account.layers_to_json(self.layers)} if self.layers else {}),
             "inputs": plan_json.values_to_json(self.input_names, self.input_types, self.inputs),
             "outputs": plan_json.values_to_json(self.output_names, self.output_types, self.outputs),
             "collectives": [plan_json.collective_to_json(c) for c in self.collectives],
@@ -356,7 +354,7 @@ def _tables(plan: Plan, operators: bool) -> tuple[Table, ...]:
         plan.fingerprint, plan.cluster, plan.mesh, solution, plan.microbatches, plan.remat, plan.offloaded
     )
     numbers = (
-        plan_text.seconds_table(plan.seconds),
+        plan_text.seconds_table(plan.seconds, sum(c.seconds(plan.mesh) for c in plan.collectives)),
         plan_text.nbytes_table(plan.nbytes),
         *(plan_text.memory_tables(plan.memory) if plan.memory else ()),
         plan_text.collectives_table(plan.collectives, every=operators),

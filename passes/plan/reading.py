@@ -63,6 +63,7 @@ def read_plan(data: object, make: Callable[..., Read]) -> Read:
         regather=read.data.get("regather", read.data.get("refetch", True)) is True,  # its name until 2026-11
         offloaded=plan_json.positions(offloaded, len(inputs.specs), "offloaded"),
         memory=plan_json.memory_from_json(read.object("memory")) if "memory" in read.data else None,
+        layers=account.layers_from_json(read.list("layers")) if "layers" in read.data else (),
         remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
         counted_for=read.text("placed") if "placed" in read.data else "",  # files have it since 2026-11
     )

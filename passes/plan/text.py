@@ -8,11 +8,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
-from passes.cluster import Cluster, Collective, Mesh
+from passes.cluster import Cluster, Collective, Kind, Mesh
 from passes.ir import TensorType
 from passes.placement import Placement
-from passes.plan.parts import MemoryReport, Operator, Solution
+from passes.plan.parts import LayerCost, MemoryReport, Operator, Solution
 from passes.sharding import ShardingSpec
 from passes.text import Column, Table, quantities
 
@@ -27,6 +28,9 @@ STALE = (
     "autopar plan TARGET --planner manual:FILE, or parallelize(step, planner=Manual(FILE)).plan(...)"
 )
 """What is said of a plan whose numbers were counted for other placements."""
+
+_UNSAID = 1e-3
+"""The share of a step below which nothing is said of what collectives hide."""
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -75,15 +79,21 @@ def gap(solution: Solution) -> str:
     return f"{100 * solution.gap:.2f} %" if bounded else "unknown"
 
 
-def seconds_table(seconds: Mapping[str, float]) -> Table:
-    """The predicted step time by cause, largest first."""
-    total = sum(seconds.values())
+def seconds_table(seconds: Mapping[str, float], sent_seconds: float) -> Table:
+    """The predicted step time by cause, largest first; `sent_seconds` is what its collectives take one by one."""
+    total, exposed = sum(seconds.values()), sum(seconds.get(kind, 0.0) for kind in get_args(Kind))
+    hidden = sent_seconds - exposed
+    note = (
+        f"Of collectives, what is exposed: one by one they take {quantities.seconds(sent_seconds)}, of which "
+        f"{quantities.seconds(hidden)} are hidden behind computing or saved where the compiler combines them."
+    )
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     rows = [(cause, quantities.seconds(s), quantities.share(s, total)) for cause, s in ordered]
     return Table(
         title=f"predicted step time: {quantities.seconds(total)}",
         columns=(Column(heading="cause"), Column(heading="time", right=True), Column(heading="share", right=True)),
         rows=tuple(rows),
+        note=note if hidden > _UNSAID * total else "",
     )
 
 
@@ -162,6 +172,36 @@ def _where(group: Sequence[Collective]) -> str:
         sent[c.where] = sent.get(c.where, 0) + c.nbytes * c.count
     first = max(sent, key=lambda where: sent[where])
     return short(first) + (f" and {quantities.count(len(sent) - 1, 'more line')}" if len(sent) > 1 else "")
+
+
+def layers_table(programs: Sequence[Sequence[LayerCost]], name: str | None = None) -> Table:
+    """The cost of each layer in one step, or of that `name`: layers after one another that look alike are one row.
+
+    Of several programs each row has the number of its own.
+    """
+    total = sum(layer.seconds for layers in programs for layer in layers)
+    rows: list[tuple[str, ...]] = []
+    for number, layers in enumerate(programs):
+        shown = [(layer.name, _layer_cells(layer, total)) for layer in layers if name in (layer.name, None)]
+        for cells, alike in itertools.groupby(shown, key=lambda row: row[1]):
+            names = [name for name, _ in alike]
+            label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, each"
+            rows.append((label, *([str(number)] if len(programs) > 1 else []), *cells))
+    headings = (*(["stage"] if len(programs) > 1 else []), "compute", "communication", "share", "arrays", "temporaries")
+    return Table(
+        title="cost by layer",
+        columns=(Column(heading="layer", flexible=True), *(Column(heading=h, right=True) for h in headings)),
+        rows=tuple(rows),
+        note="Of one device in one step: seconds, and bytes at the peak. What belongs to no layer is the update's.",
+    )
+
+
+def _layer_cells(layer: LayerCost, total: float) -> tuple[str, ...]:
+    return (
+        *map(quantities.seconds, (layer.compute_seconds, layer.moving_seconds)),
+        quantities.share(layer.seconds, total),
+        *map(quantities.nbytes, (layer.state_nbytes, layer.live_nbytes)),
+    )
 
 
 def inputs_table(names: Sequence[str], types: Sequence[TensorType], specs: Sequence[ShardingSpec], mesh: Mesh) -> Table:

@@ -2,6 +2,7 @@
 
 from passes.planners import infeasible
 from passes.planners.auto import Auto
+from passes.planners.following import FollowingStages, counterparts
 from passes.planners.infeasible import allowed, largest_holders
 from passes.planners.manual import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 from passes.planners.placement_reasons import reasons
@@ -10,6 +11,7 @@ from passes.planners.planner import Planned, Planner, PlanOptions, limit_nbytes
 __all__ = [
     "Auto",
     "DataParallel",
+    "FollowingStages",
     "GPipe",
     "Manual",
     "Megatron",
@@ -19,6 +21,7 @@ __all__ = [
     "Planner",
     "Zero",
     "allowed",
+    "counterparts",
     "infeasible",
     "largest_holders",
     "limit_nbytes",

@@ -34,16 +34,17 @@ Planners by hand run the same path on one mesh and under restrictions of their o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
 from passes.cluster import Cluster, Mesh
-from passes.errors import InternalError, OverBudgetError, PlanningError, explain
+from passes.errors import InternalError, NoLegalPlanError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
-from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, layouts, pins, restrictions
-from passes.ir import has_effect
+from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, for_constraints, layouts, pins, restrictions
+from passes.ir import Graph, has_effect
+from passes.memory import margin_of
 from passes.pipeline import Sample, StagedSearch, layers_of, samples_of
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
 from passes.planners.infeasible import infeasible_error, stages_infeasible_error
@@ -56,7 +57,8 @@ LAYERS = 8
 """Layers of a forward pass where nothing else is said."""
 
 RESERVE = 0.06
-"""The share of a device's memory that is left to the framework, its communicators and fragmentation."""
+"""The share of a device's memory that is left to the framework, its communicators and fragmentation, chosen: of 16 GiB
+it is 1 GiB. Where predictions are less certain than that, their margin is left (`passes.memory.margin_of`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +72,15 @@ class Auto:
     many as 32 where a deep model repeats itself.
 
     No device may need more than `memory_limit` (bytes; words such as `"12 GiB"` become bytes here), by default its own
-    memory less a reserve of 6 %. Where the step as it is written does not fit, it is tried in more microbatches and
-    with less kept. That ends after so much work: a plan does not depend on how busy the machine is. With `seconds` it
-    ends by then, too, once a plan fits, whose `solution.status` is `time limit` if there was more to try.
+    memory less a reserve of 6 %; what the compiler of a GPU or TPU may need beyond a prediction is in the limit, too.
+    Where the step as it is written does not fit, it is tried in more microbatches and with less kept. That ends after
+    so much work: a plan does not depend on how busy the machine is. With `seconds` it ends by then, too, once a plan
+    fits, whose `solution.status` is `time limit` if there was more to try.
 
     Inputs whose names match one of the `pins` lie as it says, `{"params/*/mlp/kernel": P(None, "x")}`, and the rest is
-    solved for around them; with a `mesh`, `{"data": 4, "model": 2}`, no other is tried and axes have these names. Both
-    are of plans without stages.
+    solved for around them; with a `mesh`, `{"data": 4, "model": 2}`, no other is tried and axes have these names, in
+    plans without stages. Nothing moves within a mesh by a kind of collective that is in `forbid`, or not in `allow`:
+    `{"all_to_all"}`. With `stages` there are so many, whether they pay or not.
 
     If `interruptible`, Ctrl-C ends the search as soon as there is a plan; its `solution.status` is `interrupted` then.
     """
@@ -90,15 +94,18 @@ class Auto:
     solver: SolverOptions = field(default_factory=SolverOptions)
     pins: pins.Pins | Mapping[str, object] | None = ()
     mesh: tuple[tuple[str, int], ...] | Mapping[str, int] | None = ()
+    stages: int | None = None
+    allow: Iterable[str] | None = None
+    forbid: Iterable[str] = ()
     interruptible: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_limit", limit_nbytes(self.memory_limit))
         object.__setattr__(self, "pins", pins.checked_pins(self.pins))
         object.__setattr__(self, "mesh", pins.checked_mesh(self.mesh))
-        if self.pipeline and (self.pins or self.mesh):
-            rule = "pins and a mesh are of plans without stages, and these search stages, each on a mesh of its own"
-            raise PlanningError(explain("Auto(pipeline=True)", rule, "", "leave out pipeline=, or pins= and mesh="))
+        _check_stages(self)
+        object.__setattr__(self, "forbid", pins.checked_kinds(self.allow, self.forbid))
+        object.__setattr__(self, "allow", None)
 
     @property
     def pieces(self) -> int:
@@ -107,7 +114,7 @@ class Auto:
 
     def searches(self, cluster: Cluster) -> bool:
         """Whether stages are searched on this cluster."""
-        return self.pipeline and cluster.n_devices > 1
+        return (self.pipeline or self.stages is not None) and cluster.n_devices > 1
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
@@ -116,7 +123,7 @@ class Auto:
         planner = replace(self, memory_limit=memory_limit)
         deadline = Deadline(self.seconds)
         context = SearchContext(report=options.report, deadline=deadline, interruptible=self.interruptible)
-        if self.searches(cluster) and not any(map(has_effect, step.graph.nodes)):  # stages have no callbacks
+        if self.searches(cluster) and _has_stages(step.graph):
             plan = planner.search(step, cluster, context)
         else:
             plan = planner.choose(step, cluster, context)
@@ -145,8 +152,8 @@ class Auto:
             raise infeasible_error(error, least, limit, cluster, elsewhere) from None
 
     def limit(self, cluster: Cluster) -> float:
-        """Bytes that a plan may need on one device."""
-        return limit_nbytes(self.memory_limit) or (1 - RESERVE) * cluster.group().device.memory_nbytes
+        """Bytes that a plan may be predicted to need on one device: compiled, it may need a margin more."""
+        return _predictable(limit_nbytes(self.memory_limit), cluster)
 
     def _search(
         self, step: Step, cluster: Cluster, context: SearchContext, offload: bool, most_nbytes: float
@@ -156,9 +163,8 @@ class Auto:
             rule = "a mesh has a whole number of axes, one or more"
             raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
         graph = step.graph
-        chosen = pins.placed_inputs(
-            cast("pins.Pins", self.pins), graph.input_names, [graph.types[v] for v in graph.inputs]
-        )
+        types = [graph.types[v] for v in graph.inputs]
+        chosen = pins.placed_inputs(cast("pins.Pins", self.pins), graph.input_names, types)
         problems = MeshProblems(
             graph=graph,
             state_pairs=step.state_pairs,
@@ -175,7 +181,12 @@ class Auto:
             most_nbytes=most_nbytes,
             context=context,
         )
-        search.over(self._laid_out(cluster, cluster.n_devices))
+        constrained = [] if self.mesh else for_constraints(graph, cluster, self.max_axes)
+        kinds = cast("tuple[str, ...]", self.forbid)
+        try:
+            search.over([pins.without(m, kinds) for m in constrained] or self._laid_out(cluster, cluster.n_devices))
+        except NoLegalPlanError as error:
+            raise (_without(kinds, error) if kinds else error) from None
         return search
 
     def search(self, step: Step, cluster: Cluster, context: SearchContext) -> AnyPlan:
@@ -185,13 +196,16 @@ class Auto:
         """
         samples = samples_of(step, self.pieces)
         layers = layers_of(samples, self.layers, LAYERS)
+        if self.stages is not None and layers < self.stages:
+            raise _too_many(self.stages, layers)
         if layers < 2:  # it has no batch, or cannot be cut
             return self.choose(step, cluster, context)
+        pins.ByName(cast("pins.Pins", self.pins)).check(step.graph)
         whole: Plan | None = None
         refused: PlanningError | None = None
         staged: PipelinePlan | None = None
         is_deep = any(sample.left_out for sample in samples.values())
-        if not is_deep:
+        if not is_deep and not self.stages:
             try:
                 whole = self.choose(step, cluster, context)
             except PlanningError as error:
@@ -205,7 +219,7 @@ class Auto:
             try:
                 staged = staging.run()
                 context.raise_if_interrupted()
-                if is_deep and (staged is None or staging.drafting.rivals(staged.step_seconds)):
+                if is_deep and not self.stages and (staged is None or staging.drafting.rivals(staged.step_seconds)):
                     whole = self.choose(step, cluster, context)
             except PlanningError as error:
                 refused = error
@@ -213,6 +227,7 @@ class Auto:
         best = min(plans, key=lambda plan: plan.step_seconds, default=None)
         if context.is_interrupted:
             return context.kept(best).ended(INTERRUPTED)
+        refused = refused or (_unfit(self.stages) if self.stages else None)
         if best is None and refused is not None:
             raise stages_infeasible_error(refused, staging.least_memory_plan, self.limit(cluster), cluster)
         taken = _or_raise(best, refused)
@@ -232,17 +247,70 @@ class Auto:
             limit=self.limit(cluster),
             solver=self.solver,
             meshes=lambda n_devices: self._laid_out(cluster, n_devices),
+            pinned=pins.ByName(cast("pins.Pins", self.pins)) if self.pins else None,
+            counts=(self.stages,) if self.stages else (),
             context=context,
         )
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
         """The meshes of so many devices that differ; within a host the order of axes is naming."""
+        forbidden = cast("tuple[str, ...]", self.forbid)
         if self.mesh:
-            return [pins.mesh_named(cluster, cast("Sequence[tuple[str, int]]", self.mesh))]
-        meshes = layouts(cluster, n_devices, self.max_axes)
+            axes = cast("Sequence[tuple[str, int]]", self.mesh)
+            return [pins.without(pins.mesh_named(cluster, axes), forbidden)]
+        meshes = [pins.without(mesh, forbidden) for mesh in layouts(cluster, n_devices, self.max_axes)]
         if n_devices > cluster.group().devices_per_host:
             return meshes
         return list({tuple(sorted(mesh.sizes)): mesh for mesh in reversed(meshes)}.values())[::-1]
+
+
+def _predictable(memory_limit: int | None, cluster: Cluster) -> float:
+    """The bytes that a prediction may have: with the margin of predictions it keeps the limit, or the device's memory,
+    of which the reserve is left as well.
+    """
+    device = cluster.group().device
+    if memory_limit is None:
+        return min(1 - RESERVE, 1 / (1 + margin_of(device))) * device.memory_nbytes
+    return memory_limit / (1 + margin_of(device))
+
+
+def _check_stages(planner: Auto) -> None:
+    """Raises PlanningError for stages that cannot be, or a mesh that would be of all of them."""
+    if planner.stages is not None and (type(planner.stages) is not int or planner.stages < 2):
+        rule = "a pipeline has two stages or more"
+        raise PlanningError(explain(f"Auto(stages={planner.stages!r})", rule, "", "leave it out for none"))
+    if (planner.pipeline or planner.stages) and planner.mesh:
+        rule = "a mesh is of plans without stages, and these search stages, each on a mesh of its own"
+        remedy = "leave out mesh=, or write Pipeline(stages=, meshes=) with a mesh for each"
+        raise PlanningError(explain("Auto(pipeline=True, mesh=)", rule, "", remedy))
+
+
+def _too_many(stages: int, layers: int) -> PlanningError:
+    """The error of more stages than a step can be cut into."""
+    rule = f"the step can be cut into {layers} layers at most"
+    remedy = (
+        f"stages={layers} or fewer, or none" if layers > 1 else "leave it out: there is no batch, or no place to cut"
+    )
+    return PlanningError(explain(f"Auto(stages={stages})", rule, "", remedy))
+
+
+def _unfit(stages: int) -> OverBudgetError:
+    """The error where no pipeline of so many stages was found that keeps the limit."""
+    rule = "no pipeline of so many stages was found that keeps the memory limit"
+    return OverBudgetError(explain(f"Auto(stages={stages})", rule, "", "leave it out, or allow more memory or devices"))
+
+
+def _without(forbidden: tuple[str, ...], error: NoLegalPlanError) -> NoLegalPlanError:
+    """The error of a step that no plan computes without these kinds of collectives."""
+    kinds = ", ".join(forbidden)
+    rule = "no placement of the step's operators does without these kinds of collectives"
+    remedy = f"allow one of {kinds}, or fewer devices: on one, nothing is moved"
+    return NoLegalPlanError(explain(f"Auto(forbid={set(forbidden)})", rule, str(error), remedy))
+
+
+def _has_stages(graph: Graph) -> bool:
+    """Whether a program may be cut in stages: they have no callbacks, and devices of their own."""
+    return not graph.pinned and not any(map(has_effect, graph.nodes))
 
 
 def _met(plan: AnyPlan) -> Alternative:

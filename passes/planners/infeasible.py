@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from passes.cluster import CPU, Cluster
 from passes.errors import OverBudgetError, PlanningError, explain
+from passes.memory import margin_of
 from passes.plan import AnyPlan, PipelinePlan, Plan
 from passes.text import count, nbytes
 
@@ -26,7 +27,7 @@ def infeasible_error(
 
     `plan` plans for other clusters, to see how many devices would do.
     """
-    argument = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
+    argument = _each(limit, cluster)
     if least is None:
         return OverBudgetError(
             explain(argument, str(error), "", "give each device more memory, or plan for more devices")
@@ -34,9 +35,7 @@ def infeasible_error(
     requirement = largest_holders(least)
     if least.offloaded:
         requirement += f"; {nbytes(sum(least.offloaded_nbytes))} of state are with the host between steps"
-    remedies = [
-        f"{nbytes(_up(least.peak_nbytes - limit))} more on each device (memory_limit={least.peak_nbytes:,} bytes)"
-    ]
+    remedies = [_more_memory(least, limit, cluster)]
     if plan is not None:
         remedies.extend(_more_devices(cluster, plan))
     return OverBudgetError(
@@ -106,15 +105,15 @@ def stages_infeasible_error(
     least: AnyPlan | None = getattr(refused, "least_memory_plan", None)
     if staged is None or (least is not None and least.peak_nbytes <= staged.peak_nbytes):
         return refused
-    argument = f"{count(cluster.n_devices, 'device')} with {nbytes(limit)} each for the program"
+    argument = _each(limit, cluster)
     variant = f"{count(len(staged.stages), 'stage')}, {count(staged.microbatches, 'microbatch', 'microbatches')}"
     return OverBudgetError(
         explain(
             argument,
             f"the plan of least memory found needs {nbytes(staged.peak_nbytes)}",
             f"it is a pipeline of {variant} under {staged.schedule_name}",
-            f"what would do, as planned: {nbytes(_up(staged.peak_nbytes - limit))} more on each device "
-            f"(memory_limit={staged.peak_nbytes:,} bytes); more devices, a smaller batch or model need less as well",
+            f"what would do, as planned: {_more_memory(staged, limit, cluster)}; "
+            "more devices, a smaller batch or model need less as well",
         ),
         least_memory_plan=staged,
     )
@@ -130,8 +129,17 @@ def _form(plan: Plan) -> str:
     )
 
 
-def _up(size: float) -> float:
-    return float(math.ceil(size))
+def _each(limit: float, cluster: Cluster) -> str:
+    """The devices and what each has for the program, of which a prediction may be `limit`."""
+    allowed_nbytes = round(limit * (1 + margin_of(cluster.group().device)))
+    return f"{count(cluster.n_devices, 'device')} with {nbytes(float(allowed_nbytes))} each for the program"
+
+
+def _more_memory(least: AnyPlan, limit: float, cluster: Cluster) -> str:
+    """The memory that the plan of least memory misses, in words, and the `memory_limit` whose margin it leaves free."""
+    above = 1 + margin_of(cluster.group().device)
+    missing, enough = math.ceil(above * (least.peak_nbytes - limit)), math.ceil(above * least.peak_nbytes)
+    return f"{nbytes(float(missing))} more on each device (memory_limit={enough:,} bytes)"
 
 
 def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> Iterator[str]:

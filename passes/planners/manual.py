@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from passes.cluster import Cluster, Mesh
-from passes.errors import PlanMismatchError, explain
-from passes.intra_op import Assembly, best, in_forward, layouts, named, restrictions
+from passes.errors import PlanMismatchError, PlanningError, explain
+from passes.intra_op import Assembly, best, in_forward, layouts, named, pins, restrictions
 from passes.ir import Graph, StatePairs, TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
@@ -137,9 +138,12 @@ class Megatron:
     """The batch over `data` devices, every weight matrix over `tensor` devices; which dimension is cut is solved for.
 
     With `pipeline` submeshes, each is laid out so and has `interleave` stages in turn, through which `microbatches` run
-    by `schedule`, or interleaved. `microbatches` are those of `parallelize` by default, else one.
+    by `schedule`, or interleaved. `microbatches` are those of `parallelize` by default, else one. With `zero=1`,
+    optimizer state is cut over the `data` devices as well: gradients are scattered once summed, each device updates its
+    part, and parameters are gathered for the next step.
 
-    Reference: Shoeybi et al., "Megatron-LM" (2019), section 3; Narayanan et al. (SC 2021), section 3.
+    Reference: Shoeybi et al., "Megatron-LM" (2019), section 3; Narayanan et al. (SC 2021), section 3; for `zero`,
+    Rajbhandari et al., "ZeRO" (SC 2020), section 5.1.
     """
 
     data: int
@@ -148,30 +152,41 @@ class Megatron:
     interleave: int = 1
     microbatches: int | None = None
     schedule: str = "1f1b"
+    zero: int = 0
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     @property
     def stages(self) -> int:
         return self.pipeline * self.interleave
 
+    @property
+    def name(self) -> str:
+        """The planner in words: `megatron 2x4x2, zero-1`."""
+        sizes = (self.data, self.tensor, *([self.pipeline] if self.pipeline > 1 else []))
+        return f"megatron {'x'.join(map(str, sizes))}" + (f", zero-{self.zero}" if self.zero else "")
+
+    def restriction(self, assembly: Assembly) -> Assembly:
+        """The placements that it has of a stage."""
+        return restrictions.megatron(assembly, is_state_cut=self.zero > 0)
+
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         is_staged = self.pipeline > 1
+        restrictions.check_optimizer_stage(self.zero)
         sizes = {"data": self.data, "tensor": self.tensor}
         restrictions.check_sizes(sizes | ({"pipeline": self.pipeline} if is_staged else {}), cluster)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
-        name = f"megatron {self.data}x{self.tensor}" + (f"x{self.pipeline}" if is_staged else "")
         step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages if is_staged else 0))
         if not is_staged:
-            restrict = partial(restrictions.megatron, batch=step.batch)
-            return Planned.of(_best(name, step, mesh, self.solver, restrict), step)
+            restrict = partial(restrictions.megatron, batch=step.batch, is_state_cut=self.zero > 0)
+            return Planned.of(_best(self.name, step, mesh, self.solver, restrict), step)
         firsts = stage_cuts(body_of(step.graph), self.stages)
         schedule = "interleaved" if self.interleave > 1 else self.schedule
 
         def plan_stage(part: Step, stage: int) -> Plan:
-            return _best(f"stage {stage}", part, mesh, self.solver, restrictions.megatron)
+            return _best(f"stage {stage}", part, mesh, self.solver, self.restriction)
 
-        return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
+        return Planned.of(pipelined(self.name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +197,10 @@ class Pipeline:
     cut between the blocks of a model that repeats itself, else where little crosses, as even in work as that allows;
     with `layers` only between modules whose names match it (`"Block_*"`). With `interleave`, every submesh has so many
     stages in turn and the schedule is `interleaved`.
+
+    `meshes` lay the submeshes out, `({"data": 2}, {"data": 1, "model": 2}, ...)`, None where that is to be searched;
+    `pins` and `forbid` are as `Auto` has them. `options` are those of each submesh alone, which go before the ones of
+    all: `({"forbid": {"all_gather"}}, {"pins": {"*/kernel": "[-, x]"}, "max_axes": 1}, None)`.
     """
 
     stages: int
@@ -191,21 +210,76 @@ class Pipeline:
     interleave: int = 1
     layers: str = ""
     max_axes: int = 2
+    meshes: Sequence[Mapping[str, int] | None] = ()
+    pins: pins.Pins | Mapping[str, object] | None = ()
+    forbid: Iterable[str] = ()
+    options: Sequence[Mapping[str, Any] | None] = ()
     solver: SolverOptions = field(default_factory=SolverOptions)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "meshes", tuple(pins.checked_mesh(mesh) for mesh in self.meshes))
+        object.__setattr__(self, "pins", pins.checked_pins(self.pins))
+        object.__setattr__(self, "forbid", pins.checked_kinds(None, self.forbid))
+        object.__setattr__(self, "options", tuple(map(_checked_options, self.options)))
+        for name, each in (("meshes", self.meshes), ("options", self.options)):
+            if each and len(each) != self.stages:
+                rule = f"it names {len(each)} {name}, and there are {self.stages} submeshes"
+                raise PlanningError(explain(f"Pipeline({name}=)", rule, "", "name one for each, None for any"))
+
+    def _of(self, submesh: int, name: str) -> Any:
+        """An option of a submesh: its own, else that of all."""
+        chosen = dict(cast("Options", self.options[submesh])) if self.options else {}
+        return chosen.get(name, getattr(self, name))
+
+    def _laid_out(self, cluster: Cluster, submesh: int, size: int) -> list[Mesh]:
+        """The meshes that a submesh of so many devices may be."""
+        axes = self.meshes[submesh] if self.meshes else ()
+        searched = [] if axes else layouts(cluster, size, self._of(submesh, "max_axes"))
+        meshes = searched or [pins.mesh_named(cluster, cast("Any", axes), size)]
+        return [pins.without(mesh, self._of(submesh, "forbid")) for mesh in meshes]
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         sizes = check_submeshes(self.stages, self.submeshes, cluster)
+        by_name = [pins.ByName(self._of(submesh, "pins")) for submesh in range(self.stages)]
+        for pinned in by_name:
+            pinned.check(step.graph)
         step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages))
         firsts = stage_cuts(body_of(step.graph), self.stages * self.interleave, self.layers)
 
         def plan_stage(part: Step, stage: int) -> Plan:
-            meshes = layouts(cluster, sizes[stage % self.stages], self.max_axes)
-            return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver)
+            meshes = self._laid_out(cluster, stage % self.stages, sizes[stage % self.stages])
+            pinned = by_name[stage % self.stages]
+            restrict = pinned if pinned.pins else None
+            return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver, restrict)
 
         schedule = "interleaved" if self.interleave > 1 else self.schedule
         name = f"pipeline of {self.stages}"
         return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
+
+
+Options = tuple[tuple[str, Any], ...]
+"""Options of a submesh by name."""
+
+_CHECKED: Mapping[str, Callable[[Any], object]] = {
+    "forbid": partial(pins.checked_kinds, None),
+    "pins": pins.checked_pins,
+    "max_axes": lambda axes: axes,
+}
+"""The options of a submesh alone, each with what reads it."""
+
+
+def _checked_options(options: object) -> Options:
+    """The options of a submesh that a user wrote, none for None. Raises PlanningError for others."""
+    if options is None or isinstance(options, tuple):
+        return cast("Options", options or ())
+    written = dict(cast("Any", options)) if isinstance(options, Mapping) else {str(options): None}
+    unknown = [repr(name) for name in written if name not in _CHECKED]
+    if unknown:
+        rule = f"{', '.join(unknown)} is no option of a submesh; these are {', '.join(_CHECKED)}"
+        remedy = 'write, say, options=({"forbid": {"all_gather"}}, None)'
+        raise PlanningError(explain("Pipeline(options=)", rule, "", remedy))
+    return tuple((name, _CHECKED[name](value)) for name, value in written.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from passes.rules import (
 )
 from passes.rules.added_nodes import barrier, sum_of
 from passes.rules.effects import makes_the_same
-from passes.rules.pinned import pinned_mesh
+from passes.rules.pinned import boundaries_of, pinned_mesh
 from passes.rules.registry import (
     Assignment,
     Factor,
@@ -31,6 +31,7 @@ from passes.rules.registry import (
     made_anywhere,
     replicate,
     rule_of,
+    rules_of,
 )
 from passes.rules.unruled import WITHOUT_RULE
 
@@ -41,6 +42,7 @@ __all__ = [
     "ShardingRule",
     "Types",
     "barrier",
+    "boundaries_of",
     "build",
     "canonical",
     "define",
@@ -51,6 +53,7 @@ __all__ = [
     "pinned_mesh",
     "replicate",
     "rule_of",
+    "rules_of",
     "sum_of",
 ]
 

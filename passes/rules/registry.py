@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 from passes.cluster import Mesh
+from passes.device_placement import DevicePlacement
 from passes.errors import InternalError, PlanningError
 from passes.ir import Graph, Node, TensorType
 from passes.rules.unruled import WITHOUT_RULE
-from passes.sharding import ShardingSpec, placed
+from passes.sharding import ShardingSpec, is_placed, placed
 
 Types = tuple[TensorType, ...]
 
@@ -37,11 +39,11 @@ class ShardingRule:
     """The factors of one operation; `operands[o][d]` is the factor of dimension d of operand o, -1 if never cut.
 
     `flops` counts the whole operation; a convolution adds up `window` places for each channel; of `sparse` operands as
-    many elements as the result has are read. `light`
-    operators are fused with their neighbours and follow their sharding. An `alias` passes operand i through as result
-    i in any placement. `reason` says why nothing can be cut. Users ask for a number of `pieces` of each dimension of
-    the result (None: any), or have `pinned` the specs of (operands, results). What runs `once` does so on one device of
-    all: every axis takes its first factor, which has no dimension, and the others add nothing to its results.
+    many elements as the result has are read. `light` operators are fused with their neighbours and follow their
+    sharding. An `alias` passes operand i through as result i in any placement. `reason` says why nothing can be cut.
+    Users want the result `constrained` to certain devices, its dimensions `cut_by` certain axes (None: any), or have
+    `pinned` the specs of (operands, results). What runs `once` does so on one device of all: every axis takes its first
+    factor, which has no dimension, and the others add nothing to its results.
 
     What rewriting and lowering ask of an operator is said here too:
 
@@ -65,7 +67,8 @@ class ShardingRule:
     alias: bool = False
     sparse: tuple[int, ...] = ()
     reason: str = ""
-    pieces: tuple[int | None, ...] | None = None
+    constrained: DevicePlacement | None = None
+    cut_by: tuple[tuple[str, ...] | None, ...] | None = None
     pinned: tuple[tuple[ShardingSpec, ...], ...] = ()
     once: bool = False
     localized: bool = False
@@ -132,14 +135,23 @@ class ShardingRule:
         return len({self.factors[factor].reduction for factor in cut} - {""}) <= 1
 
     def fulfils(self, assignment: Assignment, mesh: Mesh) -> bool:
-        """Whether the result has the `pieces` that the user asks for, and an operator that runs once is cut by every
-        axis.
-        """
+        """Whether the result lies as the user wants it, and what runs once is cut by every axis."""
         if self.once and len(assignment) < len(mesh.axes):
             return False
-        cut = {f: math.prod(mesh.axis_size(axis) for axis, g in assignment if f == g) for f in range(len(self.factors))}
-        pieces_and_factors = zip(self.pieces, self.results[0], strict=True) if self.pieces is not None else ()
-        return all(count is None or cut.get(factor, 1) == count for count, factor in pieces_and_factors)
+        dims = _dims(self.results[0], assignment) if self.is_bound else ()
+        if self.cut_by is not None:
+            return all(axes is None or axes == cut for axes, cut in zip(self.cut_by, dims, strict=True))
+        return self.constrained is None or is_placed(dims, self.constrained, mesh)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the user says how the result lies."""
+        return self.constrained is not None or self.cut_by is not None
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether it is no kernel: it says how its operand lies, or puts it in another order as it is read."""
+        return self.permutes or self.is_bound
 
     def assignments(self, mesh: Mesh) -> list[Assignment]:
         """Every legal way to give each mesh axis one factor or none, axes that share a factor in every order."""
@@ -239,6 +251,31 @@ def rule_of(node: Node, graph: Graph) -> ShardingRule:
         _KNOWN.clear()
     _KNOWN[key] = node.params, rule
     return rule
+
+
+def rules_of(graph: Graph) -> tuple[ShardingRule, ...]:
+    """The rules of all nodes of a graph, one object for equal nodes; the same tuple until a user adds a rule."""
+    added = tuple(_USER_RULES.values())
+    known = cast("tuple[tuple[RuleFunction, ...], tuple[ShardingRule, ...]]", graph.memo.get(rules_of, ((), ())))
+    if known[0] != added or len(known[1]) != len(graph.nodes):
+        graph.memo[rules_of] = known = added, tuple(_each_once(graph))
+    return known[1]
+
+
+def _each_once(graph: Graph) -> Iterator[ShardingRule]:
+    """The rule of each node; equal nodes mostly hold the same objects, and those need no comparing."""
+    types, ids = graph.types, list(map(id, graph.types))
+    known: dict[object, ShardingRule] = {}
+    for node in graph.nodes:
+        same = (node.primitive, id(node.params), *[ids[v] for v in node.inputs], None, *[ids[v] for v in node.outputs])
+        rule = None if node.subgraphs else known.get(same)
+        if rule is None:
+            reads, writes = (tuple([types[v] for v in values]) for values in (node.inputs, node.outputs))
+            equal = (node.primitive, repr(node.params), reads, writes)
+            if node.subgraphs or equal not in known:
+                known[equal] = rule_of(node, graph)
+            rule = known[same] = known[equal]
+        yield rule
 
 
 def _made(node: Node, operands: Types, results: Types) -> ShardingRule:

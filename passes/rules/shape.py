@@ -86,10 +86,22 @@ def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[
 
 @rule("slice")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    """Dimensions that keep their size pass through; those that are cut short stay whole."""
-    pairs = zip(operands[0].shape, results[0].shape, strict=True)
+    """Dimensions that keep their size pass through; those that are cut short stay whole.
+
+    One element of a dimension lies on one device, and is a sum to which the others add zeros.
+    """
+    pairs = list(zip(operands[0].shape, results[0].shape, strict=True))
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
-    base = build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    summable = results[0].dtype.startswith(("float", "bfloat", "int", "uint"))
+    single = {d: f"at{d}" for d, (a, b) in enumerate(pairs) if summable and a > b == 1}
+    source = [single.get(d, label) for d, label in enumerate(labels)]
+    base = build(
+        [(operands[0], source)],
+        [(results[0], labels)],
+        reduce=dict.fromkeys(single.values(), "add"),
+        linear=((0,),),
+        flops=0.0,
+    )
     return replace(base, localized=True)
 
 

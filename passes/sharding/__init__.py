@@ -1,6 +1,18 @@
 """The sharding spec of a value on a mesh, and reshardings: the cheapest chain of steps from one spec to another."""
 
-from passes.sharding.resharding import Resharder, Step, placed
+from passes.sharding.on_mesh import boundaries, is_placed, spec_on
+from passes.sharding.resharding import Behind, Resharder, Step, placed
 from passes.sharding.spec import ShardingSpec, parse_spec, replicated
 
-__all__ = ["Resharder", "ShardingSpec", "Step", "parse_spec", "placed", "replicated"]
+__all__ = [
+    "Behind",
+    "Resharder",
+    "ShardingSpec",
+    "Step",
+    "boundaries",
+    "is_placed",
+    "parse_spec",
+    "placed",
+    "replicated",
+    "spec_on",
+]

@@ -34,6 +34,9 @@ _LOCAL_LAUNCHES = 0.25
 what reads them. It is more than nothing so that of equal ways the one of fewer steps wins. `python -m
 benchmarks.settings` shows that plans hardly depend on it."""
 
+_INSTANT = 1e-12
+"""Seconds that nothing takes: what is sent in less is as good as sent."""
+
 _CACHED = 1 << 16
 """Numbers that fit a processor's cache."""
 
@@ -113,13 +116,28 @@ class _Moves:
     seam_parts: Seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """The computing that a resharding's collectives of some `kinds` are hidden behind: products of `flops`, by dtype.
+
+    These are of all devices. Beside them `sent_nbytes` are sent in all, as they are before they are cut; the compiler
+    may send an array in one collective with others, of `combined_nbytes` together (0: by itself).
+    """
+
+    kinds: tuple[collectives.Kind, ...]
+    combined_nbytes: int
+    sent_nbytes: int
+    flops: tuple[tuple[str, float], ...]
+
+
 class Resharder:
     """The costs and steps of every resharding on one mesh, computed once."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._moves: dict[tuple[int, str], _Moves] = {}
-        self._closures: dict[tuple[TensorType, str], tuple[Seconds, Seconds]] = {}
+        self._closures: dict[tuple[TensorType, str, Behind | None], Seconds] = {}
+        self._chains: dict[tuple[TensorType, str], Indices] = {}
         self._kept: dict[object, object] = {}
 
     def kept(self, make: Callable[[Resharder], T]) -> T:
@@ -136,39 +154,57 @@ class Resharder:
         """The index of `spec` in `placements` and in the rows of `seconds`."""
         return self._moves_of(len(spec.dims), reduction).routes.index[spec]
 
-    def seconds(self, type: TensorType, reduction: str = "add") -> Seconds:
-        """Seconds of the cheapest chain, [placements before, placements after]; infinite where no axis divides."""
-        return self._closure(type, reduction)[0]
+    def seconds(self, type: TensorType, reduction: str = "add", behind: Behind | None = None) -> Seconds:
+        """Seconds of the cheapest chain, [placements before, placements after]; infinite where no axis divides.
 
-    def cost(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> float:
-        """Seconds of the cheapest chain from `before` to `after`; infinite where there is none."""
+        Of one behind computing, those that the step is longer for it: `steps` has the same chain for both.
+        """
+        device = self.mesh.cluster.group().device
+        if not (device.bucket_nbytes or device.collective_overlap):
+            behind = None
+        key = (type, reduction, behind)
+        if key not in self._closures:
+            single = self._single_steps(type, self._moves_of(type.rank, reduction), behind)
+            along = self._shortest if behind is None else self._along_chains
+            self._closures[key] = along(type, reduction, single)
+        return self._closures[key]
+
+    def cost(self, type: TensorType, before: ShardingSpec, after: ShardingSpec, behind: Behind | None = None) -> float:
+        """Seconds of the cheapest chain from `before` to `after`; infinite where there is none.
+
+        Of one behind computing, those that the step is longer for it.
+        """
         if before == after:
             return 0.0
         reduction = before.reduction if before.partial else after.reduction
         if after.partial and after.reduction != reduction:
             return float("inf")
-        return float(self.seconds(type, reduction)[self.index(before, reduction), self.index(after, reduction)])
+        return float(self.seconds(type, reduction, behind)[self.index(before, reduction), self.index(after, reduction)])
 
-    def matrix(self, type: TensorType, before: Sequence[ShardingSpec], after: Sequence[ShardingSpec]) -> Seconds:
-        """Seconds of the cheapest chain for every pair [before, after]."""
+    def matrix(
+        self,
+        type: TensorType,
+        before: Sequence[ShardingSpec],
+        after: Sequence[ShardingSpec],
+        behind: Behind | None = None,
+    ) -> Seconds:
+        """Seconds of the cheapest chain for every pair [before, after], as `cost` has them."""
         if all(spec.reduction == "add" for spec in (*before, *after)):
             index = self._moves_of(type.rank, "add").routes.index
-            return self.seconds(type)[np.ix_([index[spec] for spec in before], [index[spec] for spec in after])]
-        return np.array([[self.cost(type, source, target) for target in after] for source in before])
+            rows, columns = ([index[spec] for spec in specs] for specs in (before, after))
+            return self.seconds(type, behind=behind)[np.ix_(rows, columns)]
+        return np.array([[self.cost(type, source, target, behind) for target in after] for source in before])
 
     def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]:
         """The cheapest chain from `before` to `after`. Raises InternalError where there is none."""
         reduction = before.reduction if before.partial else after.reduction
         moves = self._moves_of(type.rank, reduction)
-        total, single = self._closure(type, reduction)
         at, goal = moves.routes.index[before], moves.routes.index[after]
-        if not np.isfinite(total[at, goal]):
+        if not np.isfinite(self.seconds(type, reduction)[at, goal]):
             raise InternalError(f"no chain of steps takes {type} from {before} to {after} on mesh {self.mesh}")
         chain: list[Step] = []
         while at != goal:
-            outgoing: NDArray[np.intp] = np.flatnonzero(moves.routes.source == at)
-            through = single[outgoing] + total[moves.routes.target[outgoing], goal]
-            move = int(outgoing[int(np.argmin(through))])
+            move = int(self._chain(type, reduction)[at, goal])
             chain.append(moves.routes.steps[move])
             at = int(moves.routes.target[move])
         return tuple(chain)
@@ -179,21 +215,44 @@ class Resharder:
             self._moves[key] = _moves(self.mesh, _routes(self.mesh.axes, rank, reduction))
         return self._moves[key]
 
-    def _closure(self, type: TensorType, reduction: str) -> tuple[Seconds, Seconds]:
-        """Seconds of the cheapest chain between any two placements, and of every single step."""
-        key = (type, reduction)
-        if key not in self._closures:
-            moves = self._moves_of(type.rank, reduction)
-            single = self._single_steps(type, moves)
-            count = len(moves.routes.placements)
-            total = np.full((count, count), np.inf)
-            np.minimum.at(total, (moves.routes.source, moves.routes.target), single)
-            np.fill_diagonal(total, 0.0)
-            self._closures[key] = (_shortest(total), single)
-        return self._closures[key]
+    def _shortest(self, type: TensorType, reduction: str, single: Seconds) -> Seconds:
+        """Seconds of the cheapest chain between any two placements, of the seconds of every single step."""
+        routes = self._moves_of(type.rank, reduction).routes
+        total = np.full((len(routes.placements), len(routes.placements)), np.inf)
+        np.minimum.at(total, (routes.source, routes.target), single)
+        np.fill_diagonal(total, 0.0)
+        return _shortest(total)
 
-    def _single_steps(self, type: TensorType, moves: _Moves) -> Seconds:
-        """Seconds of every single step; infinite where an axis does not divide its dimension."""
+    def _along_chains(self, type: TensorType, reduction: str, single: Seconds) -> Seconds:
+        """Seconds of the chain of `steps` between any two placements, whatever the single steps take."""
+        moves, chain = self._moves_of(type.rank, reduction), self._chain(type, reduction)
+        reached = np.isfinite(self.seconds(type, reduction))
+        goals = np.arange(len(chain))
+        total = np.where(reached, 0.0, np.inf)
+        at: Indices = np.broadcast_to(goals[:, None], chain.shape).copy()
+        while (going := reached & (at != goals)).any():
+            rows, columns = np.nonzero(going)
+            move = chain[at[rows, columns], columns]
+            total[rows, columns] += single[move]
+            at[rows, columns] = moves.routes.target[move]
+        return total
+
+    def _chain(self, type: TensorType, reduction: str) -> Indices:
+        """The single step that the cheapest chain starts with, [before, after]; -1 where there is none."""
+        key = (type, reduction)
+        if key not in self._chains:
+            moves, total = self._moves_of(type.rank, reduction), self.seconds(type, reduction)
+            single = self._single_steps(type, moves, None)
+            through = single[:, None] + total[moves.routes.target]
+            chain: Indices = np.full(total.shape, -1, dtype=np.intp)
+            for at in np.unique(moves.routes.source):
+                outgoing: Indices = np.flatnonzero(moves.routes.source == at)
+                chain[at] = outgoing[through[outgoing].argmin(axis=0)]
+            self._chains[key] = chain
+        return self._chains[key]
+
+    def _single_steps(self, type: TensorType, moves: _Moves, behind: Behind | None) -> Seconds:
+        """Seconds of every single step; infinite where an axis does not divide its dimension, or it is forbidden."""
         device = self.mesh.cluster.group().device
         cost = np.zeros(len(moves.routes.steps))
         payload = type.nbytes / moves.payload_parts
@@ -201,17 +260,32 @@ class Resharder:
         strided = 1 / device.strided_bytes_per_second if device.strided_bytes_per_second else 0.0
         for step, members in moves.routes.classes:
             copied = 2 * payload[members] / device.memory_bytes_per_second
-            if step.kind == "slice" or step.kind == "keep":
+            if step.kind in self.mesh.forbidden:
+                cost[members] = np.inf
+            elif step.kind == "slice" or step.kind == "keep":
                 cost[members] = _LOCAL_LAUNCHES * device.launch_seconds + copied
             else:
                 group = self.mesh.group(step.axes)
-                cost[members] = collectives.seconds(step.kind, payload[members], group) + device.launch_seconds
-                cost[members] += strided * rearranged[members]
+                cost[members] = collectives.seconds(step.kind, payload[members], group)
+                if behind is not None and step.kind in behind.kinds:
+                    bucket_nbytes = min(behind.combined_nbytes, device.bucket_nbytes)
+                    together = collectives.bucket_share(step.kind, payload[members], group, bucket_nbytes)
+                    everything = payload[members] * (behind.sent_nbytes / max(type.nbytes, 1))
+                    exposed = 1 - self._hidden(behind, collectives.seconds(step.kind, everything, group))
+                    cost[members] = exposed * np.minimum(cost[members], together)
+                # In a bucket, the launch is that of the kernel that packs the array.
+                cost[members] += device.launch_seconds + strided * rearranged[members]
         divisible = (np.array(type.shape, dtype=np.int64) % moves.parts == 0).all(axis=1)
         if 0 in type.shape:  # never cut
             divisible &= (moves.parts == 1).all(axis=1)
         cost[~(divisible[moves.routes.source] & divisible[moves.routes.target])] = np.inf
         return cost
+
+    def _hidden(self, behind: Behind, everything: Seconds) -> Seconds:
+        """The part that is hidden of what takes these seconds in all: no more than the products beside it take."""
+        device = self.mesh.cluster.group().device
+        computing = sum(flops / device.matmul_flops_per_second(dtype) for dtype, flops in behind.flops)
+        return np.minimum(device.collective_overlap, computing / self.mesh.size / np.maximum(everything, _INSTANT))
 
 
 def _strided(type: TensorType, moves: _Moves) -> Seconds:

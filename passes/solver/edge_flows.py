@@ -28,7 +28,8 @@ class Shape:
 
     Variable v goes from placement `before[v]` to `after[v]` at `seconds[v]`. `made` and `read` [allowed strategies of
     source, of target] index the rows and columns of `matrix`, the seconds between the placements that these make and
-    read; `making` and `reading` are the program's rows of those, -1 for the one that is left out.
+    read; `sources` and `targets` number these among all of the edge, and `placed` has the program's rows of them, one
+    after the other, -1 for the row that is left out.
 
     `rows`, `columns` and `signs` are the entries of all `count` rows: `sizes` of them stand in columns of the source,
     of the target, and twice in the edge's own. `names` numbers the placements after, for all problems on a mesh.
@@ -40,8 +41,9 @@ class Shape:
     made: Indices
     read: Indices
     matrix: Floats
-    making: Indices
-    reading: Indices
+    sources: Indices
+    targets: Indices
+    placed: Indices
     count: int
     rows: Indices
     columns: Indices
@@ -69,11 +71,13 @@ class Flow:
         """The edge's variables."""
         return np.arange(self.column, self.column + self.shape.before.size)
 
-    @property
-    def rows(self) -> tuple[Indices, Indices]:
-        """The rows of the placements written and read, -1 for the one that is left out."""
-        making, reading = self.shape.making, self.shape.reading
-        return np.where(making < 0, -1, making + self.row), np.where(reading < 0, -1, reading + self.row)
+    def worth(self, values: Floats) -> tuple[Floats, Floats]:
+        """The values of the rows of the placements written and read, of all `values` [rows]; 0 for the one left out."""
+        shape = self.shape
+        local = np.zeros(shape.count + 1)  # the row that is left out, -1, is the last
+        local[: shape.count] = values[self.row : self.row + shape.count]
+        both = local[shape.placed]
+        return both[: shape.sources.size], both[shape.sources.size :]
 
 
 class _Ends(NamedTuple):
@@ -143,8 +147,9 @@ class Shapes:
             made=at_source,
             read=at_target,
             matrix=matrix,
-            making=row[first],
-            reading=row[last],
+            sources=rows,
+            targets=columns,
+            placed=row[np.concatenate([first, last])],
             count=len(numbers) - 1,
             rows=row[at[entry_kept]],
             columns=np.concatenate(entries)[entry_kept],

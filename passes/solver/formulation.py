@@ -182,10 +182,10 @@ class StrategyProgram:
             messages.run(_PASSES)
             worth, costs, bound_before = np.zeros(self.arrays.rows), list(given), self.least_seconds
             for (flow, _), (making, reading) in zip(flows, messages.prices(), strict=True):
-                rows, at = np.concatenate(flow.rows), np.concatenate([making, reading])
-                at -= at[np.argmin(rows)]
-                worth[rows[rows >= 0]] = at[rows >= 0]
-                making, reading = np.split(at, [making.size])
+                placed, at = flow.shape.placed, np.concatenate([making, reading])
+                at -= at[np.argmin(placed)]
+                worth[flow.row + placed[placed >= 0]] = at[placed >= 0]
+                making, reading = at[: making.size], at[making.size :]
                 costs[flow.edge.source] = costs[flow.edge.source] + making[flow.shape.made]
                 costs[flow.edge.target] = costs[flow.edge.target] - reading[flow.shape.read]
             worth[self.one_rows] = [node_costs.min() for node_costs in costs]
@@ -243,9 +243,7 @@ class StrategyProgram:
         for flow in (flow for group_flows in self.groups.values() for flow in group_flows):
             edge, shape = flow.edge, flow.shape
             prices = np.full(edge.seconds.shape[0], -UNUSED), np.full(edge.seconds.shape[1], UNUSED)
-            at = (edge.before[self.allowed[edge.source]], edge.after[self.allowed[edge.target]])
-            for price, place, rows, known_prices in zip(prices, at, flow.rows, (shape.made, shape.read), strict=True):
-                price[place] = np.where(rows < 0, 0.0, duals[rows])[known_prices]
+            prices[0][shape.sources], prices[1][shape.targets] = flow.worth(duals)
             for price, names in zip(prices, (edge.origins, edge.labels), strict=True):
                 for label, dual in taken.get(id(edge), ()):
                     price -= [dual if name == label else 0.0 for name in names] if names else 0.0

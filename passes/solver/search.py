@@ -208,14 +208,16 @@ class Search:
             if status not in ("optimal", CUTOFF):
                 break
             self.is_relaxed = self.relaxations >= _RELAXATIONS
-            self._lift(program)
             if status == CUTOFF:
+                self._lift(program)
                 program.cutoff = np.inf
                 self._offer_merged(program.guess())
                 continue
-            merged_seconds = self._offer_merged(program.choice())
-            tight = merged_seconds <= (1 + self.options.gap) * program.objective
+            tight = self._offer_merged(program.choice()) <= (1 + self.options.gap) * program.objective
             self.is_relaxed |= tight or not program.share_where_readers_disagree()
+            enough = min((1 - self.options.gap) * self.objective, self.cutoff)
+            if self.is_relaxed or program.objective >= (1 - _GAP) * enough:  # no prices prove more than its optimum
+                self._lift(program)
         self._raise(_NEAR)
 
     def _merged_program(self) -> StrategyProgram:
@@ -244,8 +246,7 @@ class Search:
                     break
 
     def _offer_merged(self, choice: Sequence[int]) -> float:
-        """Takes an answer of the merged problem, improved by coordinate descent there; its seconds, if it keeps the
-        budgets.
+        """Takes an answer of the merged problem, improved by coordinate descent; its seconds, if it keeps the budgets.
 
         What the whole problem gains beyond that comes later.
         """

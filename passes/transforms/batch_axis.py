@@ -8,7 +8,7 @@ from typing import Literal
 
 from passes.ir import Body, Control, Graph, Node, control_of, phase
 from passes.placement import Layout, Placement, is_free
-from passes.rules import ShardingRule, rule_of
+from passes.rules import ShardingRule, rules_of
 from passes.sharding import ShardingSpec, Step, replicated
 
 AXIS = "microbatch"
@@ -295,7 +295,7 @@ def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
 
 def _inside(walk: Walk, body: Body, ports: Mapping[int, ShardingSpec], varying: set[int]) -> Walk:
     graph = body.graph
-    rules = {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}
+    rules = dict(enumerate(rules_of(graph)))
     inside = Walk(graph, walk.time, rules, walk.coupling, inside=True)
     entering = zip(graph.inputs, body.inputs, strict=True)
     inside.start([ports[s] for s in body.inputs], {v for v, port in entering if port in varying})

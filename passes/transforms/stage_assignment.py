@@ -50,8 +50,11 @@ class StageAssignment:
         return saved[max(saved, key=lambda v: self.body.types[v].nbytes)] if saved else latest
 
     def _at_hand(self, value: int, latest: int) -> int | None:
-        """The last stage up to `latest` that made or read a value of the forward pass, a weight or the batch."""
-        if self.body.producers.get(value) in self.late:
+        """The last stage up to `latest` that made or read a value of the forward pass, a weight or the batch.
+
+        A literal is everywhere, whoever reads it first.
+        """
+        if value in self.body.literals or self.body.producers.get(value) in self.late:
             return None
         readers = (self.stage.get(r) for r in self.body.consumers[value] if r not in self.late)
         places = {self.made.get(value), *readers} - {None}

@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import autopar
 
 SLOW_CASES = 1000
+COMPILER_OPTIONS = ({}, {"xla_cpu_enable_fast_min_max": True}, {"xla_embed_ir_in_executable": "true"}, {"no_option": 1})
 
 
 def mixed(a: Any, b: Any = 2.0, *rest: Any, scale: Any = 1.0, mode: Any = "sum") -> Any:
@@ -74,6 +77,14 @@ def drawn_call(dice: random.Random, function: Callable[..., Any]) -> tuple[tuple
     return tuple(args), kwargs
 
 
+def drawn_shardings(dice: random.Random) -> Any:
+    """Shardings on the two devices, as a prefix of arguments or results or not."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
+    leaves = [None, *(NamedSharding(mesh, spec) for spec in (P(), P(), P("a"), P(None, "a")))]
+    one, other = dice.choice(leaves), dice.choice(leaves)
+    return dice.choice([one, one, (one, other), ({"w": one, "b": None}, other), (one,)])
+
+
 def drawn_options(dice: random.Random) -> dict[str, Any]:
     return {
         name: value
@@ -82,6 +93,11 @@ def drawn_options(dice: random.Random) -> dict[str, Any]:
             ("static_argnums", 0.15, dice.choice([1, (1,), -1, (0, 1)])),
             ("donate_argnums", 0.3, dice.choice([0, (0,), (0, 1), 1])),
             ("donate_argnames", 0.1, dice.choice(["b", ("scale",)])),
+            ("in_shardings", 0.15, drawn_shardings(dice)),
+            ("out_shardings", 0.15, drawn_shardings(dice)),
+            ("keep_unused", 0.15, True),
+            ("inline", 0.1, True),
+            ("compiler_options", 0.1, dice.choice(COMPILER_OPTIONS)),
         )
         if dice.random() < chance
     }
@@ -116,6 +132,19 @@ def outcome(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return tree, types, values, gone
 
 
+def drawn_follow(dice: random.Random, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The option `follow` with a step that is planned for the first of these arguments, or for what else there is."""
+    if dice.random() > 0.15:
+        return {}
+    planner = dice.choice([autopar.Auto(max_axes=1), autopar.Zero(3), autopar.DataParallel()])
+    step = autopar.parallelize(stated, devices=jax.devices()[:2], planner=planner)
+    try:
+        step.plan(dice.choice([args[0], args[-1], {"w": jnp.ones((4, 2)), "b": jnp.ones(4)}]), jnp.ones((4, 2)))
+    except (TypeError, ValueError, autopar.PlanningError):
+        return {}  # text, or what no plan by hand takes
+    return {"follow": step}
+
+
 def assert_equals_jit(seed: int) -> None:
     dice = random.Random(seed)
     function, options = dice.choice(FUNCTIONS), drawn_options(dice)
@@ -127,10 +156,13 @@ def assert_equals_jit(seed: int) -> None:
         with pytest.raises(type(error)):
             autopar.parallelize(function, **options)
         return
-    parallel = autopar.parallelize(function, devices=jax.devices()[:2], planner=autopar.Auto(max_axes=1), **options)
+    placed = dice.choice(["moved", "keep"])
+    planner = autopar.Auto(max_axes=1)
+    given = {"devices": jax.devices()[:2], "planner": planner, "placed": placed} | drawn_follow(dice, calls[0][0])
+    parallel = autopar.parallelize(function, **given, **options)
     for args, kwargs in (*calls, calls[0]):
         wanted, got = (outcome(AROUND[name](f), args, kwargs) for f in (jitted, parallel))
-        where = f"seed {seed}: {function.__name__} {options} {name} {args} {kwargs}: {wanted!r} and {got!r}"
+        where = f"seed {seed}: {function.__name__} {options} {given} {name} {args} {kwargs}: {wanted!r} and {got!r}"
         if name == "compiled" and isinstance(wanted, TypeError):
             continue  # static arguments may be given to what is compiled, too, which jit's takes no more
         if isinstance(wanted, Exception) or isinstance(got, Exception):
@@ -140,7 +172,8 @@ def assert_equals_jit(seed: int) -> None:
             continue
         assert got[:2] == wanted[:2], where
         # Where a batch is taken of it, a function keeps what is donated, which jit's gives away.
-        assert got[3] == wanted[3] or (name == "vmap" and not any(got[3])), where
+        is_placed = "in_shardings" in options or "out_shardings" in options  # XLA's choice of the rest may not match
+        assert got[3] == wanted[3] or is_placed or (name == "vmap" and not any(got[3])), where
         for mine, theirs in zip(got[2], wanted[2], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-4, err_msg=where)
 

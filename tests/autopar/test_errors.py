@@ -57,6 +57,7 @@ def plain(message: str) -> str:
         (re.escape(str(Path.cwd())), "FOLDER"),
         (r"(?<=\.py:)\d+", "LINE"),
         (r"errors_\d+", "PRIMITIVE"),
+        (r"\n  see https?:\S+", ""),  # where the documentation is, an installed package alone knows
         (r"\b[0-9a-f]{16}\b", "FINGERPRINT"),
         (r"0x[0-9a-f]+", "ADDRESS"),
         (r"(?<=this is autopar )\S+(?=,)", "VERSION"),

@@ -249,7 +249,7 @@ FRONT_ENDS = {
 }
 
 
-SLOW = {"linen scan and remat", "equinox filtered", "nnx split and merge", "nnx graph in state"}
+SLOW = {"linen train state", "linen scan and remat", "equinox filtered", "nnx split and merge", "nnx graph in state"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FRONT_ENDS])
@@ -258,7 +258,7 @@ def test_front_end_equals_jit(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("linen train state", marks=pytest.mark.slow), "nnx graph in state", "pure functions"]
+    "name", ["linen train state", pytest.param("nnx graph in state", marks=pytest.mark.slow), "pure functions"]
 )
 def test_front_end_equals_jit_with_the_batch_cut(name: str):
     assert_equals_jit(FRONT_ENDS[name](), autopar.DataParallel())

@@ -43,7 +43,7 @@ CLUSTERS: dict[str, tuple[str, Any]] = {
     "stages": ("2x1:v100-16g", autopar.Auto(pipeline=True, layers=4)),
 }
 CASES = [f"{model} {cluster}" for model in MODELS for cluster in CLUSTERS]
-QUICK = {"gpt mesh", "gpt stages", "moe mesh"}
+QUICK = {"gpt mesh", "gpt-scan stages", "moe mesh"}
 """The cases of a default run."""
 
 

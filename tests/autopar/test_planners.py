@@ -110,6 +110,31 @@ def test_a_step_by_hand_is_planned_without_a_function():
         step.variant(autopar.Variant(microbatches=2))
 
 
+def momentum_step(state: Any, batch: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(batch @ p["up"]) @ p["down"]))(state["params"])
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum), "momentum": momentum}, loss
+
+
+def test_megatron_cuts_optimizer_state_over_its_data_devices_with_zero_1_and_nothing_else():
+    params, batch = given()
+    state = {"params": params, "momentum": jax.tree.map(np.ones_like, params)}
+    with jax.enable_x64(True):
+        expected = jax.jit(momentum_step)(state, batch)
+        for sizes in ({"data": 2, "tensor": 2}, {"data": 2, "tensor": 1, "pipeline": 2, "microbatches": 2}):
+            planner = autopar.Megatron(**sizes, zero=1)
+            step = autopar.parallelize(momentum_step, planner=planner, devices=jax.devices()[:4])
+            assert_close(step(state, batch), expected)
+            for program in step.plan(state, batch).programs:
+                cut = {n: "data" in s.axes for n, s in zip(program.input_names, program.inputs, strict=True)}
+                assert {n: on for n, on in cut.items() if "momentum" in n} == {n: True for n in cut if "momentum" in n}
+                assert not any(on for n, on in cut.items() if "params" in n)
+    with pytest.raises(autopar.PlanningError, match="zero=0 or 1"):
+        autopar.parallelize(train_step, cluster=CLUSTER, planner=autopar.Megatron(data=2, tensor=2, zero=2)).plan(
+            *given()
+        )
+
+
 class Wrong:
     """Gives what `answer` makes of a right answer."""
 

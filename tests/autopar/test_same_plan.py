@@ -61,9 +61,9 @@ def transformer() -> tuple[Callable[..., Any], Any, Any]:
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "one mesh": (lambda: layered(2, 256), {"cluster": "2x4:a100-80g"}),
-    "stages": (lambda: layered(2, 256), {"cluster": "2x1:v100-16g", "planner": autopar.Auto(pipeline=True)}),
 }
 SLOW_CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "stages": (lambda: layered(2, 256), {"cluster": "2x1:v100-16g", "planner": autopar.Auto(pipeline=True)}),
     "a memory limit": (
         lambda: layered(1, 256),
         {"cluster": "1x2:a100-80g", "memory_limit": "3 MiB", "microbatches": 1},

@@ -50,7 +50,7 @@ def test_small_activations_give_megatron(planner, layers):
     embedding's sum, the gradient of the vocabulary-cut logits' input, and three numbers a token in the loss (largest
     logit, sum of exponentials, target's logit). In all 4 L + 5.
     """
-    config = gpt.Config(vocab_size=4096, sequence_length=128, hidden=1024, layers=layers, heads=16, dtype="bfloat16")
+    config = gpt.Config(vocab_size=16384, sequence_length=128, hidden=1024, layers=layers, heads=16, dtype="bfloat16")
     planned = plan(gpt, config, 8, planner=planner)
     assert counts(planned).get("all_reduce") == 4 * layers + 5
     if planner is ONE_AXIS:

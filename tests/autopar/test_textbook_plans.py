@@ -199,19 +199,21 @@ LARGE = {"sequence_length": 1024, "hidden": 2048, "heads": 16, "layers": 4}
     ("microbatches", "recomputing"),
     [(1, "plain"), slow(4, "jax.checkpoint"), slow(1, "jax.checkpoint"), slow(4, "plain")],
 )
-def test_a_loop_over_layers_costs_what_they_cost_written_out(microbatches: int, recomputing: str):
+@pytest.mark.parametrize("cluster", ["8:a100-80g", slow("8:tpu-v5p")])
+def test_a_loop_over_layers_costs_what_they_cost_written_out(microbatches: int, recomputing: str, cluster: str):
     options = {"microbatches": microbatches} if microbatches > 1 else {}
 
-    def plan(scan_layers: bool, cluster: str) -> Any:
+    def plan(scan_layers: bool, cluster: str, dtype: str = "bfloat16") -> Any:
         config = replace(MODELS["gpt"].least, **LARGE, scan_layers=scan_layers)
         model = replace(MODELS["gpt"], least=config, least_batch=128)
-        given = {"recomputing": recomputing, "dtype": "bfloat16", "cluster": cluster, **options}
+        given = {"recomputing": recomputing, "dtype": dtype, "cluster": cluster, **options}
         return planned(model, autopar.DataParallel(), **given)[0]
 
-    for cluster in ("8:a100-80g", "8:tpu-v5p"):
-        loop, written_out = plan(True, cluster), plan(False, cluster)
-        assert loop.step_seconds == pytest.approx(written_out.step_seconds, rel=0.05)
-    assert loop.peak_nbytes == pytest.approx(written_out.peak_nbytes, rel=0.15)  # a GPU's compiler fuses them otherwise
+    loop, written_out = plan(True, cluster), plan(False, cluster)
+    assert loop.step_seconds == pytest.approx(written_out.step_seconds, rel=0.05)
+    # A compiler fuses within an iteration alone: XLA:GPU needs 1.26 times for a loop of GPT's layers (compilers.json).
+    loop, written_out = plan(True, "8:cpu", "float32"), plan(False, "8:cpu", "float32")
+    assert 0.85 * written_out.peak_nbytes < loop.peak_nbytes < 1.3 * written_out.peak_nbytes
 
 
 @pytest.mark.slow
@@ -357,3 +359,20 @@ def test_what_is_recomputed_reads_sums_that_the_forward_pass_reduced():
     theirs = jax.jit(recomputed_step, compiler_options=QUICK)(params, batch)
     for x, y in zip(jax.tree.leaves(compiled(params, batch)), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_elements_of_a_batch_gather_none_of_it():
+    """Neither a row nor an element is on more than one device, or in more than one microbatch."""
+
+    def step(state: Any, batch: Any) -> Any:
+        state, loss = dense_step(state, batch)
+        return state, (loss, batch[5, 3], batch[-1])
+
+    state, batch = dense_state(16, 8), jax.random.normal(jax.random.key(2), (16, 16))
+    theirs = jax.jit(step, compiler_options=QUICK)(state, batch)
+    for options in ({"planner": autopar.Zero(3)}, {"planner": autopar.DataParallel(), "microbatches": 2}):
+        parallel = autopar.parallelize(step, compiler_options=QUICK, **options)
+        rows = {c.nbytes for c in parallel.plan(state, batch).collectives if c.kind != "all_reduce"}
+        assert batch.nbytes not in rows
+        for x, y in zip(jax.tree.leaves(parallel(state, batch)), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)

@@ -24,9 +24,11 @@ def test_every_kept_program_of_a_gpu_sends_what_was_planned() -> None:
         assert entry.versions.get("jax")
 
 
-@pytest.mark.parametrize(("model", "planner"), [("dlrm", "dp"), ("gpt", "dp")])
-def test_a_gpus_peak_is_predicted_within_bounds(model: str, planner: str) -> None:
-    args = arguments(["--targets", "h100", "--models", model, "--planners", planner])
+@pytest.mark.parametrize(
+    ("target", "model", "planner"), [("h100", "dlrm", "dp"), ("h100", "gpt", "dp"), ("v5e:2x4", "dlrm", "dp")]
+)
+def test_a_peak_is_predicted_within_bounds(target: str, model: str, planner: str) -> None:
+    args = arguments(["--targets", target, "--models", model, "--planners", planner])
     (row,) = rows(args, Console(quiet=True))
     if row.compiled is None:
         pytest.skip("the plan is another than was compiled: python -m benchmarks.compilers --compile")
@@ -75,3 +77,22 @@ def test_cycles_of_a_loop_count_as_often_as_it_runs() -> None:
 
 def test_every_tpu_has_a_clock() -> None:
     assert {target for target in TARGETS if target.startswith("v")} == set(CLOCK_HZ)
+
+
+def test_a_margin_is_what_most_compiled_peaks_are_above_their_predictions() -> None:
+    entry = KEPT["h100", "dlrm", "dp"]
+
+    def predicted(compiled_nbytes: int, scale: int = 2_000_000) -> compilers.Row:
+        return compilers.Row(
+            target="h100",
+            model="dlrm",
+            planner="dp",
+            planned_nbytes=100 * scale,
+            predicted_nbytes=100 * scale,
+            predicted_compute_seconds=0.0,
+            compiled=replace(entry, peak_nbytes=compiled_nbytes * scale),
+        )
+
+    assert compilers.margin([predicted(90 + i) for i in range(20)]) == pytest.approx(0.08)
+    assert compilers.margin([predicted(90)]) == compilers.margin([]) == 0.0
+    assert compilers.margin([predicted(150, scale=1000)]) == 0.0  # no device's memory is its limit

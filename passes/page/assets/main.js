@@ -24,7 +24,7 @@ function contents(sections) {
 
 theme();
 document.getElementById("title").textContent = `Plan: ${plan.title}, ${seconds(plan.seconds)} a step`;
-const sections = [section("overview", "Overview", facts(), costs()), layers(), ...timeline(), memory(), ...measured(), rejected(), dearest(), arrays()];
+const sections = [section("overview", "Overview", facts(), costs()), layers(), ...layerCosts(), ...timeline(), memory(), ...measured(), rejected(), dearest(), arrays()];
 document.getElementById("content").append(...sections);
 document.getElementById("footer").textContent = "Made by autopar. Seconds and bytes are predictions of its cost model unless they are called measured.";
 contents(sections);

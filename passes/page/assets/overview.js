@@ -8,6 +8,7 @@ function facts() {
     ["mesh", meshes(), plural(plan.programs.length, "program")],
     ["planner", plan.facts.planner, `program ${plan.facts.program}`],
   ];
+  if (plan.measured) cards.splice(1, 0, ["measured step", seconds(plan.measured.seconds), `${Number((plan.measured.seconds / plan.seconds).toPrecision(3))} times the predicted`]);
   if (plan.timeline) cards.push(["bubble", percent(plan.timeline.bubble), plan.timeline.name]);
   const card = ([name, value, more]) =>
     make("div", { class: "card" }, make("span", { class: "soft" }, name), make("b", {}, value), make("span", { class: "soft small" }, more));
@@ -52,9 +53,10 @@ function costs() {
 }
 
 function measured() {
-  if (!plan.measured) return [];
-  const causes = [...new Set(plan.measured.flatMap((share) => Object.keys(share)))];
-  const groups = plan.measured.map((share, group) => {
+  const shares = plan.measured ? plan.measured.shares : [];
+  if (!shares.length) return [];
+  const causes = [...new Set(shares.flatMap((share) => Object.keys(share)))];
+  const groups = shares.map((share, group) => {
     const promised = {};
     for (const program of plan.programs.filter((one) => one.group === group)) {
       for (const [cause, value] of Object.entries(program.seconds)) {
@@ -65,7 +67,7 @@ function measured() {
     const rows = causes
       .map((cause) => [cause.replaceAll("_", " "), promised[cause] || 0, `${seconds(promised[cause] || 0)} / ${seconds(share[cause] || 0)}`, share[cause] || 0])
       .filter((row) => row[1] || row[3]);
-    return make("div", {}, make("h3", {}, plan.measured.length > 1 ? `Submesh ${group}` : "A device on average"), bars(rows));
+    return make("div", {}, make("h3", {}, shares.length > 1 ? `Submesh ${group}` : "A device on average"), bars(rows));
   });
   return [section("measured", "Predicted and measured", make("p", { class: "soft" }, "Filled: predicted. Outlined: measured."), make("div", { class: "columns" }, ...groups))];
 }

@@ -1,38 +1,41 @@
-// A pipeline's tasks over time, a row a submesh; wheel, buttons and keys zoom.
+// A pipeline's tasks over time, a row a submesh, and one below for what was measured; wheel, buttons and keys zoom.
 
 const DARKER = { forward: 0, backward: 10, input_gradient: 10, weight_gradient: 18 };
+const NEAR = 3; // times the prediction that a measured step may take to be drawn on its scale at first
 const ROW = { height: 34, left: 90, width: 1200 };
 
-// The part of the step that is shown, and where a second of it is drawn.
-function viewOf(total, redraw) {
-  const view = { from: 0, to: total };
+// The part of the `reach()` seconds that is shown, and where a second of it is drawn.
+function viewOf(reach, redraw) {
+  const view = { from: 0, to: reach() };
   view.size = () => view.to - view.from;
   view.x = (second) => ROW.left + ((second - view.from) / view.size()) * (ROW.width - ROW.left);
   view.move = (from, size = view.size()) => {
-    view.from = Math.max(0, Math.min(total - size, from));
+    view.from = Math.max(0, Math.min(reach() - size, from));
     view.to = view.from + size;
     redraw();
   };
   view.zoom = (factor, centre = (view.from + view.to) / 2) => {
-    const size = Math.min(total, Math.max(total / 2000, view.size() * factor));
+    const size = Math.min(reach(), Math.max(reach() / 2000, view.size() * factor));
     view.move(centre - ((centre - view.from) / view.size()) * size, size);
   };
   view.shift = (share) => view.move(view.from + share * view.size());
-  view.all = () => view.move(0, total);
+  view.all = () => view.move(0, reach());
   return view;
 }
 
-// A box from `start` to `end` in the row of a submesh; null where it is out of sight.
-function boxIn(view, group, start, end, look) {
+// A box from `start` to `end` in a row; null where it is out of sight.
+function boxIn(view, row, start, end, look) {
   const [x, right] = [Math.max(ROW.left, view.x(start)), Math.min(ROW.width, view.x(end))];
   if (right <= x) return null;
-  return { x, y: group * ROW.height + 3, width: Math.max(0.4, right - x), height: ROW.height - 6, ...look };
+  return { x, y: row * ROW.height + 3, width: Math.max(0.4, right - x), height: ROW.height - 6, ...look };
 }
 
-function taskIn(view, [group, stage, microbatch, kind, start, end]) {
+// A task in a `row`, its seconds drawn `scale` times as long.
+function taskIn(view, [group, stage, microbatch, kind, start, end], row = group, scale = 1) {
   const name = plan.timeline.kinds[kind];
+  if (name === "rest") return restIn(view, [start, end], row, scale, "before or after the tasks");
   const fillColour = `hsl(${HUES[stage % HUES.length]} 55% ${74 - DARKER[name]}%)`;
-  const box = boxIn(view, group, start, end, { fill: fillColour, stroke: "var(--card)" });
+  const box = boxIn(view, row, scale * start, scale * end, { fill: fillColour, stroke: "var(--card)" });
   if (!box) return null;
   box["stroke-width"] = box.width > 5 ? 1 : 0;
   const words = `${name.replaceAll("_", " ")} of microbatch ${microbatch}, stage ${stage}: ${seconds(end - start)} from ${seconds(start)}`;
@@ -41,9 +44,9 @@ function taskIn(view, [group, stage, microbatch, kind, start, end]) {
   return draw("g", {}, draw("rect", box, draw("title", {}, words)), ...label);
 }
 
-function finishIn(view, [start, end], group) {
-  const box = end > start && boxIn(view, group, start, end, { fill: "var(--soft)", opacity: 0.5 });
-  return box ? draw("rect", box, draw("title", {}, `end of step: ${seconds(end - start)}`)) : null;
+function restIn(view, [start, end], row, scale = 1, about = "end of step") {
+  const box = end > start && boxIn(view, row, scale * start, scale * end, { fill: "var(--soft)", opacity: 0.5 });
+  return box ? draw("rect", box, draw("title", {}, `${about}: ${seconds(end - start)}`)) : null;
 }
 
 function ticksIn(view, height) {
@@ -88,29 +91,60 @@ function listen(svg, view) {
   addEventListener("pointerup", () => { held = null; });
 }
 
+function rowLabel(row, words, about) {
+  return draw("text", { x: 0, y: row * ROW.height + 22, "font-size": 13 }, words, draw("title", {}, about));
+}
+
+// Rows of the timeline: what is in each, at any zoom. Measured seconds are drawn `scale()` times as long.
+function rowsOf({ spans, ends, bubbles, measured }, scale) {
+  const each = measured.length ? 2 : 1;
+  return (view) =>
+    ends.flatMap((end, group) => [
+      rowLabel(each * group, `submesh ${group}`, `predicted, idle ${percent(bubbles[group])}`),
+      ...spans.filter((span) => span[0] === group).map((span) => taskIn(view, span, each * group)),
+      restIn(view, end, each * group),
+      ...(each > 1 ? [rowLabel(each * group + 1, "measured", `submesh ${group} as a step ran`)] : []),
+      ...measured.filter((span) => span[0] === group).map((span) => taskIn(view, span, each * group + 1, scale())),
+    ]);
+}
+
+function timelineNote({ measured }, longest) {
+  const words =
+    "F forward, B backward, I gradients of inputs, W gradients of weights, with the number of the microbatch; " +
+    "grey is what is done once a step, empty is waiting. Drag to move, Shift and wheel to zoom.";
+  if (!measured.length) return `Predicted. ${words}`;
+  return `Predicted, and below it one step as it was measured with a profile, from its first task to its last ${seconds(longest)}. ${words}`;
+}
+
 function timeline() {
   if (!plan.timeline) return [];
-  const { spans, ends, bubbles, name } = plan.timeline;
-  const height = ends.length * ROW.height + 26;
+  const { ends, measured, name } = plan.timeline;
+  const predicted = Math.max(...ends.map(([, end]) => end));
+  const longest = Math.max(0, ...measured.map((span) => span[5]));
+  const height = ends.length * (measured.length ? 2 : 1) * ROW.height + 26;
   const about = `Timeline of ${name}; plus and minus zoom, arrows move, 0 shows all`;
   const svg = draw("svg", { viewBox: `0 0 ${ROW.width} ${height}`, class: "chart", role: "img", tabindex: "0", "aria-label": about, style: "min-width:36rem" });
-  const label = (_, group) =>
-    draw("text", { x: 0, y: group * ROW.height + 22, "font-size": 13 }, `submesh ${group}`, draw("title", {}, `idle ${percent(bubbles[group])}`));
-  const redraw = () => {
-    const tasks = spans.map((span) => taskIn(view, span));
-    const finishes = ends.map((end, group) => finishIn(view, end, group));
-    svg.replaceChildren(...[...ticksIn(view, height), ...ends.map(label), ...tasks, ...finishes].filter(Boolean));
-  };
-  const view = viewOf(Math.max(...ends.map(([, end]) => end)), () => redraw());
+  let isOneScale = longest < NEAR * predicted && predicted < NEAR * longest;
+  const scale = () => (isOneScale || !longest ? 1 : predicted / longest);
+  const rows = rowsOf(plan.timeline, scale);
+  let view = null;
+  const redraw = () => svg.replaceChildren(...[...ticksIn(view, height), ...rows(view)].filter(Boolean));
+  const reach = () => (isOneScale ? Math.max(predicted, longest) : predicted);
+  view = viewOf(reach, redraw);
   listen(svg, view);
   redraw();
   const button = (words, run) => make("button", { type: "button", onclick: run }, words);
+  const scaling = () => (isOneScale ? "Measured as long as predicted" : "Both on one scale");
+  const rescale = button(scaling(), () => {
+    isOneScale = !isOneScale;
+    rescale.textContent = scaling();
+    view.all();
+  });
   const controls = make(
     "div", { class: "buttons" }, button("Zoom in", () => view.zoom(0.5)), button("Zoom out", () => view.zoom(2)),
     button("Earlier", () => view.shift(-0.5)), button("Later", () => view.shift(0.5)), button("All", view.all),
+    ...(measured.length ? [rescale] : []),
   );
-  const note =
-    "Predicted. F forward, B backward, I gradients of inputs, W gradients of weights, with the number of the microbatch; " +
-    "grey is the end of the step, empty is waiting. Drag to move, Shift and wheel to zoom.";
-  return [section("timeline", "Pipeline timeline", make("p", { class: "soft" }, note), controls, make("div", { class: "scroll" }, svg))];
+  const note = make("p", { class: "soft" }, timelineNote(plan.timeline, longest));
+  return [section("timeline", "Pipeline timeline", note, controls, make("div", { class: "scroll" }, svg))];
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
+from tests.autopar.distributed.launching import SECONDS, environment
 
 
 def sharding(shape: tuple[int, ...], *spec: Any) -> NamedSharding:
@@ -127,6 +132,74 @@ def test_what_is_damaged_is_refused_by_name_and_the_one_before_used(folder: Path
     assert saved.step == 2
 
 
+@pytest.mark.parametrize("at", ["begin", "save", "delete"])
+def test_a_run_that_ended_while_it_saved_for_the_first_time_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+):
+    """The program ends in the middle of a save: before Orbax, with half of the files there, and deleting those."""
+    state = {"w": jnp.arange(4.0)}
+
+    def ends(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if at == "begin":
+            patched.setattr("autopar.checkpoint.arrays.Arrays.save", ends)
+        elif at == "save":
+            patched.setattr("autopar.checkpoint.manifest.Manifest.write", ends)
+        else:
+            (tmp_path / "step-00000005" / "state").mkdir(parents=True)
+            (tmp_path / "step-00000005" / "autopar.json").touch()
+            patched.setattr("shutil.rmtree", ends)
+        checkpoints = autopar.Checkpoints(tmp_path)
+        checkpoints.save(5, state)
+        with pytest.raises(autopar.CheckpointError, match="KeyboardInterrupt"):
+            checkpoints.wait()
+    with pytest.warns(UserWarning, match=r"step-00000005: there is no autopar\.json: it is unfinished"):
+        assert checkpoints.restore(state) is None
+    checkpoints.save(5, state)
+    saved = checkpoints.restore(state)
+    assert saved is not None
+    assert saved.step == 5
+
+
+HASTY = """
+import os, sys
+from pathlib import Path
+import jax.numpy as jnp
+import autopar
+
+folder = Path(sys.argv[1])
+state = {str(number): jnp.full((1 << 20,), number) for number in range(4)}
+checkpoints = autopar.Checkpoints(folder)
+checkpoints.save(1, state)
+priorities = set()
+while not (folder / "step-00000001" / "autopar.json").exists():
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            if Path(f"/proc/self/task/{thread}/comm").read_text().startswith("ts_pool"):
+                priorities.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+        except OSError:
+            continue
+print(sorted(priorities), os.getpriority(os.PRIO_PROCESS, os.getpid()))
+checkpoints.save(2, state)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is a process's")
+def test_what_is_written_gives_way_and_is_there_when_the_program_has_ended(tmp_path: Path):
+    (tmp_path / "script.py").write_text(HASTY)
+    command = [sys.executable, tmp_path / "script.py", tmp_path / "run"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[19] {os.getpriority(os.PRIO_PROCESS, 0)}\n"  # Orbax's own threads, and what computes steps
+    checkpoints = autopar.Checkpoints(tmp_path / "run")
+    saved = checkpoints.restore({str(number): jnp.zeros(1 << 20, jnp.int32) for number in range(4)})
+    assert saved is not None
+    assert saved.step == 2
+
+
 def test_another_programs_checkpoints_are_refused(folder: Path):
     like = state_in()
     like["params"]["w"] = jnp.zeros((8, 13))
@@ -136,6 +209,24 @@ def test_another_programs_checkpoints_are_refused(folder: Path):
             autopar.CheckpointError, match=r"\['w'\] is float32\[8,12\] there, and float32\[8,13\] here"
         ):
             autopar.Checkpoints(folder).restore(like)
+
+
+def test_the_step_behind_a_save_takes_the_buffers_that_are_donated_to_it(tmp_path: Path):
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    state = jax.jit(lambda x: x + 1)(jax.device_put(np.zeros((64, 64)), sharding((2, 2), "x")))  # of JAX's own memory
+
+    def places(array: jax.Array) -> list[int]:
+        return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        for number in (1, 2):
+            before = places(state)
+            checkpoints.save(number, {"w": state})
+            state = step(state)
+            assert places(state) == before  # a new one would have to be made, in memory touched for the first time
+        saved = checkpoints.restore({"w": state})
+    assert saved is not None
+    np.testing.assert_array_equal(saved.state["w"], np.full((64, 64), 2.0))
 
 
 def test_the_last_good_ones_stay(tmp_path: Path):
@@ -166,3 +257,13 @@ def test_a_digest_is_of_the_contents_alone(dtype: str):
     changed[2, 3] = 1 - changed[2, 3] if dtype != "bool" else not changed[2, 3]
     assert of(changed, cuts[1]) not in digests
     assert of(values[::-1].copy(), cuts[0]) not in digests
+
+
+def test_a_state_whose_leaves_are_not_in_the_order_of_their_names_is_restored(tmp_path: Path):
+    state = TrainState.create(apply_fn=jnp.tanh, params={"w": jnp.arange(8.0)}, tx=optax.adam(1e-3))
+    state = state.apply_gradients(grads={"w": jnp.ones(8)})
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        saved = checkpoints.restore(state)
+    assert saved is not None
+    assert_same_bits(saved.state, state)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar import DataParallel, Pipeline
+from autopar import DataParallel, Megatron, Pipeline
 
 RANK = jax.process_index()
+KEY = jax.random.key(0)
 
 
 def step(params, batch):
@@ -56,6 +57,31 @@ def refused(function: Any, *args: Any) -> str:
     return "not refused"
 
 
+def close(ours: Any, theirs: Any) -> bool:
+    """Whether what this process has of some arrays is as it should be."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    return all(
+        np.allclose(shard.data, np.asarray(other)[shard.index], rtol=1e-5, atol=1e-6)
+        for mine, other in pairs
+        for shard in mine.addressable_shards
+    )
+
+
+def nbytes_of(arrays: Any) -> int:
+    """The bytes of arrays, of which several processes have a part each."""
+    return sum(array.nbytes for array in arrays)
+
+
+def changed(params: Any) -> Any:
+    """The parameters with another first element of the third on the last device of the second process."""
+    shards = [np.array(shard.data) for shard in params[2].addressable_shards]
+    shards[-1][0, 0] += RANK
+    devices = [shard.device for shard in params[2].addressable_shards]
+    arrays = [jax.device_put(shard, device) for shard, device in zip(shards, devices, strict=True)]
+    there = jax.make_array_from_single_device_arrays(params[2].shape, params[2].sharding, arrays)
+    return [*params[:2], there, *params[3:]]
+
+
 def main() -> None:
     params = [np.full((4, 4), 0.1 + i, np.float32) for i in range(4)]
     batch = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
@@ -67,14 +93,21 @@ def main() -> None:
     print("programs", refused(autopar.parallelize(lambda x: x + 1 if RANK else x * 2), batch))
     print("planner", refused(autopar.parallelize(step, planner=Broken()), params, batch))
     print("arrays", refused(parallel, [jnp.asarray(params[0] + RANK), *params[1:]], batch))
-    for planner in (DataParallel(), Pipeline(stages=2, microbatches=2)):
-        state, loss = autopar.parallelize(step, planner=planner)(params, batch)
-        again, _ = parallel(state, batch)  # what one plan has made is an argument of another
-        print(
-            "again",
-            all(np.isfinite(shard.data).all() for p in again for shard in p.addressable_shards),
-            round(float(loss), 3),
-        )
+    plain = jax.jit(step)
+    # Across both processes, on the second the later stage, each stage cut in two.
+    planner = Megatron(data=1, tensor=2, pipeline=2, microbatches=2)
+    pipelined = autopar.parallelize(step, planner=planner)
+    before = {id(array) for array in jax.live_arrays()}
+    made = pipelined.init(lambda key: [p + jax.random.normal(key, p.shape) for p in params], KEY, others=(batch,))
+    here = [array for array in jax.live_arrays() if id(array) not in before and array.dtype == np.float32]
+    print("init", sum(shard.data.nbytes for array in here for shard in array.addressable_shards), nbytes_of(made))
+    state, loss = pipelined(params, batch)
+    again, less = parallel(state, batch)  # what one plan has made is an argument of another
+    theirs, wanted = plain(params, batch)
+    equal = close((state, loss), (theirs, wanted)) and close((again, less), plain(theirs, batch))
+    print("equal", equal, round(float(loss), 3))
+    checks = parallel.checks(every=1)
+    print("checks", refused(checks, 1, again), refused(checks, 2, changed(again)))
     drawn, plain = autopar.parallelize(dropped, planner=Pipeline(stages=2, microbatches=2)), jax.jit(dropped)
     ours = theirs = (params, jax.random.key(3))
     for _ in range(2):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from autopar.distributed import among
-from autopar.runtime import Program, load
+from autopar.runtime import Program, cross_process, load
 from autopar.runtime.program import Donation, Feed, Run, Segment, Send, freed
 
 SHAPE = (8, 4)
@@ -88,6 +88,7 @@ def program_of(draw: np.random.Generator, argument: np.ndarray) -> tuple[Program
 def main(count: int, seed: int) -> None:
     draw, processes = np.random.default_rng(seed), among(jax.devices())
     for number in range(count):
+        cross_process.LARGE_NBYTES = int(draw.choice([0, 64, 1 << 21]))  # over either kind of connection, or both
         argument = draw.integers(-9, 9, SHAPE).astype(np.int32)
         program, expected = program_of(draw, argument)
         if not expected:

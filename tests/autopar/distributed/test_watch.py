@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autopar.distributed.watch import Watch, _Seen
+from autopar.distributed.watch import LOST, Watch, _Seen
 from autopar.tools.launch import Ending, Launch
 from autopar.tools.supervision import Run
 from benchmarks import kills
@@ -86,8 +87,43 @@ def test_a_run_starts_again_with_who_is_left(
     assert err.getvalue().count("starts again") == len(sizes) - 1
 
 
+class Child:
+    """A process that ends with a status after so many looks at it; never, for None."""
+
+    def __init__(self, status: int | None, looks: int = 0) -> None:
+        self.status, self.looks = status, looks
+
+    def poll(self) -> int | None:
+        self.looks -= 1
+        return self.status if self.looks < 0 else None
+
+
+@pytest.mark.parametrize(
+    ("children", "seconds"),
+    [
+        ([Child(LOST), Child(None)], 5),  # who is lost, and stopped, does not report
+        ([Child(LOST), Child(LOST, looks=3)], 3),  # cut off, it may have been the first to say so
+        ([Child(-9), Child(None)], 25),  # the other has to find out
+        ([Child(LOST), Child(None), Child(None)], 25),
+        ([Child(-9), Child(LOST, looks=9)], 9),
+    ],
+)
+def test_reports_are_awaited_from_who_can_make_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: list[Any], seconds: int
+):
+    (tmp_path / "script.py").write_text("")
+    now = [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] += 1
+
+    monkeypatch.setattr("autopar.tools.launch.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    Launch(processes=2, script=tmp_path / "script.py", report_seconds=25)._await_reports(children)
+    assert now == [seconds]
+
+
 @pytest.mark.slow
 def test_a_training_that_is_disturbed_ends_with_the_same_parameters(monkeypatch: pytest.MonkeyPatch, fresh_seed: int):
-    arguments = ["kills", "--runs", "10", "--seed", str(fresh_seed), "--steps", "20"]
+    arguments = ["kills", "--seed", str(fresh_seed), *(["--large"] if fresh_seed % 2 else [])]
     monkeypatch.setattr("sys.argv", arguments)
     assert kills.main() == 0, fresh_seed

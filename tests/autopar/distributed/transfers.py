@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.distributed import among, placed
+from autopar.runtime import cross_process
 from autopar.runtime.cross_process import takes_part, transport_of
-from autopar.runtime.transfer import compile_transfer
+from autopar.runtime.transfer import arrived, compile_transfer
 from autopar.runtime.transfer_plan import plan_transfer
 
 SHAPES = ((8, 4), (4, 8, 3), (16,), (), (0, 4))
@@ -47,6 +48,7 @@ def plain(array: Any) -> np.ndarray:
 def main(count: int, seed: int) -> None:
     draw, processes = np.random.default_rng(seed), among(jax.devices())
     assert processes is not None
+    cross_process.LARGE_NBYTES = 64  # so that some go over either kind of connection
     for number in range(count):
         shape, dtype = SHAPES[draw.integers(len(SHAPES))], str(draw.choice([*DTYPES, "key"]))
         source, target, keeps = sharding(shape, draw), sharding(shape, draw), bool(draw.random() < 0.5)
@@ -56,7 +58,7 @@ def main(count: int, seed: int) -> None:
         if not takes_part(source, target, processes):
             continue
         array = placed(whole, source)
-        moved = compile_transfer(plan, transport_of(plan, processes), keeps=keeps).run(array)
+        moved = arrived(compile_transfer(plan, transport_of(plan, processes), keeps=keeps).run(array))
         if keeps and plan.kind != "alias" and array.addressable_shards:
             array.delete()
         assert (moved.shape, moved.dtype, moved.sharding) == (shape, whole.dtype, target), number

@@ -68,6 +68,15 @@ def test_a_step_for_nnx_jit_updates_its_modules(planner: Any):
     assert_close(state, trained(nnx.jit(changed_in_place), is_normed))
 
 
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), slow(autopar.Pipeline(stages=2, microbatches=4))])
+def test_a_compiled_program_takes_and_updates_modules(planner: Any):
+    parallel = autopar.parallelize(changed_in_place, planner=planner, devices=jax.devices()[:4])
+    model = Net(False)
+    compiled = parallel.lower(model, nnx.Optimizer(model, DESCENT, wrt=nnx.Param), X).compile()
+    assert compiled.plan.n_devices == 4
+    assert_close(trained(compiled, False), trained(nnx.jit(changed_in_place), False))
+
+
 def test_the_state_of_modules_is_known_as_such():
     model = Net(is_normed=True)
     optimizer = nnx.Optimizer(model, DESCENT, wrt=nnx.Param)

@@ -245,14 +245,14 @@ def test_no_barrier_where_jax_has_none(differentiate: bool):
     assert "optimization_barrier" not in primitives(graph)
 
 
-def test_a_user_s_constraint_is_a_number_of_pieces():
+def test_a_user_s_constraint_is_the_devices_of_each_piece():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
 
     def f(x):
         return jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, PartitionSpec("a")))
 
     graph = traced(f, struct(8)).graph
-    assert only(graph, "sharding_constraint").params == {"pieces": (8,)}
+    assert only(graph, "sharding_constraint").params == {"dims": (((8, 1),),), "devices": 8}
 
 
 # Control flow.

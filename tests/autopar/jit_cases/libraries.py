@@ -84,7 +84,7 @@ def scans_along_a_dimension():
     )
 
 
-@case(slow=("searched",))
+@case(slow=("searched", "random"))
 def convolutions():
     def conv(a, k, **options):
         return lax.conv_general_dilated(a, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)

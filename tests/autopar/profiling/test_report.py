@@ -21,6 +21,7 @@ from autopar.profiling import steps as step_times
 from autopar.profiling.report import DISPATCH, WAITING, predicted_shares
 from passes.cluster import parse_cluster, what_if
 from passes.errors import PlanningError
+from passes.page import REST
 from passes.plan import PipelinePlan, Plan
 from tests.sample import slow
 
@@ -248,6 +249,12 @@ def test_a_function_reports_on_itself(tmp_path: Path, microbatches: int | None):
         assert measured
     assert (report.transfers is not None) == bool(microbatches)
     assert [share.devices for share in report.measured] == ([4, 4] if microbatches else [8])
+    ran = [(span.stage, span.kind, span.microbatch) for span in report.spans if span.kind != REST]
+    expected = [(s, kind, m) for s in (0, 1) for kind in ("forward", "backward") for m in range(4) if microbatches]
+    assert sorted(ran) == sorted(expected)
+    assert all(0 <= span.start_seconds < span.end_seconds for span in report.spans)
+    report.write(tmp_path / "steps.json")
+    assert report.plan.to_html(measured=tmp_path / "steps.json") == report.to_html()
     assert report.kept_in == str(tmp_path / "calibration.json")
     again = parallel.report()
     assert len(json.loads((tmp_path / "calibration.json").read_text())["calibration"]) == 1

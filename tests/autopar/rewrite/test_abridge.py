@@ -111,7 +111,7 @@ def searching(traced, samples, layers, limit=1e15):
     )
 
 
-@pytest.mark.parametrize("module", [gpt, slow(llama)])
+@pytest.mark.parametrize("module", [slow(gpt), slow(llama)])
 def test_a_sample_has_the_blocks_of_the_step(module):
     traced, short = language_model(module), sample(module)
     whole = Sample(graph=in_four(module).graph, state_pairs=traced.state_pairs)

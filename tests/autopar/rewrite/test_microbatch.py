@@ -124,7 +124,7 @@ def whole_step(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("count", [slow(1), 2, slow(4), 16])
+@pytest.mark.parametrize("count", [slow(1), 2, slow(4), slow(16)])
 def test_losses_take_the_step_of_the_whole_batch(name: str, count: int):
     with jax.enable_x64(True):
         params, batch = mlp()

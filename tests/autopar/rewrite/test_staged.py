@@ -19,6 +19,10 @@ from passes.intra_op import layouts
 from passes.pipeline import StagedSearch, layers_of, samples_of
 from passes.pipeline.drafts import Draft, DraftSearch, Shape
 from passes.pipeline.samples import anchors, near
+from passes.pipeline.stage_bytes import least_bytes, partly_priced
+from passes.pipeline.stage_plans import StagePlans
+from passes.pipeline.workers import WorkerPool
+from passes.plan import PipelinePlan
 from passes.solver import SolverOptions
 from tests.sample import slow
 
@@ -174,6 +178,8 @@ def test_no_draft_takes_less_than_it_was_bound_to(name: str, limit: float, monke
         took[key] = min(draft.seconds, took.get(key, math.inf))
         bounded(self, draft.shape, draft.microbatches, (draft.schedule,))
         nbytes.append((self.least_nbytes(draft.shape, draft.microbatches, draft.schedule), draft.peak_nbytes))
+        first = draft.table, 0, draft.shape.begins[1], draft.shape.devices[0], draft.microbatches
+        nbytes.extend((least_bytes(*first).needed_nbytes(1), stage.needed_nbytes(1)) for stage in partly_priced(*first))
         take(self, draft)
 
     monkeypatch.setattr(DraftSearch, "_bound", bounded)
@@ -183,6 +189,30 @@ def test_no_draft_takes_less_than_it_was_bound_to(name: str, limit: float, monke
     assert len(compared) > 3
     assert all(0 < least <= seconds * (1 + 1e-9) for least, seconds in compared)
     assert all(0 < least <= peak for least, peak in nbytes)
+
+
+@pytest.mark.slow
+def test_stages_that_need_too_much_are_planned_again_within_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices leave out what is needed for a moment, so a draft that fits by its price may not as it is planned."""
+    search = searched(residual, ([(f(256, 1024), f(1024, 256))] * 2, f(16, 64, 256)), "2x2:v100-16g")
+    drafts = list[Draft]()
+    plan_of = StagePlans.plan
+
+    def noted(self: StagePlans, draft: Draft, pool: WorkerPool) -> PipelinePlan:
+        drafts.append(draft)
+        return plan_of(self, draft, pool)
+
+    monkeypatch.setattr(StagePlans, "plan", noted)
+    fastest = search.run()
+    assert fastest is not None
+    search.plans.limit = 0.95 * fastest.peak_nbytes
+    within, over = [
+        plan_of(search.plans, drafts[0], WorkerPool(search.block_costs, 1))
+        for tightened in (2, 0)
+        if not monkeypatch.setattr("passes.pipeline.stage_plans.TIGHTENED", tightened)
+    ]
+    assert within.peak_nbytes <= search.plans.limit < over.peak_nbytes
+    assert within.step_seconds <= 1.1 * over.step_seconds
 
 
 @pytest.mark.slow
@@ -206,11 +236,8 @@ def test_drafts_that_are_not_expected_to_fit_would_not_be_better(limit: float, m
     assert plan.step_seconds <= with_all_priced.step_seconds * (1 + 1e-9)
 
 
-SLOWER = pytest.mark.xfail(strict=True, reason="4.7 % slower than four groups in 16 microbatches, zero-bubble-h1")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.25, pytest.param(0.5, marks=SLOWER), 0.75])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_stages_of_a_deep_step_within_a_limit_are_never_worse_than_megatrons(share: float) -> None:
     """Few drafts of a deep step are planned: the fastest that may fit is among them, though its price is over."""
     step, args = sgd(residual), ([(f(256, 1024), f(1024, 256))] * 12, f(64, 32, 256))

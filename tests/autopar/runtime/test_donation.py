@@ -39,7 +39,7 @@ def on(step: Callable[..., Any], planner: Pipeline = TWO, devices: int = 4, **op
 
 def pipeline_of(parallel: Any) -> Any:
     """What runs the only program of a function."""
-    (one,) = parallel._compilations.known.values()
+    (one,) = parallel.compilations.known.values()
     return getattr(one.executable, "pipeline", one.executable)
 
 

@@ -165,6 +165,11 @@ def test_function_of_nothing():
     assert_same(autopar.parallelize(f)(), jax.jit(f)())
 
 
+def test_function_of_nothing_takes_options_of_the_compiler():
+    step = parallel(planner=None, fun=lambda: jnp.arange(8), compiler_options={"xla_cpu_enable_fast_min_max": True})
+    assert_same(step(), jnp.arange(8))
+
+
 def test_static_and_keyword_arguments():
     def f(x, n, *, scale=1.0):
         return x**n * scale

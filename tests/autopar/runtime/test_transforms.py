@@ -312,7 +312,7 @@ def test_one_device_of_a_shard_map_calls_it_as_it_would_jit():
     np.testing.assert_array_equal(mapped(X), X + 2 * jnp.tile(X.reshape(8, 2).sum(0), 8))
 
 
-def test_two_meshes_are_refused_by_name():
+def test_two_meshes_have_no_plan_and_are_named():
     both = autopar.parallelize(lambda x: over(2, 4)(x) + over(4, 2)(x))
     with pytest.raises(PlanningError, match=r"\(a=2, b=4\) and \(a=4, b=2\), and a program is planned on one"):
-        both(X)
+        both.plan(X)

@@ -26,11 +26,12 @@ def program_of(draw: random.Random) -> dict[int, list[Action]]:
         ranks = sorted(draw.sample(sorted(lists), draw.choice([1, 1, 1, 2, 2, len(lists)])))
         is_task = len(ranks) == 1 or draw.random() < 0.5
         awaits = tuple(sorted({draw.randrange(number) for _ in range(draw.randint(0, 2))})) if number else ()
+        arrivals = tuple(other for other in awaits if draw.random() < 0.5)
         for rank in ranks:
             devices = tuple(2 * rank + i for i in range(2) if draw.random() < 0.7) if is_task else ()
             alone = is_task and len(ranks) > 1
             action = Action(number=number, name=f"{number}", ranks=tuple(ranks), devices=devices, awaits=awaits)
-            lists[rank].append(replace(action, is_task=is_task, alone=alone))
+            lists[rank].append(replace(action, arrivals=arrivals, is_task=is_task, alone=alone))
     return lists
 
 
@@ -59,7 +60,8 @@ def ends(lists: Lists, draw: random.Random) -> bool:
         # The oldest is waited for, as results are: one that is done behind it makes no room.
         tasks = [a for a in mine if a.is_task]
         closed = action.is_task and len(tasks) >= IN_FLIGHT and tasks[-IN_FLIGHT] in unfinished
-        return not closed and not (action.alone and any(a.alone for a in unfinished))
+        absent = not done.issuperset(action.arrivals)
+        return not closed and not absent and not (action.alone and any(a.alone for a in unfinished))
 
     def may_end(action: Action) -> bool:
         parts = [a for rank in action.ranks for a in lists[rank] if a.number == action.number]

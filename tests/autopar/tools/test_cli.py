@@ -266,6 +266,14 @@ def test_plan_takes_every_planner(capsys, train, planner):
     assert Plan.from_json(json.loads(capsys.readouterr().out)).mesh.size == 4
 
 
+def test_plan_does_without_what_is_forbidden(capsys, train):
+    command = ["plan", "train:example", "--cluster", "1x4:a100-80g", "--forbid", "all_reduce,all_to_all", "--json"]
+    assert main(command) == 0
+    plan = Plan.from_json(json.loads(capsys.readouterr().out))
+    assert plan.mesh.forbidden == ("all_reduce", "all_to_all")
+    assert not {"all_reduce", "all_to_all"} & {collective.kind for collective in plan.collectives}
+
+
 def test_a_saved_plan_is_a_planner(capsys, train):
     command = ["plan", "train:example", "--cluster", "1x4:a100-80g"]
     assert main([*command, "--out", "plan.json"]) == 0
@@ -287,6 +295,8 @@ def test_a_saved_plan_is_a_planner(capsys, train):
         ("train:constant", [], "has no function 'constant'"),
         ("train:not_an_example", [], "returned int, not a step and its arguments"),
         ("train:example", ["--planner", "magic"], "'magic' is not a planner"),
+        ("train:example", ["--forbid", "gather"], "'gather' is no kind of collective"),
+        ("train:example", ["--planner", "dp", "--forbid", "all_reduce"], "are of --planner auto"),
         ("train:example", ["--planner", "megatron:4"], "'megatron:4' is not a planner"),
         ("train:example", ["--planner", "manual:"], "'manual:' is not a planner"),
         ("train:example", ["--planner", "manual:absent.json"], r"absent.json: the plan cannot be read"),

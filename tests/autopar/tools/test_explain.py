@@ -11,7 +11,8 @@ import autopar
 from autopar.tools import fit, targets
 from autopar.tools.cli import main
 from autopar.tools.pareto_front import LESS, front
-from passes.plan import load_plan
+from passes.plan import LayerCost, load_plan
+from passes.plan.text import layers_table
 from passes.planners import reasons
 from passes.planners.placement_reasons import ROUGH
 from tests.autopar.tools.test_cli import PLAN, train  # noqa: F401 # a fixture
@@ -70,6 +71,28 @@ def test_memory_is_named_where_it_binds(plan):
 def test_explain_says_what_there_is(plan, capsys, what):
     assert main(["explain", str(plan), what]) == 2
     assert "name one" in capsys.readouterr().err
+
+
+def test_explain_shows_what_layers_cost_and_one_by_its_name(plan, capsys):
+    assert main(["explain", str(plan)]) == 0
+    table = capsys.readouterr().out
+    assert "cost by layer" in table
+    assert "update" in table
+    assert main(["explain", str(plan), "update"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update")]
+    assert row.split() in [line.split() for line in table.splitlines()]
+    assert main(["explain", PLAN]) == 2
+    assert "does not say what its layers cost" in capsys.readouterr().err
+
+
+def test_layers_that_look_alike_are_one_row_of_their_stage():
+    def layer(name, seconds):
+        return LayerCost(name=name, compute_seconds=seconds, moving_seconds=0.0, state_nbytes=8, live_nbytes=0)
+
+    stages = [[layer("Block_0", 1.0), layer("Block_1", 1.0)], [layer("Block_2", 1.0), layer("head", 2.0)]]
+    rows = [(row[0], row[1], row[4]) for row in layers_table(stages).rows]
+    assert rows == [("Block_0 to Block_1, each", "0", "20.0 %"), ("Block_2", "1", "20.0 %"), ("head", "1", "40.0 %")]
+    assert [row[0] for row in layers_table(stages, "head").rows] == ["head"]
 
 
 def test_explain_shows_a_line_with_what_it_sends(capsys):

@@ -12,7 +12,7 @@ import autopar
 from autopar.tools import device_sweep, measurement, measurement_text
 from autopar.tools.cli import main
 from autopar.tools.device_sweep import Sample
-from autopar.tools.measurement import NBYTES, Measurement, hidden
+from autopar.tools.measurement import NBYTES, Measurement, hidden, with_overlap
 from passes.cluster import Cluster, DeviceSpec, Measured, Mesh, collectives, parse_cluster
 from passes.cluster.hosts import virtual_cpu
 
@@ -130,6 +130,16 @@ def test_a_device_is_measured_as_what_it_is(shape):
 )
 def test_the_share_that_is_hidden_is_of_the_shorter(first, second, both, share):
     assert hidden(first, second, both) == share
+
+
+def test_what_an_accelerator_hides_is_in_its_cluster_and_virtual_devices_hide_nothing():
+    device = parse_cluster("8:h100").group().device
+    assert with_overlap(device, 0.25).collective_overlap == 0.25
+    assert with_overlap(device, None) == device
+    shared = parse_cluster("8:cpu").group().device
+    assert with_overlap(shared, 0.25).collective_overlap == 0.0
+    assert (cluster := with_device(collective_overlap=0.25, bucket_nbytes=1e6)).group().device.bucket_nbytes == 1e6
+    assert Cluster.from_json(cluster.to_json()) == cluster
 
 
 def made_up():

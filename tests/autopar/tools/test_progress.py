@@ -373,7 +373,7 @@ def test_a_command_that_is_interrupted_says_so(
 ):
     @contextmanager
     def pressed(_: Console):
-        yield stopping(lambda p: p.done == done)
+        yield SimpleNamespace(report=stopping(lambda p: p.done == done))
 
     monkeypatch.setattr("autopar.tools.cli.shown", pressed)
     assert main(["plan", "train:example", "--cluster", CLUSTER]) == status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import autopar
 from autopar import DataParallel
+from tests.autopar.distributed.launching import HERE, launch, lines
 
 BATCHES = [{"x": np.full((8, 2), float(n), np.float32), "weight": np.float32(n)} for n in range(6)]
 
@@ -41,14 +43,22 @@ def step(total: jax.Array, batch: Any) -> jax.Array:
     return total + jnp.sum(batch["x"]) * batch["weight"]
 
 
-@pytest.mark.parametrize("source", [lambda: iter(BATCHES), Stateful])
+def grain_loader() -> Any:
+    """An iterator of Grain's, from a data set that is read in a random order and mapped."""
+    import grain
+
+    places = grain.MapDataset.range(len(BATCHES)).seed(3).shuffle()
+    return iter(places.map(lambda at: BATCHES[at]).to_iter_dataset())
+
+
+@pytest.mark.parametrize("source", [lambda: iter(BATCHES), Stateful, grain_loader])
 def test_every_element_once_where_it_is_read_and_on_from_a_position(source: Any):
     parallel = autopar.parallelize(step, planner=DataParallel())
     total, plain = jnp.float32(0), jnp.float32(0)
     batches = parallel.batches(source(), prefetch=3)
     taken = [next(batches), next(batches)]
     position = batches.position  # three more have been fetched by now, perhaps
-    assert position in (2, {"at": 2})
+    assert position in (2, {"at": 2}, {"next_index": 2})
     rest = list(parallel.batches(source(), position=position))
     for batch in [*taken, *rest]:
         total = parallel(total, batch)
@@ -62,6 +72,21 @@ def test_every_element_once_where_it_is_read_and_on_from_a_position(source: Any)
     assert len(placed[-1]["x"].sharding.device_set) == 8
     own = list(parallel.batches(source(), own_rows=True))
     assert all(isinstance(b["x"], jax.Array) and b["x"].shape == (8, 2) for b in own if b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own", "whole"])
+def test_processes_go_on_at_the_element_where_others_have_stopped(tmp_path: Path, kind: str):
+    """Two processes read Grain's data sets, their own rows or whole batches, and stop with batches fetched ahead."""
+    at_once = launch(HERE / "feeding.py", str(tmp_path / "a"), kind, "12")
+    for until in ("5", "6", "12"):
+        done = launch(HERE / "feeding.py", str(tmp_path / "b"), kind, until)
+        assert done.returncode == 0, done.stdout + done.stderr
+    expected = [line for line in lines(at_once, 0) if line.startswith("total")]
+    assert len(expected) == 1
+    assert [line for line in lines(done, 0) if line.startswith("total")] == expected
+    assert [line for line in lines(done, 1) if line.startswith("total")] == expected
+    assert "from 6" in lines(done, 1)
 
 
 def test_an_error_of_the_source_is_raised_where_its_element_is_due():

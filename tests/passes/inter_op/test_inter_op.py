@@ -35,10 +35,13 @@ class Random:
     def _random(self, *key: object) -> random.Random:
         return random.Random(repr((self.seed, *key)))
 
-    def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
+    def candidate(
+        self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
+    ) -> Candidate | None:
         key = first, last, submesh, microbatches
         self.asked[key] = self.asked.get(key, 0) + 1
-        return self.entry(*key)
+        entry = self.entry(*key)
+        return None if entry is None or entry.period(microbatches) >= cutoff else entry
 
     def entry(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
         r = self._random("stage", first, last, submesh, microbatches)
@@ -176,7 +179,7 @@ def shaped(whole: Submesh, sizes: tuple[int, ...]) -> tuple[Submesh, ...]:
     return tuple(host(n) if n <= size else Submesh(hosts=n // size, devices_per_host=size) for n in sizes)
 
 
-@pytest.mark.parametrize("seed", some(range(250), 120))
+@pytest.mark.parametrize("seed", some(range(250), 60))
 def test_nothing_is_better_than_what_is_found(seed: int) -> None:
     r = random.Random(seed)
     n_layers, whole, sizes = CASES[seed % len(CASES)]

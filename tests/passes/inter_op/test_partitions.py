@@ -2,6 +2,7 @@
 refuses."""
 
 import itertools
+import math
 import random
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +30,9 @@ def test_an_interrupted_search_returns_the_best_until_then(seed: int) -> None:
         options = {"microbatches": (4, 6), "context": context}
 
         class Pressed(Random):
-            def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate | None:
+            def candidate(
+                self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
+            ) -> Candidate | None:
                 if len(table.asked) >= stop:
                     raise KeyboardInterrupt
                 return table.candidate(first, last, submesh, microbatches)
@@ -61,7 +64,9 @@ def test_devices_that_are_too_few_are_not_asked_for() -> None:
     asked: list[tuple[int, int, Submesh, int]] = []
 
     class Told(Alike):
-        def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate:
+        def candidate(
+            self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
+        ) -> Candidate:
             asked.append((first, last, submesh, microbatches))
             return super().candidate(first, last, submesh, microbatches)
 
@@ -97,7 +102,9 @@ class Alike:
     in_flight_nbytes: int = 0
     hop_seconds: float = 0.0
 
-    def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate:
+    def candidate(
+        self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
+    ) -> Candidate:
         speed = 1 + (submesh.n_devices - 1) * self.efficiency
         part = (last - first) * self.seconds / microbatches / speed / 3
         return Candidate(
@@ -191,7 +198,9 @@ def test_zero_bubble_is_chosen_where_the_backward_can_be_split() -> None:
     assert partition(4, host(4), (host(1),), Alike(), **options).schedule == "zero-bubble-h1"
 
     class Whole(Alike):
-        def candidate(self, first: int, last: int, submesh: Submesh, microbatches: int) -> Candidate:
+        def candidate(
+            self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
+        ) -> Candidate:
             candidate = super().candidate(first, last, submesh, microbatches)
             return replace(candidate, input_gradient_seconds=None, weight_gradient_seconds=None)
 

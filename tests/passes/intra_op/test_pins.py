@@ -70,6 +70,13 @@ def test_a_pinned_plan_computes_what_jit_does():
         ({"mesh": {"x": 3}}, "this makes 3 devices"),
         ({"mesh": {"x": "8"}}, "a mesh is a dict"),
         ({"mesh": {"x": 8}, "pipeline": True}, "of plans without stages"),
+        ({"mesh": {"x": 8}, "stages": 2}, "of plans without stages"),
+        ({"stages": 1}, "two stages or more"),
+        ({"stages": 99}, "layers at most"),
+        ({"stages": 2, "pins": {"nothing": P()}}, "no input of the step has such a name"),
+        ({"forbid": {"gather"}}, "no kind of collective; these are all_gather"),
+        ({"allow": "all_reduce"}, "no kind of collective"),
+        ({"allow": {"all_reduce"}, "forbid": {"all_gather"}}, "not both"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(choices, words):
@@ -100,3 +107,123 @@ def test_what_is_checked_already_stays():
     pins = (("a", parse_spec("[x, -]")),)
     assert checked_pins(pins) == pins
     assert (checked_pins(None), checked_mesh(None), checked_mesh((("x", 2),))) == ((), (), (("x", 2),))
+
+
+def kinds(plan):
+    return {collective.kind for program in plan.programs for collective in program.collectives}
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_plan_does_without_what_is_forbidden_and_costs_no_less(kind, tmp_path):
+    free = planned(mesh={"x": 8}, pins={"batch": P("x")})
+    plan = planned(mesh={"x": 8}, pins={"batch": P("x")}, forbid={kind})
+    assert kind not in kinds(plan)
+    assert plan.step_seconds >= free.step_seconds
+    others = {"all_reduce", "all_gather", "all_to_all", "reduce_scatter"} - {kind}
+    assert planned(mesh={"x": 8}, pins={"batch": P("x")}, allow=others).diff(plan).is_empty
+    plan.save(tmp_path / "plan.json")
+    saved = autopar.Plan.load(tmp_path / "plan.json")
+    assert saved.mesh == plan.mesh
+    again = autopar.parallelize(step, cluster="8:h100", planner=autopar.Manual(saved)).plan(*shapes())
+    assert again.diff(plan).is_empty
+
+
+def test_what_is_forbidden_is_said_where_nothing_does_without():
+    with pytest.raises(PlanningError, match="without these kinds") as caught:
+        planned(
+            mesh={"x": 8},
+            pins={"batch": P("x"), "*/kernel": P()},
+            forbid={"all_reduce", "reduce_scatter", "all_gather", "all_to_all"},
+        )
+    assert "allow one of" in str(caught.value)
+
+
+def deep(params, batch):
+    def loss(params):
+        x = batch
+        for layer in range(4):
+            x = x + jnp.tanh(x @ params[f"up{layer}"]) @ params[f"down{layer}"]
+        return jnp.mean(x**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def deep_shapes():
+    layers = range(4)
+    ups, downs = (
+        {f"up{i}": F32((16, 32), "float32") for i in layers},
+        {f"down{i}": F32((32, 16), "float32") for i in layers},
+    )
+    return ups | downs, F32((32, 16), "float32")
+
+
+def placed(plan):
+    return {n: str(s) for program in plan.programs for n, s in zip(program.input_names, program.inputs, strict=True)}
+
+
+def test_each_submesh_of_a_pipeline_is_laid_out_and_pinned_as_it_was_written():
+    rng = np.random.default_rng(0)
+    args = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape), s.dtype), deep_shapes())
+    planner = autopar.Pipeline(
+        stages=2, microbatches=2, meshes=({"a": 2}, {"b": 2}), pins={"up0": P(None, "a"), "down3": P(None, "b")}
+    )
+    function = autopar.parallelize(deep, planner=planner, devices=jax.devices()[:4])
+    plan = function.plan(*args)
+    assert [str(stage.mesh) for stage in plan.stages] == ["a=2", "b=2"]
+    assert (placed(plan)["params['up0']"], placed(plan)["params['down3']"]) == ("[-, a]", "[-, b]")
+    for ours, theirs in zip(jax.tree.leaves(function(*args)), jax.tree.leaves(jax.jit(deep)(*args)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_options_are_of_their_submesh_alone_and_go_before_those_of_all():
+    def plan(**options):
+        planner = autopar.Pipeline(stages=2, microbatches=2, max_axes=1, **options)
+        return autopar.parallelize(deep, planner=planner, cluster="4:h100").plan(*deep_shapes())
+
+    def kinds_of(stage):
+        return {collective.kind for collective in stage.collectives}
+
+    pins = {"up*": P(None, "x")}
+    free, pinned = plan(), plan(options=(None, {"pins": pins}))
+    assert [placed(pinned)[f"params['up{i}']"] == "[-, x]" for i in range(4)][2:] == [True, True]
+    assert pinned.stages[0].layout == free.stages[0].layout
+    assert placed(plan(pins=pins, options=({"pins": {}}, None))) == placed(pinned)
+    all_pinned = plan(pins=pins)
+    kind = min(kinds_of(all_pinned.stages[0]) & kinds_of(all_pinned.stages[1]))
+    without = plan(pins=pins, options=({"forbid": {kind}}, None))
+    assert [kind in kinds_of(stage) for stage in without.stages] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"meshes": ({"a": 2},)}, "names 1 meshes, and there are 2"),
+        ({"meshes": ({"a": 3}, None)}, "this makes 3 devices, and the stage has 2"),
+        ({"pins": {"none": P()}}, "no input of the step has such a name"),
+        ({"options": ({"forbid": {"all_to_all"}},)}, "names 1 options, and there are 2"),
+        ({"options": ({"mesh": {"a": 2}}, None)}, "'mesh' is no option of a submesh; these are forbid, pins, max_axes"),
+        ({"options": ({"forbid": {"gather"}}, None)}, "'gather' is no kind of collective"),
+        ({"options": ({"pins": {"none": P()}}, None)}, "no input of the step has such a name"),
+    ],
+)
+def test_what_submeshes_cannot_be_is_refused(options, words):
+    def plan():
+        planner = autopar.Pipeline(stages=2, microbatches=2, **options)
+        return autopar.parallelize(deep, planner=planner, cluster="4:h100").plan(*deep_shapes())
+
+    with pytest.raises(PlanningError, match=words):
+        plan()
+
+
+@pytest.mark.slow
+def test_stages_are_searched_in_the_number_asked_for_around_pins_and_forbidden_kinds():
+    for n in (2, 4):
+        planner = autopar.Auto(stages=n, pins={"up*": P(None, "x")}, forbid={"all_to_all"}, max_axes=1)
+        plan = autopar.parallelize(deep, planner=planner, cluster="8:v100-16g").plan(*deep_shapes())
+        assert len(plan.stages) == n
+        cut = [plan.mesh.size > 1 for plan in plan.stages]
+        names = [name for name in placed(plan) if "up" in name]
+        assert len(names) == 4
+        assert all(placed(plan)[name] == "[-, x]" for name in names) or not all(cut)
+        assert "all_to_all" not in kinds(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes.cluster import parse_cluster
-from passes.memory import xla, xla_cpu, xla_gpu
+from passes.memory import xla, xla_cpu, xla_gpu, xla_tpu
 from passes.memory.accounting import model_of
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
@@ -154,5 +154,48 @@ def test_devices_have_the_model_of_their_compiler() -> None:
     gpu, tpu, cpu = (parse_cluster(f"8:{kind}").group().device for kind in ("h100", "tpu-v5e", "cpu"))
     assert model_of(gpu) is not temporaries
     assert model_of(gpu) is model_of(gpu) is xla_gpu.model(WEIGHTS["h100"])
-    assert model_of(tpu) is temporaries
+    assert model_of(tpu) is model_of(tpu) is xla_tpu.model("tpu-v5e")
     assert model_of(cpu) is temporaries
+
+
+def test_a_scatter_reads_what_it_adds_to_and_makes_a_new_array_but_into_zeros_reads_none() -> None:
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        operation("elementwise", 0, shape=TABLE, name="exponential"),
+        operation("literal", shape=(), tag=("float", 0.0)),
+        operation("broadcast", 2, shape=TABLE, tag=()),
+        operation("reduce", 1, 0, shape=TABLE, name="scatter-add"),
+        operation("reduce", 3, 0, shape=TABLE, name="scatter-add"),
+    )
+    kernels = {kernel.operation: kernel for kernel in fuse(every, (4, 5))}
+    assert {o: kernel.reads for o, kernel in kernels.items()} == {0: (), 1: (0,), 4: (0, 1), 5: (0,)}
+    assert kernels[4].over == ()
+
+
+def test_a_tanh_is_written_once_for_two_readers_and_a_root_computed_in_both() -> None:
+    wide = (4096, 4096)
+
+    def chain(name: str) -> tuple[Operation, ...]:
+        narrow = [Operation("input", (), wide, "bfloat16", -1, tag=0)]
+        narrow.append(Operation("expensive", (0,), wide, "bfloat16", -1, tag=(name,)))
+        narrow.extend(Operation("dot", (o, o), wide, "bfloat16", -1, tag=MATRIX) for o in (2, 3))
+        narrow[2:2] = [Operation("elementwise", (1,), wide, "bfloat16", -1, tag=(t,)) for t in ("add", "negate")]
+        return tuple(narrow)
+
+    assert 1 in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5))}
+    assert 1 not in {kernel.operation for kernel in fuse(chain("sqrt"), (4, 5))}
+
+
+def test_a_loss_runs_before_the_gradient_that_reads_the_same_logits() -> None:
+    """Its sum over devices is needed last: the loss would run after the gradient, and the logits be kept for it."""
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        operation("dot", 0, 0, shape=TABLE),
+        operation("reduce", 1, shape=(64,), name="reduce-sum"),
+        reduced(2, shape=(64,), axes="x"),
+        operation("elementwise", 1, 0, shape=TABLE, name="multiply"),
+        operation("dot", 4, 0, shape=TABLE, name="gradient"),
+        reduced(5, axes="y"),
+    )
+    program = DeviceProgram(operations=every, inputs=(0,), constants=(), outputs=(6, 3))
+    assert schedule(program, list(kernels_of(program).values())) == [0, 1, 2, 4, 5, 6, 3]

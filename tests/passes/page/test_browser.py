@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from passes.cluster import Mesh
-from passes.page import html
-from passes.plan import AnyPlan, Operator, Plan
+from passes.page import Measured, MeasuredSpan, html
+from passes.plan import AnyPlan, LayerCost, Operator, Plan
 from tests.passes.plan.made_up import CLUSTER, DOWN, UP, floats, make_plan
 from tests.passes.plan.test_face import make_pipeline
 
@@ -39,13 +39,21 @@ def browser() -> Iterator[Any]:
 class Shown:
     """A plan's page in a tab of its own, with everything that its console says."""
 
-    def __init__(self, browser: Any, plan: AnyPlan, folder: Path, width: int = 1280, scheme: str = "light") -> None:
+    def __init__(
+        self,
+        browser: Any,
+        plan: AnyPlan,
+        folder: Path,
+        width: int = 1280,
+        scheme: str = "light",
+        measured: Measured | None = None,
+    ) -> None:
         self.tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.messages: list[str] = []
         self.tab.on("console", lambda message: self.messages.append(message.text))
         self.tab.on("pageerror", lambda error: self.messages.append(str(error)))
         self.tab.on("request", lambda request: self.asked(request.url))
-        (folder / "plan.html").write_text(html(plan), encoding="utf-8")
+        (folder / "plan.html").write_text(html(plan, measured), encoding="utf-8")
         self.tab.goto((folder / "plan.html").as_uri())
         self.tab.wait_for_selector("#arrays")
 
@@ -143,4 +151,62 @@ def test_everything_is_reached_by_keyboard(browser, tmp_path) -> None:
     assert tab.locator("#timeline svg").inner_html() != before
     keys.press("0")
     assert tab.locator("#timeline svg").inner_html() == before
+    assert shown.close() == []
+
+
+@pytest.mark.parametrize("times", [1.0, 50.0], ids=["as predicted", "much slower"])
+def test_measured_tasks_are_below_the_predicted_ones(browser, times, tmp_path) -> None:
+    """Tasks that ran just as predicted, but for a factor, are drawn as long; on one scale, that many times as long."""
+    plan = make_pipeline()
+    spans = tuple(
+        MeasuredSpan(
+            group=plan.timeline.schedule.group_of(span.task.stage),
+            stage=span.task.stage,
+            microbatch=span.task.microbatch,
+            kind=span.task.kind,
+            start_seconds=times * span.start_seconds,
+            end_seconds=times * span.end_seconds,
+        )
+        for span in plan.timeline.spans
+    )
+    longest = max(span.end_seconds for span in spans)
+    shares = tuple({"compute": times} for _ in plan.submeshes)
+    measured = Measured(
+        program=plan.fingerprint, shape=plan.shape, step_seconds=times * plan.step_seconds, shares=shares, spans=spans
+    )
+    shown = Shown(browser, plan, tmp_path, measured=measured)
+    drawn = """[...document.querySelectorAll("#timeline svg g rect")].map((rect) => [+rect.getAttribute("y"),
+        +rect.getAttribute("x"), +rect.getAttribute("width")])"""
+
+    def rows() -> list[list[float]]:
+        """The widths of the boxes of each row, from above."""
+        boxes = shown.tab.evaluate(drawn)
+        return [[width for _, _, width in sorted(b for b in boxes if b[0] == y)] for y in sorted({b[0] for b in boxes})]
+
+    scale = times if times < 3 else plan.timeline.seconds / longest * times
+    before = rows()
+    assert len(before) == 2 * len(plan.submeshes)
+    for predicted, ran in zip(before[::2], before[1::2], strict=True):
+        assert ran == pytest.approx([scale * width for width in predicted], abs=0.5)
+    assert ["measured step" in text for text in shown.tab.locator(".card").all_inner_texts()].count(True) == 1
+    shown.tab.click("#timeline button >> nth=-1")
+    after = rows()
+    ratio = sum(after[1]) / sum(after[0])
+    assert ratio == pytest.approx(times if scale != times else plan.timeline.seconds / longest, rel=0.05)
+    assert shown.close() == []
+
+
+def test_a_layer_is_opened_from_its_costs(browser, tmp_path) -> None:
+    layers = tuple(
+        LayerCost(name=name, compute_seconds=seconds, moving_seconds=seconds / 2, state_nbytes=2**20, live_nbytes=2**10)
+        for name, seconds in (("h_0", 1e-3), ("h_1", 2e-3))
+    )
+    shown = Shown(browser, replace(make_plan(), layers=layers), tmp_path, width=400)
+    rows = shown.tab.locator("#layer-costs tbody tr").all_inner_texts()
+    assert [re.split(r"\s*\t\s*", row.strip()) for row in rows] == [
+        ["h_0", "1 ms", "500 us", "33.3 %", "1 MiB", "1 KiB"],
+        ["h_1", "2 ms", "1 ms", "66.7 %", "1 MiB", "1 KiB"],
+    ]
+    shown.tab.click("#layer-costs button >> nth=1")
+    assert shown.tab.inner_text(".detail h3") == "h_1"
     assert shown.close() == []

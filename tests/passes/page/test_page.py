@@ -12,15 +12,16 @@ import pytest
 import autopar
 from passes.errors import PlanningError
 from passes.inter_op import SCHEDULES, StageCost
+from passes.layers import layer_names
 from passes.page import html, page_data
-from passes.page.blocks import APPLY, block_name, blocks_of, modules
+from passes.page.blocks import blocks_of
 from passes.page.data import Pool
 from passes.page.html import SCRIPTS, asset
-from passes.plan import Alternative, AnyPlan, Operator
+from passes.plan import Alternative, AnyPlan
 from passes.plan.account import alternatives_from_json
 from passes.plan.json import as_object
 from passes.plan.text import everything
-from tests.passes.plan.made_up import REST, make_plan
+from tests.passes.plan.made_up import make_plan
 from tests.passes.plan.test_face import make_pipeline
 
 PLANS = [make_plan(), make_pipeline()]
@@ -34,32 +35,10 @@ def test_every_operator_is_in_one_block_of_its_stage(plan: AnyPlan) -> None:
         assert counted == sum(1 for _ in everything(program.operators))
 
 
-@pytest.mark.parametrize(
-    ("scope", "source", "name"),
-    [
-        ("jvp(GPT)/Block_3/mlp/up", "a.py:1 (f)", "Block_3"),
-        ("transpose(jvp(GPT))/decoder/layers_12/norm", "", "layers_12"),
-        ("jvp(GPT)/embed", "", "embed"),
-        ("jvp(GPT)/checkpoint/rematted_computation/Block_1", "", "Block_1"),
-        ("jvp(GPT)/bqhd,bkhd->bhqk", "", "GPT"),
-        ("jvp()", "train.py:8 (loss.<locals>.inner)", "loss.inner"),
-        ("jvp()", "", "step"),
-        ("", "train.py:9 (step)", APPLY),
-    ],
-)
-def test_a_block_is_the_numbered_module_else_the_first_else_the_function(scope: str, source: str, name: str) -> None:
-    operator = Operator(primitive="add", source=source, scope=scope, placement=REST[0])
-    assert block_name(operator) == name
-
-
-def test_what_jax_writes_around_modules_is_no_module() -> None:
-    assert modules("transpose(jvp(GPT))/while/body/checkpoint/Block_0/pjit/mlp") == ["Block_0", "mlp"]
-
-
 def test_equal_layers_share_their_list_of_operators() -> None:
     data = page_data(make_plan())
     lists = {name: places for name, _, _, places, _ in data["blocks"]}  # pyright: ignore
-    assert lists["h_0"] == lists["h_1"] != lists[APPLY]
+    assert lists["h_0"] == lists["h_1"] != lists[layer_names.UPDATE]
 
 
 def test_a_pool_has_each_entry_once() -> None:

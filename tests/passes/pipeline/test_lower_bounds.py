@@ -1,9 +1,12 @@
-"""LayerBounds of runs of layers, from the floors of their blocks."""
+"""Lower bounds of runs of layers, and of blocks in other numbers of microbatches, from the floors of their blocks."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from passes.pipeline.lower_bounds import LayerBounds
+from passes.pipeline.lower_bounds import BlockBounds, LayerBounds
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -28,3 +31,36 @@ def test_floors_are_those_of_the_best_mesh_worth_having(seed: int) -> None:
             worth = [s for s, period in zip(seconds, periods, strict=True) if period <= best * (1 + 1e-9)]
             assert found.seconds[first, last] == pytest.approx(min(worth, default=np.inf))
             assert found.nbytes[first, last] == pytest.approx(count @ nbytes)
+
+
+def test_what_has_no_price_takes_no_less_than_what_lies_between_its_neighbours_prices() -> None:
+    """A microbatch takes min over two ways of (a / count + b): the chord of known steps is below each step between."""
+    counts = (4, 16, 32, 64, 128)
+    period = {n: min(6 / n + 0.05, 4 / n + 0.07) for n in counts}
+    priced = {4, 16, 128}
+
+    def lower_bound(block: Any, mesh: object) -> tuple[float, float]:
+        exact = period[block.count] if block.count in priced else 0.01 / block.count
+        return exact, exact
+
+    costs: Any = SimpleNamespace(
+        is_known=lambda block, mesh: block.count in priced,
+        lower_bound=lower_bound,
+        least=lambda block, cluster, n_devices: (0.0, 7.0),
+    )
+    step: Any = SimpleNamespace(
+        samples=dict.fromkeys(counts),
+        counted=lambda begin, end, n: ((SimpleNamespace(kind=f"of {n}", count=n), end - begin),),
+    )
+    mesh: Any = SimpleNamespace(size=2)
+    cluster: Any = None
+    bounds = BlockBounds(step=step, cluster=cluster, meshes=lambda n: [mesh], block_costs=costs)
+    for n in counts:
+        bound = bounds.of_blocks(0, 3, 2, n)
+        assert bound.period <= 3 * period[n] * (1 + 1e-9)
+        assert bound.nbytes == 21
+        if n in priced:
+            assert bound.period == pytest.approx(3 * period[n])
+        else:
+            share = (n - 16) / 112
+            assert bound.period == pytest.approx(3 * ((1 - share) * 16 * period[16] + share * 128 * period[128]) / n)

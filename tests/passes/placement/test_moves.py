@@ -33,7 +33,7 @@ def drawn(seed: int) -> tuple[Graph, Layout]:
         scope = SCOPES[min(number // 4, 2)]
         types.append(SQUARE)
         if r.random() < 0.1:
-            nodes.append(Node(primitive="broadcast_in_dim", inputs=(literal,), outputs=(len(types) - 1,), scope=scope))
+            nodes.append(Node(primitive="neg", inputs=(literal,), outputs=(len(types) - 1,), scope=scope))
             continue
         recent = r.randrange(max(0, len(types) - 6), len(types) - 1)
         operands = (r.randrange(len(types) - 1), recent)

@@ -6,6 +6,7 @@ import pytest
 
 from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError, PlanningError
+from passes.memory import margin_of
 from passes.planners import Auto, DataParallel, Megatron, Planner, PlanOptions, Zero
 from passes.planners.planner import limit_nbytes
 from passes.step import Step
@@ -45,3 +46,19 @@ def test_the_first_limit_counts(limits: tuple[object, ...], expected: int | None
 def test_a_limit_that_is_no_number_of_bytes_is_refused(limit: object) -> None:
     with pytest.raises(PlanningError):
         limit_nbytes(limit)
+
+
+@pytest.mark.parametrize("cluster", ["4:h100", "4:tpu-v5e", "4:a100-80g"])
+def test_a_limit_leaves_free_what_an_accelerators_compiler_may_need_more(cluster: str) -> None:
+    """The limit that the message names has room for the margin, too, and is kept with it."""
+    machine = parse_cluster(cluster)
+    margin = margin_of(machine.group().device)
+    assert 0.0 < margin < 0.25
+    with pytest.raises(OverBudgetError) as caught:
+        Auto(memory_limit=1).plan(STEP, machine)
+    least = caught.value.least_memory_plan
+    assert least is not None
+    named = int(str(caught.value).split("memory_limit=")[1].split(" ")[0].replace(",", ""))
+    assert named >= (1 + margin) * least.peak_nbytes > least.peak_nbytes
+    planned = Auto(memory_limit=named).plan(STEP, machine).plan
+    assert (1 + margin) * planned.peak_nbytes <= named

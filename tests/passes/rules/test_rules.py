@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
 from passes.ir import Graph, Node, TensorType
-from passes.rules import WITHOUT_RULE, known_primitives, rule_of
+from passes.placement import group
+from passes.rules import WITHOUT_RULE, build, define, known_primitives, registry, rule_of, rules_of
 
 PUBLIC = {p.name for module in (primitives, lax) for p in vars(module).values() if isinstance(p, Primitive)}
 
@@ -32,3 +35,22 @@ def test_a_primitive_without_a_rule_is_replicated_for_its_reason(primitive: str,
     graph = Graph(types=(TensorType(shape=(8,), dtype="float32"),) * 2, nodes=(node,), inputs=(0,), outputs=(1,))
     rule = rule_of(node, graph)
     assert (rule.factors, rule.operands, rule.results, rule.reason) == ((), ((-1,),), ((-1,),), reason)
+
+
+def test_what_is_kept_of_a_graph_follows_a_rule_that_is_added_and_stays_at_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    type = TensorType(shape=(4,), dtype="float32")
+    twice = (Node(primitive="mine", inputs=(0,), outputs=(1,)), Node(primitive="mine", inputs=(1,), outputs=(2,)))
+    graph = Graph(types=(type,) * 3, nodes=twice, inputs=(0,), outputs=(2,))
+    monkeypatch.setattr(registry, "_USER_RULES", {})
+    before, grouping = rules_of(graph), group(graph)
+    assert before[0] is before[1]
+    assert before[0].reason
+    assert rules_of(graph) is before
+    assert group(graph) is grouping
+    define("mine", lambda node, reads, writes: build([(reads[0], "i")], [(writes[0], "i")]))
+    assert [rule.reason for rule in rules_of(graph)] == ["", ""]
+    assert group(graph).rules == rules_of(graph)
+    assert "memo" in vars(graph)
+    assert "memo" not in vars(pickle.loads(pickle.dumps(graph)))

@@ -13,7 +13,7 @@ import pytest
 from passes.cluster import Cluster, Mesh, collectives, parse_cluster
 from passes.errors import InternalError
 from passes.ir import TensorType
-from passes.sharding import Resharder, ShardingSpec, Step, replicated
+from passes.sharding import Behind, Resharder, ShardingSpec, Step, replicated
 
 
 def rearranging(cluster: Cluster) -> Cluster:
@@ -227,6 +227,24 @@ def test_chains_cost_what_is_said_and_matrices_agree() -> None:
             assert spec == after
             assert seconds == pytest.approx(matrix[i, j], rel=1e-9)
             assert matrix[i, j] == resharder.cost(type, before, after)
+
+
+@pytest.mark.parametrize("kinds", [("all_gather",), ("all_reduce", "reduce_scatter")])
+def test_behind_computing_the_chain_that_runs_is_priced(kinds: tuple[collectives.Kind, ...]) -> None:
+    """What a program waits for is priced of the chain that it runs, not of one that hides better."""
+    resharder, type = Resharder(TWO_AXES), tensor(1024, 4096)
+    behind = Behind(kinds=kinds, combined_nbytes=0, sent_nbytes=type.nbytes, flops=(("float32", 1e15),))
+    less = 0
+    for before, after in itertools.product(resharder.placements(2), repeat=2):
+        spec, seconds = before, 0.0
+        for step in resharder.steps(type, before, after):
+            spec, single = step.apply(spec), price(step, spec, type, TWO_AXES)
+            hidden = TWO_AXES.cluster.group().device.collective_overlap if step.kind in kinds else 0.0
+            launch = TWO_AXES.cluster.group().device.launch_seconds
+            seconds += single - hidden * (single - launch)
+        assert resharder.cost(type, before, after, behind) == pytest.approx(seconds, rel=1e-9)
+        less += seconds < resharder.cost(type, before, after) * (1 - 1e-9)
+    assert less > 20
 
 
 def test_an_axis_that_does_not_divide_is_no_way() -> None:

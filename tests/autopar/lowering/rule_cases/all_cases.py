@@ -23,6 +23,7 @@ ABSENT = elementwise.NEWER | {
     "platform_index": "it has no operands, and means something in a compiled program alone",
     "mulhi": "XLA's CPU compiler refuses it for more than one device",
     "shard_map": "its pieces are the user's, not the rule's",
+    "autopar_constrain": "it passes its operand on as the user chose",
     "sharding_constraint": "it passes its operand on in pieces that the user chose",
 }
 """Primitives with a rule and without a case, and why."""

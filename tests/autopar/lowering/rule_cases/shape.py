@@ -39,6 +39,8 @@ def cases() -> list[Case]:
         Case("slice", lambda x: lax.slice(x, (0, 2, 0), (4, 6, 12)), (x,)),
         Case("slice", lambda x: lax.slice(x, (0, 1, 0), (4, 8, 12), (1, 2, 1)), (x,), "with strides"),
         Case("slice", lambda x: lax.slice(x, (0, 1, 0), (4, 8, 12), (1, 2, 3)), (x,), "with strides to a multiple"),
+        Case("slice", lambda x: lax.slice(x, (2, 5, 0), (3, 6, 12)), (x,), "of one element of two dimensions"),
+        Case("slice", lambda x: lax.slice(x, (1, 3, 0), (4, 4, 12), (3, 1, 1)), (x,), "of one element by a stride"),
         Case("rev", lambda x: lax.rev(x, (1,)), (x,)),
         Case("concatenate", lambda x, y: lax.concatenate([x, y, x], 1), (x, floats(4, 4, 12))),
         Case("split", lambda x: lax.split(x, (3, 5), 1), (x,)),

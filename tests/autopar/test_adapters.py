@@ -1,4 +1,4 @@
-"""The README's adapters for code that was written for other wrappers, run as they stand there."""
+"""The adapters of docs/coming-from.md for code that was written for other wrappers, run as they stand there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import autopar
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 BATCH = jax.random.normal(jax.random.key(0), (16, 8))
 OPTIMIZER = optax.sgd(0.1)
 
@@ -32,14 +34,18 @@ def update(weight: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
     return weight - 0.1 * grads, loss
 
 
-def adapted(mark: str) -> Any:
-    """The step that the README's only block with this text defines."""
-    section = README.read_text().split("## Code written for other wrappers")[1].split("\n## ")[0]
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL) if mark in block]
+def evaluate(weight: jax.Array, batch: jax.Array) -> jax.Array:
+    return jnp.mean((batch @ weight - batch) ** 2)
+
+
+def adapted(mark: str, name: str = "train_step", **given: Any) -> Any:
+    """The step of this name that the page's only block with this text defines."""
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if mark in block]
     names = {"autopar": autopar, "jax": jax, "jnp": jnp, "nnx": nnx, "eqx": eqx, "optimizer": OPTIMIZER}
-    names |= {"device_step": device_step, "update": update}
+    names |= {"device_step": device_step, "update": update, "P": P, "mesh": Mesh(np.array(jax.devices()), ("data",))}
+    names |= {"evaluate": evaluate, **given}
     exec(block, names)
-    return names["train_step"]
+    return names[name]
 
 
 def test_pmap():
@@ -73,3 +79,11 @@ def test_equinox():
         losses.append(float(loss))
     assert model.activation is not None
     assert losses[1] < losses[0]
+
+
+def test_evaluation():
+    step = adapted("update, donate")
+    weight, _ = step(jnp.eye(8) / 2, BATCH)
+    eval_step = adapted("follow=", "eval_step", train_step=step)
+    np.testing.assert_allclose(eval_step(weight, BATCH), jax.jit(evaluate)(np.asarray(weight), BATCH), rtol=1e-5)
+    assert eval_step.placement(weight, BATCH)[0][0].sharding.is_equivalent_to(weight.sharding, 2)

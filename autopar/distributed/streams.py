@@ -1,0 +1,175 @@
+"""Large arrays between processes: plain connections, read into memory that is used again and again.
+
+Touching new memory takes longer than the copy itself: with a fresh buffer for each array a connection has a fifth of
+its bandwidth. What is sent is read where it lies, and what arrives is an array's memory as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.distributed.agreement import Processes
+from autopar.errors import PeerError, explain
+from passes.errors import InternalError
+
+_ALIGNMENT_NBYTES = 64
+"""Bytes: JAX takes memory over as it is where it begins at a multiple of this."""
+
+_FREE_NBYTES = 1 << 28
+"""Bytes that are kept for arrays to come: four of 64 MiB, as many as a stage has microbatches in flight."""
+
+_TOKEN_NBYTES = 16
+"""Bytes by which a sender knows its receiver: more than can be guessed."""
+
+_HEAD = struct.Struct("!Q")
+"""The bytes of an array, in front of it."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """Buffers for arrays. One is free again as soon as nothing refers to its contents, which may be long after.
+
+    At most `most_nbytes` are kept free.
+    """
+
+    most_nbytes: float = _FREE_NBYTES
+    free: dict[int, list[np.ndarray]] = field(default_factory=dict[int, list[np.ndarray]])
+    free_nbytes: int = 0
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """An aligned array of so many bytes, on which all views of it keep their hold."""
+        with self._lock:
+            kept = self.free.get(nbytes)
+            memory = kept.pop() if kept else None
+            self.free_nbytes -= nbytes if memory is not None else 0
+        if memory is None:
+            whole = np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8)
+            start = -whole.ctypes.data % _ALIGNMENT_NBYTES
+            memory = whole[start : start + nbytes]
+        # Of an array over another object's memory, views refer to this array; of another array's, to that one.
+        lent = np.frombuffer(memory.data, np.uint8)
+        weakref.finalize(lent, self._give, memory).atexit = False
+        return lent
+
+    def _give(self, memory: np.ndarray) -> None:
+        with self._lock:
+            if self.free_nbytes + memory.nbytes <= self.most_nbytes:
+                self.free.setdefault(memory.nbytes, []).append(memory)
+                self.free_nbytes += memory.nbytes
+
+
+@dataclass(slots=True)
+class Streams:
+    """The connections of a process for large arrays: to and from each other process one, with a thread of its own.
+
+    Arrays go in the order in which they are sent, and have to be received in it.
+    """
+
+    processes: Processes
+    address: str
+    memory: Memory = field(default_factory=Memory)
+    threads: dict[tuple[int, int], ThreadPoolExecutor] = field(default_factory=dict)
+    peers: dict[tuple[int, int], socket.socket] = field(default_factory=dict)
+    sent: dict[int, Future[None]] = field(default_factory=dict)
+
+    def send(self, receiver: int, arrays: Sequence[jax.Array]) -> None:
+        """Nothing; the arrays follow once they are computed. Raises what earlier ones have met."""
+        if (before := self.sent.get(receiver)) and before.done():
+            before.result()
+        way = self.processes.rank, receiver
+        self.sent[receiver] = self._thread(way).submit(self._send, way, list(arrays))
+
+    def receive(self, sender: int, structs: Sequence[jax.ShapeDtypeStruct]) -> Future[list[np.ndarray]]:
+        """The contents of the arrays that another process sends next, when they are there."""
+        way = sender, self.processes.rank
+        return self._thread(way).submit(self._receive, way, list(structs))
+
+    def _thread(self, way: tuple[int, int]) -> ThreadPoolExecutor:
+        if way not in self.threads:
+            self.threads[way] = ThreadPoolExecutor(1, f"autopar arrays {way[0]} to {way[1]}")
+        return self.threads[way]
+
+    def _send(self, way: tuple[int, int], arrays: list[jax.Array]) -> None:
+        try:
+            if way not in self.peers:
+                self.peers[way] = self._accepted(way)
+            for array in arrays:
+                content = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+                self.peers[way].sendall(_HEAD.pack(content.nbytes))
+                self.peers[way].sendall(content.data)
+        except BaseException as error:
+            if way in self.peers:  # so that the receiver does not wait for what does not come
+                self.peers[way].close()
+            raise self._lost(way[1], error) if isinstance(error, OSError) else error from error
+
+    def _receive(self, way: tuple[int, int], structs: list[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
+        try:
+            if way not in self.peers:
+                self.peers[way] = self._connected(way)
+            return [self._read(self.peers[way], struct) for struct in structs]
+        except OSError as error:
+            raise self._lost(way[0], error) from error
+
+    def _read(self, peer: socket.socket, struct: jax.ShapeDtypeStruct) -> np.ndarray:
+        (nbytes,) = _HEAD.unpack(_filled(peer, np.empty(_HEAD.size, np.uint8)).tobytes())
+        if nbytes != (expected := math.prod(struct.shape) * struct.dtype.itemsize):
+            raise InternalError(f"an array of {nbytes} bytes arrives in place of one of {expected}")
+        return _filled(peer, self.memory.take(nbytes)).view(struct.dtype).reshape(struct.shape)
+
+    def _accepted(self, way: tuple[int, int]) -> socket.socket:
+        """The connection on which the receiver fetches what this process sends."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        with socket.create_server((self.address, 0), family=family) as server:
+            token = secrets.token_bytes(_TOKEN_NBYTES)
+            address, port = server.getsockname()[:2]
+            self.processes.share(_name(way), f"{address} {port} {token.hex()}")
+            while True:
+                peer, _ = server.accept()
+                if secrets.compare_digest(_filled(peer, np.empty(_TOKEN_NBYTES, np.uint8)).tobytes(), token):
+                    return _prompt(peer)
+                peer.close()
+
+    def _connected(self, way: tuple[int, int]) -> socket.socket:
+        """The connection to what another process sends."""
+        address, port, token = self.processes.shared(_name(way), way[0]).split()
+        peer = _prompt(socket.create_connection((address, int(port))))
+        peer.sendall(bytes.fromhex(token))
+        return peer
+
+    def _lost(self, rank: int, error: OSError) -> PeerError:
+        rule = f"the connection over which it exchanges arrays with process {self.processes.rank} has ended: {error}"
+        return PeerError(explain(self.processes.name(rank), rule, "", "see what that process prints"))
+
+
+def _name(way: tuple[int, int]) -> str:
+    return f"stream/{way[0]}/{way[1]}"
+
+
+def _prompt(peer: socket.socket) -> socket.socket:
+    """The connection, on which small pieces wait for no others."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peer
+
+
+def _filled(peer: socket.socket, buffer: Any) -> Any:
+    """The buffer, full of what comes. Raises OSError where less comes."""
+    view, at = memoryview(buffer), 0
+    while at < len(view):
+        count = peer.recv_into(view[at:])
+        if not count:
+            raise ConnectionResetError("the other side has closed it")
+        at += count
+    return buffer

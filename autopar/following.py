@@ -1,0 +1,76 @@
+"""A function that follows another one: what that one's plan has placed is taken as it lies, and the rest is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from autopar.errors import ArgumentError, explain
+from autopar.frontend import Placed, Signature, Traced
+from autopar.options import Settings
+from autopar.plan import PipelinePlan, Plan, partition_spec
+from passes.ir import TensorType
+from passes.planners import Auto, FollowingStages, counterparts
+
+
+class Followed(Protocol):
+    """A planned function: its program, plan and settings."""
+
+    traced: Traced
+    settings: Settings
+
+    def plan(self) -> Plan | PipelinePlan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """The plan of another function, where the state that it places is an argument of this one."""
+
+    followed: Followed
+    plan: Plan | PipelinePlan
+
+    @property
+    def key(self) -> int:
+        """A number that tells plans apart as long as they live."""
+        return id(self.plan)
+
+    def placed(
+        self, signature: Signature, dynamic: Any, n_args: int, structs: Sequence[jax.ShapeDtypeStruct]
+    ) -> Placed:
+        """The sharding in which each flat argument lies already; None for what is no state of the other function's.
+
+        That of a pipeline is on its stages, where its planner finds it.
+        """
+        (first, *_), graph = self.plan.programs, self.followed.traced.graph
+        if self.plan.timeline is not None or not first.mesh.axes:
+            return ()
+        mesh = first.mesh
+        state = sorted({i for _, i in self.followed.traced.state_pairs})
+        known = [(graph.input_names[i], graph.types[graph.inputs[i]]) for i in state]
+        types = [TensorType(shape=tuple(struct.shape), dtype=str(struct.dtype.name)) for struct in structs]
+        places = counterparts(list(zip(signature.names(dynamic, n_args), types, strict=True)), known)
+        on = AbstractMesh(mesh.sizes, mesh.axes, (AxisType.Auto,) * len(mesh.axes))
+        specs = [None if place is None else partition_spec(first.inputs[state[place]]) for place in places]
+        return tuple(spec if spec is None else NamedSharding(on, spec) for spec in specs)
+
+    def settings(self, settings: Settings) -> Settings:
+        """The settings with the devices of the other plan, and its stages, where the user says nothing else."""
+        theirs = self.followed
+        if settings.devices is None and settings.cluster is None:
+            devices = theirs.traced.devices or theirs.settings.devices
+            settings = replace(settings, devices=devices, cluster=self.plan.cluster)
+        if self.plan.timeline is not None and settings.planner == Auto():
+            settings = replace(settings, planner=FollowingStages(followed=cast("PipelinePlan", self.plan)))
+        return settings
+
+
+def following(followed: Followed | None, name: str, source: str) -> Following:
+    """The plan to be followed. Raises ArgumentError where the other function, `name`, has none yet."""
+    if followed is None:
+        rule = "it has not been planned yet, so nothing is known of where its state lies"
+        raise ArgumentError(explain(f"follow={name}", rule, source, "call it, or its .plan(...), first"))
+    return Following(followed, followed.plan())

@@ -1,0 +1,57 @@
+"""`autopar.constrain`: a value inside a step that lies as its user says, by the axes of the plan's mesh."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from autopar.errors import ArgumentError, explain
+
+Value = TypeVar("Value")
+
+constrain_p = Primitive("autopar_constrain")
+"""The identity, with the mesh axes that cut each dimension of its result, None where any may."""
+
+constrain_p.def_impl(lambda x, *, axes: x)
+constrain_p.def_abstract_eval(lambda x, *, axes: x)
+mlir.register_lowering(constrain_p, lambda ctx, x, *, axes: [x])
+# What is read of a value and what is added to its gradient lie alike, as with `jax.lax.with_sharding_constraint`.
+ad.deflinear2(constrain_p, lambda cotangent, x, *, axes: [constrain_p.bind(cotangent, axes=axes)])
+
+
+def _batched(operands: Any, dims: Any, *, axes: tuple[tuple[str, ...] | None, ...]) -> tuple[Any, int]:
+    (x,), (dim,) = operands, dims
+    return constrain_p.bind(x, axes=(*axes[:dim], None, *axes[dim:])), dim
+
+
+batching.primitive_batchers[constrain_p] = _batched
+
+
+def constrain(value: Value, spec: PartitionSpec) -> Value:
+    """`value`, an array or a pytree of arrays, which plans place as `spec` says, by the names of their mesh's axes.
+
+    Dimensions that the spec leaves out are whole, those of `P.UNCONSTRAINED` lie anyhow. Outside a planned step it is
+    the identity. Name the axes by `Auto(mesh={"data": 4, "model": 2})`. Raises ArgumentError for what is no spec of
+    the value.
+    """
+    return jax.tree.map(lambda x: constrain_p.bind(x, axes=_axes(x, spec)), value)
+
+
+def _axes(x: Any, spec: Any) -> tuple[tuple[str, ...] | None, ...]:
+    """The axes of every dimension of an array."""
+    rank, written = jax.numpy.ndim(x), f"constrain(..., {spec!r:.60})"
+    if not isinstance(spec, PartitionSpec):
+        rule = "a placement is a PartitionSpec"
+        raise ArgumentError(explain(written, rule, "", 'write, say, jax.P(None, "model"), one entry a dimension'))
+    if len(spec) > rank:
+        rule = f"it has {len(spec)} entries, and {jax.typeof(x)} has {rank} dimensions"
+        raise ArgumentError(explain(written, rule, "", "write one entry a dimension"))
+    entries = (*spec, *(None,) * (rank - len(spec)))
+    return tuple(
+        None if entry is PartitionSpec.UNCONSTRAINED else (entry,) if isinstance(entry, str) else tuple(entry or ())
+        for entry in entries
+    )

@@ -1,0 +1,100 @@
+"""A program on flat arguments: what lies elsewhere is moved, what is donated is gone, what is staged is staged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import is_not
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from autopar import jax_compat
+from autopar.jax_compat import PyTreeDef
+from autopar.runtime.argument_groups import Groups
+from autopar.runtime.arrivals import Arrivals
+from autopar.runtime.moves import Moves
+from autopar.runtime.program import Donation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executable:
+    """A program on flat arguments, each of which is moved to its planned sharding unless it has it already.
+
+    A donated argument is gone after the call even where it had to move first, and is refused where it is passed again,
+    as with `jax.jit`. Those at `stacked` take these shapes first: the same rows, as microbatches.
+    """
+
+    run: Callable[..., Sequence[jax.Array]]
+    groups: Groups
+    nested: Callable[..., Sequence[jax.Array]]
+    in_shardings: tuple[Sharding, ...]
+    donation: Donation
+    out_tree: PyTreeDef
+    stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    arrivals: Arrivals | None = None
+    moves: Moves = field(default_factory=lambda: Moves(names=(), source=""))
+    _in_place: list[object] = field(init=False)
+    """The sharding object that each argument last had and that equals the planned one: a step's results come back with
+    the same objects, so that asking for identity does, where comparing a thousand shardings takes milliseconds. What
+    takes another shape first is looked at in each call: it has the shape's object, which is no sharding."""
+
+    def __post_init__(self) -> None:
+        given = (self.stacked.get(i, sharding) for i, sharding in enumerate(self.in_shardings))
+        object.__setattr__(self, "_in_place", list(given))
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        if not jax_compat.has_ambient_mesh():
+            return self._call(leaves)
+        with jax_compat.no_mesh():
+            return self._call(leaves)
+
+    def _call(self, leaves: list[Any]) -> Any:
+        present = jax_compat.sharding_objects(leaves)
+        others = list(compress(count(), map(is_not, present, self._in_place)))
+        if jax_compat.is_staging() or any(jax_compat.is_traced(leaves[i]) for i in others):
+            return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
+        if self.arrivals:
+            return self._call_together(leaves, self.arrivals)
+        given = leaves
+        if self.stacked:
+            leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
+        moving = [i for i in others if not self._is_in_place(i, leaves[i])]
+        if not moving:
+            return jax.tree.unflatten(self.out_tree, self.run(*self.groups(leaves)))
+        self.donation.check(given)
+        self.moves.tell(leaves, moving)
+        placed = list(leaves)
+        moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
+        for i, array in zip(moving, moved, strict=True):
+            placed[i] = array
+        results = self.run(*self.groups(placed))
+        self.donation.delete(given, moving)
+        return jax.tree.unflatten(self.out_tree, results)
+
+    def _is_in_place(self, index: int, leaf: Any) -> bool:
+        """Whether an argument lies as planned, by whatever names of axes, or lies nowhere, so that JAX places it."""
+        if not isinstance(leaf, jax.Array):
+            return True
+        sharding, planned = leaf.sharding, self.in_shardings[index]
+        if sharding != planned and not (
+            jax_compat.has_plain_type(leaf) and sharding.is_equivalent_to(planned, leaf.ndim)
+        ):
+            return False
+        if index not in self.stacked:
+            self._in_place[index] = sharding
+        return True
+
+    def _call_together(self, leaves: list[Any], arrivals: Arrivals) -> Any:
+        """The results of a call that all processes make."""
+        is_global = arrivals.survey(leaves)
+        self.donation.check(leaves)
+        placed: list[jax.Array] = []
+        for i, (leaf, everywhere, target) in enumerate(zip(leaves, is_global, self.in_shardings, strict=True)):
+            array = arrivals.divided(leaf, self.stacked[i], is_global=everywhere) if i in self.stacked else leaf
+            placed.append(arrivals.place(array, target, is_global=everywhere))
+        results = self.run(*self.groups(placed))
+        self.donation.delete(leaves)
+        return jax.tree.unflatten(self.out_tree, results)

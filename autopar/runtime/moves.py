@@ -1,0 +1,39 @@
+"""Arguments that somebody has placed, and that have to move all the same: said once, with their bytes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import explain
+from autopar.frontend import arriving
+from passes.text import count, nbytes
+
+_REMEDY = (
+    'place them as step.placement(...) says, plan around them with placed="keep" or in_shardings=, or, where another '
+)
+_REMEDY += "parallel function returns them, with follow="
+
+
+@dataclass(slots=True, kw_only=True)
+class Moves:
+    """The arguments `names` of a function at `source`, of which those that move are told of at the first call."""
+
+    names: Sequence[str]
+    source: str
+    is_told: bool = field(default=False, init=False)
+
+    def tell(self, leaves: Sequence[Any], moving: Sequence[int]) -> None:
+        """Warns of what moves although it was put on several devices, unless that was done before."""
+        if self.is_told:
+            return
+        self.is_told = True
+        placed = [i for i in moving if (there := arriving([leaves[i]])[0]) and there.num_devices > 1]
+        if placed:
+            total = sum(leaves[i].nbytes for i in placed)
+            largest = max(placed, key=lambda i: leaves[i].nbytes)
+            others = f" and {count(len(placed) - 1, 'argument')} more" if len(placed) > 1 else ""
+            rule = f"{nbytes(total)} were placed and have to move to where the plan reads them, now and each time"
+            warnings.warn(explain(f"{self.names[largest]}{others}", rule, self.source, _REMEDY), stacklevel=7)

@@ -1,0 +1,43 @@
+"""A function that no plan can be made for, as under `jax.jit`: the same results, and a warning with the reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from autopar.frontend import Signature
+from autopar.options import Settings
+from passes.errors import PlanningError
+from passes.planners import Auto
+
+_WORDS = "until then it runs as under jax.jit: XLA's partitioner cuts what no shard_map does, and nothing is planned"
+
+
+def unplanned(
+    reason: PlanningError,
+    settings: Settings,
+    signature: Signature,
+    jitted: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Callable[[list[Any]], Any]:
+    """The jitted function, of flat arguments beside the static ones of this call.
+
+    Raises the `reason` where the user has asked for what only a plan gives: a planner, a limit, microbatches.
+    """
+    asked_for = (settings.memory_limit, settings.microbatches, settings.remat, settings.follow)
+    if settings.planner != Auto() or any(option is not None for option in asked_for):
+        raise reason
+    warnings.warn(f"{reason}\n  {_WORDS}", stacklevel=4)
+    dynamic, _ = signature.split(args, kwargs)
+    without = signature.merge(((None,) * len(dynamic[0]), dict.fromkeys(dynamic[1])), args, kwargs)
+    tree = jax.tree.structure(dynamic)
+
+    def run(leaves: list[Any]) -> Any:
+        given, named = signature.merge(jax.tree.unflatten(tree, leaves), *without)
+        return jitted(*given, **named)
+
+    return run

@@ -1,0 +1,133 @@
+"""`python -m benchmarks.speedup`: two processes on a core each beside one process on one core, in one run.
+
+The first process takes the steps of `jax.jit` alone, on its core, while the second one waits; then both take them
+together, as data parallel and as a pipeline of two stages; and so in turn, each round compared by itself, so that what
+else the machine does falls on all alike. Bounds: 1.6 times as fast for data parallel, 1.65 for two stages with 16
+microbatches, or exit status 1. The machine has to be quiet. What the busier process computes, which a busy machine
+lengthens less, shows how fast it could be if nothing waited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar.distributed import among
+from autopar.tools.launch import Launch
+
+BOUNDS = {"data parallel": 1.6, "two stages": 1.65}
+"""The times as fast that each should be at least; two cores allow 2, and 16 microbatches on two stages 1.80."""
+
+MICROBATCHES = 16
+BLOCKS, WIDTH, HIDDEN, ROWS = 4, 512, 2048, 128
+"""Blocks of two products each, and rows of a microbatch: a second a step, of which little is spent elsewhere.
+
+Nobody asks for the gradient of a batch, so that of 23 products the second stage has 12; of two blocks it would have 6
+of 11, and two stages could not be more than 1.73 times as fast.
+"""
+
+TOLERANCE = 1e-5
+
+
+def init(key: jax.Array) -> Any:
+    keys = jax.random.split(key, 2 * BLOCKS)
+    shapes = [(WIDTH, HIDDEN), (HIDDEN, WIDTH)] * BLOCKS
+    return [jax.random.normal(k, shape) * shape[0] ** -0.5 for k, shape in zip(keys, shapes, strict=True)]
+
+
+def step(params: Any, batch: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        x = batch
+        for up, down in zip(params[::2], params[1::2], strict=True):
+            x = x + jnp.tanh(x @ up) @ down
+        return jnp.mean(x**2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+
+class Training:
+    """A training whose steps are taken one by one; the processes of a parallel one take them together."""
+
+    def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
+        self.function, self.params, self.batch = function, params, batch
+
+    def step(self) -> tuple[float, float, float]:
+        """The seconds of one more step, those that this process computes, and its loss."""
+        start, computed = time.perf_counter(), time.process_time()
+        self.params, loss = self.function(self.params, self.batch)
+        jax.block_until_ready([leaf for leaf in self.params if leaf.addressable_shards])
+        return time.perf_counter() - start, time.process_time() - computed, float(loss)
+
+
+def measure(rounds: int) -> int:
+    """The exit status of one of the two processes; the first one prints what it has measured."""
+    processes = among(jax.devices())
+    assert processes is not None
+    batch = np.random.default_rng(0).normal(size=(MICROBATCHES * ROWS, WIDTH)).astype(np.float32)
+    params = jax.tree.map(np.asarray, init(jax.random.key(0)))
+    planners = [autopar.DataParallel(), autopar.Pipeline(stages=2, microbatches=MICROBATCHES)]
+    parallel = [autopar.parallelize(step, planner=planner, donate_argnums=0) for planner in planners]
+    trainings = {"one process": Training(jax.jit(step, donate_argnums=0), params, batch)}
+    trainings |= {name: Training(run, params, batch) for name, run in zip(BOUNDS, parallel, strict=True)}
+    spent: dict[str, list[float]] = {name: [] for name in trainings}
+    computed: dict[str, list[float]] = {name: [] for name in trainings}
+    for number in range(-1, rounds):
+        losses: list[float] = []
+        for name, training in trainings.items():
+            processes.gather("a step", "")
+            if name != "one process" or processes.leads:
+                seconds, work, loss = training.step()
+                losses.append(loss)
+                if number >= 0:
+                    spent[name].append(seconds)
+                    computed[name].append(work)
+        if max(losses) - min(losses) > TOLERANCE * abs(losses[0]):
+            sys.exit(f"the losses differ: {losses}")
+    of_both = [json.loads(text) for text in processes.gather("what is computed", json.dumps(computed))]
+    return verdict(spent, of_both) if processes.leads else 0
+
+
+def verdict(spent: dict[str, list[float]], computed: list[dict[str, list[float]]]) -> int:
+    """The exit status; prints the seconds of steps, and those that the busier process computes."""
+    alone = spent["one process"]
+    print(f"{'one process':14} {statistics.median(alone):.3f} s", flush=True)
+    is_met = True
+    for name, bound in BOUNDS.items():
+        ratio = statistics.median(before / after for before, after in zip(alone, spent[name], strict=True))
+        works = map(max, *(process[name] for process in computed))
+        most = statistics.median(b / a for b, a in zip(computed[0]["one process"], works, strict=True))
+        is_met &= ratio >= bound
+        times = f"{ratio:.2f} times as fast, bound {bound}; {most:.2f} if nothing waited"
+        print(f"{name:14} {statistics.median(spent[name]):.3f} s, {times}", flush=True)
+    return 0 if is_met else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="steps of each (default: %(default)s)")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        return measure(options.rounds)
+    arguments = ["--measure", "--rounds", str(options.rounds)]
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    sizes: dict[str, Any] = {"processes": 2, "devices": 1, "bind_cores": True}
+    launch = Launch(script=Path(__file__), arguments=arguments, environment=path, **sizes)
+    return launch.run(sys.stdout, sys.stderr).status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

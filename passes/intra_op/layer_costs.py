@@ -1,0 +1,60 @@
+"""The cost of each layer of a model under a plan: seconds of computing and of moving arrays, and bytes of a device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from passes.gc_pause import without_gc
+from passes.intra_op.computing import operator_seconds
+from passes.intra_op.extract import moves
+from passes.ir import Graph
+from passes.layers import layer_names
+from passes.placement import group, resharding_plan
+from passes.plan import LayerCost, Plan
+from passes.sharding import Resharder
+
+
+@without_gc()
+def layer_costs(plan: Plan, graph: Graph) -> Plan:
+    """The plan with what each layer costs, in the order in which the step comes to them, the update last.
+
+    Their seconds add up to the plan's, but for what is spent on offloading; of their bytes `live_nbytes` add up to the
+    temporaries at the peak.
+    """
+    layout, resharder = plan.layout, Resharder(plan.mesh)
+    names = [name for name in dict.fromkeys(layer_names.of_operators(graph)) if name != layer_names.UPDATE]
+    computing = dict.fromkeys([*names, layer_names.UPDATE], 0.0)
+    for _, node, spent in operator_seconds(graph, group(graph), plan.mesh, layout):
+        computing[layer_names.layer_of(node.scope, node.source)] += spent
+    moving = dict.fromkeys(computing, 0.0)
+    reshardings = resharding_plan(graph, layout, resharder, regather=plan.regather)
+    for occurrence, _, spent in moves(graph, reshardings, resharder):
+        moving[layer_names.layer_of(occurrence.scope, occurrence.where)] += spent
+    state = _state_nbytes(plan, names)
+    live: Mapping[str, int] = plan.memory.layers if plan.memory else {}
+    layers = [
+        LayerCost(
+            name=name,
+            compute_seconds=computing[name],
+            moving_seconds=moving[name],
+            state_nbytes=state.get(name, 0),
+            live_nbytes=live.get(name, 0),
+        )
+        for name in computing
+    ]
+    return replace(plan, layers=tuple(layers))
+
+
+def _state_nbytes(plan: Plan, names: Iterable[str]) -> Mapping[str, int]:
+    """Bytes on one device of the arguments that are named after each layer, the outermost that a path names."""
+    alternatives = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    if not alternatives or not plan.input_types:
+        return {}
+    pattern = re.compile(rf"(?<![\w.])(?:{alternatives})(?!\w)")
+    nbytes: dict[str, int] = {}
+    for path, type, spec in zip(plan.input_names, plan.input_types, plan.inputs, strict=True):
+        if match := pattern.search(path):
+            nbytes[match[0]] = nbytes.get(match[0], 0) + spec.local_nbytes(type, plan.mesh)
+    return nbytes

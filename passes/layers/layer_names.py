@@ -1,0 +1,58 @@
+"""The layers of a model as people know them: the modules that JAX's name stack says an operator belongs to.
+
+Operators are told apart by their scope, `jvp(GPT)/Block_3/mlp/up`: the numbered module counts, else the first one. A
+function without named modules is told apart by the functions of its source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from passes.ir import Graph
+
+UPDATE = "update"
+"""The layer of what belongs to no module: the optimizer, for most."""
+
+_NOT_MODULES = re.compile(
+    r"^(?:checkpoint|rematted_computation|while|body|cond|branch_\d+_fun|closed_call|microbatches|accumulate|scan|pjit"
+    r"|stages|custom_jvp_call|custom_vjp_call|vmap\(.*\)|jit\(.*\)|.*,.*->.*|)$"
+)
+_NUMBERED = re.compile(r"[A-Za-z_.]*?[_.]?\d+$")
+_DIFFERENTIATED = re.compile(r"^(?:transpose\()?(?:jvp\()")
+
+
+def modules(scope: str) -> list[str]:
+    """The names of modules in a name stack, outermost first, without what JAX puts around them."""
+    parts = scope.split("/")
+    if parts and _DIFFERENTIATED.match(parts[0]):
+        parts = parts[1:]
+    return [part for part in parts if not _NOT_MODULES.match(part) and "(" not in part]
+
+
+@lru_cache(maxsize=2**16)
+def layer_of(scope: str, source: str) -> str:
+    """The name of the layer that an operator of this scope and source line belongs to."""
+    names = modules(scope)
+    numbered = next((name for name in names if _NUMBERED.match(name)), None)
+    if numbered or names:
+        return numbered or names[0]
+    if not any(mark in scope for mark in ("jvp(", "transpose(", "rematted_computation")):
+        return UPDATE
+    model = re.search(r"jvp\(([^()]+)\)", scope)
+    return model[1] if model else _function(source) or "step"
+
+
+def of_operators(graph: Graph) -> Iterator[str]:
+    """The layer of each operator, those of loops and branches behind their own."""
+    for node in graph.nodes:
+        yield layer_of(node.scope, node.source)
+        for body in node.subgraphs:
+            yield from of_operators(body)
+
+
+def _function(source: str) -> str:
+    """The name of the function that a source line is in: `attend` of `layers.py:158 (attend)`."""
+    match = re.search(r"\(([^()]*)\)$", source)
+    return match[1].replace(".<locals>", "") if match else ""

@@ -1,0 +1,42 @@
+"""The bytes of stages by what is known of their blocks before all of these are priced."""
+
+from __future__ import annotations
+
+from passes.inter_op import Candidate, StageCost
+from passes.pipeline.block_costs import Block
+from passes.pipeline.stage_table import StageCostTable
+
+
+def least_bytes(table: StageCostTable, begin: int, end: int, n_devices: int, microbatches: int) -> StageCost:
+    """The least bytes of some blocks as a stage, which takes no time here: their state, and what microbatches keep."""
+    chosen = table.step.counted(begin, end, microbatches)
+    return Candidate.together([(_of_block(table, block, n_devices), n) for block, n in chosen], None)
+
+
+def partly_priced(table: StageCostTable, begin: int, end: int, n_devices: int, microbatches: int) -> list[Candidate]:
+    """The stage of some blocks on each mesh on which most of what they keep is of blocks that have a price already.
+
+    Others count with the least bytes that they may need, and take no time.
+    """
+    chosen = table.step.counted(begin, end, microbatches)
+    least = [(_of_block(table, block, n_devices), n) for block, n in chosen]
+    stages: list[Candidate] = []
+    for mesh in table.bounds.meshes_of(n_devices):
+        known = [table.block_costs.is_known(block, mesh) for block, _ in chosen]
+        prices = [table.block_costs.price(b, mesh) if table.block_costs.is_known(b, mesh) else None for b, _ in chosen]
+        if any(is_known and not price for is_known, price in zip(known, prices, strict=True)):
+            continue  # it cannot be there
+        kept = [(n * floor.in_flight_nbytes, is_known) for (floor, n), is_known in zip(least, known, strict=True)]
+        if all(known) or 2 * sum(size for size, is_known in kept if is_known) > sum(size for size, _ in kept):
+            costs = [(price or floor, n) for price, (floor, n) in zip(prices, least, strict=True)]
+            stages.append(Candidate.together(costs, mesh))
+    return stages
+
+
+def _of_block(table: StageCostTable, block: Block, n_devices: int) -> StageCost:
+    return StageCost(
+        forward_seconds=0.0,
+        backward_seconds=0.0,
+        persistent_nbytes=int(table.block_costs.least(block, table.cluster, n_devices)[1]),
+        in_flight_nbytes=table.block_costs.kept_nbytes(block) // n_devices,
+    )

@@ -1,0 +1,183 @@
+"""The reshardings that a compiler may run behind computing, since nothing that is computed beside them waits for them.
+
+A weight is there before the step begins, so it can be gathered ahead of its use (ZeRO-3); the gradient of a weight is
+next read by the update, so it can be reduced while the backward pass goes on. Activations and their gradients are
+waited for. What a loop sums up over microbatches is there when it ends, and nothing is left to reduce it behind.
+
+No more is hidden than the products take that are computed beside it: on a slow network most of ZeRO-3 is waited for.
+Nothing hides what is read before the first product, as the table of an embedding, or made by the last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self, cast
+
+from passes.ir import LOOP, Control, Graph, Phase, control_of, phase
+from passes.rules import rule_of, rules_of
+from passes.sharding import Behind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Background:
+    """The values of a graph that are resharded behind computing: `arguments`, or made of one alone and as large, and
+    those of the backward pass that it does not wait for, which are `unawaited`, unless a loop or branch hands them on.
+
+    `weight` and `gradient` are what each of these is hidden behind, after the node `first` and before the node `last`,
+    which have products.
+    """
+
+    graph: Graph
+    arguments: frozenset[int]
+    unawaited: frozenset[int]
+    weight: Behind
+    gradient: Behind
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, graph: Graph) -> Self:
+        """The background of a whole program. Found once for a graph."""
+        rules = rules_of(graph)
+        known = cast("tuple[object, Self] | None", graph.memo.get(cls))
+        if known is None or known[0] is not rules:
+            graph.memo[cls] = known = rules, cls._within(graph, graph.inputs, graph.outputs)
+        return known[1]
+
+    @classmethod
+    def _within(cls, graph: Graph, arguments: Collection[int], leaving: Collection[int]) -> Self:
+        floats = [v for v in arguments if graph.types[v].dtype.startswith(("float", "bfloat"))]
+        unawaited = _unawaited(graph, leaving)
+        made = sum(
+            graph.types[v].nbytes
+            for v in unawaited
+            if _is_for_updates(graph, v) and not graph.nodes[graph.producers[v]].subgraphs
+        )
+        read = sum(graph.types[v].nbytes for v in floats if not _is_for_updates(graph, v))
+        by_node = _products_by_node(graph)
+        flops = tuple(sorted(_total(by_node).items()))
+        working = [i for i, inside in enumerate(by_node) if inside]
+        return cls(
+            graph=graph,
+            arguments=derived(graph, floats, ("forward", "backward", "apply")),
+            unawaited=unawaited,
+            weight=Behind(kinds=("all_gather",), combined_nbytes=0, sent_nbytes=read, flops=flops),
+            gradient=Behind(
+                kinds=("all_reduce", "reduce_scatter"), combined_nbytes=made, sent_nbytes=made, flops=flops
+            ),
+            first=min(working, default=0),
+            last=max((i for i in working if phase(graph.nodes[i]) == "backward"), default=0),
+        )
+
+    def inside(self, index: int, control: Control) -> tuple[Self, ...]:
+        """The background of each body of a loop or branch: what does not change from one iteration to the next, and
+        slices of what was there before, as of weights; slices of what nobody waits for, as gradients of weights.
+        """
+        node = self.graph.nodes[index]
+        ports = {
+            use.port
+            for value, use in zip(node.inputs, control.operands, strict=True)
+            if value in self.arguments
+            and not control.ports[use.port].carry
+            and not (use.stacked and node.scope == LOOP)
+        }
+        results = zip(node.outputs, control.results, strict=True)
+        slices = {use.port for value, use in results if use.stacked and value in self.unawaited}
+        return tuple(
+            self._within(
+                body.graph,
+                [v for v, port in zip(body.graph.inputs, body.inputs, strict=True) if port in ports],
+                [v for v, port in zip(body.graph.outputs, body.outputs, strict=True) if port in slices],
+            )
+            for body in control.bodies
+        )
+
+    def behind(self, value: int) -> Behind | None:
+        """The computing that a value's resharding is hidden behind; None where something waits for the value.
+
+        Gradients are sent together, and a weight by itself, as others are read at other times.
+        """
+        if value in self.arguments:
+            readers = self.graph.consumers.get(value, ())
+            return self.weight if readers and min(readers) > self.first else None
+        if value not in self.unawaited or self.graph.nodes[self.graph.producers[value]].subgraphs:
+            return None
+        return self.gradient if self.graph.producers[value] < self.last else replace(self.gradient, flops=())
+
+
+def products(graph: Graph) -> dict[str, float]:
+    """The flops of a graph's products on all devices, by the dtype of what they multiply; of a branch, its share."""
+    return _total(_products_by_node(graph))
+
+
+def _total(by_node: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    flops: defaultdict[str, float] = defaultdict(float)
+    for inside in by_node:
+        for dtype, once in inside.items():
+            flops[dtype] += once
+    return flops
+
+
+def _products_by_node(graph: Graph) -> list[defaultdict[str, float]]:
+    """The flops of each node's products, as `products` has those of all."""
+    flops = [defaultdict[str, float](float) for _ in graph.nodes]
+    for node, rule, inside in zip(graph.nodes, rules_of(graph), flops, strict=True):
+        control = control_of(node, graph)
+        for body in control.bodies if control else ():
+            for dtype, once in products(body.graph).items():
+                inside[dtype] += max(body.trips, 1) * body.share * once
+        if not node.subgraphs and rule.is_product:
+            inside[graph.types[node.inputs[0]].dtype] += rule.flops
+    return flops
+
+
+def _is_for_updates(graph: Graph, value: int) -> bool:
+    """Whether updates alone read a value, as they do an optimizer's state and, of casts of a gradient, the last."""
+    return all(phase(graph.nodes[reader]) == "apply" for reader in graph.consumers.get(value, ()))
+
+
+def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
+    """The values of the backward pass that it does not wait for: updates alone read them, or they leave, or casts and
+    sums of their size read them of which that holds.
+
+    What a body of a loop makes in the forward pass as well, as a microbatch does, is added up and reduced once after
+    it: nothing of it is, unless it leaves.
+    """
+    unawaited: set[int] = set()
+    within = not leaving and any(phase(node) == "forward" for node in graph.nodes)
+    for index in reversed(range(0 if within else len(graph.nodes))):
+        node = graph.nodes[index]
+        if phase(node) != "backward":
+            continue
+        for value in node.outputs:
+            readers = set(graph.consumers.get(value, ()))
+            if (value in leaving or value not in graph.outputs) and all(
+                phase(graph.nodes[reader]) == "apply" or _hands_on(graph, value, reader, unawaited)
+                for reader in readers
+            ):
+                unawaited.add(value)
+    return frozenset(unawaited)
+
+
+def _hands_on(graph: Graph, value: int, reader: int, unawaited: Collection[int]) -> bool:
+    """Whether a small operator of a value's size makes of it what nobody waits for."""
+    node = graph.nodes[reader]
+    if node.subgraphs or not set(node.outputs) <= set(unawaited):
+        return False
+    same = all(graph.types[result].size == graph.types[value].size for result in node.outputs)
+    return same and rule_of(node, graph).light
+
+
+def derived(graph: Graph, values: Collection[int], phases: Collection[Phase] = ("forward", "apply")) -> frozenset[int]:
+    """The values, and those of equal size that these phases derive from one of them alone, such as a cast."""
+    known = set(values)
+    for node in graph.nodes:
+        arrays = [v for v in node.inputs if v not in graph.literals]
+        if len(arrays) != 1 or len(node.outputs) != 1 or arrays[0] not in known or phase(node) not in phases:
+            continue
+        result = node.outputs[0]
+        if graph.types[result].size == graph.types[arrays[0]].size and rule_of(node, graph).light:
+            known.add(result)
+    return frozenset(known)

@@ -1,0 +1,134 @@
+"""A function that follows a train step takes its state as it lies, on one mesh or on stages, and is `jax.jit`'s."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import autopar
+from passes.ir import TensorType
+from passes.planners import counterparts
+from tests.sample import slow
+
+LAYERS, WIDTH = 4, 16
+X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+def layers(params: Any, x: Any) -> Any:
+    for layer in params["layers"]:
+        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+    return x @ params["head"]
+
+
+def train(state: Any, x: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((layers(p, x) - x) ** 2))(state["params"])
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments), "moments": moments}, loss
+
+
+def evaluate(params: Any, x: Any) -> Any:
+    outputs = layers(params, x)
+    return jnp.mean((outputs - x) ** 2), outputs
+
+
+def generate(params: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda row, _: (jnp.tanh(layers(params, row)),) * 2, x, None, length=3)[1]
+
+
+def made() -> Any:
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: (rng.normal(size=shape) / 4).astype(np.float32)  # noqa: E731
+    params = {
+        "layers": [{"w": draw(WIDTH, WIDTH), "b": draw(WIDTH)} for _ in range(LAYERS)],
+        "head": draw(WIDTH, WIDTH),
+    }
+    return {"params": params, "moments": jax.tree.map(np.zeros_like, params)}
+
+
+PLANNERS = {
+    "zero": autopar.Zero(3),
+    "searched": autopar.Auto(),
+    "megatron": autopar.Megatron(data=4, tensor=2),
+    "stages": autopar.Pipeline(stages=2, microbatches=4),
+    "stages in turn": autopar.Pipeline(stages=2, microbatches=4, interleave=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("zero", evaluate),
+        ("stages", evaluate),
+        *(slow(name, evaluate) for name in ("searched", "megatron", "stages in turn")),
+        *(slow(name, generate) for name in ("zero", "searched", "megatron")),  # a loop that reads all has no stages
+    ],
+)
+def test_what_follows_moves_nothing_of_the_state(name: str, function: Any):
+    step = autopar.parallelize(train, planner=PLANNERS[name])
+    state, _ = step(made(), X)
+    followed = autopar.parallelize(function, follow=step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine = followed(state["params"], X)
+    params = jax.tree.map(np.asarray, state["params"])
+    for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(jax.jit(function)(params, X)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    there = followed.placement(state["params"], X)[0][0]
+    for array, struct in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(there), strict=True):
+        assert struct.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
+def test_modules_are_followed_as_they_lie():
+    def changed(model: nnx.Module, x: Any) -> Any:
+        grads = nnx.grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    step = autopar.parallelize(changed, planner=autopar.Zero(3))
+    step(model, X)
+    assert step.compilations.last is not None
+    followed = autopar.parallelize(lambda model, x: model(x), follow=step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_allclose(followed(model, X), model(X), rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_follows_what_has_a_plan():
+    step = autopar.parallelize(train)
+    with pytest.raises(autopar.ArgumentError, match="has not been planned yet"):
+        autopar.parallelize(evaluate, follow=step).plan(made()["params"], X)
+    with pytest.raises(autopar.ArgumentError, match="what parallelize"):
+        autopar.parallelize(evaluate, follow=train)
+
+
+def test_weights_read_in_another_order_have_no_such_stages():
+    def backwards(params: Any, x: Any) -> Any:
+        x = x @ params["head"]
+        for layer in reversed(params["layers"]):
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return x
+
+    step = autopar.parallelize(train, planner=PLANNERS["stages"], cluster="4:h100")
+    step.plan(made(), X)
+    followed = autopar.parallelize(backwards, follow=step)
+    with pytest.raises(autopar.PlanningError, match="in order"):
+        followed.plan(made()["params"], X)
+
+
+def test_an_array_is_the_one_with_the_longest_end_of_its_path():
+    small, large = (TensorType(shape=(n,), dtype="float32") for n in (2, 4))
+    known = [
+        ("state.params['a']['w']", small),
+        ("state.params['b']['w']", small),
+        ("state.mu['a']['w']", small),
+        ("state.params['b']['w']", large),
+        ("step", small),
+    ]
+    arrays = [("params['b']['w']", small), ("params['a']['w']", small), ("w", large), ("batch", small), ("v", large)]
+    assert counterparts(arrays, known) == [1, 0, 3, None, None]
