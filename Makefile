@@ -21,7 +21,7 @@ processes: $(READY) ## train on several processes: equal to jit
 	$(BIN)/python -m pytest -m slow -k sample tests/autopar/distributed/test_processes.py
 
 kills: $(READY) ## a training of two processes that is killed, stopped or cut off ten times; minutes
-	$(BIN)/python -m benchmarks.kills --runs 1 --kills 10 --steps 30 --every 1 --lost-seconds 4 --seed 44
+	$(BIN)/python -m benchmarks.kills --runs 1 --kills 10 --steps 120 --every 1 --lost-seconds 4 --seed 44
 
 lint: $(READY) ## check style and formatting
 	$(BIN)/ruff check .

@@ -25,6 +25,9 @@ SCRIPT = Path(__file__).with_name("resumed.py")
 HOWS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "cut off": signal.SIGUSR1}
 LINE = re.compile(r"\[(\d+)\] (pid|step|from|parameters) (.*)")
 REPORT = re.compile(r"\[(\d+)\] autopar: process (\d+) on host \S+ (is lost|has failed|hangs)|.*cannot be reached")
+ALONE = re.compile(
+    r"autopar launch: process (\d+) (has been stopped, and no other waits|was ended by SIGKILL; no other)"
+)
 REPORT_SECONDS = 30.0
 """Seconds after which every survivor should have named who is gone."""
 
@@ -48,7 +51,7 @@ class Kill:
     step: int | None = None
     at: float | None = None
     reported: dict[int, float] = field(default_factory=dict[int, float])
-    """The seconds after which each process has said who is gone."""
+    """The seconds after which each process has said who is gone, or the launcher where all others had ended."""
 
     @classmethod
     def drawn(cls, draw: random.Random, processes: int) -> Kill:
@@ -92,6 +95,7 @@ def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outc
     waiting = list(kills)
     begun: list[Kill] = []
     steps: dict[int, int] = {}
+    finished: set[int] = set()
     starts: dict[int, int] = {}
     assert process.stdout is not None
     for line in process.stdout:
@@ -100,14 +104,19 @@ def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outc
         if begun and (match := REPORT.match(line)) and begun[-1].at is not None:
             sender = int(match[1] or line[1:].partition("]")[0])
             begun[-1].reported.setdefault(sender, time.monotonic() - begun[-1].at)
+        if begun and (match := ALONE.match(line)) and begun[-1].at is not None and int(match[1]) == begun[-1].rank:
+            # Who has finished cannot tell.
+            begun[-1].reported = dict.fromkeys(finished, time.monotonic() - begun[-1].at) | begun[-1].reported
         if not (match := LINE.match(line)):
             continue
         sender, kind, rest = int(match[1]), match[2], match[3]
         if kind == "pid":
             pids[sender], steps[sender], starts[sender] = int(rest), 0, starts.get(sender, 0) + 1
+            finished.discard(sender)
         elif kind == "from" and sender == 0:
             froms.append(int(rest))
         elif kind == "parameters":
+            finished.add(sender)
             parameters.add(f"{sender if options.planner.startswith('Pipeline') else 0}: {rest}")
         elif kind == "step":
             steps[sender] += 1

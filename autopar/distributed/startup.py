@@ -22,8 +22,8 @@ STALL_SECONDS = 1800.0
 HEARTBEAT_SECONDS = 60
 """JAX's own such time, after which it ends all processes without naming one: longer, so that they are named."""
 
-SHUTDOWN_SECONDS = 30
-"""Seconds that a process which has finished waits for the others: JAX waits 300, also for one that has failed."""
+SHUTDOWN_SECONDS = int(STALL_SECONDS)
+"""Seconds that a process which has finished waits for the others; who is lost or has failed is named long before."""
 
 
 def initialize(

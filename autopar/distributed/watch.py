@@ -2,8 +2,9 @@
 
 Each process puts a number into JAX's coordination service every second, in a thread of its own, and looks at those of
 the others. It ends itself, with a line that names rank and host, when another one has failed or given no sign for a
-while, or when the service cannot be reached: it would wait for ever otherwise. The service runs beside the first
-process, not in it, so that it outlives that one long enough to be asked.
+while, or when the service cannot be reached: it would wait for ever otherwise. A process that has finished does so
+too until JAX lets it go, which is when all have finished: who is lost meanwhile would keep it. The service runs beside
+the first process, not in it, so that it outlives that one long enough to be asked.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Watch:
     hosts: tuple[str, ...]
     lost_seconds: float
     stall_seconds: float
+    is_done: bool = False
+    """Whether this process has finished, and waits for the others."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
@@ -71,10 +74,8 @@ class Watch:
         sys.excepthook = hook
 
     def end(self) -> None:
-        """Says that this process has finished: from now on it gives no signs."""
-        if not self.ended.is_set():
-            self.ended.set()
-            self._put(_DONE)
+        """Says that this process has finished, in the signs that it goes on giving."""
+        self.is_done = True
 
     def fail(self, error: BaseException) -> None:
         """Ends this process, which an error ends that nobody has caught.
@@ -100,10 +101,10 @@ class Watch:
         seen = {rank: _Seen("", 0, now, now) for rank in self.processes.ranks}
         reached = now
         for number in range(sys.maxsize):
-            if self.ended.wait(_BEAT_SECONDS):
+            if self.ended.wait(_BEAT_SECONDS) or not jax.distributed.is_initialized():
                 return
             try:
-                beat = f"{number} {self.processes.steps[0]}"
+                beat = f"{_DONE} {number}" if self.is_done else f"{number} {self.processes.steps[0]}"
                 client.key_value_set(f"{_BEATS}/{self.processes.rank}", beat, allow_overwrite=True)
                 pairs = client.key_value_dir_get(_BEATS)
             except jax.errors.JaxRuntimeError as error:
@@ -122,10 +123,12 @@ class Watch:
         last = seen[rank]
         if last.text.startswith(_FAILED):
             return f"{self.name(rank)} has {last.text}"
-        if last.text == _DONE:
-            return ""
+        is_done = last.text.startswith(_DONE)
         if now - last.sign > self.lost_seconds:
-            return f"{self.name(rank)} is lost: no sign of life for {self.lost_seconds:.0f} s, in step {last.steps}"
+            where = "at its end" if is_done else f"in step {last.steps}"
+            return f"{self.name(rank)} is lost: no sign of life for {self.lost_seconds:.0f} s, {where}"
+        if is_done:
+            return ""
         ahead = max(other.steps for other in seen.values())
         if last.steps < ahead and now - last.step > self.stall_seconds:
             return f"{self.name(rank)} hangs: in step {last.steps} for {now - last.step:.0f} s, others in step {ahead}"

@@ -152,9 +152,20 @@ class Launch:
         return set(cores[rank * len(cores) // n : (rank + 1) * len(cores) // n] or [cores[rank % len(cores)]])
 
     def _watched(self, started: Sequence[subprocess.Popen[str]], err: TextIO, writing: threading.Lock) -> Ending:
-        """The end of processes that run to it, or until one fails."""
+        """The end of processes that run to it, or until one fails, or stands still when another has ended."""
+        stopped: dict[int, float] = {}
         while True:
             codes = [process.poll() for process in started]
+            now = time.monotonic()
+            left = [rank for rank, code in enumerate(codes) if code is None]
+            stopped = {rank: stopped.get(rank, now) for rank in left if 0 in codes and _is_stopped(started[rank].pid)}
+            if late := [rank for rank, since in stopped.items() if now - since > self.lost_seconds]:
+                # Others tell of who stands still in their company; who does so at its end has nobody left.
+                with writing:
+                    err.write(f"autopar launch: process {late[0]} has been stopped, and no other waits; it is ended\n")
+                    err.flush()
+                self._end([started[rank] for rank in late], signal.SIGKILL)
+                continue
             # Who ends because another one is gone is not the first that failed, though it may be seen first.
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
@@ -237,6 +248,16 @@ def _on_cores(cores: set[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a signal has made the child process stand still; never where the system cannot tell."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has just ended
+        return False
 
 
 def _signal(started: Sequence[subprocess.Popen[str]], number: signal.Signals) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from autopar.errors import ArgumentError
 from autopar.tools.cli import main
-from autopar.tools.launch import Launch
+from autopar.tools.launch import Ending, Launch
 from tests.autopar.distributed.launching import ROOT, SECONDS, command, environment, launch, lines
 from tests.sample import slow
 
@@ -30,6 +32,12 @@ import jax
 if jax.process_index() == 1:
     sys.exit("no more") if sys.argv[1] == "exit" else os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
+"""
+STOPPED = """
+import os, signal
+import jax
+if jax.process_index() == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
 """
 WAITING = """
 import os, time
@@ -64,6 +72,26 @@ def test_the_first_failure_ends_all_with_its_status(tmp_path: Path, how: str, st
     assert done.returncode == status, done.stderr
     assert f"{report}; the other 1 is ended" in done.stderr
     assert how == "kill" or "[1] no more\n" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_at_its_end_is_named_by_who_waits_for_it(tmp_path: Path):
+    done = launch(script(tmp_path, STOPPED))
+    assert done.returncode, done.stdout
+    assert "autopar: process 1 on host" in done.stderr
+    assert "is lost: no sign of life for 15 s" in done.stderr
+
+
+def test_a_process_that_is_stopped_when_all_others_have_ended_is_ended(tmp_path: Path):
+    started = [subprocess.Popen(["sleep", seconds], text=True, start_new_session=True) for seconds in ("600", "0")]
+    os.kill(started[0].pid, signal.SIGSTOP)
+    err = io.StringIO()
+    stopped = Launch(processes=2, script=script(tmp_path, ""), lost_seconds=0.1)
+    ending = stopped._watched(started, err, threading.Lock())
+    assert ending == Ending(128 + signal.SIGKILL, (0,))
+    assert err.getvalue().splitlines()[0] == (
+        "autopar launch: process 0 has been stopped, and no other waits; it is ended"
+    )
 
 
 @pytest.mark.parametrize(("number", "status"), [slow(signal.SIGINT, 130), slow(signal.SIGKILL, -9)])

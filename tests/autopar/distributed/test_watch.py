@@ -35,7 +35,11 @@ def test_who_is_gone_is_named_with_rank_and_host():
     assert watch_of(p0=alive, p1=("failed: ValueError: no data", 1.0, 1.0))[1] == (
         "process 1 on host b has failed: ValueError: no data"
     )
-    assert watch_of(p0=alive, p1=("done", 500.0, 500.0)) == ["", ""]
+    assert watch_of(p0=alive, p1=("done 9", 1.0, 500.0)) == ["", ""]  # it waits for the other
+    assert watch_of(p0=("done 7", 1.0, 1.0), p1=("done 9", 16.0, 16.0)) == [
+        "",
+        "process 1 on host b is lost: no sign of life for 15 s, at its end",
+    ]
     # Signs of life, and no steps: of two that do not get on, the one behind is meant.
     assert watch_of(p0=("90 4", 1.0, 200.0), p1=("90 3", 1.0, 101.0), p2=("90 4", 1.0, 1.0)) == [
         "",
@@ -51,7 +55,7 @@ def test_a_sign_is_new_when_it_differs():
     assert first.after("1 0", 9.0) == first
     later = first.after("2 1", 9.0)
     assert (later.steps, later.sign, later.step) == (1, 9.0, 9.0)
-    assert later.after("done", 11.0).steps == 1
+    assert later.after("done 3", 11.0).steps == 1
 
 
 @pytest.mark.parametrize(
