@@ -6,6 +6,7 @@ handed over as `Shards`: what a process has of an array, be it nothing.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,18 @@ class _Absent:
         return self.size * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Shard:
     index: Any
     replica_id: int
-    data: Any
+    contents: Any
+    device: Any = None
+    """Where the contents lay that are a copy in the host's memory now."""
+
+    @functools.cached_property
+    def data(self) -> Any:
+        """The contents as an array of JAX's, made for who asks first: it takes as long as half the copy."""
+        return self.contents if self.device is None else jax.device_put(self.contents, self.device)
 
 
 class Shards:
@@ -68,7 +76,9 @@ class Shards:
         self.itemsize, self.size, self.nbytes = array.dtype.itemsize, array.size, array.nbytes
         self.is_copied = all(device.platform == "cpu" for device in array.sharding.device_set)
         shards = [
-            _Shard(shard.index, shard.replica_id, _copied(shard.data, memory) if self.is_copied else shard.data)
+            _Shard(shard.index, shard.replica_id, _copied(shard.data, memory), shard.device)
+            if self.is_copied
+            else _Shard(shard.index, shard.replica_id, shard.data)
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
@@ -76,15 +86,15 @@ class Shards:
         self.addressable_shards = shards or [_Shard((), -1, absent)]
 
 
-def _copied(data: jax.Array, memory: Memory) -> jax.Array:
-    """An array of a single CPU device in memory of its own.
+def _copied(data: jax.Array, memory: Memory) -> np.ndarray:
+    """The contents of an array of a single CPU device in memory of their own.
 
     New buffers for what is donated take far longer to make than a copy in memory that is used again.
     """
     contents = np.asarray(data)
     copy = memory.take(contents.nbytes).view(contents.dtype).reshape(contents.shape)
     np.copyto(copy, contents)
-    return jax.device_put(copy, data.device)
+    return copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import json
 import math
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
@@ -39,6 +40,10 @@ KEEP = 3
 
 _MEMORY = Memory(most_nbytes=math.inf)
 """What the states of CPUs are copied to: as large as one of them from the first save on."""
+
+_DISPATCH_SECONDS = 0.02
+"""The time that the next step has to be dispatched before a save is written: Python runs one of the two at a time and
+changes every 5 ms (`sys.getswitchinterval`), so that dispatching, which gives way a few times, takes 0.6 ms or 9."""
 
 _RESUMED: ContextVar[str] = ContextVar("autopar folder to resume in", default="")
 
@@ -132,7 +137,7 @@ class Checkpoints:
         read = threading.Event()
         tree = jax.tree.structure(state)
         self._writing = background().submit(self._write, manifest, copies, tree, name, read)
-        if any(isinstance(copy, Shards) and not copy.is_copied for copy in copies):
+        if not _are_copied(copies):
             read.wait()
 
     def preempted(self, step: int) -> bool:
@@ -207,6 +212,8 @@ class Checkpoints:
     ) -> None:
         """Makes a checkpoint, in the background; `read` is set as soon as nothing is read on devices any more."""
         arrays, folder, processes = self._orbax(), self._folder.of(manifest.step), self._processes
+        if _are_copied(copies):
+            time.sleep(_DISPATCH_SECONDS)
         try:
             pieces = [[] if copy is None else pieces_of(copy, is_global=isinstance(copy, Shards)) for copy in copies]
             if self._leads:
@@ -310,6 +317,11 @@ def _check_types(manifest: Manifest, like: Any) -> None:
         if expected.get(path) != present.get(path):
             there, here = (_type_text(types.get(path)) for types in (present, expected))
             raise RefusedError(f"it is of another program: {path} is {there} there, and {here} here")
+
+
+def _are_copied(copies: Sequence[Any]) -> bool:
+    """Whether nothing is read on devices any more."""
+    return all(copy.is_copied for copy in copies if isinstance(copy, Shards))
 
 
 def _digested(manifest: Manifest, of_all: Sequence[Sequence[int]]) -> dict[str, Leaf]:

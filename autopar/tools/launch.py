@@ -157,8 +157,8 @@ class Launch:
         while True:
             codes = [process.poll() for process in started]
             now = time.monotonic()
-            left = [rank for rank, code in enumerate(codes) if code is None]
-            stopped = {rank: stopped.get(rank, now) for rank in left if 0 in codes and _is_stopped(started[rank].pid)}
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            stopped = {rank: stopped.get(rank, now) for rank in running if 0 in codes and _is_stopped(started[rank].pid)}
             if late := [rank for rank, since in stopped.items() if now - since > self.lost_seconds]:
                 # Others tell of who stands still in their company; who does so at its end has nobody left.
                 with writing:
@@ -172,8 +172,8 @@ class Launch:
                 first = next((rank for rank in failed if codes[rank] != LOST), failed[0])
                 code = codes[first] or 0
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-                running = sum(other is None for other in codes)
-                others = f"the other {running} {'is' if running == 1 else 'are'} ended" if running else "no other runs"
+                count = f"{len(running)} {'is' if len(running) == 1 else 'are'}"
+                others = f"the other {count} ended" if running else "no other runs"
                 with writing:
                     err.write(f"autopar launch: process {first} {how}; {others}\n")
                     err.flush()
