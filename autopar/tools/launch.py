@@ -158,7 +158,8 @@ class Launch:
             codes = [process.poll() for process in started]
             now = time.monotonic()
             running = [rank for rank, code in enumerate(codes) if code is None]
-            stopped = {rank: stopped.get(rank, now) for rank in running if 0 in codes and _is_stopped(started[rank].pid)}
+            alone = [rank for rank in running if 0 in codes and _is_stopped(started[rank].pid)]
+            stopped = {rank: stopped.get(rank, now) for rank in alone}
             if late := [rank for rank, since in stopped.items() if now - since > self.lost_seconds]:
                 # Others tell of who stands still in their company; who does so at its end has nobody left.
                 with writing:
