@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-_CHUNK = 1 << 16
-"""Elements that are mixed at once: few enough for a core's cache."""
+_CHUNK = 1 << 15
+"""Elements that are mixed at once: their numbers, 256 KiB, stay in a core's cache, and NumPy's calls are few."""
 
 # Odd, so that multiplying by them loses nothing.
 _VALUE, _PLACE, _MIX = map(np.uint64, (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93))
@@ -46,11 +46,12 @@ def partial_sum(pieces: Iterable[Piece], shape: Sequence[int]) -> int:
     total = 0
     for start, part in pieces:
         for places, values in _chunks(start, part, shape):
-            mixed = (values * _VALUE) ^ (places * _PLACE + _PLACE)
-            mixed ^= mixed >> _SHIFT
-            mixed *= _MIX
-            mixed ^= mixed >> _SHIFT
-            total += int(np.add.reduce(mixed, axis=None, dtype=np.uint64))
+            values *= _VALUE
+            values ^= places
+            values ^= np.right_shift(values, _SHIFT, out=places)
+            values *= _MIX
+            values ^= np.right_shift(values, _SHIFT, out=places)
+            total += int(np.add.reduce(values, axis=None, dtype=np.uint64))
     return total % 2**64
 
 
@@ -60,7 +61,7 @@ def digest(sums: Iterable[int]) -> str:
 
 
 def _chunks(start: Sequence[int], part: np.ndarray, shape: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Places in the whole array and bits of the elements, some at a time."""
+    """Places in the whole array, mixed, and bits of the elements, some at a time: arrays that may be written to."""
     if part.size == 0:
         return
     columns = part.shape[-1] if part.ndim else 1
@@ -68,8 +69,9 @@ def _chunks(start: Sequence[int], part: np.ndarray, shape: Sequence[int]) -> Ite
     for axis, size in enumerate(part.shape[:-1]):
         stride = np.uint64(math.prod(shape[axis + 1 :]))
         first = np.add.outer(first, np.arange(start[axis], start[axis] + size, dtype=np.uint64) * stride)
-    rows, flat = first.reshape(-1, 1), part.reshape(-1, columns)
-    offset = np.arange(columns, dtype=np.uint64) + np.uint64(start[-1] if start else 0)
+    # A place is the sum of a row's and a column's, and multiplying may come before adding, modulo 2^64.
+    rows, flat = first.reshape(-1, 1) * _PLACE, part.reshape(-1, columns)
+    offset = (np.arange(columns, dtype=np.uint64) + np.uint64(start[-1] if start else 0)) * _PLACE + _PLACE
     height, width = max(1, _CHUNK // columns), min(columns, _CHUNK)
     for top in range(0, len(rows), height):
         for column in range(0, columns, width):

@@ -267,3 +267,17 @@ def test_a_state_whose_leaves_are_not_in_the_order_of_their_names_is_restored(tm
         saved = checkpoints.restore(state)
     assert saved is not None
     assert_same_bits(saved.state, state)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.arange(70_000, dtype=np.float32).reshape(7, 100, 100), "89a403fc97c71504"),
+        (np.arange(12) * 10**12, "6b2cd917f60de5bd"),
+        (np.asarray(2.5), "03735549a852df3f"),
+        (np.arange(6) * (1 + 2j), "7ea5730420288ba8"),
+    ],
+    ids=["many", "int64", "scalar", "complex"],
+)
+def test_digests_are_those_of_earlier_checkpoints(values: np.ndarray, expected: str):
+    assert digest([partial_sum(pieces_of(values, is_global=False), values.shape)]) == expected
