@@ -14,10 +14,10 @@ import pytest
 
 from autopar.checks import hlo
 
-QUICK_XLA = "--xla_cpu_use_fusion_emitters=false"
-"""Loops as XLA's CPU compiler wrote them before 2025: the same passes over HLO, and half the time of compiling."""
-QUICK_BEFORE = (0, 12)
-"""The version of JAX whose XLA has no such flag any more, and ends a process that asks for it."""
+EMITTERS = "xla_cpu_use_fusion_emitters"
+"""False: loops as XLA's CPU compiler wrote them before 2025; the same passes over HLO, half the time of compiling."""
+HAS_EMITTERS_OPTION = jax.__version_info__ < (0, 12)
+"""Later XLA has no such option any more, and ends a process that asks for it by a flag."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,8 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # These settings count only before JAX starts its backend, hence here and not in a fixture.
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_disable_most_optimizations", True)
-    if jax.__version_info__ < QUICK_BEFORE:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_XLA}".strip()
+    if HAS_EMITTERS_OPTION:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{EMITTERS}=false".strip()
     asks_for_gpu = "gpu" in str(config.getoption("markexpr")).replace("not gpu", "")
     if not asks_for_gpu:
         jax.config.update("jax_platforms", "cpu")
@@ -82,7 +82,7 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     given = hlo.compiler_options
 
     def options(platform: str, user_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return {"xla_cpu_use_fusion_emitters": True} | given(platform, user_options)
+        return ({EMITTERS: True} if HAS_EMITTERS_OPTION else {}) | given(platform, user_options)
 
     monkeypatch.setattr(hlo, "compiler_options", options)
     jax.config.update("jax_disable_most_optimizations", False)

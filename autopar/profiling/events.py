@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,10 @@ class Profile:
         with self._folder as folder:
             jax.profiler.stop_trace()
             files = sorted(Path(folder).rglob("*.xplane.pb"))
-            return tuple(event for file in files for event in events(jax.profiler.ProfileData.from_file(str(file))))
+            with warnings.catch_warnings():
+                # Reading the first profile makes a type that Python 3.13 warns of, and dies where that is an error.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return tuple(event for file in files for event in events(jax.profiler.ProfileData.from_file(str(file))))
 
 
 def events(profile: Any) -> Iterator[Event]:

@@ -60,6 +60,7 @@ def plain(message: str) -> str:
         (r"\n  see https?:\S+", ""),  # where the documentation is, an installed package alone knows
         (r"\b[0-9a-f]{16}\b", "FINGERPRINT"),
         (r"0x[0-9a-f]+", "ADDRESS"),
+        (r"(?<= of )\d+(?= operators and)", "COUNT"),  # versions of JAX trace one function to fewer or more
         (r"(?<=this is autopar )\S+(?=,)", "VERSION"),
         (r"(?m)(?<=^  known )(devices: |kinds: ).*|(?<=^  known: ).*", r"\1(THE TABLE)"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -239,9 +240,10 @@ def test_nothing_goes_through_the_host(kind: Kind, source: Any, target: Any, hos
 
 
 def test_host_copies_are_noticed(host_copies: HostCopies) -> None:
-    """As plain `device_put` makes them where the layouts differ."""
+    """As plain `device_put` makes them where the layouts differ; from 0.12 on JAX's guard forbids them on CPU too."""
     array = jax.device_put(contents((24, 24)), over([0, 1, 2, 3], "x"))
-    jax.device_put(array, over([4, 5], None, "x"))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.device_put(array, over([4, 5], None, "x"))
     assert host_copies.count > 0
 
 
