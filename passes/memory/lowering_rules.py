@@ -21,8 +21,8 @@ from passes.memory.products import contraction, convolution
 
 CHEAP = frozenset(
     "abs add add_any and ceil clamp clz complex conj convert_element_type cos eq eq_to floor ge gt imag is_finite le "
-    "le_to lt lt_to max min mul mulhi ne neg not one_minus_square or population_count real reduce_precision round "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub xor".split()
+    "le_to lt lt_to max min mul mulhi ne neg not one_minus_square or polynomial population_count real reduce_precision "
+    "round select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub xor".split()
 )
 """Elementwise primitives that XLA computes again for every reader."""
 

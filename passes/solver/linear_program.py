@@ -6,6 +6,11 @@ Programs grow by blocks: a group of readers that turn out to disagree adds rows 
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +35,9 @@ The largest relaxation that is planned with, of GPT-1T, takes 9,000 iterations; 
 HiGHS tells nobody how many iterations a search has had, but looks at its limits between any two parts of its work: 150
 times in about 10 s of the largest programs.
 """
+
+_BANNER = (b"Running HiGHS", b"Includes third-party software")
+_HUSHING = threading.Lock()
 
 CUTOFF = "cutoff"
 """How a relaxation ends that takes no less than was asked."""
@@ -128,6 +136,36 @@ def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
+def hush() -> None:
+    """Nothing; HiGHS will not print its banner any more.
+
+    From 1.16 on its first model of a process does so on stdout, whatever the options say, where a page of JSON may be.
+    """
+    with _HUSHING:
+        _hush()
+
+
+@functools.cache
+def _hush() -> None:
+    if sys.stdout:
+        sys.stdout.flush()
+    try:
+        stdout = os.dup(1)
+    except OSError:  # closed, as a daemon's is
+        return
+    with tempfile.TemporaryFile() as page:
+        os.dup2(page.fileno(), 1)
+        try:
+            highspy.Highs()
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+        page.seek(0)
+        for line in page:  # of other threads, too
+            if not line.startswith(_BANNER):
+                os.write(1, line)
+
+
 class _Highs:
     """A HiGHS model of a program. Reference: Huangfu and Hall, Math. Prog. Comp. 10 (2018).
 
@@ -136,6 +174,7 @@ class _Highs:
     """
 
     def __init__(self, worth: Floats) -> None:
+        hush()
         self.highs: Any = highspy.Highs()
         self.highs.cbMipInterrupt.subscribe(self._look)
         self.looks = 0

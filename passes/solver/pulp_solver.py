@@ -13,7 +13,7 @@ import numpy as np
 import pulp
 
 from passes.errors import PlanningError, explain
-from passes.solver.linear_program import Indices, LinearProgram, Outcome
+from passes.solver.linear_program import Indices, LinearProgram, Outcome, hush
 from passes.solver.problem import Floats
 
 
@@ -59,6 +59,7 @@ def minimise(program: LinearProgram, cost: Floats, integral: Indices, solver: An
         model.addConstraint(
             total == row_low if row_low == row_high else total >= row_low if np.isinf(row_high) else total <= row_high
         )
+    hush()  # HiGHS may be PuLP's solver too
     try:
         model.solve(solver)
     except pulp.PulpSolverError as error:

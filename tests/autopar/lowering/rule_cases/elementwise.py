@@ -14,7 +14,10 @@ from tests.autopar.lowering.rule_cases.case import Case, floats, ints
 SINCE_0_11 = jax.__version_info__ >= (0, 11)
 
 
-NEWER = {name: "a primitive since JAX 0.11" for name in ("log2", "one_minus_square") if not hasattr(lax, "log2")}
+NEWER = {
+    **{name: "a primitive since JAX 0.11" for name in ("log2", "one_minus_square") if not hasattr(lax, "log2")},
+    **{name: "a primitive since JAX 0.12" for name in ("polynomial",) if not hasattr(lax, name)},
+}
 
 
 def _unary() -> list[Case]:
@@ -46,10 +49,13 @@ def _unary() -> list[Case]:
 
 def _newer() -> list[Case]:
     x = floats(4, 8, low=0.1)
-    return [
+    cases = [
         Case("log2", jnp.log2, (x,)),
         Case("one_minus_square", jax.grad(lambda x: jnp.sum(jnp.tanh(x))), (x,)),
+        Case("polynomial", lambda x: lax.polynomial(x, [1.0, x, 2.0]), (x,)),
+        Case("polynomial", lambda x, y: lax.polynomial(x, [y, 3.0]), (x, floats(1, 8)), "of a dimension of 1"),
     ]
+    return [case for case in cases if case.primitive not in NEWER]
 
 
 def _binary() -> list[Case]:
@@ -124,4 +130,4 @@ def _elementwise() -> list[Case]:
 
 def cases() -> list[Case]:
     """Every case of this module."""
-    return [*_unary(), *([] if NEWER else _newer()), *_binary(), *_bitwise(), *_elementwise()]
+    return [*_unary(), *_newer(), *_binary(), *_bitwise(), *_elementwise()]
