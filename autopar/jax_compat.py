@@ -1,6 +1,6 @@
-"""Everything that differs between JAX 0.10 and 0.11, or that only private JAX offers; nothing else imports `jax._src`.
+"""All that differs between JAX 0.10, 0.11 and 0.12, or that only private JAX offers; nothing else imports `jax._src`.
 
-Checked on jax 0.10.2 (Python 3.11) and 0.11.2 (Python 3.12).
+Checked on jax 0.10.2 (Python 3.11), 0.11.2 (Python 3.12) and 0.12.0.1 (Python 3.13).
 """
 
 from __future__ import annotations

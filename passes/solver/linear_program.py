@@ -6,6 +6,7 @@ Programs grow by blocks: a group of readers that turn out to disagree adds rows 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -149,11 +150,9 @@ def hush() -> None:
 def _hush() -> None:
     if sys.stdout:
         sys.stdout.flush()
-    try:
+    # Without a file to print to, or with a stdout that is closed, the banner goes where it will.
+    with contextlib.suppress(OSError), tempfile.TemporaryFile() as page:
         stdout = os.dup(1)
-    except OSError:  # closed, as a daemon's is
-        return
-    with tempfile.TemporaryFile() as page:
         os.dup2(page.fileno(), 1)
         try:
             highspy.Highs()

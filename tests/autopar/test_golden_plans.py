@@ -23,6 +23,7 @@ import autopar
 from benchmarks.trainings import make_state, make_step
 from models import alexnet, bert, dlrm, gpt, llama, moe, transformer, wide_resnet
 from passes.plan import PipelinePlan
+from tests.conftest import TRACED_ALIKE
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
 
@@ -43,8 +44,6 @@ CLUSTERS: dict[str, tuple[str, Any]] = {
     "stages": ("2x1:v100-16g", autopar.Auto(pipeline=True, layers=4)),
 }
 CASES = [f"{model} {cluster}" for model in MODELS for cluster in CLUSTERS]
-TRACED_ALIKE = jax.__version_info__ < (0, 12)
-"""Whether JAX traces the models as it did when these plans were made: later, a tanh's derivative is one operator."""
 QUICK = {"gpt mesh", "gpt-scan stages", "moe mesh"}
 """The cases of a default run."""
 

@@ -159,12 +159,20 @@ that goes: two products of gradients run one after the other here, and beside a 
 )
 
 
+HOLDS_LESS = pytest.mark.xfail(
+    jax.__version_info__ >= (0, 12),
+    reason="XLA of jaxlib 0.12 holds 2.4 to 10.5 % less than is predicted",
+    strict=True,
+    raises=AssertionError,
+)
+
+
 @pytest.mark.parametrize(
     ("batched", "count", "remat"),
     [
-        (False, 4, False),
-        (True, 4, False),
-        (True, None, False),
+        pytest.param(False, 4, False, marks=HOLDS_LESS),
+        pytest.param(True, 4, False, marks=HOLDS_LESS),
+        pytest.param(True, None, False, marks=HOLDS_LESS),
         pytest.param(
             False,
             4,
@@ -202,6 +210,4 @@ def test_weights_that_are_computed_with_in_a_narrow_dtype_are_held_as_xla_holds_
     analysis = compiled.memory_analysis()
     measured = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     measured += analysis.temp_size_in_bytes
-    # Later XLA holds less of these, by a tenth at most.
-    most = 0.01 if jax.__version_info__ < (0, 12) else 0.11
-    assert -0.01 <= compiled.plan.peak_nbytes / measured - 1 <= most
+    assert -0.01 <= compiled.plan.peak_nbytes / measured - 1 <= 0.01

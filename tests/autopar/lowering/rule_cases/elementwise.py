@@ -11,12 +11,11 @@ from jax.extend.random import threefry2x32_p
 
 from tests.autopar.lowering.rule_cases.case import Case, floats, ints
 
-SINCE_0_11 = jax.__version_info__ >= (0, 11)
-
-
+SINCE = {"log2": (0, 11), "one_minus_square": (0, 11), "polynomial": (0, 12)}
 NEWER = {
-    **{name: "a primitive since JAX 0.11" for name in ("log2", "one_minus_square") if not hasattr(lax, "log2")},
-    **{name: "a primitive since JAX 0.12" for name in ("polynomial",) if not hasattr(lax, name)},
+    name: f"a primitive since JAX {version[0]}.{version[1]}"
+    for name, version in SINCE.items()
+    if jax.__version_info__ < version
 }
 
 
@@ -35,8 +34,6 @@ def _unary() -> list[Case]:
         "digamma": lax.digamma, "lgamma": lax.lgamma, "log": lax.log, "log1p": lax.log1p, "rsqrt": lax.rsqrt,
         "sqrt": lax.sqrt,
     }  # fmt: skip
-    if SINCE_0_11:
-        positive |= {"log2": jnp.log2, "one_minus_square": lambda x: jax.vjp(jnp.tanh, x)[1](x)[0]}
     unit = {"acos": lax.acos, "asin": lax.asin, "atanh": lax.atanh, "erf_inv": lax.erf_inv}
     domains = [
         (anywhere, floats(4, 8)),
