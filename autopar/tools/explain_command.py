@@ -65,8 +65,7 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     jax.config.update("jax_platforms", "cpu")
     (program,) = plan.programs
     with Console(stderr=True, highlight=False).status("tracing") as status:
-        step = plan.step_of(fit.traced_step(fit.Example.of(*targets.example(target))))
-        plan.check(step.graph, step.state_pairs)
+        step = fit.planned_step(plan, fit.Example.of(*targets.example(target)))
         limit = Auto(memory_limit=limit_of(arguments.memory_limit)).limit(plan.cluster)
         return reasons(step, program, arguments.what, limit, status.update).text(), DONE
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 
 from autopar.plan import partition_spec
-from autopar.tools import targets
+from autopar.tools import fit, targets
 from autopar.tools.command import DONE, Command, Output, write
 from autopar.tools.explain_command import target_of
 from autopar.tools.targets import UsageError
@@ -120,12 +120,16 @@ def _written(spec: PartitionSpec) -> str:
 
 
 def exported(plan: Plan, target: str) -> bytes:
-    """The step of a target in JAX's own format, its arguments and results placed as in the plan."""
+    """The step of a target in JAX's own format, its arguments and results placed as in the plan.
+
+    Raises PlanMismatchError where the plan was made for another step.
+    """
     step, args, kwargs = targets.example(target)
     function = getattr(step, "__wrapped__", step)
     if kwargs:
         rule = "arguments by name are not exported"
         raise UsageError(explain(f"--format jax-export of {target}", rule, "", "return (step, args)"))
+    fit.planned_step(plan, fit.Example.of(step, args, kwargs))
     axes = tuple(jax.sharding.AxisType.Auto for _ in plan.mesh.axes)
     on = jax.sharding.AbstractMesh(plan.mesh.sizes, plan.mesh.axes, axis_types=axes)
 

@@ -17,8 +17,9 @@ from autopar.rewrite import TracedStep
 from passes.cluster import Cluster, HostGroup
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op import best, named
-from passes.plan import Plan
+from passes.plan import AnyPlan, Plan
 from passes.planners import Auto, DataParallel, Megatron, Planner, PlanOptions, Zero
+from passes.step import Step
 from passes.transforms import split
 
 TENSOR = (2, 4, 8)
@@ -101,6 +102,13 @@ class Row:
             "nbytes": dict(plan.nbytes),
             "where": plan.memory.where if plan.memory else "",
         }
+
+
+def planned_step(plan: AnyPlan, example: Example) -> Step:
+    """The step that a plan was made for. Raises PlanMismatchError where the example is of another one."""
+    step = plan.step_of(traced_step(example))
+    plan.check(step.graph, step.state_pairs)
+    return step
 
 
 def traced_step(example: Example, rows: Mapping[int, int] | None = None) -> TracedStep:

@@ -75,6 +75,15 @@ def test_the_program_is_exported_with_its_shardings(plan):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
+def test_a_step_that_the_plan_was_not_made_for_is_refused(plan, capsys):
+    source = Path("train.py").read_text().replace("jnp.tanh", "jnp.sin")
+    Path("another.py").write_text(source)
+    command = ["export", "plan.json", "--format", "jax-export", "--target", "another:example", "-o", "step.bin"]
+    assert main(command) == 2
+    assert "a plan belongs to one function" in capsys.readouterr().err
+    assert not Path("step.bin").exists()
+
+
 def test_what_is_more_than_shardings_is_refused(train, capsys):  # noqa: F811
     base = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", "--planner"]
     for planner in (["pipeline:2x2"], ["dp", "--microbatches", "2"]):
