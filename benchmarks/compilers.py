@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.checks import hlo
 from autopar.runtime import needed_nbytes
+from autopar.tools.estimates import CLOCK_HZ, cycles
 from benchmarks import gpt
 from benchmarks.large import LARGE
 from benchmarks.trainings import MODELS, make_state, make_step
@@ -66,17 +65,12 @@ LARGE_NBYTES = 100e6
 QUANTILE = 0.95
 """The share of compiled steps that keep a limit which their predictions keep with the margin that is printed."""
 
-CLOCK_HZ: Mapping[str, float] = {"v5e:2x4": 1.5e9, "v5p:2x2x2": 1.75e9, "v6e:2x4": 1.75e9}
-"""Clocks of TPU cores: the peak of bfloat16 by what the matrix units multiply in a cycle (jax-ml/scaling-book)."""
-
 OVER, UNDER = 0.10, 0.05
 """The bounds of a predicted peak on GPUs: at most so much too high, never so much too low; TPUs have 0.15 above."""
 OVER_TPU = 0.15
 
 ANY_NBYTES = 10**15
 """A limit that no step exceeds: what does not fit is compiled too."""
-
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +239,11 @@ def modelled_nbytes(plan: autopar.Plan, traced: Any) -> int:
     raise InternalError(f"the bytes of {plan.fingerprint} follow from its placements neither way")
 
 
+def clock_of(target: str) -> float:
+    """The cycles a second of a target's cores, 0 for a GPU, whose compiler counts none."""
+    return CLOCK_HZ.get(parse_cluster(TARGETS[target]).group().device.name, 0.0)
+
+
 def compile_(made: Any, given: tuple[Any, ...], key: tuple[str, str, str]) -> Compiled:
     """A step compiled for its target."""
     target, model, planner = key
@@ -266,14 +265,9 @@ def compile_(made: Any, given: tuple[Any, ...], key: tuple[str, str, str]) -> Co
         unplanned=sum(c.count for c in verification.unplanned),
         missing=len(verification.missing),
         flops=verification.compiled_flops,
-        cycle_seconds=cycles(compiled.as_text()) / CLOCK_HZ[target] if target in CLOCK_HZ else 0.0,
+        cycle_seconds=cycles(compiled.as_text()) / clock if (clock := clock_of(target)) else 0.0,
         compile_seconds=seconds,
     )
-
-
-def cycles(hlo_text: str) -> int:
-    """The cycles that XLA:TPU estimates for a program, loops as often as they run."""
-    return sum(runs * int(estimate) for line, runs in hlo.instructions(hlo_text) for estimate in _CYCLES.findall(line))
 
 
 def load(path: Path) -> dict[tuple[str, str, str], Compiled]:

@@ -12,11 +12,10 @@ from jax.sharding import Sharding
 
 from autopar.errors import explain
 from autopar.jax_compat import Device
-from autopar.plan import Plan
 from autopar.runtime.program import Feed, Free, Program, Run, Send, Slot
 from passes.errors import OverBudgetError
 from passes.intra_op import away
-from passes.plan import AnyPlan
+from passes.plan import AnyPlan, Plan
 from passes.planners import allowed, largest_holders
 from passes.text import quantities
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from autopar.jax_compat import Device
 from autopar.rewrite import TracedStep
 from autopar.tools.chains import Operation, seconds
 from passes.cluster import Cluster, DeviceSpec, HostGroup, Mesh
+from passes.plan import Plan
 from passes.planners import DataParallel, PlanOptions
 
 DTYPES = ("float32", "bfloat16")
@@ -46,49 +48,77 @@ CALLS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """An operation on one device, to be measured and priced: its `kind` and `size` in words, and its array."""
+    """An operation on one device, to be measured and priced: its `kind` and `size` in words, and its array.
+
+    `applied` takes the array and one of each of `weights`, which are shapes.
+    """
 
     kind: str
     size: str
-    operation: Operation
+    applied: Callable[..., jax.Array]
     shape: tuple[int, ...]
+    weights: tuple[tuple[int, ...], ...] = ()
     dtype: str = "float32"
     times: int = 4
     is_large: bool = False
 
+    def operation(self, x: jax.Array) -> jax.Array:
+        """The operation with weights that leave values as large as they are."""
+        return self.applied(x, *(jnp.asarray(np.full(w, 1 / w[0], np.float32), x.dtype) for w in self.weights))
+
     def step(self) -> TracedStep:
         """The operation as planners take it."""
-        return parallelize(self.operation).step(jax.ShapeDtypeStruct(self.shape, self.dtype))
+        return parallelize(self.applied).step(*(jax.ShapeDtypeStruct(s, self.dtype) for s in self.shapes))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its array and weights."""
+        return (self.shape, *self.weights)
+
+    @property
+    def least_nbytes(self) -> int:
+        """The bytes that it cannot do without: array and weights read, and a result as large as the array written."""
+        elements = sum(map(math.prod, self.shapes)) + math.prod(self.shape)
+        return elements * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Seconds of one operation, predicted by the measured cluster and measured; its `kind` and `size` in words."""
+    """Seconds of one operation, predicted by the measured cluster and measured; its `kind` and `size` in words.
+
+    The cluster's numbers follow it where it `is_fitted`.
+    """
 
     kind: str
     size: str
     predicted: float
     measured: float
+    is_fitted: bool = True
 
 
 def _product(rows: int, inner: int, columns: int, dtype: str) -> Case:
     """A product, and another one back to its shape if it changes that."""
-    there = np.full((inner, columns), 1 / inner, np.float32)
-    back = np.full((columns, inner), 1 / columns, np.float32)
 
-    def operation(x: jax.Array) -> jax.Array:
-        y = x @ jnp.asarray(there, x.dtype)
-        return y if columns == inner else y @ jnp.asarray(back, x.dtype)
+    def applied(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        for weight in weights:
+            x = x @ weight
+        return x
 
-    size = f"{rows} x {inner} x {columns}"
-    return Case(kind=f"{dtype} products", size=size, operation=operation, shape=(rows, inner), dtype=dtype)
+    return Case(
+        kind=f"{dtype} products",
+        size=f"{rows} x {inner} x {columns}",
+        applied=applied,
+        shape=(rows, inner),
+        weights=((inner, columns), (columns, inner))[: 1 if columns == inner else 2],
+        dtype=dtype,
+    )
 
 
 def _batched(batch: int, extent: int, dtype: str) -> Case:
     return Case(
         kind=f"{dtype} products",
         size=f"{batch} of {extent} x {extent} x {extent}",
-        operation=lambda x: x @ x * (1 / extent),
+        applied=lambda x: x @ x * (1 / extent),
         shape=(batch, extent, extent),
         dtype=dtype,
     )
@@ -110,11 +140,19 @@ def cases(platform: str) -> Iterator[Case]:
         yield Case(
             kind="copies",
             size=f"{elements:,} elements",
-            operation=lambda x: x * 1.0001 + 1e-4,
+            applied=lambda x: x * 1.0001 + 1e-4,
             shape=(elements,),
             is_large=elements == copied,
         )
 
+
+TINY_CASE = Case(
+    kind="float32 products",
+    size=f"{TINY} x {TINY} x {TINY}",
+    applied=lambda x: x @ x * 0.1,
+    shape=(TINY, TINY),
+)
+"""The least kernel."""
 
 Timer = Callable[[Case], float]
 
@@ -123,8 +161,30 @@ def device_of(
     group: HostGroup, cluster: Cluster, devices: Sequence[Device], timer: Timer, floor: float, strided: float
 ) -> tuple[DeviceSpec, tuple[Sample, ...]]:
     """The device whose rates explain what `timer` says of each case, and how well; `floor` is the least of a kernel."""
-    several = list(cases(devices[0].platform))
+    seen = replace(
+        group.device,
+        dispatch_seconds=_dispatch_seconds(devices),
+        source="measured by autopar.measure",
+        strided_bytes_per_second=4 * LONG * WIDE / strided if strided > 0 else 0.0,
+    )
+    return fitted_device(replace(group, device=seen), cluster, tuple(cases(devices[0].platform)), timer, floor)
+
+
+def fitted_device(
+    group: HostGroup,
+    cluster: Cluster,
+    several: Sequence[Case],
+    timer: Timer,
+    floor: float,
+    is_fitted: Callable[[Case, float], bool] = lambda case, seconds: True,
+    halves: Sequence[float] = HALVES,
+) -> tuple[DeviceSpec, tuple[Sample, ...]]:
+    """The group's device with the rates that explain what `timer` says of each of several cases, and how well.
+
+    What `is_fitted` denies of a case and its seconds is predicted like the others, but the fit does not follow it.
+    """
     measured = {id(case): timer(case) for case in several}
+    fits = {id(case): is_fitted(case, measured[id(case)]) for case in several}
     steps = {id(case): case.step() for case in several}
     copied = next(case for case in several if case.kind == "copies" and case.is_large)
     nbytes = 2 * 4 * math.prod(copied.shape)
@@ -134,15 +194,12 @@ def device_of(
         memory_efficiency=1.0,
         memory_bytes_per_second=nbytes / max(measured[id(copied)] - floor, 1e-9),
         launch_seconds=floor,
-        dispatch_seconds=_dispatch_seconds(devices),
-        source="measured by autopar.measure",
-        strided_bytes_per_second=4 * LONG * WIDE / strided if strided > 0 else 0.0,
     )
 
     def priced(device: DeviceSpec, case: Case) -> float:
         return predicted_seconds(steps[id(case)], replace(cluster, groups=(replace(group, device=device),)))
 
-    shape = "half_inner" if base.cores else "half_extent"
+    shape = half_of(base)
 
     def fitted(half: float) -> DeviceSpec:
         """The device with that half whose largest products take what they were measured to take."""
@@ -155,24 +212,40 @@ def device_of(
             rates[dtype] = guess.flops_per_second[dtype] * max(priced(guess, case) - floor, 1e-9) / spent
         return replace(halved, flops_per_second=rates)
 
-    products = [case for case in several if case.kind == "float32 products"]
+    products = [case for case in several if case.kind == "float32 products" and (case.is_large or fits[id(case)])]
 
     def error(device: DeviceSpec) -> float:
         """The mean squared error of products in float32, on a logarithmic scale."""
         return statistics.fmean(math.log(priced(device, case) / measured[id(case)]) ** 2 for case in products)
 
-    device = min(map(fitted, HALVES), key=error)
+    device = min(map(fitted, halves), key=error)
     samples = tuple(
-        Sample(kind=case.kind, size=case.size, predicted=priced(device, case), measured=measured[id(case)])
+        Sample(
+            kind=case.kind,
+            size=case.size,
+            predicted=priced(device, case),
+            measured=measured[id(case)],
+            is_fitted=fits[id(case)],
+        )
         for case in several
     )
     return device, samples
 
 
+def half_of(device: DeviceSpec) -> Literal["half_inner", "half_extent"]:
+    """The name of the number that says how much small extents slow a device's products."""
+    return "half_inner" if device.cores else "half_extent"
+
+
 def predicted_seconds(step: TracedStep, cluster: Cluster) -> float:
     """The seconds of a step on one device of a cluster."""
+    return single_plan(step, cluster).step_seconds
+
+
+def single_plan(step: TracedStep, cluster: Cluster) -> Plan:
+    """The plan of a step on one device of a cluster."""
     alone = replace(cluster.group(), hosts=1, devices_per_host=1, measured=())
-    return DataParallel().plan(step, replace(cluster, groups=(alone,)), PlanOptions()).plan.step_seconds
+    return cast("Plan", DataParallel().plan(step, replace(cluster, groups=(alone,)), PlanOptions()).plan)
 
 
 def timer_of(mesh: Mesh, devices: Sequence[Device]) -> Timer:
@@ -182,7 +255,7 @@ def timer_of(mesh: Mesh, devices: Sequence[Device]) -> Timer:
 
 def floor_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:
     """The seconds of the least kernel."""
-    return seconds(lambda x: x @ x * 0.1, (TINY, TINY), mesh, devices)
+    return seconds(TINY_CASE.operation, TINY_CASE.shape, mesh, devices)
 
 
 def strided_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:

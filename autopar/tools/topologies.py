@@ -76,6 +76,11 @@ def topology(cluster: str | os.PathLike[str] | Cluster) -> tuple[Device, ...]:
         raise _unknown(described, f"{packages} has no such devices: {reason}", "compile for another size") from error
 
 
+def cores_of(kind: str) -> int:
+    """The JAX devices of a chip of this kind."""
+    return _CORES.get(kind, 1)
+
+
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -106,7 +111,7 @@ def _tpus(cluster: Cluster, kind: str) -> tuple[Device, ...]:
         os.environ.setdefault(name, value)
     jax.devices()
     name, rank, options = _TPUS[kind]
-    chips = cluster.n_devices // _CORES.get(kind, 1)
+    chips = cluster.n_devices // cores_of(kind)
     extents = torus(chips, rank)
     small: Mapping[str, object] = {"chips_per_host_bounds": [*extents, 1, 1][:3]} if chips < 4 else {}
     described = topologies.get_topology_desc(

@@ -6,7 +6,7 @@ from passes.cluster import collectives, what_if
 from passes.cluster.boundaries import boundary_seconds
 from passes.cluster.cluster import Cluster, DeviceSpec, HostGroup, Link, Measured
 from passes.cluster.collectives import Collective, Kind
-from passes.cluster.devices import known, local_cluster, parse_cluster, register_device
+from passes.cluster.devices import host_spec, known, local_cluster, parse_cluster, register_device
 from passes.cluster.hosts import CPU, HostSpec
 from passes.cluster.mesh import Axes, Mesh, shapes
 
@@ -24,6 +24,7 @@ __all__ = [
     "Mesh",
     "boundary_seconds",
     "collectives",
+    "host_spec",
     "known",
     "local_cluster",
     "parse_cluster",

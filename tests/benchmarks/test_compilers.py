@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import compilers
-from benchmarks.compilers import CLOCK_HZ, RESULTS, TARGETS, arguments, cycles, digest_of, load, program, rows, save
+from benchmarks.compilers import RESULTS, TARGETS, arguments, clock_of, digest_of, load, program, rows, save
 
 KEPT = load(RESULTS)
 
@@ -18,7 +18,7 @@ KEPT = load(RESULTS)
 def test_every_kept_program_of_a_gpu_sends_what_was_planned() -> None:
     assert len(KEPT) > 10
     for entry in KEPT.values():
-        if entry.target not in CLOCK_HZ:
+        if not clock_of(entry.target):
             assert entry.unplanned == entry.missing == 0, entry.key
         assert entry.peak_nbytes >= entry.temporaries_nbytes
         assert entry.versions.get("jax")
@@ -60,23 +60,8 @@ def test_digests_follow_placements_and_nothing_that_is_predicted() -> None:
     assert digest_of(replace(plans[0], nbytes={}, seconds={})) == digest_of(plans[0])
 
 
-def test_cycles_of_a_loop_count_as_often_as_it_runs() -> None:
-    text = "\n".join(
-        (
-            "%body (x: f32[]) -> f32[] {",
-            '  %y = f32[] add(%x, %x), backend_config={"estimated_cycles":"7"}',
-            "}",
-            "ENTRY %main (x: f32[]) -> f32[] {",
-            '  %z = f32[] while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}',
-            '  %w = f32[] add(%z, %z), backend_config={"estimated_cycles":"11"}',
-            "}",
-        )
-    )
-    assert cycles(text) == 5 * 7 + 11
-
-
 def test_every_tpu_has_a_clock() -> None:
-    assert {target for target in TARGETS if target.startswith("v")} == set(CLOCK_HZ)
+    assert all((clock_of(target) > 0) == target.startswith("v") for target in TARGETS)
 
 
 def test_a_margin_is_what_most_compiled_peaks_are_above_their_predictions() -> None:
