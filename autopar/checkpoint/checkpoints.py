@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import math
@@ -18,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar import jax_compat
-from autopar.checkpoint.arrays import Arrays, Shards, is_key, words, written
-from autopar.checkpoint.background import background
+from autopar.checkpoint.arrays import Arrays, Shards, words, written
+from autopar.checkpoint.background import awaited, begun
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
 from autopar.checkpoint.folder import Folder
 from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, RefusedError, files_of
+from autopar.checkpoint.plain import decoded, encoded, key, whole_number, words_of_key
 from autopar.distributed import Memory, Processes, among
 from autopar.errors import ArgumentError, explain
 from autopar.jax_compat import PyTreeDef
@@ -115,8 +113,9 @@ class Checkpoints:
 
         It is a checkpoint only when all of it is there. `position` is where the data goes on, as plain data (such as a
         count of batches), `rng` a key or an array, `plan` the step's plan. Raises CheckpointError where an earlier one
-        could not be written.
+        could not be written, ArgumentError for a step or a position that cannot be.
         """
+        step = whole_number(step)
         self.wait()
         self._orbax()
         paths, leaves = _flattened(state)
@@ -129,14 +128,14 @@ class Checkpoints:
                 for path, leaf in zip(paths, leaves, strict=True)
             },
             files={},
-            position=_encoded(position),
-            rng=_words_of_key(rng),
+            position=encoded(position),
+            rng=words_of_key(rng),
             plan=plan and plan.to_json(),
         )
         name = self._processes.fresh_name() if self._processes else ""
         read = threading.Event()
         tree = jax.tree.structure(state)
-        self._writing = background().submit(self._write, manifest, copies, tree, name, read)
+        self._writing = begun(self._write, manifest, copies, tree, name, read)
         if not _are_copied(copies):
             read.wait()
 
@@ -152,7 +151,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Nothing; what was saved is on the disk. Raises CheckpointError where it could not be written."""
         writing, self._writing = self._writing, None
-        if writing and (error := writing.exception()):
+        if writing and (error := awaited(writing)):
             rule = f"it could not be written: {error!r:.300}"
             remedy = "see that all processes can write to the folder, and that the disk is not full"
             raise CheckpointError(explain(f"a checkpoint in {self._folder.path}", rule, "", remedy)) from error
@@ -269,7 +268,7 @@ class Checkpoints:
         if reason or manifest is None:
             raise RefusedError(reason)
         plan = manifest.plan and plan_from_json(manifest.plan)
-        position, rng = _decoded(manifest.position), _key(manifest.rng)
+        position, rng = decoded(manifest.position), key(manifest.rng)
         return Saved(step=step, state=state, position=position, rng=rng, plan=plan)
 
 
@@ -348,34 +347,3 @@ def _type_text(type: tuple[tuple[int, ...], str] | None) -> str:
 
 def _dtype_name(leaf: Any) -> str:
     return str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
-
-
-def _encoded(position: Any) -> Any:
-    """Plain data as JSON has it. Raises ArgumentError for anything else."""
-    if isinstance(position, bytes):
-        return {"bytes": base64.b64encode(position).decode()}
-    try:
-        return {"json": json.loads(json.dumps(position))}
-    except TypeError as error:
-        rule = f"it is no plain data: {error}"
-        raise ArgumentError(explain("position=", rule, "", "pass numbers, texts, lists and dicts, or bytes")) from error
-
-
-def _decoded(position: Any) -> Any:
-    return base64.b64decode(position["bytes"]) if "bytes" in position else position["json"]
-
-
-def _words_of_key(rng: Any) -> Any:
-    """A key or array of random numbers as plain data."""
-    if rng is None:
-        return None
-    array = np.asarray(words(rng))
-    name = jax_compat.key_implementation(rng.dtype) if is_key(rng) else None
-    return {"key": name, "dtype": array.dtype.name, "words": array.tolist()}
-
-
-def _key(fields: Any) -> Any:
-    if fields is None:
-        return None
-    array = np.asarray(fields["words"], fields["dtype"])
-    return jax.random.wrap_key_data(jnp.asarray(array), impl=fields["key"]) if fields["key"] else array

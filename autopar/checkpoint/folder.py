@@ -8,15 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.checkpoint.manifest import DRAFT, NAME, Manifest, RefusedError
+from autopar.errors import ArgumentError, explain
 
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder with a folder for each step, some of which may be damaged or unfinished."""
+    """A folder with a folder for each step, some of which may be damaged or unfinished.
+
+    Raises ArgumentError for a file.
+    """
 
     path: Path
+
+    def __post_init__(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            rule = "it is a file, and checkpoints are in a folder"
+            raise ArgumentError(explain(f"Checkpoints({str(self.path)!r})", rule, "", "name a folder"))
 
     def of(self, step: int) -> Path:
         """The folder of a step."""
@@ -24,7 +33,8 @@ class Folder:
 
     def steps(self) -> list[int]:
         """The steps, the last one first."""
-        names = [_NAME.fullmatch(path.name) for path in self.path.iterdir()] if self.path.is_dir() else []
+        folders = [path for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
+        names = [_NAME.fullmatch(path.name) for path in folders]
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
     def reason(self, step: int) -> str:

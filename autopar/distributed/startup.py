@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import socket
 from collections.abc import Sequence
 
@@ -48,8 +49,13 @@ def initialize(
     behind for `stall_seconds`, every other one names it, with its host, and ends with status 75.
 
     Raises DeviceError where no launcher is detected and the first three are not given, or where JAX has started
-    already, and ArgumentError for other numbers than those that the process has joined with.
+    already, and ArgumentError for other numbers than those that the process has joined with, and for seconds that are
+    not above 0.
     """
+    for name, seconds in (("lost_seconds", lost_seconds), ("stall_seconds", stall_seconds)):
+        if not 0 < seconds < math.inf:
+            rule = "should be a number of seconds above 0"
+            raise ArgumentError(explain(f"initialize({name}={seconds})", rule, "", "leave it out, or write, say, 30"))
     if jax.distributed.is_initialized():
         _check_joined(num_processes, process_id)
         return

@@ -36,8 +36,8 @@ from autopar.tools import (
     simulate_command,
     targets,
 )
-from autopar.tools.command import Command
-from autopar.tools.command_options import limit_of, planner_of, with_choices
+from autopar.tools.command import Command, check_writable, write
+from autopar.tools.command_options import limit_of, number_or_zero, planner_of, whole_number, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
@@ -112,7 +112,10 @@ exit status: 0 a plan fits, 1 none does, 2 nothing could be planned,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status of a command line: 0 done, 1 the plans differ, 2 an error, printed on stderr, 130 interrupted."""
+    """The exit status of a command line: 0 done, 1 the plans differ, 2 an error, printed on stderr, 130 interrupted.
+
+    An error that nobody expected is 2 as well, with its traceback: 1 is an answer.
+    """
     arguments = parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -122,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _tell(f"autopar {arguments.command}: interrupted before there was anything to show")
         return INTERRUPTED
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return TROUBLE
 
 
 def plans_folder() -> str:
@@ -158,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind")
     plan.add_argument("--planner", default="auto", help="who plans (default: auto)")
     plan.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
-    plan.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
+    plan.add_argument("--microbatches", type=whole_number(), metavar="N", help="compute the batch in N parts")
     plan.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)')
     plan.add_argument("--calibration", type=Path, metavar="PATH", help="where reports of measured steps were kept")
     plan.add_argument(
@@ -166,7 +172,9 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--mesh", metavar="AXES", help="no other mesh than this: data=4,model=2")
     plan.add_argument("--forbid", metavar="KINDS", help="move nothing by these: all_to_all,all_reduce")
-    plan.add_argument("--alternatives", type=int, default=1, metavar="N", help="and N-1 that need less memory")
+    plan.add_argument(
+        "--alternatives", type=whole_number(), default=1, metavar="N", help="and N-1 that need less memory"
+    )
     plan.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory of those (png, svg)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
     plan.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")
@@ -208,7 +216,7 @@ def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
     fits.add_argument("--presets", metavar="MODULE:FUNCTION", help="sizes of the model to choose from")
     fits.add_argument(
         "--seconds",
-        type=float,
+        type=number_or_zero,
         metavar="S",
         help="that the search may take, and again the largest batch and preset; 0: look for none (default: so much "
         "work, whatever time that takes)",
@@ -223,7 +231,7 @@ def _add_compile(add: Callable[..., argparse.ArgumentParser]) -> None:
     command.add_argument("target", metavar="MODULE:FUNCTION", help="what to compile")
     command.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind")
     command.add_argument("--planner", default="auto", help="who plans (default: auto)")
-    command.add_argument("--microbatches", type=int, metavar="N", help="compute the batch in N parts")
+    command.add_argument("--microbatches", type=whole_number(), metavar="N", help="compute the batch in N parts")
     command.add_argument("--memory-limit", metavar="SIZE", help="of one device, as '40 GiB' (default: all of it)")
     command.add_argument("--json", action="store_true", help="print JSON; bytes are numbers")
 
@@ -249,6 +257,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     planner = with_choices(planner_of(arguments.planner), arguments.pin, arguments.mesh, arguments.forbid)
     if arguments.plot:
         blank(arguments.plot)
+    if arguments.out:
+        check_writable(arguments.out, "the plan")
     jax.config.update("jax_platforms", "cpu")
     step, args, kwargs = targets.example(arguments.target)
     with shown(Console(stderr=True, quiet=arguments.json)) as bar:
@@ -262,7 +272,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "progress": bar.report,
         }
         step = step.replan(**options) if isinstance(step, ParallelFunction) else parallelize(step, **options)
-        plans = pareto_front.front(step, args, kwargs, max(1, arguments.alternatives))
+        plans = pareto_front.front(step, args, kwargs, arguments.alternatives)
     plan = plans[0]
     if any(each.is_interrupted for each in plans):
         _tell(f"autopar {arguments.command}: interrupted; this is the best plan until then")
@@ -332,10 +342,7 @@ def _save_trace(plan: AnyPlan, path: Path) -> None:
     """Writes a pipeline's predicted timeline as a Chrome trace. Raises UsageError where there is none."""
     if plan.timeline is None:
         raise UsageError("--trace: only a pipeline has a timeline; plan one with --planner pipeline:4x8")
-    try:
-        path.write_text(json.dumps(plan.timeline.to_trace()) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: the trace cannot be written: {error.strerror}") from error
+    write(path, json.dumps(plan.timeline.to_trace()) + "\n", "the trace")
 
 
 def _diff(arguments: argparse.Namespace) -> int:

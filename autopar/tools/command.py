@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,24 @@ class Command:
     run: Callable[[argparse.Namespace], tuple[Output, int]]
 
 
-def write(path: Path, text: str, what: str) -> None:
+def write(path: Path, contents: str | bytes, what: str) -> None:
     """Writes a file. Raises UsageError where it cannot."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     except OSError as error:
         raise UsageError(f"{path}: {what} cannot be written: {error.strerror}") from error
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raises UsageError where a file cannot be written: better known before the work than after."""
+    if reason := unwritable(path):
+        raise UsageError(f"{path}: {what} cannot be written: {reason}")
+
+
+def unwritable(path: Path) -> str:
+    """The reason why a file cannot be written, empty where none is known before it is tried."""
+    if path.is_dir():
+        return "it is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "no permission"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar import extensions
@@ -32,6 +33,40 @@ clusters:
   2x8:a100-80g          two hosts of 8
   PATH                  a JSON file
   kinds: {textwrap.fill(", ".join(known()), 70, subsequent_indent=" " * 9)}"""
+
+
+def whole_number(least: int = 1) -> Callable[[str], int]:
+    """The reader of an option that is a whole number from `least`, for argparse."""
+
+    def read(written: str) -> int:
+        if written.isdecimal() and int(written) >= least:
+            return int(written)
+        raise argparse.ArgumentTypeError(f"{written!r} should be a whole number from {least}")
+
+    return read
+
+
+def number(written: str) -> float:
+    """The number above 0 that is written, for argparse."""
+    if not (value := _finite(written)) > 0:
+        raise argparse.ArgumentTypeError(f"{written!r} should be a number above 0")
+    return value
+
+
+def number_or_zero(written: str) -> float:
+    """The number that is written, 0 or above, for argparse."""
+    if not (value := _finite(written)) >= 0:
+        raise argparse.ArgumentTypeError(f"{written!r} should be a number from 0")
+    return value
+
+
+def _finite(written: str) -> float:
+    """The number that is written, NaN where it is none or has no end."""
+    try:
+        value = float(written)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def planner_of(written: str) -> Planner:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from autopar.plan import partition_spec
 from autopar.tools import fit, targets
-from autopar.tools.command import DONE, Command, Output, write
+from autopar.tools.command import DONE, Command, Output, check_writable, write
 from autopar.tools.explain_command import target_of
 from autopar.tools.targets import UsageError
 from passes.errors import explain
@@ -161,14 +161,12 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
         write(arguments.out, module(program), "the module")
         return f"{arguments.out}: {len(program.inputs)} arrays on mesh {program.mesh}", DONE
     target = arguments.target or target_of(arguments.plan)
+    check_writable(arguments.out, "the program")
     if not target:
         raise UsageError("--format jax-export needs the step: --target MODULE:FUNCTION")
     with Console(stderr=True, highlight=False).status("tracing"):
         data = exported(program, target)
-    try:
-        arguments.out.write_bytes(data)
-    except OSError as error:
-        raise UsageError(f"{arguments.out}: the program cannot be written: {error.strerror}") from error
+    write(arguments.out, data, "the program")
     return f"{arguments.out}: {nbytes(len(data))}, for jax.export.deserialize", DONE
 
 
@@ -176,7 +174,7 @@ def _check(stages: int, microbatches: int, is_other: bool) -> None:
     """Raises UsageError for a plan that is more than shardings."""
     if stages or microbatches > 1 or is_other:
         rule = "shardings alone do not say stages, microbatches, recomputation or offload, and this plan has some"
-        raise UsageError(explain("autopar export", rule, "", "run it with autopar, or plan for more devices or memory"))
+        raise UsageError(explain("PLAN", rule, "", "run it with autopar, or plan for more devices or memory"))
 
 
 COMMAND = Command(

@@ -10,7 +10,8 @@ import jax
 from rich.console import Console
 
 from autopar.tools import measurement_text
-from autopar.tools.command import DONE, Command, Output, write
+from autopar.tools.command import DONE, Command, Output, check_writable, write
+from autopar.tools.command_options import whole_number
 from autopar.tools.compiler_measurement import compiler_measurement, target_cluster
 from autopar.tools.measurement import measurement
 from autopar.tools.plot import blank
@@ -35,7 +36,9 @@ exit status: 0 measured, 2 not measured or not saved."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, metavar="N", help="this many virtual CPU devices (default: JAX's own)")
+    parser.add_argument(
+        "--devices", type=whole_number(), metavar="N", help="this many virtual CPU devices (default: JAX's own)"
+    )
     parser.add_argument("--compiler", metavar="TARGET", help="tpu:v5e:2x4, gpu:h100 or a cluster: nothing is run")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over measured (png, svg, pdf)")
@@ -44,6 +47,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     if arguments.plot:
         blank(arguments.plot)
+    check_writable(arguments.out, "the cluster")
     if arguments.compiler:
         return _compiled(arguments), DONE
     if arguments.devices:

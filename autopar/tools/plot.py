@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import explain
+from autopar.tools.command import unwritable
 from passes.errors import PlanningError
 from passes.memory import PERSISTENT
 from passes.plan import Plan
@@ -63,11 +64,15 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
 
 
 def blank(path: str | os.PathLike[str]) -> Any:
-    """An empty figure for a file. Raises PlanningError without matplotlib and for another kind of file."""
+    """An empty figure for a file. Raises PlanningError without matplotlib, for another kind of file and where it cannot
+    be written.
+    """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         rule = f"a plot is a file that ends in {' or '.join(SUFFIXES)}"
         raise PlanningError(explain(f"plot {path}", rule, "", f"write, say, {path.stem or 'memory'}.png"))
+    if reason := unwritable(path):
+        raise PlanningError(f"{path}: the plot cannot be written: {reason}")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

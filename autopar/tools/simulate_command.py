@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autopar.tools import targets
-from autopar.tools.command_options import limit_of, numbers_of, planner_of
+from autopar.tools.command_options import limit_of, number, numbers_of, planner_of
 from autopar.tools.fit import Example
 from autopar.tools.plot import blank
 from autopar.tools.simulation import Request, Row, Sweep, rows, saved
@@ -55,9 +55,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)'
     )
-    command.add_argument("--tokens", type=float, metavar="N", help="of the whole training: days that it takes")
-    command.add_argument("--tokens-per-step", type=float, metavar="N", help="(default: the batch's integers)")
-    command.add_argument("--price-per-device-hour", type=float, metavar="P", help="with --tokens: what it costs")
+    command.add_argument("--tokens", type=number, metavar="N", help="of the whole training: days that it takes")
+    command.add_argument("--tokens-per-step", type=number, metavar="N", help="(default: the batch's integers)")
+    command.add_argument("--price-per-device-hour", type=number, metavar="P", help="with --tokens: what it costs")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweep (png, svg, pdf)")
     command.add_argument("--json", action="store_true", help="print JSON: seconds, bytes and flops are numbers")
     command.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")
@@ -69,7 +69,7 @@ def run(
     """(what to print, whether it was ended early). Raises UsageError or PlanningError for what cannot be simulated."""
     if arguments.plot:
         blank(arguments.plot)
-    _check_numbers(arguments)
+    _check_price(arguments)
     simulated: list[Row] = []
     note = ""
     if Path(arguments.target).suffix == ".json":
@@ -101,12 +101,8 @@ def run(
     return json.dumps(result.to_json(), indent=1) if arguments.json else result.tables(note), bool(note)
 
 
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    """Raises UsageError for a number of tokens or a price that is not above 0, and for a price without tokens."""
-    for name in ("tokens", "tokens_per_step", "price_per_device_hour"):
-        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(explain(f"{option} {value:g}", "this is a number above 0", "", "leave it out if unknown"))
+def _check_price(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for a price without tokens."""
     if arguments.price_per_device_hour is not None and arguments.tokens is None:
         remedy = "add, say, --tokens 300e9"
         raise UsageError(explain("--price-per-device-hour", "it is the price of a training of --tokens", "", remedy))

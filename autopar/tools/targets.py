@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from autopar.errors import explain
+from autopar.errors import DeviceError, explain
 from autopar.tools.fit import Example
 from autopar.tools.largest import presets_of
+from passes.errors import PlanningError
 
 TARGET = """\
 FUNCTION takes no arguments and returns (step, args) or (step, args, kwargs):
@@ -47,21 +49,31 @@ def _read(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ..
 
 
 def called(target: str) -> Any:
-    """The result of calling `MODULE:FUNCTION`. Raises UsageError where there is no such function."""
+    """The result of calling `MODULE:FUNCTION`. Raises UsageError where there is no such function, or it fails."""
     module_name, _, name = target.partition(":")
-    if not module_name or not name:
+    if not name or not all(part.isidentifier() for part in module_name.split(".")):
         raise UsageError(f"{target!r} is not MODULE:FUNCTION\n{TARGET}")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A missing module inside the user's own module is theirs to see, with its traceback.
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise UsageError(f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed") from error
-    if not callable(function := getattr(module, name, None)):
-        raise UsageError(f"{module_name} ({module.__file__}) has no function {name!r}")
-    return function()
+        if callable(function := getattr(module, name, None)):
+            return function()
+    except (PlanningError, DeviceError):
+        raise
+    except Exception as error:  # of whatever kind: it is the user's own code
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            rule = f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed"
+            raise UsageError(rule) from error
+        raise UsageError(f"{target} raised an error\n{_users_traceback(error)}") from error
+    raise UsageError(f"{module_name} ({module.__file__}) has no function {name!r}")
+
+
+def _users_traceback(error: Exception) -> str:
+    """The traceback of an error from the user's own code on."""
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, importlib.__file__, "<frozen importlib")):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
 def presets(target: str, named: str | None) -> dict[str, Callable[[], Example]]:

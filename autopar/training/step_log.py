@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from autopar.errors import DeviceError, explain
+from autopar.errors import ArgumentError, DeviceError, explain
 
 Record = Mapping[str, Any]
 """A step as plain data: `step`, `process`, `host`, `seconds` since the one before, and the values that were given."""
@@ -55,9 +55,9 @@ class StepLog:
     def __call__(self, step: int, **values: Any) -> None:
         """Writes the record of a step, once its values, numbers or arrays of one, are computed.
 
-        Raises DeviceError with `finite` for NaN and infinity.
+        Raises DeviceError with `finite` for NaN and infinity, ArgumentError for arrays of several elements.
         """
-        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        numbers = {name: _number(name, value) for name, value in values.items()}
         now = time.perf_counter()
         seconds = None if self._last is None else now - self._last
         self._last = now
@@ -68,6 +68,16 @@ class StepLog:
                 remedy = "restore a checkpoint from before, with a smaller learning rate or other data"
                 what = f"{name} of step {step} on process {process}, host {host}"
                 raise DeviceError(explain(what, f"it is {value}, and should be finite", "", remedy))
+
+
+def _number(name: str, value: Any) -> Any:
+    """A value as plain data: of an array its one element. Raises ArgumentError for an array of another size."""
+    if not hasattr(value, "item"):
+        return value
+    if value.size != 1:
+        rule = f"it is an array of {value.size} elements, and a record has one"
+        raise ArgumentError(explain(f"log({name}=)", rule, "", f"write, say, {name}={name}.mean()"))
+    return value.item()
 
 
 def _short(value: Any) -> str:

@@ -34,15 +34,15 @@ def body_of(graph: Graph) -> Graph:
 def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
     """The devices of each stage. Raises PlanningError unless they fit the cluster."""
     call = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
-    if stages < 1:
-        raise PlanningError(explain(call, "a pipeline has one stage or more", "", "write, say, stages=2"))
-    if submeshes and (len(submeshes) != stages or min(submeshes) < 1):
+    if submeshes and len(submeshes) != stages:
         rule = "there is one submesh for each stage, of one device or more"
         raise PlanningError(explain(call, rule, "", "leave submeshes out for equal ones"))
     devices = cluster.n_devices
     if not submeshes and devices % stages:
         rule = f"{count(devices, 'device')} of cluster {cluster.name!r} do not spread evenly over {stages} stages"
-        raise PlanningError(explain(call, rule, "", "say how many each stage has: submeshes=(4, 2, 2)"))
+        uneven = tuple(devices // stages + (k < devices % stages) for k in range(stages))
+        remedy = f"say how many each stage has: submeshes={uneven}" if devices >= stages else "use fewer stages"
+        raise PlanningError(explain(call, rule, "", remedy))
     sizes = tuple(submeshes) or (devices // stages,) * stages
     if sum(sizes) > devices:
         rule = f"these are {sum(sizes)} devices, and cluster {cluster.name!r} has {devices}"

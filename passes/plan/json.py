@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -54,7 +55,8 @@ def write(path: str | os.PathLike[str], data: Mapping[str, object]) -> None:
         part.write_text(text(data), encoding="utf-8")
         part.replace(target)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # what is in the way of the plan may be in the way of this
+            part.unlink()
         raise PlanningError(f"{target}: the plan cannot be written: {error.strerror}") from error
 
 

@@ -47,6 +47,13 @@ from passes.ir import Graph, has_effect
 from passes.memory import margin_of
 from passes.pipeline import Sample, StagedSearch, layers_of, samples_of
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
+from passes.planners.checks import (
+    check_counts,
+    check_optional_counts,
+    check_seconds,
+    check_solver,
+    checked_schedules,
+)
 from passes.planners.infeasible import infeasible_error, stages_infeasible_error
 from passes.planners.planner import PLAIN, Planned, PlanOptions, limit_nbytes, takes_graphs
 from passes.progress import Deadline, SearchContext
@@ -100,10 +107,11 @@ class Auto:
     interruptible: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_options(self)
+        object.__setattr__(self, "schedules", checked_schedules("Auto", self.schedules))
         object.__setattr__(self, "memory_limit", limit_nbytes(self.memory_limit))
         object.__setattr__(self, "pins", pins.checked_pins(self.pins))
         object.__setattr__(self, "mesh", pins.checked_mesh(self.mesh))
-        _check_stages(self)
         object.__setattr__(self, "forbid", pins.checked_kinds(self.allow, self.forbid))
         object.__setattr__(self, "allow", None)
 
@@ -159,9 +167,6 @@ class Auto:
         self, step: Step, cluster: Cluster, context: SearchContext, offload: bool, most_nbytes: float
     ) -> MeshSearch:
         """The program on every mesh on which plans of at most so many bytes may be; the limit is not kept."""
-        if not isinstance(cast(object, self.max_axes), int) or self.max_axes < 1:
-            rule = "a mesh has a whole number of axes, one or more"
-            raise PlanningError(explain(f"Auto(max_axes={self.max_axes!r})", rule, "", "leave it out for 2"))
         graph = step.graph
         types = [graph.types[v] for v in graph.inputs]
         chosen = pins.placed_inputs(cast("pins.Pins", self.pins), graph.input_names, types)
@@ -274,8 +279,12 @@ def _predictable(memory_limit: int | None, cluster: Cluster) -> float:
     return memory_limit / (1 + margin_of(device))
 
 
-def _check_stages(planner: Auto) -> None:
-    """Raises PlanningError for stages that cannot be, or a mesh that would be of all of them."""
+def _check_options(planner: Auto) -> None:
+    """Raises PlanningError for numbers that cannot be, and for a mesh that would be of all stages."""
+    check_counts("Auto", max_axes=planner.max_axes)
+    check_optional_counts("Auto", layers=planner.layers)
+    check_seconds("Auto", planner.seconds)
+    check_solver("Auto", planner.solver)
     if planner.stages is not None and (type(planner.stages) is not int or planner.stages < 2):
         rule = "a pipeline has two stages or more"
         raise PlanningError(explain(f"Auto(stages={planner.stages!r})", rule, "", "leave it out for none"))

@@ -21,6 +21,7 @@ from passes.ir import Graph, StatePairs, TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
 from passes.plan import AnyPlan, Plan, load_plan
+from passes.planners.checks import check_counts, check_optional_counts, check_solver, checked_submeshes
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
 from passes.solver import SolverOptions
 from passes.step import Step, Variant
@@ -155,6 +156,11 @@ class Megatron:
     zero: int = 0
     solver: SolverOptions = field(default_factory=SolverOptions)
 
+    def __post_init__(self) -> None:
+        check_counts("Megatron", pipeline=self.pipeline, interleave=self.interleave)
+        check_optional_counts("Megatron", microbatches=self.microbatches)
+        check_solver("Megatron", self.solver)
+
     @property
     def stages(self) -> int:
         return self.pipeline * self.interleave
@@ -181,7 +187,7 @@ class Megatron:
             restrict = partial(restrictions.megatron, batch=step.batch, is_state_cut=self.zero > 0)
             return Planned.of(_best(self.name, step, mesh, self.solver, restrict), step)
         firsts = stage_cuts(body_of(step.graph), self.stages)
-        schedule = "interleaved" if self.interleave > 1 else self.schedule
+        schedule = _schedule(self.schedule, self.interleave)
 
         def plan_stage(part: Step, stage: int) -> Plan:
             return _best(f"stage {stage}", part, mesh, self.solver, self.restriction)
@@ -196,7 +202,7 @@ class Pipeline:
     `submeshes` are the devices of each stage, equal by default; `schedule` is a name of `autopar.SCHEDULES`. Stages are
     cut between the blocks of a model that repeats itself, else where little crosses, as even in work as that allows;
     with `layers` only between modules whose names match it (`"Block_*"`). With `interleave`, every submesh has so many
-    stages in turn and the schedule is `interleaved`.
+    stages in turn, and the schedule is `interleaved` or another one that has several.
 
     `meshes` lay the submeshes out, `({"data": 2}, {"data": 1, "model": 2}, ...)`, None where that is to be searched;
     `pins` and `forbid` are as `Auto` has them. `options` are those of each submesh alone, which go before the ones of
@@ -217,6 +223,10 @@ class Pipeline:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
+        check_counts("Pipeline", stages=self.stages, microbatches=self.microbatches)
+        check_counts("Pipeline", interleave=self.interleave, max_axes=self.max_axes)
+        check_solver("Pipeline", self.solver)
+        object.__setattr__(self, "submeshes", checked_submeshes("Pipeline", self.submeshes))
         object.__setattr__(self, "meshes", tuple(pins.checked_mesh(mesh) for mesh in self.meshes))
         object.__setattr__(self, "pins", pins.checked_pins(self.pins))
         object.__setattr__(self, "forbid", pins.checked_kinds(None, self.forbid))
@@ -253,9 +263,19 @@ class Pipeline:
             restrict = pinned if pinned.pins else None
             return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver, restrict)
 
-        schedule = "interleaved" if self.interleave > 1 else self.schedule
+        schedule = _schedule(self.schedule, self.interleave)
         name = f"pipeline of {self.stages}"
         return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
+
+
+def _schedule(name: str, interleave: int) -> str:
+    """The schedule of that name; that of several stages in turn for the default one."""
+    return "interleaved" if interleave > 1 and name == "1f1b" else name
+
+
+def _checked_axes(axes: int) -> int:
+    check_counts("Pipeline", max_axes=axes)
+    return axes
 
 
 Options = tuple[tuple[str, Any], ...]
@@ -264,7 +284,7 @@ Options = tuple[tuple[str, Any], ...]
 _CHECKED: Mapping[str, Callable[[Any], object]] = {
     "forbid": partial(pins.checked_kinds, None),
     "pins": pins.checked_pins,
-    "max_axes": lambda axes: axes,
+    "max_axes": _checked_axes,
 }
 """The options of a submesh alone, each with what reads it."""
 
@@ -295,6 +315,11 @@ class GPipe:
     layers: str = ""
     max_axes: int = 2
     solver: SolverOptions = field(default_factory=SolverOptions)
+
+    def __post_init__(self) -> None:
+        check_counts("GPipe", stages=self.stages, microbatches=self.microbatches, max_axes=self.max_axes)
+        check_solver("GPipe", self.solver)
+        object.__setattr__(self, "submeshes", checked_submeshes("GPipe", self.submeshes))
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:

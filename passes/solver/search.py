@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
+from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError, explain
 from passes.solver.clock import Clock
 from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.dominance import without_dominated
@@ -127,6 +127,12 @@ class SolverOptions:
     gap: float = _GAP
     tie_radius: int | None = _RADIUS
     untied: int = 1_000
+
+    def __post_init__(self) -> None:
+        for name, value in (("gap", self.gap), ("time_limit", self.time_limit), ("tie_radius", self.tie_radius)):
+            if value is not None and not value >= 0:
+                rule = "should be a number from 0"
+                raise PlanningError(explain(f"SolverOptions({name}={value!r:.40})", rule, "", "leave it out"))
 
     def radius(self, problem: ShardingProblem) -> int | None:
         """The rounds that make nodes of a problem one, None where every node stays apart."""

@@ -281,3 +281,62 @@ def test_a_state_whose_leaves_are_not_in_the_order_of_their_names_is_restored(tm
 )
 def test_digests_are_those_of_earlier_checkpoints(values: np.ndarray, expected: str):
     assert digest([partial_sum(pieces_of(values, is_global=False), values.shape)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"step": -1}, r"save\(step=-1\): should be a whole number from 0"),
+        ({"step": 1.5}, r"save\(step=1.5\): should be a whole number from 0"),
+        ({"step": 1, "position": {"seen": {3: 4}}}, "a dict has the key 3, which is no text"),
+        ({"step": 1, "position": object()}, "it is no plain data"),
+    ],
+)
+def test_what_could_not_be_restored_is_not_saved(tmp_path: Path, given: dict[str, Any], message: str):
+    with autopar.Checkpoints(tmp_path / "run") as checkpoints:
+        with pytest.raises(autopar.ArgumentError, match=message):
+            checkpoints.save(state={"w": jnp.ones(3)}, **given)
+        assert checkpoints.steps() == []
+        checkpoints.save(2, {"w": jnp.ones(3)})
+    assert checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("step", [np.int64(3), np.int32(3), jnp.int32(3)])
+def test_a_step_counted_by_a_library_is_a_number(tmp_path: Path, step: Any):
+    state = {"w": jnp.ones(3)}
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(step, state)
+    saved = checkpoints.restore(state)
+    assert saved is not None
+    assert (saved.step, type(saved.step)) == (3, int)
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(autopar.ArgumentError, match="it is a file"):
+        autopar.Checkpoints(tmp_path / "file")
+    (tmp_path / "step-00000001").touch()
+    assert autopar.Checkpoints(tmp_path).steps() == []
+    assert autopar.Checkpoints(tmp_path).restore({"w": jnp.ones(3)}) is None
+
+
+UNREAD = """
+import sys
+import jax.numpy as jnp
+import autopar
+
+checkpoints = autopar.Checkpoints(sys.argv[1])
+checkpoints.save(1, {"w": jnp.ones(3)})
+print("saved")
+"""
+
+
+def test_an_error_of_the_last_save_that_nobody_waits_for_is_printed(tmp_path: Path):
+    (tmp_path / "script.py").write_text(UNREAD)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "step-00000001").touch()  # in the way
+    command = [sys.executable, str(tmp_path / "script.py"), str(run)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=SECONDS, check=False)
+    assert ran.stdout == "saved\n"
+    assert "autopar: a checkpoint could not be written: FileExistsError" in ran.stderr

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import autopar
 from autopar.distributed.watch import LOST, Watch, _Seen
 from autopar.tools.launch import Ending, Launch
 from autopar.tools.supervision import Run
@@ -131,3 +132,10 @@ def test_a_training_that_is_disturbed_ends_with_the_same_parameters(monkeypatch:
     arguments = ["kills", "--seed", str(fresh_seed), *(["--large"] if fresh_seed % 2 else [])]
     monkeypatch.setattr("sys.argv", arguments)
     assert kills.main() == 0, fresh_seed
+
+
+@pytest.mark.parametrize("name", ["lost_seconds", "stall_seconds"])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_seconds_that_cannot_be_are_refused_before_anything_is_joined(name: str, seconds: Any):
+    with pytest.raises(autopar.ArgumentError, match=rf"initialize\({name}={seconds}\): should be a number of seconds"):
+        autopar.distributed.initialize(**{name: seconds})

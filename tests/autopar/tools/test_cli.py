@@ -291,6 +291,7 @@ def test_a_saved_plan_is_a_planner(capsys, train):
     [
         ("train", [], "is not MODULE:FUNCTION"),
         ("absent:example", [], "no module 'absent'"),
+        ("../train:example", [], "'../train:example' is not MODULE:FUNCTION"),
         ("train:absent", [], "has no function 'absent'"),
         ("train:constant", [], "has no function 'constant'"),
         ("train:not_an_example", [], "returned int, not a step and its arguments"),
@@ -301,6 +302,14 @@ def test_a_saved_plan_is_a_planner(capsys, train):
         ("train:example", ["--planner", "manual:"], "'manual:' is not a planner"),
         ("train:example", ["--planner", "manual:absent.json"], r"absent.json: the plan cannot be read"),
         ("train:example", ["--cluster", "1x4:abacus"], "abacus"),
+        ("train:example", ["--planner", "pipeline:2x0"], "Pipeline(microbatches=0): should be a whole number from 1"),
+        ("train:example", ["--planner", "gpipe:2x0"], "Pipeline(microbatches=0): should be a whole number from 1"),
+        ("train:example", ["--planner", "pipeline:3x4"], "submeshes=(2, 1, 1)"),
+        ("train:example", ["--planner", "pipeline:8x4"], "use fewer stages"),
+        ("absent:example", ["--out", "absent/plan.json"], "the plan cannot be written: there is no folder absent"),
+        ("absent:example", ["--out", "train.py/plan.json"], "the plan cannot be written: there is no folder train.py"),
+        ("absent:example", ["--out", "."], "the plan cannot be written: it is a folder"),
+        ("absent:example", ["--plot", "absent/plot.png"], "the plot cannot be written: there is no folder absent"),
     ],
 )
 def test_a_wrong_command_exits_with_2_and_says_why(capsys, train, target, options, message):
@@ -310,6 +319,58 @@ def test_a_wrong_command_exits_with_2_and_says_why(capsys, train, target, option
     assert "Traceback" not in captured.err
 
 
-def test_errors_of_the_users_module_are_theirs_to_see(train):
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
-        main(["plan", "broken:example", "--cluster", "1x4:a100-80g"])
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import a_module_that_nobody_has", "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"),
+        ("def example(): return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("def example(:", "SyntaxError: invalid syntax"),
+        ("def example(): return (lambda x: undefined(x)), (1.0,)", "NameError: name 'undefined' is not defined"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_errors_of_the_users_module_are_theirs_to_see(capsys, train, command, text, error):
+    """With 2: 1 is the answer that nothing fits."""
+    (train / "broken.py").write_text(f"{text}\n")
+    sys.modules.pop("broken", None)
+    assert main([command, "broken:example", "--cluster", "1x4:a100-80g"]) == 2
+    written = capsys.readouterr().err
+    assert error in written
+    assert "broken.py" in written
+    assert "importlib" not in written
+    assert "targets.py" not in written or "undefined" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["plan", "train:example", "--alternatives", "0"], "'0' should be a whole number from 1"),
+        (["plan", "train:example", "--microbatches", "-2"], "'-2' should be a whole number from 1"),
+        (["fit", "train:example", "--seconds", "-3"], "'-3' should be a number from 0"),
+        (["fit", "train:example", "--seconds", "nan"], "'nan' should be a number from 0"),
+        (["simulate", "train:example", "--tokens", "0"], "'0' should be a number above 0"),
+        (["simulate", "train:example", "--price-per-device-hour", "inf"], "'inf' should be a number above 0"),
+        (["measure", "--devices", "0", "--out", "here.json"], "'0' should be a whole number from 1"),
+        (["measure", "--devices", "two", "--out", "here.json"], "'two' should be a whole number from 1"),
+        (["run", "--restarts", "-1", "--resume", "x", "--processes", "2", "train.py"], "a whole number from 0"),
+        (["run", "--lost-seconds", "nan", "--resume", "x", "--processes", "2", "train.py"], "a number above 0"),
+        (["run", "--lost-seconds", "0", "--resume", "x", "--processes", "2", "train.py"], "a number above 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_with_its_option(capsys, train, command, message):
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert end.value.code == 2
+    written = capsys.readouterr().err
+    assert f"argument {next(each for each in command if each.startswith('--'))}:" in written
+    assert message in written
+
+
+def test_what_is_measured_can_be_saved(capsys, train):
+    assert main(["measure", "--devices", "1", "--out", "absent/here.json"]) == 2
+    assert "the cluster cannot be written: there is no folder absent" in capsys.readouterr().err
+
+
+def test_a_file_is_no_folder_of_checkpoints(capsys, train):
+    assert main(["run", "--resume", "broken.py", "--processes", "1", "train.py"]) == 2
+    assert "--resume broken.py: it is a file" in capsys.readouterr().err

@@ -329,7 +329,6 @@ def test_a_saved_plan_is_a_target(capsys, train: Path):
         (["--cluster", "8:h100", "--batch", "x"], "these are not whole numbers from 1"),
         (["--cluster", "8:h100", "--batch", "1.5"], "these are not all whole numbers from 1"),
         (["--cluster", "8:h100", "--bandwidth", "0"], "these are not all numbers above 0"),
-        (["--cluster", "8:h100", "--tokens", "0"], "--tokens 0: this is a number above 0"),
         (["--cluster", "8:h100", "--price-per-device-hour", "2"], "it is the price of a training of --tokens"),
         (["--cluster", "8:h100", "--plot", "plot.txt"], "a plot is a file that ends in"),
         (["--cluster", "8:h100", "--planner", "megatron:3x3"], "this makes 9 devices"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import StepLog
-from autopar.errors import DeviceError
+from autopar.errors import ArgumentError, DeviceError
 
 
 def test_lines_for_people_and_machines(capsys: pytest.CaptureFixture[str]):
@@ -39,3 +39,8 @@ def test_what_is_not_finite_is_an_error_where_that_is_asked_for():
     with pytest.raises(DeviceError, match=r"loss of step 2 on process 0, host .*: it is nan"):
         log(2, loss=jnp.float32("nan"))
     assert len(kept) == 2  # it is written all the same
+
+
+def test_an_array_of_several_elements_is_refused_by_name():
+    with pytest.raises(ArgumentError, match=r"log\(loss=\): it is an array of 4 elements"):
+        StepLog(write=lambda record: None)(1, loss=jnp.ones(4))

@@ -1,0 +1,68 @@
+"""Options of planners as they may be: numbers, names of schedules, a solver's options; what is none is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+from passes.errors import PlanningError, close, explain
+from passes.inter_op import SCHEDULES
+from passes.solver import SolverOptions
+
+
+def check_counts(planner: str, **counts: object) -> None:
+    """Raises PlanningError unless all counts are whole numbers from 1."""
+    for name, value in counts.items():
+        if not _is_count(value):
+            rule = "should be a whole number from 1"
+            raise PlanningError(explain(f"{planner}({name}={value!r:.40})", rule, "", "write, say, 2"))
+
+
+def check_optional_counts(planner: str, **counts: object) -> None:
+    """Raises PlanningError unless all counts that are given are whole numbers from 1."""
+    check_counts(planner, **{name: value for name, value in counts.items() if value is not None})
+
+
+def checked_submeshes(planner: str, sizes: Any) -> tuple[int, ...]:
+    """The devices of each submesh. Raises PlanningError for what is no sequence of counts."""
+    listed = _listed(sizes)
+    if listed is not None and all(map(_is_count, listed)):
+        return listed
+    rule = "these are the devices of each submesh, whole numbers from 1"
+    raise PlanningError(explain(f"{planner}(submeshes={sizes!r:.60})", rule, "", "leave it out for equal ones"))
+
+
+def check_seconds(planner: str, seconds: Any) -> None:
+    """Raises PlanningError unless a limit is a number of seconds from 0, or none."""
+    if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
+        rule = "a limit is a number of seconds"
+        raise PlanningError(explain(f"{planner}(seconds={seconds!r:.40})", rule, "", "leave it out for none"))
+
+
+def checked_schedules(planner: str, names: Any) -> tuple[str, ...]:
+    """The schedules of these names. Raises PlanningError for others, and for a name in the place of several."""
+    listed = _listed(names)
+    unknown = [name for name in ((names,) if listed is None else listed) if name not in SCHEDULES]
+    if listed is not None and not unknown:
+        return listed
+    rule = f"schedules are a tuple of names; known are {', '.join(SCHEDULES)}"
+    meant = f"write ({names!r},)" if listed is None and names in SCHEDULES else close(str(unknown[0]), SCHEDULES)
+    raise PlanningError(explain(f"{planner}(schedules={names!r:.60})", rule, "", meant or "leave it out for all"))
+
+
+def check_solver(planner: str, solver: object) -> None:
+    """Raises PlanningError for what is no SolverOptions."""
+    if not isinstance(solver, SolverOptions):
+        remedy = f"write solver=SolverOptions(solver={solver!r:.40})"
+        raise PlanningError(explain(f"{planner}(solver={solver!r:.40})", "these are SolverOptions", "", remedy))
+
+
+def _listed(values: Any) -> tuple[Any, ...] | None:
+    """The values that a user listed; None where they are no list, or text."""
+    is_list = isinstance(values, Iterable) and not isinstance(values, str)
+    return tuple(cast("Iterable[Any]", values)) if is_list else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,57 @@
+"""Options of planners that cannot be: each is refused by name as soon as it is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from passes.errors import PlanningError
+from passes.planners import Auto, GPipe, Megatron, Pipeline
+from passes.planners.checks import checked_schedules, checked_submeshes
+from passes.solver import SolverOptions
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Auto, {"max_axes": True}, "Auto(max_axes=True): should be a whole number from 1"),
+        (Auto, {"layers": 0}, "Auto(layers=0): should be a whole number from 1"),
+        (Auto, {"layers": 2.5}, "Auto(layers=2.5): should be a whole number from 1"),
+        (Auto, {"seconds": -1}, "Auto(seconds=-1): a limit is a number of seconds"),
+        (Auto, {"seconds": math.nan}, "Auto(seconds=nan): a limit is a number of seconds"),
+        (Auto, {"seconds": "3"}, "Auto(seconds='3'): a limit is a number of seconds"),
+        (Auto, {"schedules": ("1f2b",)}, "did you mean '1f1b'"),
+        (Auto, {"schedules": "1f1b"}, "write ('1f1b',)"),
+        (Auto, {"schedules": 3}, "schedules are a tuple of names"),
+        (Auto, {"solver": "cbc"}, "write solver=SolverOptions(solver='cbc')"),
+        (Pipeline, {"stages": 2, "microbatches": 0}, "Pipeline(microbatches=0): should be a whole number from 1"),
+        (Pipeline, {"stages": 2, "microbatches": None}, "Pipeline(microbatches=None): should be a whole number"),
+        (Pipeline, {"stages": 0, "microbatches": 2}, "Pipeline(stages=0): should be a whole number from 1"),
+        (Pipeline, {"stages": 2.0, "microbatches": 2}, "Pipeline(stages=2.0): should be a whole number from 1"),
+        (Pipeline, {"stages": 2, "microbatches": 2, "interleave": 0}, "Pipeline(interleave=0): should be"),
+        (Pipeline, {"stages": 2, "microbatches": 2, "submeshes": 4}, "Pipeline(submeshes=4): these are the devices"),
+        (Pipeline, {"stages": 2, "microbatches": 2, "submeshes": (2.5, 1.5)}, "these are the devices of each submesh"),
+        (Pipeline, {"stages": 2, "microbatches": 2, "options": ({"max_axes": 0}, None)}, "Pipeline(max_axes=0)"),
+        (GPipe, {"stages": 2, "microbatches": 0}, "GPipe(microbatches=0): should be a whole number from 1"),
+        (GPipe, {"stages": 2, "microbatches": 2, "submeshes": "22"}, "GPipe(submeshes='22'): these are the devices"),
+        (Megatron, {"data": 2, "tensor": 2, "pipeline": 0}, "Megatron(pipeline=0): should be a whole number from 1"),
+        (Megatron, {"data": 2, "tensor": 2, "microbatches": 0}, "Megatron(microbatches=0): should be"),
+        (SolverOptions, {"gap": -1}, "SolverOptions(gap=-1): should be a number from 0"),
+        (SolverOptions, {"time_limit": math.nan}, "SolverOptions(time_limit=nan): should be a number from 0"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(
+    kind: Callable[..., object], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanningError) as error:
+        kind(**options)
+    assert message in str(error.value)
+
+
+def test_what_may_be_is_kept() -> None:
+    assert checked_submeshes("Pipeline", [2, 1, 1]) == (2, 1, 1)
+    assert checked_schedules("Auto", ["gpipe", "1f1b"]) == ("gpipe", "1f1b")
+    assert Auto(seconds=0, layers=None).schedules == ()
