@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from autopar.errors import DeviceError, explain
 from autopar.frontend import Body, Traced
 from autopar.jax_compat import Device
 from autopar.lowering import localize
@@ -88,9 +89,16 @@ def shardings(specs: Sequence[ShardingSpec], mesh: Mesh, devices: Sequence[Devic
 
 
 def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
-    """The program with the plan's offloaded inputs in the host's memory, where their new values go as well."""
+    """The program with the plan's offloaded inputs in the host's memory, where their new values go as well.
+
+    Raises DeviceError where JAX cannot keep them there.
+    """
     if not plan.offloaded:
         return program
+    if plan.mesh.size > 1 and not _keeps_at_hosts(program.in_shardings):
+        rule = f"jax {jax.__version__} cannot keep arrays of several CPU devices in their host's memory"
+        remedy = "install jax 0.10.2 or newer, or give the devices a larger memory_limit="
+        raise DeviceError(explain("state offloaded to the host", rule, "", remedy))
     back = {o: i for o, i in traced.state_pairs if i in plan.offloaded}
     inner, inputs, outputs = program.function, program.in_shardings, program.out_shardings
 
@@ -105,6 +113,12 @@ def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
         in_shardings=tuple(_at_host(s) if i in plan.offloaded else s for i, s in enumerate(inputs)),
         out_shardings=tuple(_at_host(s) if o in back else s for o, s in enumerate(outputs)),
     )
+
+
+def _keeps_at_hosts(shardings: Sequence[Sharding]) -> bool:
+    """Whether arrays of several devices may lie in the memory of their host, which XLA:CPU of jaxlib 0.10.1 cannot."""
+    on_cpus = all(device.platform == "cpu" for sharding in shardings for device in sharding.device_set)
+    return not on_cpus or jax.__version_info__ >= (0, 10, 2)
 
 
 def _at_host(sharding: Sharding) -> Sharding:

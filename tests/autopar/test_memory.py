@@ -51,8 +51,22 @@ SLOW_CASES = (
 )
 
 
+def of_version(case: Case) -> Any:
+    """A case, which is expected to fail where the compiler is older than its model."""
+    older = jax.__version_info__ < (0, 10, 2) and (case.model, case.planner) in HELD_BY_OLDER
+    return (
+        pytest.param(case, marks=pytest.mark.xfail(reason=OLDER, strict=True, raises=AssertionError)) if older else case
+    )
+
+
+HELD_BY_OLDER = {("convolution", "dp"), ("convolution", "auto"), ("pairwise", "auto")}
+OLDER = "XLA of jaxlib 0.10.1 divides a reduction in two, and writes what the first one reads: 14 to 92 % more"
+
+
 @pytest.mark.parametrize(
-    "case", [*CASES, *map(slow, SLOW_CASES)], ids=lambda case: f"{case.model}-{case.planner}-{case.dtype}"
+    "case",
+    [*map(of_version, CASES), *map(slow, SLOW_CASES)],
+    ids=lambda case: f"{case.model}-{case.planner}-{case.dtype}",
 )
 def test_predictions_are_close(case: Case):
     row = measure(case)

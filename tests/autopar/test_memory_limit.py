@@ -82,6 +82,12 @@ def test_state_is_cut_to_fit():
         assert_close(compiled(*jax.tree.map(jnp.copy, given)), wanted)
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 10, 2),
+    reason="XLA:CPU of jaxlib 0.10.1 has none",
+    strict=True,
+    raises=autopar.DeviceError,
+)
 def test_offloaded_state_rests_with_the_host_and_the_step_is_the_same(tmp_path: Any):
     with jax.enable_x64(True):
         given = wide("float64")

@@ -116,6 +116,12 @@ def test_the_stages_that_update_the_state_alias_it(optimizer: str):
     assert sum(len(segment.donated) for segment, _ in updates) == len(jax.tree.leaves(state))
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 10, 2),
+    reason="stages take 6.3 % more than is predicted with jaxlib 0.10.1",
+    strict=True,
+    raises=AssertionError,
+)
 def test_a_donated_state_is_held_once():
     """With momentum the state is twice the parameters, and the batch is small: what else is needed is a gradient."""
     params = [jax.random.normal(key, (128, 128)) / 12 for key in jax.random.split(jax.random.key(0), 4)]
