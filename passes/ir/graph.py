@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from passes.device_placement import DevicePlacement
@@ -56,6 +56,7 @@ class TensorType:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+@lru_cache(maxsize=256)
 def item_nbytes(dtype: str) -> int:
     """Bytes of one element of `dtype`. Raises InternalError for a name without a width."""
     if dtype in _ITEM_NBYTES:

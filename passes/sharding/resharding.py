@@ -137,6 +137,7 @@ class Resharder:
         self.mesh = mesh
         self._moves: dict[tuple[int, str], _Moves] = {}
         self._closures: dict[tuple[TensorType, str, Behind | None], Seconds] = {}
+        self._singles: dict[tuple[TensorType, str], Seconds] = {}
         self._chains: dict[tuple[TensorType, str], Indices] = {}
         self._kept: dict[object, object] = {}
 
@@ -164,7 +165,7 @@ class Resharder:
             behind = None
         key = (type, reduction, behind)
         if key not in self._closures:
-            single = self._single_steps(type, self._moves_of(type.rank, reduction), behind)
+            single = self._single_steps(type, reduction, behind)
             along = self._shortest if behind is None else self._along_chains
             self._closures[key] = along(type, reduction, single)
         return self._closures[key]
@@ -242,7 +243,7 @@ class Resharder:
         key = (type, reduction)
         if key not in self._chains:
             moves, total = self._moves_of(type.rank, reduction), self.seconds(type, reduction)
-            single = self._single_steps(type, moves, None)
+            single = self._single_steps(type, reduction, None)
             through = single[:, None] + total[moves.routes.target]
             chain: Indices = np.full(total.shape, -1, dtype=np.intp)
             for at in np.unique(moves.routes.source):
@@ -251,8 +252,17 @@ class Resharder:
             self._chains[key] = chain
         return self._chains[key]
 
-    def _single_steps(self, type: TensorType, moves: _Moves, behind: Behind | None) -> Seconds:
+    def _single_steps(self, type: TensorType, reduction: str, behind: Behind | None) -> Seconds:
         """Seconds of every single step; infinite where an axis does not divide its dimension, or it is forbidden."""
+        if behind is not None:
+            return self._step_seconds(type, self._moves_of(type.rank, reduction), behind)
+        key = (type, reduction)
+        if key not in self._singles:
+            self._singles[key] = self._step_seconds(type, self._moves_of(type.rank, reduction), None)
+        return self._singles[key]
+
+    def _step_seconds(self, type: TensorType, moves: _Moves, behind: Behind | None) -> Seconds:
+        """Seconds of every single step, as `_single_steps` has them."""
         device = self.mesh.cluster.group().device
         cost = np.zeros(len(moves.routes.steps))
         payload = type.nbytes / moves.payload_parts
