@@ -369,8 +369,13 @@ def is_staged(x: object) -> bool:
 
 
 def is_staging() -> bool:
-    """Whether a program is being written, in which even a call with nothing but arrays becomes an operation."""
+    """Whether a transformation of JAX's is under way."""
     return not _core.trace_state_clean()
+
+
+def is_writing() -> bool:
+    """Whether a program is being written, in which even a call with nothing but arrays becomes an operation."""
+    return is_staging() and (_core.unsafe_am_i_under_a_jit() or _core.nonempty_axis_env())
 
 
 def is_concrete(x: object) -> bool:

@@ -54,7 +54,7 @@ class Executable:
     def _call(self, leaves: list[Any]) -> Any:
         present = jax_compat.sharding_objects(leaves)
         others = list(compress(count(), map(is_not, present, self._in_place)))
-        if jax_compat.is_staging() or any(jax_compat.is_traced(leaves[i]) for i in others):
+        if jax_compat.is_writing() or any(jax_compat.is_traced(leaves[i]) for i in others):
             return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
         if self.arrivals:
             return self._call_together(leaves, self.arrivals)

@@ -158,15 +158,15 @@ class StepDrafts:
                 largest = max(placed_inputs, key=lambda v: (loop.types[v].nbytes, -self.stage_of[v]))
                 self.stage_of.update(dict.fromkeys(node.outputs, self.stage_of[largest]))
         self._collect(loop)
+        self._first_stage = dict[int, int]()
+        for at, draft in enumerate(self.drafts):
+            made = (v for _, node in draft.nodes.values() for v in node.outputs)
+            for value in (*draft.needed, *made):
+                self._first_stage.setdefault(value, at)
 
     def stage_of_output(self, value: int) -> int:
         """The stage that makes an output: the one it is placed on, else the first that computes or reads it anyway."""
-        if value in self.stage_of:
-            return self.stage_of[value]
-        for at, draft in enumerate(self.drafts):
-            if value in draft.needed or any(value in node.outputs for _, node in draft.nodes.values()):
-                return at
-        return 0
+        return self.stage_of[value] if value in self.stage_of else self._first_stage.get(value, 0)
 
     def input_stages(self) -> tuple[int, ...]:
         """The stage where each input lives: where the next step's value of it is made, else where it is read first."""
@@ -194,7 +194,7 @@ class StepDrafts:
             entering = zip(loop.body.inputs, loop.node.inputs, strict=True)
             yield from ((at, outer) for inner, outer in entering if inner in read)
             yield from ((at, init) for init, _, _, _ in draft.carries)
-        yield from ((self.stage_of_output(v), v) for v in self.graph.outputs)
+        yield from ((self.stage_of.get(v, 0), v) for v in self.graph.outputs)
 
     def _collect(self, loop: LoopDrafts) -> None:
         makers = {v: (number, origin, node) for number, origin, node in self.order for v in node.outputs}

@@ -165,6 +165,8 @@ def assert_equals_jit(seed: int) -> None:
         where = f"seed {seed}: {function.__name__} {options} {given} {name} {args} {kwargs}: {wanted!r} and {got!r}"
         if name == "compiled" and isinstance(wanted, TypeError):
             continue  # static arguments may be given to what is compiled, too, which jit's takes no more
+        if name == "vmap" and "INVALID_ARGUMENT" in str(wanted) and options["compiler_options"]:
+            continue  # of a batch the user's own function is compiled, without the options of the planned one
         if isinstance(wanted, Exception) or isinstance(got, Exception):
             kinds = (ValueError, TypeError)
             both = isinstance(wanted, kinds) and isinstance(got, kinds)
@@ -179,7 +181,7 @@ def assert_equals_jit(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(6), 9303392])
 def test_a_call_is_that_of_jit(seed: int):
     assert_equals_jit(seed)
 
@@ -204,3 +206,20 @@ def test_a_cleared_cache_is_filled_anew():
     traced.clear_cache()
     traced(np.ones(4))
     assert traces == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda call: jax.vmap(lambda y: call() + y)(jnp.arange(3.0)).sum() / 3 - 1,
+        lambda call: jax.grad(lambda y: call() * y)(3.0),
+        lambda call: jax.vmap(jax.grad(lambda y: call() * y))(jnp.arange(3.0)).mean(),
+    ],
+    ids=["vmap", "grad", "both"],
+)
+def test_a_call_beside_a_transformation_is_one_from_outside(around: Callable[[Callable[[], Any]], Any]):
+    """It was part of the transformation, where JAX takes no options of XLA's."""
+    options = {"xla_cpu_enable_fast_min_max": True}
+    step = autopar.parallelize(lambda x: jnp.sum(x), devices=jax.devices()[:2], compiler_options=options)
+    x = jnp.ones((4, 4))
+    assert around(lambda: step(x)) == 16.0
