@@ -152,7 +152,8 @@ class Checkpoints:
         """Nothing; what was saved is on the disk. Raises CheckpointError where it could not be written."""
         writing, self._writing = self._writing, None
         if writing and (error := awaited(writing)):
-            rule = f"it could not be written: {error!r:.300}"
+            text = " ".join(repr(error).split())  # the system's reason is at the end of Orbax's
+            rule = f"it could not be written: {text if len(text) < 300 else f'{text[:120]} ... {text[-160:]}'}"
             remedy = "see that all processes can write to the folder, and that the disk is not full"
             raise CheckpointError(explain(f"a checkpoint in {self._folder.path}", rule, "", remedy)) from error
 

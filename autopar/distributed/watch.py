@@ -125,13 +125,14 @@ class Watch:
             return f"{self.name(rank)} has {last.text}"
         is_done = last.text.startswith(_DONE)
         if now - last.sign > self.lost_seconds:
-            where = "at its end" if is_done else f"in step {last.steps}"
+            where = "at its end" if is_done else f"in step {last.steps} since its start"
             return f"{self.name(rank)} is lost: no sign of life for {self.lost_seconds:.0f} s, {where}"
         if is_done:
             return ""
         ahead = max(other.steps for other in seen.values())
         if last.steps < ahead and now - last.step > self.stall_seconds:
-            return f"{self.name(rank)} hangs: in step {last.steps} for {now - last.step:.0f} s, others in step {ahead}"
+            spent = f"{now - last.step:.0f} s"
+            return f"{self.name(rank)} hangs: in step {last.steps} since its start for {spent}, others in step {ahead}"
         return ""
 
     def name(self, rank: int) -> str:

@@ -31,7 +31,7 @@ def test_who_is_gone_is_named_with_rank_and_host():
     assert watch_of(p0=alive, p1=alive) == ["", ""]
     assert watch_of(p0=alive, p1=("7 3", 16.0, 16.0)) == [
         "",
-        "process 1 on host b is lost: no sign of life for 15 s, in step 3",
+        "process 1 on host b is lost: no sign of life for 15 s, in step 3 since its start",
     ]
     assert watch_of(p0=alive, p1=("failed: ValueError: no data", 1.0, 1.0))[1] == (
         "process 1 on host b has failed: ValueError: no data"
@@ -44,7 +44,7 @@ def test_who_is_gone_is_named_with_rank_and_host():
     # Signs of life, and no steps: of two that do not get on, the one behind is meant.
     assert watch_of(p0=("90 4", 1.0, 200.0), p1=("90 3", 1.0, 101.0), p2=("90 4", 1.0, 1.0)) == [
         "",
-        "process 1 on host b hangs: in step 3 for 101 s, others in step 4",
+        "process 1 on host b hangs: in step 3 since its start for 101 s, others in step 4",
         "",
     ]
     assert watch_of(p0=("90 4", 1.0, 200.0), p1=("90 4", 1.0, 200.0)) == ["", ""]  # they compile, say
