@@ -14,6 +14,8 @@ def pipelines(model: str, stages: int) -> list[str]:
     return [f"{model}=Pipeline(stages={stages}, microbatches=4, schedule='{schedule}')" for schedule in SCHEDULES]
 
 
+MIXED = ["gpt=Pipeline(stages=2, microbatches=4)", "moe=Pipeline(stages=2, microbatches=4)", "gpt=Auto()", "moe=Auto()"]
+
 # Processes, devices of each, and what runs on them one after the other.
 SAMPLE = ["moe=Megatron(data=1, tensor=2, pipeline=2, microbatches=2)", "gpt=Pipeline(stages=4, microbatches=4)"]
 CASES = [
@@ -28,6 +30,7 @@ CASES = [
     slow(2, 2, ["gpt=Megatron(data=1, tensor=2, pipeline=2, interleave=2, microbatches=2)", "gpt=Auto(pipeline=True)"]),
     slow(4, 1, ["gpt-scan=Pipeline(stages=4, microbatches=2)", "gpt-scan=Pipeline(stages=2, microbatches=2)"]),
     slow(2, 2, ["gpt-scan=Pipeline(stages=2, microbatches=2, submeshes=(3, 1))", "wide-resnet=DataParallel()"]),
+    *[slow(processes, devices, MIXED) for processes, devices in ((2, 3), (4, 3), (4, 4))],
 ]
 
 
