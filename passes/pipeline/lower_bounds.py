@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from passes.cluster import Cluster, Mesh
 from passes.inter_op import LowerBound, Submesh
 from passes.pipeline.block_costs import Block, BlockCosts
-from passes.pipeline.step_blocks import Counted, StepBlocks
+from passes.pipeline.step_blocks import Counted, Kinds, StepBlocks
 
 SLACK = 1 + 1e-9
 """Sums in different orders differ by less: what is slower by more is slower."""
@@ -48,6 +48,15 @@ class LayerBounds:
         return cls(n_prices=n_prices, seconds=chosen.min(axis=2), periods=periods.min(axis=2), nbytes=counts @ nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _RunBound:
+    """The lower bound of a run of blocks as of so many prices, and whether all of it is priced on some mesh."""
+
+    bound: LowerBound
+    is_priced: bool
+    n_prices: int
+
+
 @dataclass(slots=True, kw_only=True)
 class BlockBounds:
     """Lower bounds on the cost of stages of a step, by the `n_prices` prices of its blocks that there are so far.
@@ -65,9 +74,7 @@ class BlockBounds:
     _by_size: dict[tuple[int, int], LayerBounds] = field(default_factory=dict[tuple[int, int], LayerBounds])
     _spent: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
-    _runs: dict[tuple[tuple[tuple[str, int], ...], int], tuple[int, LowerBound]] = field(
-        default_factory=dict[tuple[tuple[tuple[str, int], ...], int], "tuple[int, LowerBound]"]
-    )
+    _runs: dict[tuple[Kinds, int], _RunBound] = field(default_factory=dict[tuple[Kinds, int], "_RunBound"])
 
     def of_layers(self, first: int, last: int, submesh: Submesh, microbatches: int) -> LowerBound:
         """A lower bound on the cost of these layers as a stage, on its best mesh; it rises as blocks are priced."""
@@ -87,8 +94,8 @@ class BlockBounds:
         run = (begin, end, n_devices)
         if microbatches not in self.step.samples:
             return self._between(run, microbatches, list(self.step.samples))
-        bound = self.of_run(self.step.counted(begin, end, microbatches), n_devices)
-        known = [count for count in self.step.samples if self._has_price(run, count)]
+        bound = self._of_run(run, microbatches).bound
+        known = [count for count in self.step.samples if self._of_run(run, count).is_priced]
         if microbatches in known or not min(known, default=microbatches) < microbatches < max(known):
             return bound
         between = self._between(run, microbatches, known)
@@ -97,18 +104,11 @@ class BlockBounds:
     def is_priced(self, chosen: Sequence[Counted], mesh: Mesh) -> bool:
         return all(self.block_costs.is_known(block, mesh) for block, _ in chosen)
 
-    def _has_price(self, run: tuple[int, int, int], microbatches: int) -> bool:
-        """Whether all of some blocks on so many devices are priced on some mesh."""
-        begin, end, n_devices = run
-        chosen = self.step.counted(begin, end, microbatches)
-        return any(self.is_priced(chosen, mesh) for mesh in self.meshes_of(n_devices))
-
     def _between(self, run: tuple[int, int, int], microbatches: int, counts: Sequence[int]) -> LowerBound:
         """The bound of (begin, end, devices) by those in the nearest of these `counts` that are fewer and more."""
-        begin, end, n_devices = run
         fewer = max((count for count in counts if count < microbatches), default=None)
         more = min((count for count in counts if count > microbatches), default=None)
-        low, high = (self.of_run(self.step.counted(begin, end, n), n_devices) if n else None for n in (fewer, more))
+        low, high = (self._of_run(run, n).bound if n else None for n in (fewer, more))
         if not low or not fewer:
             return high or LowerBound(0.0, 0.0, 0.0)
         if not high or not more:
@@ -120,21 +120,27 @@ class BlockBounds:
         )
         return LowerBound(seconds, period, low.nbytes)
 
-    def of_run(self, chosen: Sequence[Counted], n_devices: int) -> LowerBound:
-        key = tuple((block.kind, n) for block, n in chosen), n_devices
-        if key not in self._runs or self._runs[key][0] != self.n_prices:
-            meshes = self.meshes_of(n_devices)
-            each = [
-                [(n * seconds, n * period) for (seconds, period), n in ((self.of_block(b, mesh), n) for b, n in chosen)]
-                for mesh in meshes
-            ]
-            bound = LowerBound(
-                seconds=min((math.fsum(seconds for seconds, _ in bounds) for bounds in each), default=math.inf),
-                period=min((math.fsum(period for _, period in bounds) for bounds in each), default=math.inf),
-                nbytes=math.fsum(n * self.block_costs.least(block, self.cluster, n_devices)[1] for block, n in chosen),
-            )
-            self._runs[key] = self.n_prices, bound
-        return self._runs[key][1]
+    def _of_run(self, run: tuple[int, int, int], microbatches: int) -> _RunBound:
+        """The bound of (begin, end, devices) in so many microbatches by their own prices."""
+        begin, end, n_devices = run
+        key = self.step.kinds(begin, end, microbatches), n_devices
+        known = self._runs.get(key)
+        if known is None or known.n_prices != self.n_prices:
+            known = self._runs[key] = self._bound(self.step.counted(begin, end, microbatches), n_devices)
+        return known
+
+    def _bound(self, chosen: Sequence[Counted], n_devices: int) -> _RunBound:
+        meshes = self.meshes_of(n_devices)
+        each = [
+            [(n * seconds, n * period) for (seconds, period), n in ((self.of_block(b, mesh), n) for b, n in chosen)]
+            for mesh in meshes
+        ]
+        bound = LowerBound(
+            seconds=min((math.fsum(seconds for seconds, _ in bounds) for bounds in each), default=math.inf),
+            period=min((math.fsum(period for _, period in bounds) for bounds in each), default=math.inf),
+            nbytes=math.fsum(n * self.block_costs.least(block, self.cluster, n_devices)[1] for block, n in chosen),
+        )
+        return _RunBound(bound, any(self.is_priced(chosen, mesh) for mesh in meshes), self.n_prices)
 
     def of_block(self, block: Block, mesh: Mesh) -> tuple[float, float]:
         """The bound of `BlockCosts.lower_bound`, and no less than half of what half of the devices take at best."""

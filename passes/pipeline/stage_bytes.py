@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from passes.inter_op import Candidate, StageCost
 from passes.pipeline.block_costs import Block
 from passes.pipeline.stage_table import StageCostTable
+from passes.pipeline.step_blocks import Counted
 
 
 def least_bytes(table: StageCostTable, begin: int, end: int, n_devices: int, microbatches: int) -> StageCost:
     """The least bytes of some blocks as a stage, which takes no time here: their state, and what microbatches keep."""
-    chosen = table.step.counted(begin, end, microbatches)
-    return Candidate.together([(_of_block(table, block, n_devices), n) for block, n in chosen], None)
+    key = table.step.kinds(begin, end, microbatches), n_devices
+    if key not in table.least_bytes:
+        chosen = table.step.counted(begin, end, microbatches)
+        table.least_bytes[key] = Candidate.together([(_of_block(table, b, n_devices), n) for b, n in chosen], None)
+    return table.least_bytes[key]
 
 
-def partly_priced(table: StageCostTable, begin: int, end: int, n_devices: int, microbatches: int) -> list[Candidate]:
+def partly_priced(table: StageCostTable, begin: int, end: int, n_devices: int, microbatches: int) -> list[StageCost]:
     """The stage of some blocks on each mesh on which most of what they keep is of blocks that have a price already.
 
     Others count with the least bytes that they may need, and take no time.
     """
-    chosen = table.step.counted(begin, end, microbatches)
+    key = table.step.kinds(begin, end, microbatches), n_devices
+    n_prices, stages = table.partly_priced.get(key, (-1, []))
+    if n_prices != table.bounds.n_prices:
+        stages = _partly_priced(table, table.step.counted(begin, end, microbatches), n_devices)
+        table.partly_priced[key] = table.bounds.n_prices, stages
+    return stages
+
+
+def _partly_priced(table: StageCostTable, chosen: Sequence[Counted], n_devices: int) -> list[StageCost]:
     least = [(_of_block(table, block, n_devices), n) for block, n in chosen]
-    stages: list[Candidate] = []
+    stages: list[StageCost] = []
     for mesh in table.bounds.meshes_of(n_devices):
         known = [table.block_costs.is_known(block, mesh) for block, _ in chosen]
         prices = [table.block_costs.price(b, mesh) if table.block_costs.is_known(b, mesh) else None for b, _ in chosen]

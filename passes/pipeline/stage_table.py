@@ -24,7 +24,7 @@ from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.inter_op import Candidate, StageCost, Submesh
 from passes.pipeline.block_costs import BlockCosts, PriceRequest
 from passes.pipeline.lower_bounds import SLACK, BlockBounds
-from passes.pipeline.step_blocks import Counted, StepBlocks
+from passes.pipeline.step_blocks import Counted, Kinds, StepBlocks
 
 LEAST_GAIN = 0.03
 """A gain that no other mesh is tried for, over a price or from a price to the least that there can be: as much as the
@@ -38,11 +38,16 @@ PRICE_TOLERANCE = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
 
 
+Run = tuple[Kinds, int]
+"""A run of blocks by their kinds, and the devices that it is on."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StageCostTable:
     """The costs of stages of a `step` in blocks, computed when they are asked for; `meshes(n)` lays out n devices.
 
-    `on_price` is called with every mesh that a block is about to be priced on, and with None when it is.
+    `on_price` is called with every mesh that a block is about to be priced on, and with None when it is. What
+    `stage_bytes` has found of runs of blocks is kept here, that of some prices with their number.
     """
 
     step: StepBlocks
@@ -51,6 +56,10 @@ class StageCostTable:
     block_costs: BlockCosts
     on_price: Callable[[Mesh | None], None]
     bounds: BlockBounds = field(init=False)
+    least_bytes: dict[Run, StageCost] = field(init=False, default_factory=dict[Run, StageCost])
+    partly_priced: dict[Run, tuple[int, list[StageCost]]] = field(
+        init=False, default_factory=dict[Run, "tuple[int, list[StageCost]]"]
+    )
     _winners: dict[int, Mesh] = field(default_factory=dict[int, Mesh])
 
     def __post_init__(self) -> None:

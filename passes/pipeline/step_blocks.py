@@ -19,6 +19,9 @@ from passes.transforms import stages
 
 Counted = tuple[Block, int]
 
+Kinds = tuple[tuple[str, int], ...]
+"""Kinds of blocks with how many there are of each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -44,6 +47,7 @@ class StepBlocks:
     _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
         default_factory=dict[tuple[int, int, int], "tuple[Counted, ...]"]
     )
+    _kinds: dict[tuple[int, int, int], Kinds] = field(default_factory=dict[tuple[int, int, int], Kinds])
     _sent: dict[str, int] = field(default_factory=dict[str, int])
 
     def cuts(self, microbatches: int) -> Cuts:
@@ -99,6 +103,13 @@ class StepBlocks:
             counts = Counter(block.kind for block in chosen)
             self._counts[key] = tuple((block, counts[kind]) for kind, block in {b.kind: b for b in chosen}.items())
         return self._counts[key]
+
+    def kinds(self, begin: int, end: int, microbatches: int) -> Kinds:
+        """The kinds of `counted`, by which equal runs of blocks are found."""
+        key = (begin, end, microbatches)
+        if key not in self._kinds:
+            self._kinds[key] = tuple((block.kind, n) for block, n in self.counted(*key))
+        return self._kinds[key]
 
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:
         """Bytes of one microbatch from layer cut - 1 to layer cut."""

@@ -37,7 +37,8 @@ class Draft:
 class LoopDrafts:
     """The stages of a step with what each computes inside the loop, `types` and `body_types` those of new values too.
 
-    `stage_of` holds the stage of the step's values that belong to one; `sums` add up what several have accumulated.
+    `stage_of` holds the stage of the step's values that belong to one; `sums` add up what several have accumulated. The
+    values of the body in `made_late` come after its backward pass has begun.
     """
 
     def __init__(self, graph: Graph, firsts: tuple[int, ...]) -> None:
@@ -46,6 +47,7 @@ class LoopDrafts:
         self.body = self.node.subgraphs[0]
         self.types, self.body_types = list(graph.types), list(self.body.types)
         self.late, self.anywhere = after_backward(self.body), everywhere(self.body)
+        self.made_late = {v for i in self.late for v in self.body.nodes[i].outputs}
         assignment = StageAssignment(body=self.body, firsts=firsts, late=self.late, anywhere=self.anywhere)
         self.stage, self.made = assignment.stage, assignment.made
         self.drafts = tuple(Draft() for _ in firsts)
@@ -146,12 +148,13 @@ class LoopDrafts:
 class StepDrafts:
     """The stages of a step with what each computes outside the loop: its own, and whatever of no stage that it needs.
 
-    `order` holds the nodes outside the loop, the new sums among them.
+    `order` holds the nodes outside the loop, the new sums among them, and `place` where each stands in it.
     """
 
     def __init__(self, loop: LoopDrafts, state_pairs: StatePairs) -> None:
         self.graph, self.drafts, self.stage_of, self.state_pairs = loop.graph, loop.drafts, loop.stage_of, state_pairs
         self.order = self._ordered(loop)
+        self.place = {number: place for place, (number, _, _) in enumerate(self.order)}
         for _, _, node in self.order:
             placed_inputs = [v for v in node.inputs if v in self.stage_of]
             if placed_inputs:

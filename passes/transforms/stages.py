@@ -94,7 +94,7 @@ def _around(
 ) -> Part:
     """The program around a stage's loop."""
     graph, draft, stream_of = loop.graph, loop.drafts[at], loop.stream_of
-    numbers = [number for number, _, _ in step.order if number in draft.nodes]
+    numbers = sorted(draft.nodes, key=step.place.__getitem__)
     before = [n for n in numbers if n < loop.loop and step.stage_of.keys().isdisjoint(draft.nodes[n][1].outputs)]
     early = set(before)
     after = [n for n in numbers if n not in early]
@@ -128,10 +128,9 @@ def _around(
 
 def _forward(loop: LoopDrafts, nodes: Sequence[tuple[Origin, Node]]) -> frozenset[int]:
     """The nodes of a stage's body that need nothing of the backward pass."""
-    late = {v for i in loop.late for v in loop.body.nodes[i].outputs}
-    forward: set[int] = set()
+    late, forward = set[int](), set[int]()
     for position, (_, node) in enumerate(nodes):
-        if phase(node) == "backward" or not late.isdisjoint(node.inputs):
+        if phase(node) == "backward" or not (late.isdisjoint(node.inputs) and loop.made_late.isdisjoint(node.inputs)):
             late.update(node.outputs)
         else:
             forward.add(position)

@@ -51,6 +51,7 @@ def test_what_has_no_price_takes_no_less_than_what_lies_between_its_neighbours_p
     step: Any = SimpleNamespace(
         samples=dict.fromkeys(counts),
         counted=lambda begin, end, n: ((SimpleNamespace(kind=f"of {n}", count=n), end - begin),),
+        kinds=lambda begin, end, n: ((f"of {n}", end - begin),),
     )
     mesh: Any = SimpleNamespace(size=2)
     cluster: Any = None
