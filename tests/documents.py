@@ -42,8 +42,8 @@ FENCED = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S
 )
 TITLE = re.compile(r'title="([^"]+)"')
-CLOCK = re.compile(r"^(planning|planned|tracing)\b.*\b(ms|s)\b")
-"""Lines that say how long something took here; they are no part of what is compared."""
+CLOCK = re.compile(r"^(planning|planned|tracing)\b.*\b(ms|s)\b|^ {10}[\w., ]*\b(ms|s)\)\s*$")
+"""Lines that say how long something took here, and what went over to the next one; they are not compared."""
 
 WORK = "work"
 """The folder in which pages run, whose name plans show with source lines."""
