@@ -33,6 +33,13 @@ def checked_submeshes(planner: str, sizes: Any) -> tuple[int, ...]:
     raise PlanningError(explain(f"{planner}(submeshes={sizes!r:.60})", rule, "", "leave it out for equal ones"))
 
 
+def check_layers(planner: str, pattern: object) -> None:
+    """Raises PlanningError for what is no pattern of names of modules."""
+    if not isinstance(pattern, str):
+        rule = "this is a pattern of names of modules"
+        raise PlanningError(explain(f"{planner}(layers={pattern!r:.40})", rule, "", 'write, say, layers="Block_*"'))
+
+
 def check_seconds(planner: str, seconds: Any) -> None:
     """Raises PlanningError unless a limit is a number of seconds from 0, or none."""
     if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):

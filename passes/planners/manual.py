@@ -21,7 +21,7 @@ from passes.ir import Graph, StatePairs, TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
 from passes.plan import AnyPlan, Plan, load_plan
-from passes.planners.checks import check_counts, check_optional_counts, check_solver, checked_submeshes
+from passes.planners.checks import check_counts, check_layers, check_optional_counts, check_solver, checked_submeshes
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
 from passes.solver import SolverOptions
 from passes.step import Step, Variant
@@ -225,6 +225,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         check_counts("Pipeline", stages=self.stages, microbatches=self.microbatches)
         check_counts("Pipeline", interleave=self.interleave, max_axes=self.max_axes)
+        check_layers("Pipeline", self.layers)
         check_solver("Pipeline", self.solver)
         object.__setattr__(self, "submeshes", checked_submeshes("Pipeline", self.submeshes))
         object.__setattr__(self, "meshes", tuple(pins.checked_mesh(mesh) for mesh in self.meshes))
@@ -318,6 +319,7 @@ class GPipe:
 
     def __post_init__(self) -> None:
         check_counts("GPipe", stages=self.stages, microbatches=self.microbatches, max_axes=self.max_axes)
+        check_layers("GPipe", self.layers)
         check_solver("GPipe", self.solver)
         object.__setattr__(self, "submeshes", checked_submeshes("GPipe", self.submeshes))
 

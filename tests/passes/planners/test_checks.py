@@ -35,6 +35,8 @@ from passes.solver import SolverOptions
         (Pipeline, {"stages": 2, "microbatches": 2, "submeshes": 4}, "Pipeline(submeshes=4): these are the devices"),
         (Pipeline, {"stages": 2, "microbatches": 2, "submeshes": (2.5, 1.5)}, "these are the devices of each submesh"),
         (Pipeline, {"stages": 2, "microbatches": 2, "options": ({"max_axes": 0}, None)}, "Pipeline(max_axes=0)"),
+        (Pipeline, {"stages": 2, "microbatches": 2, "layers": 3}, "Pipeline(layers=3): this is a pattern of names"),
+        (GPipe, {"stages": 2, "microbatches": 2, "layers": None}, "GPipe(layers=None): this is a pattern of names"),
         (GPipe, {"stages": 2, "microbatches": 0}, "GPipe(microbatches=0): should be a whole number from 1"),
         (GPipe, {"stages": 2, "microbatches": 2, "submeshes": "22"}, "GPipe(submeshes='22'): these are the devices"),
         (Megatron, {"data": 2, "tensor": 2, "pipeline": 0}, "Megatron(pipeline=0): should be a whole number from 1"),
