@@ -25,7 +25,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from autopar.checkpoint.arrays import Arrays, Shards, words, written
 from autopar.checkpoint.background import awaited, begun
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
-from autopar.checkpoint.folder import Folder
+from autopar.checkpoint.folder import Folder, check_folder
 from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, RefusedError, files_of
 from autopar.checkpoint.plain import decoded, encoded, key, whole_number, words_of_key
 from autopar.distributed import Memory, Processes, among
@@ -91,6 +91,7 @@ class Checkpoints:
             raise ArgumentError(explain("Checkpoints()", rule, "", "pass one, or start with `autopar run --resume`"))
         if keep < 1:
             raise ArgumentError(explain(f"keep={keep}", "should be a whole number from 1", "", "write, say, 3"))
+        check_folder(f"Checkpoints({str(folder)!r})", Path(folder))
         self.keep, self._folder = keep, Folder(Path(folder).absolute())
         self._processes = among(jax.devices()) if jax.distributed.is_initialized() else None
         self._arrays = self._writing = None
@@ -152,8 +153,7 @@ class Checkpoints:
         """Nothing; what was saved is on the disk. Raises CheckpointError where it could not be written."""
         writing, self._writing = self._writing, None
         if writing and (error := awaited(writing)):
-            text = " ".join(repr(error).split())  # the system's reason is at the end of Orbax's
-            rule = f"it could not be written: {text if len(text) < 300 else f'{text[:120]} ... {text[-160:]}'}"
+            rule = f"it could not be written: {_both_ends(repr(error))}"
             remedy = "see that all processes can write to the folder, and that the disk is not full"
             raise CheckpointError(explain(f"a checkpoint in {self._folder.path}", rule, "", remedy)) from error
 
@@ -340,6 +340,12 @@ def _difference(manifest: Manifest, paths: Sequence[str], of_all: Sequence[Seque
         if (present := digest(column)) != manifest.leaves[path].digest:
             return f"{path} is corrupted: its digest is {present} in place of {manifest.leaves[path].digest}"
     return ""
+
+
+def _both_ends(text: str) -> str:
+    """A text on one line, a long one without its middle: Orbax's end with the system's reason."""
+    text = " ".join(text.split())
+    return text if len(text) < 300 else f"{text[:120]} ... {text[-160:]}"
 
 
 def _type_text(type: tuple[tuple[int, ...], str] | None) -> str:

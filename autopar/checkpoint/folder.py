@@ -13,19 +13,18 @@ from autopar.errors import ArgumentError, explain
 _NAME = re.compile(r"step-(\d{8,})")
 
 
+def check_folder(argument: str, path: Path) -> None:
+    """Raises ArgumentError, which names the argument, where a file is in the place of a folder of checkpoints."""
+    if path.exists() and not path.is_dir():
+        rule = "it is a file, and checkpoints are in a folder"
+        raise ArgumentError(explain(argument, rule, "", "name a folder, which need not exist"))
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder with a folder for each step, some of which may be damaged or unfinished.
-
-    Raises ArgumentError for a file.
-    """
+    """A folder with a folder for each step, some of which may be damaged or unfinished."""
 
     path: Path
-
-    def __post_init__(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            rule = "it is a file, and checkpoints are in a folder"
-            raise ArgumentError(explain(f"Checkpoints({str(self.path)!r})", rule, "", "name a folder"))
 
     def of(self, step: int) -> Path:
         """The folder of a step."""

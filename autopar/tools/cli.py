@@ -37,7 +37,7 @@ from autopar.tools import (
     targets,
 )
 from autopar.tools.command import Command, check_writable, write
-from autopar.tools.command_options import limit_of, number_or_zero, planner_of, whole_number, with_choices
+from autopar.tools.command_options import limit_of, planner_of, real_number, whole_number, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
@@ -216,7 +216,7 @@ def _add_fit(add: Callable[..., argparse.ArgumentParser]) -> None:
     fits.add_argument("--presets", metavar="MODULE:FUNCTION", help="sizes of the model to choose from")
     fits.add_argument(
         "--seconds",
-        type=number_or_zero,
+        type=real_number(may_be_zero=True),
         metavar="S",
         help="that the search may take, and again the largest batch and preset; 0: look for none (default: so much "
         "work, whatever time that takes)",

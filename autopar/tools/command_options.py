@@ -46,27 +46,19 @@ def whole_number(least: int = 1) -> Callable[[str], int]:
     return read
 
 
-def number(written: str) -> float:
-    """The number above 0 that is written, for argparse."""
-    if not (value := _finite(written)) > 0:
-        raise argparse.ArgumentTypeError(f"{written!r} should be a number above 0")
-    return value
+def real_number(*, may_be_zero: bool = False) -> Callable[[str], float]:
+    """The reader of an option that is a number above 0, or 0, for argparse."""
 
+    def read(written: str) -> float:
+        try:
+            value = float(written)
+        except ValueError:
+            value = math.nan
+        if 0 < value < math.inf or (may_be_zero and value == 0):
+            return value
+        raise argparse.ArgumentTypeError(f"{written!r} should be a number {'from' if may_be_zero else 'above'} 0")
 
-def number_or_zero(written: str) -> float:
-    """The number that is written, 0 or above, for argparse."""
-    if not (value := _finite(written)) >= 0:
-        raise argparse.ArgumentTypeError(f"{written!r} should be a number from 0")
-    return value
-
-
-def _finite(written: str) -> float:
-    """The number that is written, NaN where it is none or has no end."""
-    try:
-        value = float(written)
-    except ValueError:
-        return math.nan
-    return value if math.isfinite(value) else math.nan
+    return read
 
 
 def planner_of(written: str) -> Planner:

@@ -11,15 +11,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autopar.jax_compat import Device
 from autopar.tools import device_sweep
 from autopar.tools.device_sweep import Case, Sample
 from autopar.tools.estimates import Estimate, estimate
 from autopar.tools.topologies import cores_of, topology
 from passes.cluster import Cluster, host_spec, parse_cluster
 from passes.errors import ClusterError, explain
+from passes.plan import Plan
 
-Estimator = Callable[[Case], Estimate]
+Estimator = Callable[[Case, Plan], Estimate]
+"""The estimate for a case, of which the plan on one device is given."""
+
 Progress = Callable[[str], None]
 
 _TARGET = re.compile(r"(?P<platform>gpu|tpu):(?P<name>[^:]+)(?::(?P<extents>\d+(?:x\d+)*))?")
@@ -82,15 +84,12 @@ def compiler_measurement(preset: Cluster, *, announce: Progress = lambda what: N
     Raises DeviceError where that compiler is not installed, or has no estimates for such a device.
     """
     device = topology(host_spec(preset.group().device.name).cluster(1))[0]
-    return fitted(preset, _estimator(device, preset, announce))
 
-
-def _estimator(device: Device, preset: Cluster, announce: Progress) -> Estimator:
-    def estimated(case: Case) -> Estimate:
+    def estimated(case: Case, plan: Plan) -> Estimate:
         announce(f"{case.kind} of {case.size}")
-        return estimate(case.applied, case.shapes, case.dtype, device, device_sweep.single_plan(case.step(), preset))
+        return estimate(case.applied, case.shapes, case.dtype, device, plan)
 
-    return estimated
+    return fitted(preset, estimated)
 
 
 def fitted(preset: Cluster, estimated: Estimator) -> CompilerMeasurement:
@@ -103,8 +102,10 @@ def fitted(preset: Cluster, estimated: Estimator) -> CompilerMeasurement:
     """
     group = preset.group()
     several = tuple(device_sweep.cases(""))
-    estimates = {id(case): estimated(case) for case in several}
-    floor = estimated(device_sweep.TINY_CASE).seconds
+    every = (*several, device_sweep.TINY_CASE)
+    plans = {id(case): device_sweep.single_plan(case.step(), preset) for case in every}
+    estimates = {id(case): estimated(case, plans[id(case)]) for case in every}
+    floor = estimates[id(device_sweep.TINY_CASE)].seconds
 
     def seconds(case: Case) -> float:
         return estimates[id(case)].seconds
@@ -128,7 +129,7 @@ def fitted(preset: Cluster, estimated: Estimator) -> CompilerMeasurement:
         Bytes(
             kind=case.kind,
             size=case.size,
-            predicted=device_sweep.single_plan(case.step(), preset).peak_nbytes,
+            predicted=plans[id(case)].peak_nbytes,
             compiled=estimates[id(case)].nbytes,
         )
         for case in several

@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from autopar.checkpoint import check_folder
 from autopar.distributed import LOST_SECONDS
-from autopar.errors import ArgumentError, explain
 from autopar.tools import launch, supervision
 from autopar.tools.command import Command, Output
-from autopar.tools.command_options import number, whole_number
+from autopar.tools.command_options import real_number, whole_number
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     times = f"start again N times at most (default: {supervision.RESTARTS})"
     parser.add_argument("--restarts", type=whole_number(0), default=supervision.RESTARTS, metavar="N", help=times)
     lost = f"a process without a sign of life for S seconds is gone (default: {LOST_SECONDS:.0f})"
-    parser.add_argument("--lost-seconds", type=number, default=LOST_SECONDS, metavar="S", help=lost)
+    parser.add_argument("--lost-seconds", type=real_number(), default=LOST_SECONDS, metavar="S", help=lost)
     _add_launch(parser)
 
 
@@ -50,9 +50,7 @@ def _launch(arguments: argparse.Namespace) -> tuple[Output, int]:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
-    if arguments.resume.exists() and not arguments.resume.is_dir():
-        rule = "it is a file, and checkpoints are in a folder"
-        raise ArgumentError(explain(f"--resume {arguments.resume}", rule, "", "name a folder, which need not exist"))
+    check_folder(f"--resume {arguments.resume}", arguments.resume)
     launched = replace(
         _launched(arguments),
         resume=arguments.resume.absolute(),

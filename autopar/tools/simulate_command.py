@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autopar.tools import targets
-from autopar.tools.command_options import limit_of, number, numbers_of, planner_of
+from autopar.tools.command_options import limit_of, numbers_of, planner_of, real_number
 from autopar.tools.fit import Example
 from autopar.tools.plot import blank
 from autopar.tools.simulation import Request, Row, Sweep, rows, saved
@@ -55,9 +55,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)'
     )
-    command.add_argument("--tokens", type=number, metavar="N", help="of the whole training: days that it takes")
-    command.add_argument("--tokens-per-step", type=number, metavar="N", help="(default: the batch's integers)")
-    command.add_argument("--price-per-device-hour", type=number, metavar="P", help="with --tokens: what it costs")
+    command.add_argument("--tokens", type=real_number(), metavar="N", help="of the whole training: days that it takes")
+    command.add_argument("--tokens-per-step", type=real_number(), metavar="N", help="(default: the batch's integers)")
+    command.add_argument(
+        "--price-per-device-hour", type=real_number(), metavar="P", help="with --tokens: what it costs"
+    )
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweep (png, svg, pdf)")
     command.add_argument("--json", action="store_true", help="print JSON: seconds, bytes and flops are numbers")
     command.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from autopar.errors import DeviceError, explain
+from autopar.errors import explain
 from autopar.tools.fit import Example
 from autopar.tools.largest import presets_of
 from passes.errors import PlanningError
@@ -58,7 +58,7 @@ def called(target: str) -> Any:
         module = importlib.import_module(module_name)
         if callable(function := getattr(module, name, None)):
             return function()
-    except (PlanningError, DeviceError):
+    except PlanningError:
         raise
     except Exception as error:  # of whatever kind: it is the user's own code
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):

@@ -17,6 +17,7 @@ from autopar.tools.device_sweep import Case
 from autopar.tools.estimates import CLOCK_HZ, Estimate, cycles, light_seconds, seconds_of
 from autopar.tools.topologies import EXTRAS
 from passes.cluster import Cluster, parse_cluster
+from passes.plan import Plan
 
 
 def needs(platform: str) -> pytest.MarkDecorator:
@@ -121,7 +122,7 @@ def test_a_target_that_is_none_is_refused(target: str, remedy: str) -> None:
 def by_model(cluster: Cluster) -> Any:
     """An estimator that says what the cost model says of a cluster's device."""
 
-    def estimated(case: Case) -> Estimate:
+    def estimated(case: Case, plan: Plan) -> Estimate:
         return Estimate(seconds=device_sweep.predicted_seconds(case.step(), cluster), nbytes=case.least_nbytes)
 
     return estimated
@@ -167,8 +168,8 @@ def test_what_takes_less_than_its_memory_is_shown_and_not_fitted() -> None:
     preset = parse_cluster("8:tpu-v5e")
     truth = by_model(with_device(preset, half_extent=32.0))
 
-    def spoilt(case: Case) -> Estimate:
-        right = truth(case)
+    def spoilt(case: Case, plan: Plan) -> Estimate:
+        right = truth(case, plan)
         return replace(right, seconds=right.seconds / 1000) if case.size.startswith("4096 of") else right
 
     result = fitted(preset, spoilt)
