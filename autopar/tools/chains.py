@@ -20,6 +20,9 @@ from passes.cluster import Mesh
 REPEATS = 5
 """Runs of a chain, of which the median counts: what disturbs two of them is not seen."""
 
+ARRAYS = 16
+"""Arrays that a collective is measured on in turn: 8 devices hold 128 MiB of 1 MiB each, which few caches do."""
+
 Operation = Callable[[jax.Array], jax.Array]
 """From an array to one of the same shape and dtype."""
 
@@ -38,6 +41,36 @@ def seconds(
     def chain(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, times, lambda _, y: operation(y).astype(y.dtype), x)
 
+    return statistics.median(_spent(chain, shape, mesh, devices, dtype, clock)) / cores / times
+
+
+def apart_seconds(operation: Operation, shape: tuple[int, ...], mesh: Mesh, devices: Sequence[Device]) -> float:
+    """Least seconds of one operation of a chain, run by every device on one after another of its own arrays.
+
+    So it is run in a program, where other arrays have been used since and caches do not hold this one. It is timed by
+    the wall clock, as the devices' waiting for each other counts, and by the least of the runs, as other programs can
+    only add to it.
+    """
+
+    def chain(arrays: jax.Array) -> jax.Array:
+        def replaced(i: jax.Array, arrays: jax.Array) -> jax.Array:
+            x = lax.dynamic_index_in_dim(arrays, i, keepdims=False)
+            return lax.dynamic_update_index_in_dim(arrays, operation(x), i, 0)
+
+        return lax.fori_loop(0, ARRAYS, replaced, arrays)
+
+    return min(_spent(chain, (ARRAYS, *shape), mesh, devices, "float32", time.perf_counter)) / ARRAYS
+
+
+def _spent(
+    chain: Operation,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    devices: Sequence[Device],
+    dtype: Any,
+    clock: Callable[[], float],
+) -> list[float]:
+    """Seconds by the clock of each run of a chain that every device of a mesh runs on its own array."""
     if mesh.axes:
         real, spec = device_mesh(mesh, devices), PartitionSpec(mesh.axes)
         chain = jax.shard_map(chain, mesh=real, in_specs=spec, out_specs=spec, check_vma=False)
@@ -45,14 +78,14 @@ def seconds(
         x = jax.device_put(jnp.full(full_shape, 0.5, dtype), NamedSharding(real, spec))
     else:
         x = jax.device_put(jnp.full(shape, 0.5, dtype), devices[0])
-    run = jax.jit(chain)
-    run(x).block_until_ready()
+    run = jax.jit(chain, donate_argnums=0)
+    x = run(x).block_until_ready()
     spent: list[float] = []
     for _ in range(REPEATS):
         start = clock()
-        run(x).block_until_ready()
-        spent.append((clock() - start) / cores / times)
-    return statistics.median(spent)
+        x = run(x).block_until_ready()
+        spent.append(clock() - start)
+    return spent
 
 
 def clock_of(devices: Sequence[Device]) -> tuple[Callable[[], float], int]:

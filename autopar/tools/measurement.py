@@ -17,7 +17,7 @@ from jax import lax
 
 from autopar.jax_compat import Device
 from autopar.tools import device_sweep
-from autopar.tools.chains import Operation, seconds
+from autopar.tools.chains import Operation, apart_seconds, seconds
 from autopar.tools.device_sweep import Sample
 from passes.cluster import CPU, Cluster, DeviceSpec, Kind, Measured, Mesh, collectives, local_cluster
 from passes.text import nbytes as written_nbytes
@@ -128,14 +128,14 @@ def _curves(
     rows = len(devices) // ranks
     sizes = {"g": rows, "r": ranks} if rows > 1 else {"r": ranks}
     mesh = Mesh(axes=tuple(sizes), sizes=tuple(sizes.values()), cluster=cluster)
-    for kind, (step, alone, shrink) in _steps(ranks).items():
+    for kind, (step, alone) in _steps(ranks).items():
         announce(f"{kind} among {ranks}")
         spent: list[float] = []
         for nbytes in NBYTES:
-            shape = (nbytes // 4 // shrink,)
-            with_collective, key = seconds(step, shape, mesh, devices), (alone, nbytes)
+            shape = (nbytes // 4,)
+            with_collective, key = apart_seconds(step, shape, mesh, devices), (alone, nbytes)
             if alone is not _scaled or key not in locally:
-                locally[key] = seconds(alone, shape, mesh, devices)
+                locally[key] = apart_seconds(alone, shape, mesh, devices)
             spent.append(max(with_collective - locally[key], with_collective / 2))
         alpha, beta = _line(np.array(NBYTES, float), np.array(spent))
         line = Measured(kind=kind, ranks=ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)
@@ -171,27 +171,25 @@ def hidden(first: float, second: float, both: float) -> float:
     return min(1.0, max(0.0, (first + second - both) / shorter)) if shorter > 0 else 0.0
 
 
-def _steps(ranks: int) -> dict[Kind, tuple[Operation, Operation, int]]:
-    """Each kind as a step that can follow itself, the same without its collective, and payload over operand."""
+def _steps(ranks: int) -> dict[Kind, tuple[Operation, Operation]]:
+    """Each kind as a step that can follow itself, and the same without its collective."""
     around = [(i, (i + 1) % ranks) for i in range(ranks)]
 
     def cut(x: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(x, lax.axis_index("r") * (x.size // ranks), x.size // ranks)
 
     return {
-        "all_reduce": (lambda x: lax.psum(x, "r") * (1 / ranks), _scaled, 1),
+        "all_reduce": (lambda x: lax.psum(x, "r") * (1 / ranks), _scaled),
         "all_gather": (
-            lambda x: cut(lax.all_gather(x, "r", tiled=True)) * 0.9,
-            lambda x: cut(jnp.tile(x, ranks)) * 0.9,
-            ranks,
+            lambda x: lax.all_gather(cut(x), "r", tiled=True) * 0.9,
+            lambda x: jnp.tile(cut(x), ranks) * 0.9,
         ),
         "reduce_scatter": (
             lambda x: jnp.tile(lax.psum_scatter(x, "r", tiled=True) * 0.1, ranks),
             lambda x: jnp.tile(cut(x) * 0.1, ranks),
-            1,
         ),
-        "all_to_all": (lambda x: lax.all_to_all(x, "r", 0, 0, tiled=True) * 0.9, _scaled, 1),
-        "permute": (lambda x: lax.ppermute(x, "r", around) * 0.9, _scaled, 1),
+        "all_to_all": (lambda x: lax.all_to_all(x, "r", 0, 0, tiled=True) * 0.9, _scaled),
+        "permute": (lambda x: lax.ppermute(x, "r", around) * 0.9, _scaled),
     }
 
 

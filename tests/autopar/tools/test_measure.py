@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.tools import device_sweep, measurement, measurement_text
+from autopar.tools import chains, device_sweep, measurement, measurement_text
 from autopar.tools.cli import main
 from autopar.tools.device_sweep import Sample
 from autopar.tools.measurement import NBYTES, Measurement, hidden, with_overlap
@@ -115,6 +115,20 @@ def test_a_device_is_measured_as_what_it_is(shape):
     for sample in samples:
         assert sample.predicted == pytest.approx(sample.measured)
     assert {sample.kind for sample in samples} == {"float32 products", "bfloat16 products", "copies"}
+
+
+def test_collectives_are_measured_on_one_array_after_another():
+    seen = []
+
+    def recorded(x):
+        jax.debug.callback(lambda first: seen.append(float(first)), x[0])
+        return x + 1
+
+    cluster = parse_cluster("1:cpu")
+    spent = chains.apart_seconds(recorded, (4,), Mesh(axes=(), sizes=(), cluster=cluster), jax.devices()[:1])
+    jax.effects_barrier()
+    assert spent > 0
+    assert sorted(seen) == [run + 0.5 for run in range(chains.REPEATS + 1) for _ in range(chains.ARRAYS)]
 
 
 @pytest.mark.parametrize(
