@@ -18,10 +18,12 @@ from autopar.lowering import device_mesh
 from passes.cluster import Mesh
 
 REPEATS = 5
-"""Runs of a chain, of which the median counts: what disturbs two of them is not seen."""
+"""Runs of a chain: by processor time their median counts, which two disturbed ones do not move; by the wall clock the
+fastest."""
 
 ARRAYS = 16
-"""Arrays that a collective is measured on in turn: 8 devices hold 128 MiB of 1 MiB each, which few caches do."""
+"""Arrays that a collective is measured on in turn: 8 devices hold 128 MiB of 1 MiB each, which few caches do;
+smaller ones may stay in one, as in a program."""
 
 Operation = Callable[[jax.Array], jax.Array]
 """From an array to one of the same shape and dtype."""
