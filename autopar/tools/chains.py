@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,15 +17,17 @@ from autopar.lowering import device_mesh
 from passes.cluster import Mesh
 
 REPEATS = 5
-"""Runs of a chain: by processor time their median counts, which two disturbed ones do not move; by the wall clock the
-fastest."""
+"""Runs of a chain, of which the fastest counts: what disturbs one can only lengthen it."""
 
 ARRAYS = 16
 """Arrays that a collective is measured on in turn: 8 devices hold 128 MiB of 1 MiB each, which few caches do;
 smaller ones may stay in one, as in a program."""
 
-Operation = Callable[[jax.Array], jax.Array]
-"""From an array to one of the same shape and dtype."""
+Operation = Callable[..., jax.Array]
+"""From an array, and others that stay the same, to one of the first one's shape and dtype."""
+
+Others = Callable[[jax.Array], tuple[jax.Array, ...]]
+"""What an operation takes beside the array, made from the first one: no constants, which a compiler would arrange."""
 
 
 def seconds(
@@ -36,14 +37,16 @@ def seconds(
     devices: Sequence[Device],
     times: int = 16,
     dtype: Any = "float32",
+    others: Others = lambda x: (),
 ) -> float:
-    """Median seconds of one operation of a chain, run by every device on its own array."""
+    """Least seconds of one operation of a chain, run by every device on its own array."""
     clock, cores = clock_of(devices)
 
     def chain(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, times, lambda _, y: operation(y).astype(y.dtype), x)
+        weights = others(x)
+        return lax.fori_loop(0, times, lambda _, y: operation(y, *weights).astype(y.dtype), x)
 
-    return statistics.median(_spent(chain, shape, mesh, devices, dtype, clock)) / cores / times
+    return min(_spent(chain, shape, mesh, devices, dtype, clock)) / cores / times
 
 
 def apart_seconds(operation: Operation, shape: tuple[int, ...], mesh: Mesh, devices: Sequence[Device]) -> float:

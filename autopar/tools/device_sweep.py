@@ -17,7 +17,7 @@ from jax import lax
 from autopar.api import parallelize
 from autopar.jax_compat import Device
 from autopar.rewrite import TracedStep
-from autopar.tools.chains import Operation, seconds
+from autopar.tools.chains import Operation, apart_seconds, seconds
 from passes.cluster import Cluster, DeviceSpec, HostGroup, Mesh
 from passes.plan import Plan
 from passes.planners import DataParallel, PlanOptions
@@ -62,9 +62,10 @@ class Case:
     times: int = 4
     is_large: bool = False
 
-    def operation(self, x: jax.Array) -> jax.Array:
-        """The operation with weights that leave values as large as they are."""
-        return self.applied(x, *(jnp.asarray(np.full(w, 1 / w[0], np.float32), x.dtype) for w in self.weights))
+    def weights_like(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Weights that leave values as large as they are."""
+        nothing = x.ravel()[0] * 1e-6
+        return tuple(jnp.full(w, 1 / w[-2], x.dtype) + nothing.astype(x.dtype) for w in self.weights)
 
     def step(self) -> TracedStep:
         """The operation as planners take it."""
@@ -124,6 +125,18 @@ def _batched(batch: int, extent: int, dtype: str) -> Case:
     )
 
 
+def _experts(experts: int, rows: int, inner: int, columns: int, dtype: str) -> Case:
+    """Products side by side with a weight each, and back to their shape."""
+    return Case(
+        kind=f"{dtype} products",
+        size=f"{experts} of {rows} x {inner} x {columns}",
+        applied=lambda x, w, v: x @ w @ v,
+        shape=(experts, rows, inner),
+        weights=((experts, inner, columns), (experts, columns, inner)),
+        dtype=dtype,
+    )
+
+
 def cases(platform: str) -> Iterator[Case]:
     """The products, copies and reductions that are measured."""
     large = LARGE.get(platform, LARGEST)
@@ -135,6 +148,7 @@ def cases(platform: str) -> Iterator[Case]:
         yield _product(4 * large, large // 4, large // 16, dtype)
         yield _batched(large, 8, dtype)
         yield _batched(32, large // 4, dtype)
+        yield _experts(8, large // 16, large // 4, large, dtype)
     copied = COPIED.get(platform, MOST_COPIED)
     for elements in (copied, copied // 16):
         yield Case(
@@ -249,13 +263,24 @@ def single_plan(step: TracedStep, cluster: Cluster) -> Plan:
 
 
 def timer_of(mesh: Mesh, devices: Sequence[Device]) -> Timer:
-    """The seconds of a case while all devices of a mesh compute it."""
-    return lambda case: seconds(case.operation, case.shape, mesh, devices, times=case.times, dtype=case.dtype)
+    """The seconds of a case while all devices of a mesh compute it; copies are of arrays that no cache holds.
+
+    Those of accelerators are too large for one anyway.
+    """
+
+    def timed(case: Case) -> float:
+        if case.kind == "copies" and devices[0].platform == "cpu":
+            return apart_seconds(case.applied, case.shape, mesh, devices)
+        return seconds(
+            case.applied, case.shape, mesh, devices, times=case.times, dtype=case.dtype, others=case.weights_like
+        )
+
+    return timed
 
 
 def floor_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:
     """The seconds of the least kernel."""
-    return seconds(TINY_CASE.operation, TINY_CASE.shape, mesh, devices)
+    return seconds(TINY_CASE.applied, TINY_CASE.shape, mesh, devices)
 
 
 def strided_seconds(mesh: Mesh, devices: Sequence[Device]) -> float:

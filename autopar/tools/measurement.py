@@ -63,15 +63,15 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     cluster = local_cluster(devices)
     group = cluster.group()
     locally = dict[object, float]()
-    curves = [
-        curve for ranks in _divisors(len(devices)) for curve in _curves(cluster, devices, ranks, announce, locally)
-    ]
     whole = Mesh(axes=("d",) if len(devices) > 1 else (), sizes=(len(devices),) * (len(devices) > 1), cluster=cluster)
     announce("products and copies")
     strided = device_sweep.strided_seconds(whole, devices) if len(devices) > 1 else 0.0
     floor = device_sweep.floor_seconds(whole, devices)
     timer = device_sweep.timer_of(whole, devices)
     device, samples = device_sweep.device_of(group, cluster, devices, timer, floor, strided)
+    curves = [
+        curve for ranks in _divisors(len(devices)) for curve in _curves(cluster, devices, ranks, announce, locally)
+    ]
     announce("overlap")
     overlap = _overlap(whole, devices) if len(devices) > 1 else None
     measured = tuple(curve.line for curve in curves)

@@ -51,9 +51,10 @@ class DeviceSpec:
     large products reach; each of a product's three extents e (rows, columns, inner) slows it by 1 + `half_extent` / e
     (0: not at all). With so many `cores`, products are cut into tiles that they take in waves instead, and each tile
     begins and ends in the time of `half_inner` steps along the inner dimension. What computes little reaches
-    `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. A collective
-    that cuts or joins another dimension than the leading one rearranges its larger side at `strided_bytes_per_second`
-    (0: at no cost).
+    `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. Arrays
+    are put into another order at `strided_bytes_per_second` (0: at no cost): by a transpose, by products whose batch
+    dimensions lie behind others, and by a collective that cuts or joins another dimension than the leading one, of
+    its larger side.
     Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
     no accelerator of the table has a slower link. 0 says that there is no way.
     A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle;

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
+from passes.intra_op.rearranging import rearranging_seconds
 from passes.intra_op.roofline import local_flops, times_made
 from passes.ir import PHASES, Body, Graph, Node, Phase
 from passes.placement import Grouping, Layout, OperatorGroup, Placement
@@ -115,15 +116,15 @@ def _group_seconds(
     """
     device = mesh.cluster.group().device
     members = sorted(operator_group.members)
-    if all(grouping.rules[member].is_layout for member in members):
-        return 0.0  # a layout, as in `passes.intra_op.strategies`
     produced = {value for member in members for value in graph.nodes[member].outputs}
     specs: dict[int, ShardingSpec] = {}
-    flops = nbytes = 0.0
+    flops = nbytes = rearranging = 0.0
     for member in members:
         node, rule, placement = graph.nodes[member], grouping.rules[member], placements[member]
         again = times_made([graph.types[v] for v in node.outputs]) if rule.is_product else 1
-        flops += again * local_flops(rule, _assignment(rule, placement), mesh)
+        assignment = _assignment(rule, placement)
+        flops += again * local_flops(rule, assignment, mesh)
+        rearranging += rearranging_seconds(rule, [graph.types[v] for v in node.inputs], assignment, mesh)
         for position, (value, spec) in enumerate(zip(node.inputs, placement.operands, strict=True)):
             if value in graph.literals or value in grouping.free:
                 continue
@@ -140,11 +141,13 @@ def _group_seconds(
                 read = nbytes_read * placement.results[0].local_nbytes(result, mesh) / max(result.nbytes, 1)
             nbytes += 0.0 if value in anew else read
         specs.update(zip(node.outputs, placement.results, strict=True))
+    if all(grouping.rules[member].is_layout for member in members):
+        return rearranging  # a layout, as in `passes.intra_op.strategies`
     nbytes += sum(spec.local_nbytes(graph.types[value], mesh) for value, spec in specs.items() if value in written)
     first = graph.nodes[members[0]]
     dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
     rate = device.matmul_flops_per_second(dtype)
-    return max(flops / rate, nbytes / device.achieved_bytes_per_second) + device.launch_seconds
+    return max(flops / rate, nbytes / device.achieved_bytes_per_second) + rearranging + device.launch_seconds
 
 
 def _assignment(rule: ShardingRule, placement: Placement) -> Assignment:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice, Signature, SizelessRule, Where
+from passes.intra_op.rearranging import rearranged, rearranging_seconds
 from passes.intra_op.roofline import is_slowed, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.ir import Graph, TensorType
@@ -256,14 +257,26 @@ class _Pricing:
     def _compute_seconds(self) -> Floats:
         """Seconds of every strategy by a roofline: the larger of compute and memory time, plus one launch.
 
-        What only permutes dimensions, or says how they lie, is no kernel: XLA gives its neighbours such layouts.
+        What only permutes dimensions, or says how they lie, is no kernel where XLA gives its neighbours such layouts.
         """
+        rearranging = self._rearranging_seconds()
         if all(member.rule.is_layout for member in self.members):
-            return np.zeros(len(self.space.picks))
+            return rearranging
         device = self.tabulator.mesh.cluster.group().device
         rate = device.matmul_flops_per_second(self._dtype())
         spent = np.maximum(self._flops() / rate, self._nbytes() / device.achieved_bytes_per_second)
-        return spent + device.launch_seconds
+        return spent + rearranging + device.launch_seconds
+
+    def _rearranging_seconds(self) -> Floats:
+        mesh, total = self.tabulator.mesh, np.zeros(len(self.space.picks))
+        if mesh.cluster.group().device.strided_bytes_per_second:
+            for position, member in enumerate(self.members):
+                if rearranged(member.rule):
+                    total += [
+                        rearranging_seconds(member.rule, member.reads, assignments[position], mesh)
+                        for assignments in self.space.assignments
+                    ]
+        return total
 
     def _dtype(self) -> str:
         """The dtype in which the first member computes: that of its first operand or, without one, of its result."""

@@ -117,6 +117,19 @@ def test_a_device_is_measured_as_what_it_is(shape):
     assert {sample.kind for sample in samples} == {"float32 products", "bfloat16 products", "copies"}
 
 
+def test_weights_of_a_measured_product_are_no_constants():
+    """A compiler would arrange constants ahead of time, which it cannot do with a model's weights."""
+    several = [case for case in device_sweep.cases("cpu") if case.weights]
+    assert several
+    for case in several:
+        x = jax.ShapeDtypeStruct(case.shape, case.dtype)
+        traced = jax.make_jaxpr(case.weights_like)(x)
+        assert [out.aval.shape for out in traced.jaxpr.outvars] == list(case.weights)
+        made = jax.vjp(case.weights_like, jnp.full(case.shape, 0.5, case.dtype))[1]
+        ones = tuple(jnp.ones(shape, case.dtype) for shape in case.weights)
+        assert float(jnp.sum(made(ones)[0].astype(jnp.float32))) > 0  # they depend on the array
+
+
 def test_collectives_are_measured_on_one_array_after_another():
     seen = []
 

@@ -1,0 +1,166 @@
+"""Layers of models with their gradients on virtual CPU devices, as the measured cluster predicts them and as they run:
+`python -m benchmarks.operators --help`.
+
+Each layer is computed by every device at once on arrays of its own, without collectives. Beside what is predicted
+stands what would be if devices rearranged arrays at no cost.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.tools import chains, device_sweep
+from autopar.tools.device_sweep import Case
+from passes.cluster import Cluster, Mesh
+from passes.text import quantities
+
+DEVICES = 8
+HEADS = 8
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Seconds of a layer: predicted, predicted if arrays were rearranged at no cost, and the least measured."""
+
+    layer: str
+    shape: tuple[int, ...]
+    predicted: float
+    free: float
+    measured: float
+
+
+def trained(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A layer with the gradients of its array and weights, in the shape of its array."""
+
+    def step(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
+            return jnp.sum(layer(x, *weights) ** 2)
+
+        first, *others = jax.grad(loss, tuple(range(1 + len(weights))))(x, *weights)
+        return x - 1e-3 * (first + sum(jnp.sum(other) for other in others))
+
+    return step
+
+
+def attention(x: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array) -> jax.Array:
+    def heads(weight: jax.Array) -> jax.Array:
+        return (x @ weight).reshape(*x.shape[:2], HEADS, -1)
+
+    scores = jnp.einsum("bqhd,bkhd->bhqk", heads(query), heads(key)) * 0.1
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), heads(value))
+    return mixed.reshape(*x.shape[:2], -1) @ out
+
+
+def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return jax.nn.relu(x @ up) @ down
+
+
+def normed_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    spread = x - jnp.mean(x, -1, keepdims=True)
+    normed = spread * jax.lax.rsqrt(jnp.mean(spread**2, -1, keepdims=True) + 1e-6)
+    return x + jax.nn.gelu(normed @ up) @ down
+
+
+def experts(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    hidden = jax.nn.gelu(jnp.einsum("egsh,ehw->egsw", x, up))
+    return jnp.einsum("egsw,ewh->egsh", hidden, down)
+
+
+def head(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(x @ weight)
+
+
+def cases() -> Iterator[Case]:
+    """The layers, in sizes that a device has of the zoo's models."""
+    feed = ((128, 512), (512, 128))
+    listed: tuple[tuple[str, Callable[..., jax.Array], tuple[int, ...], tuple[tuple[int, ...], ...]], ...] = (
+        ("attention", attention, (1, 128, 128), ((128, 128),) * 4),
+        ("attention", attention, (2, 128, 64), ((64, 128), (64, 128), (64, 128), (128, 64))),
+        ("mlp", mlp, (1, 128, 128), feed),
+        ("norm and mlp", normed_mlp, (1, 128, 128), feed),
+        ("experts", experts, (8, 1, 32, 128), ((8, 128, 512), (8, 512, 128))),
+        ("head and loss", head, (1, 128, 128), ((128, 256),)),
+    )
+    for name, layer, shape, weights in listed:
+        yield Case(kind=name, size="", applied=trained(layer), shape=shape, weights=weights, times=16)
+
+
+def row_of(case: Case, cluster: Cluster, mesh: Mesh) -> Row:
+    group = cluster.group()
+    free = replace(cluster, groups=(replace(group, device=replace(group.device, strided_bytes_per_second=0.0)),))
+    timer = device_sweep.timer_of(mesh, tuple(jax.devices()))
+    return Row(
+        layer=case.kind,
+        shape=case.shape,
+        predicted=device_sweep.predicted_seconds(case.step(), cluster),
+        free=device_sweep.predicted_seconds(case.step(), free),
+        measured=min(timer(case) for _ in range(ROUNDS)),
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    columns = (
+        "layer with its gradients",
+        "array",
+        "predicted",
+        "rearranged free",
+        "measured",
+        "by predicted",
+        "by free",
+    )
+    printed = Table(title=f"{DEVICES} devices at once, {chains.REPEATS * ROUNDS} runs, the fastest")
+    for number, name in enumerate(columns):
+        printed.add_column(name, justify="right" if number > 1 else "left")
+    for row in rows:
+        seconds = map(quantities.seconds, (row.predicted, row.free, row.measured))
+        ratios = (f"{row.measured / each:.2f}" for each in (row.predicted, row.free))
+        printed.add_row(row.layer, " x ".join(map(str, row.shape)), *seconds, *ratios)
+    means = (statistics.geometric_mean(r.measured / each(r) for r in rows) for each in (_predicted, _free))
+    printed.add_row("geometric mean", "", "", "", "", *(f"{mean:.2f}" for mean in means))
+    return printed
+
+
+def _predicted(row: Row) -> float:
+    return row.predicted
+
+
+def _free(row: Row) -> float:
+    return row.free
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.operators",
+        description="Measure layers of models with their gradients on 8 virtual CPU devices, beside predictions.",
+        epilog="example: python -m benchmarks.operators --cluster here.json",
+    )
+    saved = f"what `autopar measure --devices {DEVICES} --out FILE` saved (default: measure now)"
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help=saved)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    cluster: Any = (
+        autopar.Cluster.from_json(json.loads(args.cluster.read_text())) if args.cluster else autopar.measure()
+    )
+    mesh = Mesh(axes=("d",), sizes=(DEVICES,), cluster=cluster)
+    rows = [row_of(case, cluster, mesh) for case in cases()]
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows]))
+    else:
+        Console(width=120).print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Arrays that an operator takes in another order than they lie, and what that costs where it is no free choice."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from passes.cluster import Cluster, Mesh, parse_cluster
+from passes.intra_op.computing import compute_seconds
+from passes.intra_op.rearranging import rearranged, rearranging_seconds
+from passes.ir import Graph, Node, TensorType
+from passes.placement import Layout, Placement, group
+from passes.rules import rule_of
+from passes.sharding import ShardingSpec
+
+RATE = 1e6
+
+
+def cluster(rate: float) -> Cluster:
+    """Eight H100 that rearrange so many bytes per second."""
+    plain = parse_cluster("8:h100")
+    device = dataclasses.replace(plain.group().device, strided_bytes_per_second=rate)
+    return dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
+
+
+def mesh(rate: float = RATE) -> Mesh:
+    return Mesh(axes=("x",), sizes=(8,), cluster=cluster(rate))
+
+
+def one(primitive: str, shapes: list[tuple[int, ...]], params: dict[str, object]) -> Graph:
+    """A graph of one operator; the last shape is the result's."""
+    types = tuple(TensorType(shape=shape, dtype="float32") for shape in shapes)
+    last = len(shapes) - 1
+    node = Node(primitive=primitive, inputs=tuple(range(last)), outputs=(last,), params=params)
+    return Graph(types=types, nodes=(node,), inputs=tuple(range(last)), outputs=(last,))
+
+
+def product(left, right, out, contract, batch=((), ())) -> Graph:
+    return one("dot_general", [left, right, out], {"dimension_numbers": (contract, batch)})
+
+
+TRANSPOSE = one("transpose", [(16, 32), (32, 16)], {"permutation": (1, 0)})
+HEADS = product((2, 16, 4, 8), (2, 16, 4, 8), (2, 4, 16, 16), ((3,), (3,)), ((0, 2), (0, 2)))
+"""Queries by keys, whose heads lie behind positions."""
+
+
+@pytest.mark.parametrize(
+    ("graph", "operands"),
+    [
+        (TRANSPOSE, (0,)),
+        (HEADS, (0, 1)),
+        (product((2, 4, 16, 16), (2, 16, 4, 8), (2, 4, 16, 8), ((3,), (1,)), ((0, 1), (0, 2))), (1,)),
+        (product((4, 16, 8), (4, 8, 32), (4, 16, 32), ((2,), (1,)), ((0,), (0,))), ()),
+        (product((4, 8, 16), (4, 32, 8), (4, 16, 32), ((1,), (2,)), ((0,), (0,))), ()),
+        (product((16, 8), (16, 32), (8, 32), ((0,), (0,))), ()),
+        (product((16, 1, 8), (1, 8, 32), (1, 16, 32), ((2,), (1,)), ((1,), (0,))), ()),
+        (one("reshape", [(16, 32), (512,)], {"new_sizes": (512,), "dimensions": None}), ()),
+    ],
+    ids=["transpose", "heads", "scores", "batch first", "sums first", "gradient of a weight", "of one", "reshape"],
+)
+def test_what_is_taken_in_another_order(graph, operands):
+    assert rearranged(rule_of(graph.nodes[0], graph)) == operands
+
+
+def test_each_device_rearranges_its_pieces():
+    rule = rule_of(HEADS.nodes[0], HEADS)
+    reads = HEADS.types[:2]
+    whole = 2 * 4 * 2 * 16 * 4 * 8 / RATE
+    assert rearranging_seconds(rule, reads, (), mesh()) == pytest.approx(whole)
+    heads = rule.operands[0][2]
+    assert rearranging_seconds(rule, reads, (("x", heads),), mesh()) == pytest.approx(whole / 8)
+    queries = rule.operands[0][1]
+    assert rearranging_seconds(rule, reads, (("x", queries),), mesh()) == pytest.approx(whole / 2 * (1 + 1 / 8))
+    assert rearranging_seconds(rule, reads, (), mesh(0.0)) == 0.0
+
+
+def test_a_transpose_is_no_kernel_but_what_it_rearranges():
+    rows, columns = ShardingSpec(dims=(("x",), ())), ShardingSpec(dims=((), ("x",)))
+    layout = Layout(placements=(Placement(operands=(rows,), results=(columns,)),), inputs=(rows,), outputs=(columns,))
+    grouping = group(TRANSPOSE)
+    assert sum(compute_seconds(TRANSPOSE, grouping, mesh(0.0), layout).values()) == 0.0
+    spent = sum(compute_seconds(TRANSPOSE, grouping, mesh(), layout).values())
+    assert spent == pytest.approx(4 * 16 * 32 / 8 / RATE)
+
+
+def attention(weights, x):
+    heads = (jnp.reshape(x @ w, (*x.shape[:2], 4, -1)) for w in weights)
+    q, k, v = heads
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.sum(jnp.einsum("bhqk,bkhd->bqhd", scores, v) ** 2)
+
+
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Megatron(data=2, tensor=4), autopar.Auto()])
+def test_a_search_and_a_plan_that_is_read_again_agree_on_what_is_rearranged(planner, tmp_path):
+    """Strategies are priced before there is a layout, a plan that is read from its layout."""
+    shapes = [jax.ShapeDtypeStruct((32, 32), "float32")] * 3, jax.ShapeDtypeStruct((8, 16, 32), "float32")
+    step = jax.grad(attention)
+    dear, free = (
+        autopar.parallelize(step, cluster=cluster(rate), planner=planner).plan(*shapes) for rate in (RATE, 0.0)
+    )
+    assert dear.step_seconds > free.step_seconds + 1e-3
+    dear.save(tmp_path / "plan.json")
+    again = autopar.parallelize(step, cluster=cluster(RATE), planner=autopar.Manual(tmp_path / "plan.json"))
+    assert again.plan(*shapes).step_seconds == pytest.approx(dear.step_seconds)
