@@ -69,6 +69,7 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     floor = device_sweep.floor_seconds(whole, devices)
     timer = device_sweep.timer_of(whole, devices)
     device, samples = device_sweep.device_of(group, cluster, devices, timer, floor, strided)
+    # Behind products, not before: right after collectives, large products were seen at half their rate.
     curves = [
         curve for ranks in _divisors(len(devices)) for curve in _curves(cluster, devices, ranks, announce, locally)
     ]

@@ -26,10 +26,7 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
 
     Where products of some shapes are slow, flops count for as many as a large product has in the same time.
     """
-    parts = dict[int, int]()
-    for axis, factor in assignment:
-        if rule.factors[factor].size:
-            parts[factor] = parts.get(factor, 1) * mesh.axis_size(axis)
+    parts = pieces(rule, assignment, mesh)
     flops = rule.flops / math.prod(parts.values())
     if not is_slowed(rule, mesh):
         return flops
@@ -38,6 +35,15 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
     if device.cores:
         return flops / _share(device.cores, device.half_inner, _batch(rule, parts), rows, columns, inner)
     return flops * math.prod(1 + device.half_extent / extent for extent in (rows, columns, inner))
+
+
+def pieces(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> dict[int, int]:
+    """Factor -> the number of pieces that it is cut into; only those on a dimension are cut."""
+    parts = dict[int, int]()
+    for axis, factor in assignment:
+        if rule.factors[factor].size:
+            parts[factor] = parts.get(factor, 1) * mesh.axis_size(axis)
+    return parts
 
 
 def times_made(types: Sequence[TensorType]) -> int:
