@@ -4,6 +4,7 @@ from autopar import distributed, extensions
 from autopar.api import ParallelFunction, parallelize
 from autopar.cache import PlanCache
 from autopar.checkpoint import CheckpointError, Checkpoints, Saved
+from autopar.comparing import Comparison, compare
 from autopar.errors import ArgumentError, DeviceError, DisagreementError, UnboundPlanError, UnsupportedError
 from autopar.frontend import constrain
 from autopar.lowering import register_rule
@@ -40,6 +41,7 @@ __all__ = [
     "Checkpoints",
     "Cluster",
     "ClusterError",
+    "Comparison",
     "DataParallel",
     "DeviceError",
     "DeviceSpec",
@@ -75,6 +77,7 @@ __all__ = [
     "UnsupportedError",
     "Variant",
     "Zero",
+    "compare",
     "constrain",
     "distributed",
     "measure",

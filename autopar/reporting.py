@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.checks import hlo_kinds
 from autopar.compilation import Compilation
+from autopar.distributed import among
 from autopar.errors import ArgumentError, explain
 from autopar.profiling import (
     CALIBRATION_NAME,
@@ -44,13 +45,7 @@ def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf
 
     The factors are kept beside the plans, where these are.
     """
-    run = compilation.ready(leaves)
-    stepper = Stepper(
-        run=run,
-        leaves=leaves,
-        pairs=compilation.traced.state_pairs,
-        donated=[i for i, is_donated in enumerate(compilation.traced.donated) if is_donated],
-    )
+    stepper = stepper_of(compilation, leaves)
     plan = compilation.plan()
     with compilation.phase("measure"):
         warm_up(stepper)
@@ -63,6 +58,23 @@ def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf
     kept_in = os.path.join(os.fspath(compilation.settings.cache.folder), CALIBRATION_NAME)
     result.save(kept_in)
     return replace(result, kept_in=kept_in)
+
+
+def stepper_of(compilation: Compilation, leaves: list[Any]) -> Stepper:
+    """Steps of a compilation from flat arguments, which stay the caller's. Raises PlanningError beyond a limit."""
+    run, processes = compilation.ready(leaves), among(compilation.present())
+
+    def agreed(seconds: float) -> float:
+        """The first process's seconds."""
+        return float(processes.broadcast("the seconds of a step", lambda: repr(seconds))) if processes else seconds
+
+    return Stepper(
+        run=run,
+        leaves=leaves,
+        pairs=compilation.traced.state_pairs,
+        donated=[i for i, is_donated in enumerate(compilation.traced.donated) if is_donated],
+        agreed=agreed,
+    )
 
 
 def _applied(compilation: Compilation) -> Factors:

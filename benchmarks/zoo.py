@@ -36,7 +36,7 @@ BOUND = 1e-10
 TARGET = 1.0  # autopar's step time by the best baseline's
 EXECUTION_TARGET = 1.02  # by that of plain jax.jit under the same input and output shardings
 
-AUTOPAR = "autopar"
+AUTOPAR, COMPARED = "autopar", "compared"
 
 EXECUTIONS: dict[str, tuple[str, Any]] = {
     "dp": ("gpt", autopar.DataParallel()),
@@ -85,6 +85,7 @@ class Found:
     predicted_seconds: float
     seconds: dict[str, tuple[float, ...]]
     checked: Checked
+    comparison: str = ""
 
     @property
     def medians(self) -> dict[str, float]:
@@ -94,12 +95,17 @@ class Found:
     def best(self) -> str:
         """The baseline of the least median."""
         medians = self.medians
-        return min(medians.keys() - {AUTOPAR}, key=medians.__getitem__)
+        return min(medians.keys() - {AUTOPAR, COMPARED}, key=medians.__getitem__)
 
     @property
     def ratio(self) -> tuple[float, tuple[float, float]]:
         """The plan's step time by the best baseline's, and its 95 % interval."""
         return ratio(self.seconds, AUTOPAR, self.best)
+
+    @property
+    def compared_ratio(self) -> tuple[float, tuple[float, float]] | None:
+        """That of the plan that `autopar.compare` took, None where it was not asked."""
+        return ratio(self.seconds, COMPARED, self.best) if COMPARED in self.seconds else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +144,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cluster", metavar="FILE", help="what `autopar measure --devices 8 --out FILE` saved (default: measure now)"
     )
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--executions",
         action="store_true",
         help="instead, run plans by autopar's program and by plain jax.jit under the plan's own input and output "
         "shardings",
+    )
+    either.add_argument(
+        "--compare",
+        action="store_true",
+        help="run the plan that autopar.compare takes, too, which has stepped the found one and the textbook's",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
@@ -199,8 +211,8 @@ def placed(compiled: Any, training: Training) -> Runner:
     return Runner(compiled, *jax.device_put((training.state, training.batch), compiled.input_shardings[0]))
 
 
-def find(model: str, cluster: Any, rounds: int, report: Callable[[str], None]) -> Found:
-    """The results of one model."""
+def find(model: str, cluster: Any, rounds: int, report: Callable[[str], None], *, compare: bool = False) -> Found:
+    """The results of one model; with `compare`, those of the plan that `autopar.compare` takes as well."""
     report("planning")
     training = MODELS[model].training()
     start = time.perf_counter()
@@ -212,6 +224,15 @@ def find(model: str, cluster: Any, rounds: int, report: Callable[[str], None]) -
         runners[name] = baseline.runner(training)
         runners[name].seconds()
         report(f"compiling {name}")
+    comparison = ""
+    if compare:
+        report("comparing plans")
+        start = time.perf_counter()
+        step = autopar.parallelize(training.step, cluster=cluster, planner=autopar.Manual(plan), donate_argnums=(0,))
+        compared = autopar.compare(step, (training.state, training.batch))
+        comparison = f"{model}, compared in {time.perf_counter() - start:.0f} s: {compared}"
+        runners[COMPARED] = placed(planned(training, cluster, autopar.Manual(compared.plan)), training)
+        runners[COMPARED].seconds()
     seconds = interleaved(runners, rounds, tick=lambda: report("running"))
     del runners
     report("comparing")
@@ -225,6 +246,7 @@ def find(model: str, cluster: Any, rounds: int, report: Callable[[str], None]) -
         predicted_seconds=plan.step_seconds,
         seconds=seconds,
         checked=checked,
+        comparison=comparison,
     )
 
 
@@ -272,18 +294,18 @@ def times_table(results: list[Found]) -> Table:
     names = list(dict.fromkeys(name for r in results for name in r.seconds))
     table = Table(title="median step, ms", title_justify="left", padding=(0, 0))
     table.add_column("model", no_wrap=True)
-    for name in ("promised", *names, "by best", "95 %"):
+    is_compared = any(r.compared_ratio for r in results)
+    for name in ("promised", *names, "by best", "95 %", *(["compared by best", "95 %"] if is_compared else [])):
         table.add_column(name, justify="right")
     for r in results:
-        middle, (low, high) = r.ratio
         medians = {name: f"{seconds * 1e3:.3g}" for name, seconds in r.medians.items()}
+        ratios = (r.ratio, *([r.compared_ratio] if r.compared_ratio else []))
         medians[r.best] = f"[bold]{medians[r.best]}[/]"
         table.add_row(
             r.model,
             f"{r.predicted_seconds * 1e3:.3g}",
             *(medians.get(name, "") for name in names),
-            f"{middle:.2f}",
-            f"{low:.2f}-{high:.2f}",
+            *(text for middle, (low, high) in ratios for text in (f"{middle:.2f}", f"{low:.2f}-{high:.2f}")),
         )
     return table
 
@@ -346,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.executions:
             results += [execute(name, cluster, args.pairs, begin(name)) for name in EXECUTIONS]
         else:
-            results += [find(name, cluster, args.pairs, begin(name)) for name in args.models]
+            results += [find(name, cluster, args.pairs, begin(name), compare=args.compare) for name in args.models]
     faults = [] if args.executions else [f"{r.model}: {miss}" for r in results for miss in r.checked.misses]
     slow = missed(results)
     if args.json:
@@ -355,6 +377,8 @@ def main(argv: list[str] | None = None) -> int:
         return bool(faults)
     for table in (executions_table,) if args.executions else (plans_table, times_table):
         console.print(table(results))
+    if args.compare:
+        console.print(*(result.comparison for result in results), sep="\n\n", end="\n\n", soft_wrap=True)
     console.print(
         f"{args.pairs} rounds in turn after {WARM_UP}, float32, SGD with momentum; ratios are of neighbouring steps, "
         f"with their bootstrap interval. {DEVICES} virtual devices share {os.cpu_count()} cores; load "

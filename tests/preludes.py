@@ -33,6 +33,21 @@ def update(weight, batch):
 def evaluate(weight, batch):
     return jnp.mean((batch @ weight - batch) ** 2)
 """,
+    "docs/how-to/read-a-plan.md": """
+import jax
+import jax.numpy as jnp
+
+import autopar
+
+
+@autopar.parallelize(donate_argnums=0)
+def train_step(state, batch):
+    loss, grad = jax.value_and_grad(lambda weight: jnp.mean((batch @ weight - batch) ** 2))(state["weight"])
+    return {"weight": state["weight"] - 0.1 * grad}, loss
+
+
+state, batch = {"weight": jnp.eye(16)}, jnp.ones((8, 16))
+""",
 }
 
 LAUNCHED = {

@@ -35,6 +35,7 @@ FILES = {
         "unplanned",
         "compilation",
         "reporting",
+        "comparing",
     },
 }
 """The files beside the rooms, which the picture leaves out."""

@@ -57,6 +57,7 @@ ORDER = {
             "training",
             "reporting",
             "api",
+            "comparing",
             "tools",
             "__main__",
         ),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ LEAST, MOST = 3, 20
 """Steps that are timed: a median of fewer than three says nothing, and one of more than twenty says little more."""
 
 ENOUGH_SECONDS = 10.0
-"""Of timed steps, after which no more are taken than the least: long steps vary less."""
+"""No more steps are timed than would take so long, each as long as the first, or than the least: long steps vary
+less."""
 
 WARM_UP = 2
 """Steps before: the first moves arguments to where they belong and may compile, the second meets what it left."""
@@ -27,13 +29,15 @@ class Stepper:
     """A function of flat arguments, called again and again: what a step returns of its state is the next one's.
 
     `pairs` are (output, input) positions. Arrays at `donated`, which a step takes, are copied before the first one and,
-    where no output follows them, before every one: the caller's stay.
+    where no output follows them, before every one: the caller's stay. Several processes take as many steps: by the
+    seconds that are `agreed` where each has measured its own.
     """
 
     run: Callable[[list[Any]], Any]
     leaves: list[Any]
     pairs: Sequence[tuple[int, int]]
     donated: Sequence[int]
+    agreed: Callable[[float], float] = float
     given: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,21 +94,18 @@ def warm_up(stepper: Stepper) -> None:
 
 
 def timed(stepper: Stepper, clock: Clock = time.perf_counter, most: int = MOST) -> Steps:
-    """The times of so many steps at `most`, of fewer where they are long."""
-    spent = list(_times(stepper, clock, most))
+    """The times of so many steps at `most`, of fewer where the first one is long."""
+    spent = [_time(stepper, clock)]
+    first = stepper.agreed(spent[0][0])
+    enough = math.ceil(ENOUGH_SECONDS / first) if first > 0 else most
+    spent += [_time(stepper, clock) for _ in range(1, max(LEAST, min(most, enough)))]
     return Steps(seconds=tuple(done for done, _ in spent), host_seconds=tuple(issued for _, issued in spent))
 
 
-def _times(stepper: Stepper, clock: Clock, most: int) -> Iterator[tuple[float, float]]:
-    """(seconds until the results are there, seconds until the call has returned) of each step."""
-    total = 0.0
-    for number in range(most):
-        if number >= LEAST and total > ENOUGH_SECONDS:
-            return
-        start = clock()
-        results = stepper.step()
-        issued = clock()
-        jax.block_until_ready(results)
-        done = clock()
-        total += done - start
-        yield done - start, issued - start
+def _time(stepper: Stepper, clock: Clock) -> tuple[float, float]:
+    """(seconds until the results are there, seconds until the call has returned) of a step."""
+    start = clock()
+    results = stepper.step()
+    issued = clock()
+    jax.block_until_ready(results)
+    return clock() - start, issued - start

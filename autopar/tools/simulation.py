@@ -197,20 +197,6 @@ def _takes_microbatches(planner: Planner) -> bool:
     return is_dataclass(planner) and any(field.name == "microbatches" for field in fields(planner))
 
 
-def named(planner: Planner) -> str:
-    """A planner as it would be written, what is as usual left out: `Megatron(data=4, tensor=2)`."""
-    if not is_dataclass(planner):
-        return type(planner).__name__
-    usual = {field.name: field.default for field in fields(planner)}
-    factories = {field.name: field.default_factory for field in fields(planner)}
-    words = [
-        f"{name}={value!r}"
-        for name, value in ((field.name, getattr(planner, field.name)) for field in fields(planner))
-        if value != usual[name] and not (callable(make := factories[name]) and make() == value)
-    ]
-    return f"{type(planner).__name__}({', '.join(words)})"
-
-
 def several(value: Value | Sequence[Value] | None) -> tuple[Value, ...]:
     """One value or several as several, in order and each once."""
     if value is None:

@@ -12,11 +12,11 @@ from autopar.errors import ArgumentError, explain
 from autopar.options import checked_cluster, checked_limit, checked_planner
 from autopar.tools import simulation_text
 from autopar.tools.fit import Example
-from autopar.tools.simulation import Request, Row, Sweep, named, rows, saved, several
+from autopar.tools.simulation import Request, Row, Sweep, rows, saved, several
 from autopar.tools.simulation_plot import plot_simulation
 from passes.cluster import Cluster
 from passes.plan import AnyPlan, load_plan
-from passes.planners import Planner
+from passes.planners import Planner, named
 from passes.text import Table
 
 

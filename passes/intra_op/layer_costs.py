@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from passes.gc_pause import without_gc
@@ -17,14 +17,36 @@ from passes.sharding import Resharder
 
 
 @without_gc()
-def layer_costs(plan: Plan, graph: Graph) -> Plan:
+def layer_costs(plan: Plan, graph: Graph, like: tuple[Plan, Graph] | None = None) -> Plan:
     """The plan with what each layer costs, in the order in which the step comes to them, the update last.
 
     Their seconds add up to the plan's, but for what is spent on offloading; of their bytes `live_nbytes` add up to the
-    temporaries at the peak.
+    temporaries at the peak. Those of an equal program, `like` this but for names and planned alike, are taken.
     """
-    layout, resharder = plan.layout, Resharder(plan.mesh)
     names = [name for name in dict.fromkeys(layer_names.of_operators(graph)) if name != layer_names.UPDATE]
+    renamed = layer_names.renamed(like[1], graph) if like else None
+    if like and renamed:
+        seconds = {renamed[c.name]: (c.compute_seconds, c.moving_seconds) for c in like[0].layers}
+    else:
+        seconds = _seconds(plan, graph, names)
+    state = _state_nbytes(plan, names)
+    live: Mapping[str, int] = plan.memory.layers if plan.memory else {}
+    layers = [
+        LayerCost(
+            name=name,
+            compute_seconds=computing,
+            moving_seconds=moving,
+            state_nbytes=state.get(name, 0),
+            live_nbytes=live.get(name, 0),
+        )
+        for name, (computing, moving) in seconds.items()
+    ]
+    return replace(plan, layers=tuple(layers))
+
+
+def _seconds(plan: Plan, graph: Graph, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Seconds that each layer computes, and that arrays are moved for it."""
+    layout, resharder = plan.layout, Resharder(plan.mesh)
     computing = dict.fromkeys([*names, layer_names.UPDATE], 0.0)
     for _, node, spent in operator_seconds(graph, group(graph), plan.mesh, layout):
         computing[layer_names.layer_of(node.scope, node.source)] += spent
@@ -32,19 +54,7 @@ def layer_costs(plan: Plan, graph: Graph) -> Plan:
     reshardings = resharding_plan(graph, layout, resharder, regather=plan.regather)
     for occurrence, _, spent in moves(graph, reshardings, resharder):
         moving[layer_names.layer_of(occurrence.scope, occurrence.where)] += spent
-    state = _state_nbytes(plan, names)
-    live: Mapping[str, int] = plan.memory.layers if plan.memory else {}
-    layers = [
-        LayerCost(
-            name=name,
-            compute_seconds=computing[name],
-            moving_seconds=moving[name],
-            state_nbytes=state.get(name, 0),
-            live_nbytes=live.get(name, 0),
-        )
-        for name in computing
-    ]
-    return replace(plan, layers=tuple(layers))
+    return {name: (computing[name], moving[name]) for name in computing}
 
 
 def _state_nbytes(plan: Plan, names: Iterable[str]) -> Mapping[str, int]:

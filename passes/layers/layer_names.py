@@ -52,6 +52,16 @@ def of_operators(graph: Graph) -> Iterator[str]:
             yield from of_operators(body)
 
 
+def renamed(before: Graph, after: Graph) -> dict[str, str] | None:
+    """The layers of a program by their names in another that is equal but for names; None where they are not the same.
+
+    They are not where operators of one layer are of several in the other.
+    """
+    pairs = dict.fromkeys([(UPDATE, UPDATE), *zip(of_operators(before), of_operators(after), strict=True)])
+    names = dict(pairs.keys())
+    return names if len(pairs) == len(names) == len(set(names.values())) else None
+
+
 def _function(source: str) -> str:
     """The name of the function that a source line is in: `attend` of `layers.py:158 (attend)`."""
     match = re.search(r"\(([^()]*)\)$", source)

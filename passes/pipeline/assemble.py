@@ -75,11 +75,12 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
         input_names=graph.input_names,
         output_names=graph.output_names,
     )
-    if sources(planned) == sources(graph):
+    layers = layer_names.renamed(planned, graph)
+    if layers and sources(planned) == sources(graph):
         names = dict(
             zip((*plan.output_names, *plan.input_names), (*graph.output_names, *graph.input_names), strict=True)
         )
-        names |= zip(*map(layer_names.of_operators, (planned, graph)), strict=True)
+        names |= layers
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
     schedule = resharding_plan(graph, layout, Resharder(mesh), regather=plan.regather)
@@ -172,8 +173,13 @@ def _(plan: Plan, step: Step) -> Plan:
 @layered.register
 def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
     cut = stages.cut(step.graph, plan.firsts, step.state_pairs)
-    parts = zip(cut.parts, plan.stages, strict=True)
-    return replace(plan, stages=tuple(layer_costs(stage, part.graph) for part, stage in parts))
+    known: dict[object, tuple[Plan, Graph]] = {}
+    planned: list[Plan] = []
+    for part, stage in zip(cut.parts, plan.stages, strict=True):
+        key = part.graph.fingerprint, stage.layout, stage.mesh, stage.regather
+        planned.append(layer_costs(stage, part.graph, known.get(key)))
+        known.setdefault(key, (planned[-1], part.graph))
+    return replace(plan, stages=tuple(planned))
 
 
 def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:

@@ -6,7 +6,7 @@ from passes.planners.following import FollowingStages, counterparts
 from passes.planners.infeasible import allowed, largest_holders
 from passes.planners.manual import DataParallel, GPipe, Manual, Megatron, Pipeline, Zero
 from passes.planners.placement_reasons import reasons
-from passes.planners.planner import Planned, Planner, PlanOptions, limit_nbytes
+from passes.planners.planner import Planned, Planner, PlanOptions, limit_nbytes, named
 
 __all__ = [
     "Auto",
@@ -25,5 +25,6 @@ __all__ = [
     "infeasible",
     "largest_holders",
     "limit_nbytes",
+    "named",
     "reasons",
 ]

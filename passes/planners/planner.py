@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from typing import Any, Protocol, Self, TypeVar
 
@@ -86,6 +86,20 @@ class Planner(Protocol):
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions, /) -> Planned:
         """A plan of a variant of the step. Raises PlanningError where there is none."""
         ...
+
+
+def named(planner: Planner) -> str:
+    """A planner as it would be written, what is as usual left out: `Megatron(data=4, tensor=2)`."""
+    if not is_dataclass(planner):
+        return type(planner).__name__
+    usual = {field.name: field.default for field in fields(planner)}
+    factories = {field.name: field.default_factory for field in fields(planner)}
+    words = [
+        f"{name}={value!r}"
+        for name, value in ((field.name, getattr(planner, field.name)) for field in fields(planner))
+        if value != usual[name] and not (callable(make := factories[name]) and make() == value)
+    ]
+    return f"{type(planner).__name__}({', '.join(words)})"
 
 
 def takes_graphs(plan: Method) -> Method:

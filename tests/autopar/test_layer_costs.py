@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from passes.intra_op import layer_costs
+from passes.layers import layer_names
 from passes.plan import Plan
 from tests.sample import slow
 
@@ -91,3 +92,25 @@ def test_layers_that_are_alike_cost_alike_and_the_larger_more() -> None:
     assert by_name["Block_1"].state_nbytes == by_name["Block_2"].state_nbytes == 4 * (8 * WIDTH**2 + 5 * WIDTH)
     assert by_name["head"].compute_seconds < by_name["Block_1"].compute_seconds
     assert by_name["head"].state_nbytes == 4 * (WIDTH**2 + WIDTH)
+
+
+def test_equal_stages_cost_what_each_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, renamed, taken = autopar.Pipeline(stages=4, microbatches=4), layer_names.renamed, list[Any]()
+    monkeypatch.setattr(layer_names, "renamed", lambda *graphs: taken.append(renamed(*graphs)) or taken[-1])
+    plan = plan_of(planner)
+    assert any(taken)  # the layers of some stage were those of another
+    names = [layer.name for program in plan.programs[1:3] for layer in program.layers]
+    assert {"Block_1", "Block_2"} <= set(names)
+    monkeypatch.setattr(layer_names, "renamed", lambda *graphs: None)
+    assert [program.layers for program in plan_of(planner).programs] == [program.layers for program in plan.programs]
+
+
+def test_layers_are_renamed_only_where_they_are_the_same() -> None:
+    graph = step_of(autopar.DataParallel()).graph
+    names = layer_names.renamed(graph, graph)
+    assert names
+    assert {"Block_0", "head", "update"} <= names.keys()
+    assert all(name == other for name, other in names.items())
+    one_layer = replace(graph, nodes=tuple(replace(node, scope="jvp(Model)/head") for node in graph.nodes))
+    assert layer_names.renamed(graph, one_layer) is None
+    assert layer_names.renamed(one_layer, graph) is None

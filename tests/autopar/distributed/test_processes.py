@@ -55,6 +55,7 @@ def test_two_processes_compute_what_jit_does_and_name_what_differs():
         assert [topic for topic, _ in said] == [topic for topic, _ in EXPECTED], findings
         for (topic, text), (_, words) in zip(said, EXPECTED, strict=True):
             assert all(word in text for word in words), (topic, text)
+    assert by_rank[0][-1] == by_rank[1][-1]  # the plan that both go on with
 
 
 EXPECTED = [
@@ -67,6 +68,7 @@ EXPECTED = [
     ("equal", ["True 1.0"]),
     ("checks", ["not refused", "DisagreementError: state[2] of step 2 on device", "of process 1 on host"]),
     *[("keys", ["True"])] * 2,
+    ("compared", ["its own", "zero"]),
 ]
 
 

@@ -95,6 +95,14 @@ def test_short_steps_are_timed_more_often(seconds: float, count: int):
     assert (measured.median, measured.host_median) == (seconds, seconds / 2)
 
 
+def test_processes_take_as_many_steps_whatever_each_measures():
+    ticks = itertools.count()
+    stepper = Stepper(run=lambda flat: flat, leaves=[], pairs=(), donated=(), agreed=lambda seconds: 8.0 * seconds)
+    assert len(timed(stepper, lambda: next(ticks) / 2).seconds) == step_times.LEAST
+    stepper.agreed = lambda seconds: 0.0
+    assert len(timed(stepper, lambda: next(ticks) * 4.0, 5).seconds) == 5
+
+
 # Reports
 
 

@@ -19,7 +19,7 @@ from autopar.tools.cli import main
 from passes.cluster import parse_cluster
 from passes.errors import ClusterError, PlanningError
 from passes.plan import Estimate, Plan
-from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Zero
+from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Zero, named
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 ROWS, WIDTH, INNER = 64, 128, 512
@@ -238,9 +238,9 @@ def test_a_wrong_option_is_refused(options: Any, error: type[Exception], message
 
 
 def test_a_planner_is_named_as_it_would_be_written():
-    assert simulation.named(Megatron(data=4, tensor=2)) == "Megatron(data=4, tensor=2)"
-    assert simulation.named(Zero(2)) == "Zero(stage=2)"
-    assert simulation.named(Auto()) == "Auto()"
+    assert named(Megatron(data=4, tensor=2)) == "Megatron(data=4, tensor=2)"
+    assert named(Zero(2)) == "Zero(stage=2)"
+    assert named(Auto()) == "Auto()"
 
 
 # The command line

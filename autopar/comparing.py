@@ -1,0 +1,202 @@
+"""Several plans of one function, each compiled and stepped here: a choice by the clock, where predictions are too near.
+
+A search picks what its predictions favour, and plans that are predicted within a few percent of each other may take
+times that are not. `python -m benchmarks.zoo --compare` shows what is gained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from autopar.api import ParallelFunction
+from autopar.compilation import Compilation
+from autopar.distributed import among
+from autopar.errors import ArgumentError, explain
+from autopar.profiling import Stepper, Steps, timed, warm_up
+from autopar.reporting import stepper_of
+from passes.errors import PlanningError
+from passes.plan import AnyPlan
+from passes.planners import DataParallel, Manual, Megatron, Planner, Zero, named
+from passes.text import Column, Table, quantities
+
+ROUNDS, STEPS = 3, 5
+"""Every plan takes so many steps in each round; every other round goes backwards, so that a drift of the machine's
+speed falls on all alike."""
+
+FAR = 3.0
+"""A textbook's plan that is predicted to take this many times the fastest prediction is not run. Chosen: DLRM's ZeRO-3,
+predicted to take 2.5 times as long as the found plan, is about as fast (`python -m benchmarks.zoo --compare`)."""
+
+OWN = "its own"
+"""The name of the plan that the function has without any comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One of the plans that were compared: its steps, or `why` there are none; no plan where none was possible."""
+
+    name: str
+    plan: AnyPlan | None = None
+    steps: Steps | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Plans of one function, predicted and measured: `rows`, the fastest first and those that were not run last.
+
+    `fastest` is the function by the first of them, which is `plan`.
+    """
+
+    fastest: ParallelFunction[..., Any]
+    plan: AnyPlan
+    rows: tuple[Compared, ...]
+
+    def tables(self) -> tuple[Table, ...]:
+        """The plans that were run, their median steps beside the fastest one's; and those that were not, with why."""
+        run = tuple(_timed_row(row, self.rows[0]) for row in self.rows if row.steps)
+        others = tuple((row.name, _predicted(row), row.why) for row in self.rows if not row.steps)
+        numbers = (Column(heading=h, right=True) for h in ("predicted", "measured", "quartiles", "by fastest"))
+        columns = Column(heading="plan"), Column(heading="on", flexible=True), *numbers
+        timed_table = Table(title="plans, each stepped here", columns=columns, rows=run)
+        reasons = Column(heading="plan"), Column(heading="predicted", right=True), Column(heading="why", flexible=True)
+        return (timed_table, *([Table(title="not run", columns=reasons, rows=others)] if others else []))
+
+    def __str__(self) -> str:
+        return "\n\n".join(table.format() for table in self.tables())
+
+
+def compare(
+    function: ParallelFunction[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    planners: Mapping[str, Planner] | None = None,
+) -> Comparison:
+    """Steps of `function(*args, **kwargs)` by its own plan and by those of `planners`, one plan after another.
+
+    Without `planners` the textbook's are compared: data parallel, ZeRO, and Megatron's with every number of devices
+    that cut the weights, but for what is predicted to take three times as long. `.fastest` is the function by the plan
+    whose median step was the shortest, `.plan` that plan. Steps are taken on copies of donated arguments, which the
+    caller keeps; a device holds those of one plan at a time. What a step prints or calls back, it does in each of them.
+    Of several processes the first one's clock decides.
+
+    Raises PlanningError where the function itself has no plan, ArgumentError for what cannot be compared.
+    """
+    _check(function, args, planners)
+    as_it_is, refused = _planned(function, args, kwargs), list[Compared]()
+    candidates = {OWN: as_it_is}
+    for name, planner in (by_hand(as_it_is.plan) if planners is None else planners).items():
+        try:
+            candidates[name] = _planned(function.replan(planner=planner, cache=False), args, kwargs)
+        except ArgumentError:
+            raise  # no planner, or one that contradicts the function's options
+        except PlanningError as error:
+            refused.append(Compared(name=name, why=_first_line(error)))
+    least = min(other.plan.step_seconds for other in candidates.values())
+    steppers: dict[str, Callable[[], Stepper]] = {}
+    for name, other in candidates.items():
+        if planners is None and other is not as_it_is and other.plan.step_seconds > FAR * least:
+            refused.append(Compared(name=name, plan=other.plan, why="predicted to take far longer"))
+            continue
+        try:
+            other.compilation.ready(other.leaves)
+        except PlanningError as error:
+            if other is as_it_is:
+                raise
+            refused.append(Compared(name=name, plan=other.plan, why=_first_line(error)))
+        else:
+            steppers[name] = partial(stepper_of, other.compilation, other.leaves)
+    with as_it_is.compilation.phase("compare plans of"):
+        steps = _in_turn(steppers)
+    medians = {name: each.median for name, each in steps.items()}
+    if processes := among(as_it_is.compilation.present()):
+        medians = json.loads(processes.broadcast("comparing plans", lambda: json.dumps(medians)))
+    run = sorted(steps, key=lambda name: medians[name])
+    plan = candidates[run[0]].plan
+    return Comparison(
+        fastest=function if run[0] == OWN else function.replan(planner=Manual(plan)),
+        plan=plan,
+        rows=(*(Compared(name=name, plan=candidates[name].plan, steps=steps[name]) for name in run), *refused),
+    )
+
+
+def _check(function: object, args: object, planners: object) -> None:
+    """Raises ArgumentError for what cannot be compared."""
+    if not isinstance(function, ParallelFunction):
+        rule, remedy = "its plans are compared, and it has none", "pass autopar.parallelize(function)"
+        raise ArgumentError(explain(f"compare({function!r:.60})", rule, "", remedy))
+    if not isinstance(args, tuple | list):
+        remedy = "write compare(train_step, (state, batch))"
+        raise ArgumentError(explain(f"args={args!r:.60}", "these are all positional arguments", "", remedy))
+    if planners is not None and not isinstance(planners, Mapping):
+        remedy = "write planners={'mine': autopar.Manual('plan.json')}"
+        raise ArgumentError(explain(f"planners={planners!r:.60}", "each has the name of its row", "", remedy))
+    if planners is not None and OWN in planners:
+        rule, remedy = f"{OWN!r} is the function's own plan, which is always compared", "give it another name"
+        raise ArgumentError(explain(f"planners={{{OWN!r}: ...}}", rule, "", remedy))
+
+
+class _Candidate(NamedTuple):
+    """A function by one planner, with the flat arguments that it is called on."""
+
+    compilation: Compilation
+    leaves: list[Any]
+
+    @property
+    def plan(self) -> AnyPlan:
+        return self.compilation.plan()
+
+
+def _planned(function: ParallelFunction[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> _Candidate:
+    """The function by its planner, planned. Raises PlanningError where it has no plan."""
+    candidate = _Candidate(*function.compilations.given(tuple(args), dict(kwargs or {})))
+    candidate.compilation.plan()
+    return candidate
+
+
+def by_hand(plan: AnyPlan) -> dict[str, Planner]:
+    """The textbook's planners for as many devices as a plan has, by what makes them."""
+    n = plan.cluster.n_devices
+    sizes = (parts for parts in range(2, n + 1) if n % parts == 0)
+    megatron = (Megatron(data=n // tensor, tensor=tensor) for tensor in sizes)
+    return {named(planner): planner for planner in (DataParallel(), Zero(1), Zero(3), *megatron)}
+
+
+def _in_turn(steppers: Mapping[str, Callable[[], Stepper]]) -> dict[str, Steps]:
+    """The steps of each in all rounds."""
+    steps_of: dict[str, list[Steps]] = {name: [] for name in steppers}
+    for number in range(ROUNDS):
+        for name in steppers if number % 2 == 0 else reversed(list(steppers)):
+            stepper = steppers[name]()
+            warm_up(stepper)
+            steps_of[name].append(timed(stepper, most=STEPS))
+    return {
+        name: Steps(
+            seconds=tuple(spent for steps in each for spent in steps.seconds),
+            host_seconds=tuple(spent for steps in each for spent in steps.host_seconds),
+        )
+        for name, each in steps_of.items()
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _timed_row(row: Compared, fastest: Compared) -> tuple[str, ...]:
+    assert row.plan is not None
+    assert row.steps is not None
+    assert fastest.steps is not None
+    low, high = row.steps.spread
+    quartiles = f"{quantities.seconds(low)} to {quantities.seconds(high)}"
+    ratio = f"{row.steps.median / fastest.steps.median:.2f}"
+    return row.name, row.plan.shape, _predicted(row), quantities.seconds(row.steps.median), quartiles, ratio
+
+
+def _predicted(row: Compared) -> str:
+    return quantities.seconds(row.plan.step_seconds) if row.plan else "-"
