@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, Protocol, cast
 from typing import Literal as OneOf
 
@@ -46,6 +46,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "PyTreeDef",
+    "at_disconnection",
     "bind_params",
     "call_local",
     "configuration",
@@ -73,7 +74,7 @@ __all__ = [
     "process_of_how_many",
     "scan_counts",
     "scope_of",
-    "service_beside",
+    "service_by",
     "sharding_objects",
     "source_of",
     "threefry2x32_p",
@@ -281,48 +282,27 @@ def coordination_client() -> Any:
     return _distributed.global_state.client
 
 
-_SERVICE = """
-import os, signal, sys, time
-from jaxlib import _jax
-
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-address, count, heartbeat, shutdown, linger = sys.argv[1], *map(int, sys.argv[2:])
-service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=heartbeat, shutdown_timeout=shutdown)
-print(flush=True)
-if not os.read(0, 1):
-    time.sleep(linger)
-service.shutdown()
-"""
-"""The coordination service by itself. It ends when it is written to, or a while after the process that started it."""
-
-
-class _Service:
-    """The coordination service in a process of its own, as JAX holds one."""
-
-    def __init__(self, linger_seconds: int, address: str, count: int, **timeouts: Any) -> None:
-        numbers = [count, timeouts["heartbeat_timeout"], timeouts["shutdown_timeout"], linger_seconds]
-        command = [sys.executable, "-c", _SERVICE, address, *map(str, numbers)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise RuntimeError(f"the coordination service does not start at {address}")
-
-    def shutdown(self) -> None:
-        self._process.communicate(b"\n")
-
-
 @contextmanager
-def service_beside(linger_seconds: float) -> Iterator[None]:
-    """A context in which `jax.distributed.initialize` starts its service in a process of its own, which outlives the
-    first process by these seconds; in it, all others end with it before they can tell why."""
+def service_by(start: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `jax.distributed.initialize` starts its service by `start(address, count, **timeouts)`."""
     given = _jaxlib.get_distributed_runtime_service
-    beside = partial(_Service, int(linger_seconds))
-    _jaxlib.get_distributed_runtime_service = cast("Any", beside)
+    _jaxlib.get_distributed_runtime_service = cast("Any", start)
     try:
         yield
     finally:
         _jaxlib.get_distributed_runtime_service = given
+
+
+def at_disconnection(action: Callable[[], object]) -> None:
+    """Calls `action` once this process has left the others, which is when all have ended, before Python's own end."""
+    service = _distributed.global_state.service
+
+    def shutdown() -> None:
+        if service is not None:
+            service.shutdown()
+        action()
+
+    _distributed.global_state.service = cast("Any", SimpleNamespace(shutdown=shutdown))
 
 
 def process_of_how_many() -> tuple[int, int]:

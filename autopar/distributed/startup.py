@@ -11,6 +11,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.distributed.agreement import everyone
+from autopar.distributed.service import Service
 from autopar.distributed.watch import Watch
 from autopar.errors import ArgumentError, DeviceError, explain
 
@@ -60,7 +61,7 @@ def initialize(
         _check_joined(num_processes, process_id)
         return
     try:
-        with jax_compat.service_beside(3 * lost_seconds):
+        with jax_compat.service_by(functools.partial(Service, int(3 * lost_seconds))):
             jax.distributed.initialize(
                 coordinator_address,
                 num_processes,

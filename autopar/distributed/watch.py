@@ -20,6 +20,7 @@ from types import TracebackType
 
 import jax
 
+from autopar import jax_compat
 from autopar.distributed.agreement import Processes
 from autopar.errors import PeerError
 
@@ -63,8 +64,15 @@ class Watch:
 
     def start(self) -> None:
         """Begins to give and to look for signs of life."""
-        threading.Thread(target=self._run, name="autopar watch", daemon=True).start()
-        atexit.register(self.end)
+        thread = threading.Thread(target=self._run, name="autopar watch", daemon=True)
+        thread.start()
+        atexit.register(self.finish)
+
+        def end() -> None:
+            self.ended.set()
+            thread.join()  # Python's end would tear it out of a call of JAX's, which aborts the process
+
+        jax_compat.at_disconnection(end)
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -73,7 +81,7 @@ class Watch:
 
         sys.excepthook = hook
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Says that this process has finished, in the signs that it goes on giving."""
         self.is_done = True
 
@@ -101,7 +109,7 @@ class Watch:
         seen = {rank: _Seen("", 0, now, now) for rank in self.processes.ranks}
         reached = now
         for number in range(sys.maxsize):
-            if self.ended.wait(_BEAT_SECONDS) or not jax.distributed.is_initialized():
+            if self.ended.wait(_BEAT_SECONDS):
                 return
             try:
                 beat = f"{_DONE} {number}" if self.is_done else f"{number} {self.processes.steps[0]}"

@@ -15,6 +15,7 @@ from autopar.distributed.watch import LOST, Watch, _Seen
 from autopar.tools.launch import Ending, Launch
 from autopar.tools.supervision import Run
 from benchmarks import kills
+from tests.autopar.distributed.launching import launch
 
 
 def watch_of(**signs: tuple[str, float, float]) -> list[str]:
@@ -139,3 +140,19 @@ def test_a_training_that_is_disturbed_ends_with_the_same_parameters(monkeypatch:
 def test_seconds_that_cannot_be_are_refused_before_anything_is_joined(name: str, seconds: Any):
     with pytest.raises(autopar.ArgumentError, match=rf"initialize\({name}={seconds}\): should be a number of seconds"):
         autopar.distributed.initialize(**{name: seconds})
+
+
+BUSY = """
+import time
+from autopar.distributed import watch
+
+watch._BEAT_SECONDS = 1e-5
+time.sleep(1.5)  # the beat that is under way is a long one
+"""
+
+
+def test_a_watch_that_is_in_a_call_does_not_abort_the_end(tmp_path: Path):
+    # The watch's thread in JAX's code while Python ends: six of seven such processes aborted.
+    (tmp_path / "busy.py").write_text(BUSY)
+    done = launch(tmp_path / "busy.py", processes=3)
+    assert done.returncode == 0, done.stdout + done.stderr
