@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from autopar.jax_compat import Device
-from autopar.tools import device_sweep
+from autopar.tools import device_sweep, whole_steps
 from autopar.tools.chains import Operation, apart_seconds, seconds
 from autopar.tools.device_sweep import Sample
 from passes.cluster import CPU, Cluster, DeviceSpec, Kind, Measured, Mesh, collectives, local_cluster
@@ -79,8 +79,10 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     device = with_overlap(device, overlap)
     seen = replace(group, device=device, measured=measured)
     result = replace(cluster, name=f"{cluster.name}, measured", groups=(seen,))
+    announce("training steps")
+    result, whole_samples = whole_steps.slowed(result, whole, devices)
     sent = (sample for curve in curves for sample in curve.samples(result))
-    return Measurement(cluster=result, samples=(*samples, *sent), overlap=overlap)
+    return Measurement(cluster=result, samples=(*samples, *whole_samples, *sent), overlap=overlap)
 
 
 def with_overlap(device: DeviceSpec, overlap: float | None) -> DeviceSpec:

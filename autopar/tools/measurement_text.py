@@ -86,6 +86,8 @@ def cluster_table(cluster: Cluster, overlap: float | None = None) -> Table:
     )
     rows = [*rates, ("memory", f"{group.device.memory_bytes_per_second / 1e9:,.3g} GB/s")]
     rows.append(("one operator at least", quantities.seconds(group.device.launch_seconds)))
+    slower = 1 / group.device.matmul_efficiency
+    rows.append(("operators in a training step", f"{slower:.2f} times as long as alone"))
     rows.append(("to start a task on the host", quantities.seconds(group.device.dispatch_seconds)))
     rows += [
         (f"{m.kind} among {m.ranks}", f"{quantities.seconds(m.alpha_seconds)} + {m.bytes_per_second / 1e9:,.3g} GB/s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from passes.cluster.cluster import Cluster, Link, Measured
+from passes.cluster.cluster import Cluster, DeviceSpec, Link, Measured
 from passes.errors import ClusterError, explain
 
 
@@ -25,19 +25,24 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, name=name, groups=(replace(group, hosts=hosts, devices_per_host=per_host),))
 
 
+def slower_device(device: DeviceSpec, compute: float) -> DeviceSpec:
+    """The device that takes `compute` times as long for every operator."""
+    return replace(
+        device,
+        matmul_efficiency=device.matmul_efficiency / compute,
+        memory_bytes_per_second=device.memory_bytes_per_second / compute,
+        strided_bytes_per_second=device.strided_bytes_per_second / compute,
+        launch_seconds=device.launch_seconds * compute,
+    )
+
+
 def slower(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -> Cluster:
     """The cluster whose devices take `compute` times as long for every operator, and whose links and collectives take
     `communication` times as long, latencies included, but for what a collective takes to start. Peaks stay: those are
     data sheets'.
     """
     group = cluster.group()
-    device = replace(
-        group.device,
-        matmul_efficiency=group.device.matmul_efficiency / compute,
-        memory_bytes_per_second=group.device.memory_bytes_per_second / compute,
-        launch_seconds=group.device.launch_seconds * compute,
-        send_seconds=group.device.send_seconds * communication,
-    )
+    device = replace(slower_device(group.device, compute), send_seconds=group.device.send_seconds * communication)
 
     def longer(link: Link) -> Link:
         seconds, rate = link.alpha_seconds * communication, link.bytes_per_second / communication

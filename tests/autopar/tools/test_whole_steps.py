@@ -1,0 +1,86 @@
+"""Whole training steps that are measured: real trainings, and a cluster that takes as long as they do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.tools import whole_steps
+from autopar.tools.device_sweep import single_plan
+from autopar.tools.whole_steps import Transformer
+from passes.cluster import Mesh, parse_cluster, what_if
+
+SEVERAL = (Transformer(hidden=16, sequence=8, head=8), Transformer(hidden=32, sequence=16, head=8))
+
+
+def test_what_is_measured_is_a_training():
+    training = Transformer(hidden=16, sequence=8, batch=2, head=8)
+    rng = np.random.default_rng(0)
+    weights, moments, tokens = training.arguments()
+    weights = {name: jnp.asarray(rng.normal(scale=0.2, size=w.shape), w.dtype) for name, w in weights.items()}
+    moments = {name: jnp.zeros(m.shape, m.dtype) for name, m in moments.items()}
+    batch = jnp.asarray(rng.integers(0, 256, tokens.shape), tokens.dtype)
+    step, losses = jax.jit(training.step), list[float]()
+    before = weights
+    for _ in range(300):
+        weights, moments, loss = step(weights, moments, batch)
+        losses.append(float(loss))
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(float(jnp.abs(weights[name] - before[name]).max()) > 0 for name in weights)
+    later = training.loss(weights, batch.at[:, -1].set(0))
+    earlier = training.loss(weights, batch.at[:, -1].set(1))
+    assert later != earlier  # what is told is the next token
+
+
+def test_a_token_sees_none_behind_it():
+    training = Transformer(hidden=16, sequence=8, head=8)
+    weights = {n: jnp.ones(w.shape) * 0.1 for n, w in training.arguments()[0].items() if n.endswith("_0")}
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 8, 16)), jnp.float32)
+    of_block = {name.removesuffix("_0"): w for name, w in weights.items()}
+    first, second = (training._attention(y, of_block) for y in (x, x.at[:, -1].add(1.0)))
+    np.testing.assert_array_equal(first[:, :-1], second[:, :-1])
+    assert float(jnp.abs(first[:, -1] - second[:, -1]).max()) > 0
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.7, 0.5])
+def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPatch, factor: float):
+    plain = parse_cluster("2:cpu")
+    group = plain.group()
+    cluster = replace(plain, groups=(replace(group, device=replace(group.device, strided_bytes_per_second=1e9)),))
+    truth = replace(cluster, groups=(replace(group, device=what_if.slower_device(cluster.group().device, factor)),))
+
+    def seconds(training: Transformer, mesh: Mesh, devices: object) -> float:
+        return single_plan(autopar.parallelize(training.step).step(*training.arguments()), truth).step_seconds
+
+    monkeypatch.setattr(whole_steps, "seconds", seconds)
+    monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
+    mesh = Mesh(axes=("d",), sizes=(2,), cluster=cluster)
+    slowed, samples = whole_steps.slowed(cluster, mesh, jax.devices()[:2])
+    device, known = slowed.group().device, truth.group().device
+    for name in ("matmul_efficiency", "memory_bytes_per_second", "strided_bytes_per_second", "launch_seconds"):
+        assert getattr(device, name) == pytest.approx(getattr(known, name), rel=1e-6)
+    assert [sample.size for sample in samples] == [training.size for training in SEVERAL]
+    for sample in samples:
+        assert sample.predicted == pytest.approx(sample.measured, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_device_takes_a_step_of_its_own(count: int):
+    devices = jax.devices()[:count]
+    cluster = parse_cluster(f"{count}:cpu")
+    mesh = Mesh(axes=("d",) if count > 1 else (), sizes=(count,) if count > 1 else (), cluster=cluster)
+    assert 0 < whole_steps.seconds(SEVERAL[0], mesh, devices) < 1
+
+
+def test_accelerators_take_larger_ones():
+    for platform in ("cpu", "gpu", "tpu"):
+        for training in whole_steps.transformers(platform):
+            assert training.hidden % training.head == 0
+            weights, _, tokens = jax.eval_shape(training.step, *training.arguments())
+            assert tokens.shape == ()
+            assert {w.dtype.name for w in weights.values()} == {training.dtype}
