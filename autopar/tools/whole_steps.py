@@ -93,7 +93,7 @@ def _normed(x: jax.Array) -> jax.Array:
 def transformers(platform: str) -> tuple[Transformer, ...]:
     """The trainings that are measured: on a CPU small ones, as its devices are threads of a few cores."""
     if platform == "cpu":
-        return tuple(Transformer(hidden=h, sequence=s) for h, s in ((64, 64), (128, 128), (256, 128)))
+        return tuple(Transformer(hidden=h, sequence=s, batch=2) for h, s in ((64, 64), (128, 128), (256, 128)))
     of_hidden = (1024, 2048)
     return tuple(Transformer(hidden=h, sequence=1024, batch=4, head=64, dtype="bfloat16") for h in of_hidden)
 

@@ -1,0 +1,88 @@
+"""Sums of products of which a device has one row of the batch: `python -m benchmarks.single_rows --help`.
+
+XLA:CPU takes long for them where the dimension of one element stays in the result, so planned programs sum over it as
+well. Here scores of attention and gradients of their softmax go back through it, data parallel, by `jax.jit` and by
+autopar's program under the same placements, with one row a device and with several.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from benchmarks.baselines import sharded
+from benchmarks.equality import difference
+from benchmarks.timing import interleaved, ratio
+from benchmarks.trainings import Training
+from benchmarks.zoo import placed, planned
+
+BOUND = 1e-6
+"""The largest relative difference of the gradients."""
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.single_rows",
+        description="Time the gradient of a softmax under data parallelism, by jit and by autopar's program.",
+    )
+    parser.add_argument("--devices", type=int, default=8, metavar="N")
+    parser.add_argument("--rows", type=int, nargs="+", default=(1, 2, 4), metavar="N", help="of the batch on a device")
+    parser.add_argument("--heads", type=int, default=16, metavar="N", help="of a row; more rows have fewer")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="steps of each, in turn")
+    return parser.parse_args(argv)
+
+
+def training(rows: int, heads: int, tokens: int) -> Training:
+    """A step that gives the scores' gradient through their softmax, of random scores and gradients."""
+
+    def step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
+        _, back = jax.vjp(lambda scores: jax.nn.softmax(scores, axis=-1), batch["scores"])
+        return state, back(batch["gradients"])[0]
+
+    draw = np.random.default_rng(0).normal
+    shape = (rows, heads, tokens, tokens)
+    batch = {name: jnp.asarray(draw(size=shape), "float32") for name in ("scores", "gradients")}
+    return Training(step=step, state=jnp.zeros(()), batch=batch)
+
+
+def row(rows: int, args: argparse.Namespace) -> tuple[tuple[str, ...], float]:
+    """The cells of so many rows a device, and the largest relative difference."""
+    case = training(rows * args.devices, max(1, args.heads // rows), args.tokens)
+    by_jit = jax.jit(case.step)(case.state, case.batch)
+    compiled = planned(case, f"{args.devices}:cpu", autopar.DataParallel())
+    worst = difference(compiled(jnp.zeros(()), case.batch), by_jit)
+    runners = {
+        "jit": sharded(case, compiled.input_shardings[0], compiled.output_shardings),
+        "autopar": placed(compiled, case),
+    }
+    seconds = interleaved(runners, args.rounds)
+    median, (low, high) = ratio(seconds, "autopar", "jit")
+    times = (f"{np.median(seconds[name]) * 1e3:.2f} ms" for name in runners)
+    return (str(rows), *times, f"{median:.2f}", f"{low:.2f}-{high:.2f}", f"{worst:.0e}"), worst
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; 1 where results differ."""
+    args = arguments(list(argv) if argv is not None else None)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    shown = Table(title=f"gradient of a softmax on {args.devices} devices, median step", title_justify="left")
+    for name in ("rows a device", "jit", "autopar", "ratio", "95 %", "differs"):
+        shown.add_column(name, justify="right")
+    results = [row(rows, args) for rows in args.rows]
+    for cells, _ in results:
+        shown.add_row(*cells)
+    Console().print(shown)
+    return any(worst > BOUND for _, worst in results)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
