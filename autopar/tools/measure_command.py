@@ -19,9 +19,10 @@ from autopar.tools.targets import UsageError
 
 _HELP = """\
 Time products of many shapes and dtypes, copies, the start of a task,
-collectives by kind, ranks and bytes, and how far a collective hides behind
-products, on the devices that are here, in one to two minutes; save them as a
-cluster to plan for, and show what it predicts beside what was measured.
+collectives by kind, ranks and bytes, how far a collective hides behind
+products, and small training steps, on the devices that are here, in one to two
+minutes; save them as a cluster to plan for, and show what it predicts beside
+what was measured.
 
 With --compiler, products and copies are not run but compiled for devices that
 need not be here, and their compiler's estimates taken; links stay the table's."""
