@@ -112,22 +112,10 @@ def _local(cut: Cut, operands: Arrays) -> Arrays:
     if cut.rule.shape_parameter:
         return rebind(cut, operands, **{cut.rule.shape_parameter: cut.local_shape()})
     if not cut.rule.localized:
-        return _summed(cut, operands) if "add" in cut.rule.joins else rebind(cut, operands)
+        return rebind(cut, operands)
     if cut.node.primitive not in _LOCALIZERS:
         raise InternalError(f"{_words(cut)} has a rule that says `localized`, and no localizer")
     return _LOCALIZERS[cut.node.primitive](cut, operands)
-
-
-def _summed(cut: Cut, operands: Arrays) -> Arrays:
-    """The sum, over dimensions of which the piece has one element as well, which changes none.
-
-    XLA:CPU (jaxlib 0.10.2) takes ten times as long for a sum of products that keeps such a dimension, as the batch is
-    where a device has one sequence: `python -m benchmarks.single_rows`.
-    """
-    (piece,), summed = operands, cut.params["axes"]
-    single = {d for d, extent in enumerate(piece.shape) if extent == 1}
-    (total,) = rebind(cut, operands, axes=tuple(sorted(single.union(summed))))
-    return (total.reshape(cut.local_shape()),)
 
 
 def piece_index(axes: tuple[str, ...], mesh: Axes, coordinate: Coordinate = lax.axis_index) -> jax.Array:
