@@ -16,9 +16,9 @@ from autopar.checks import hlo
 
 EMITTERS = "xla_cpu_use_fusion_emitters"
 """False: loops as XLA's CPU compiler wrote them before 2025; the same passes over HLO, half the time of compiling."""
-HAS_EMITTERS_OPTION = jax.__version_info__ < (0, 12)
+HAS_EMITTERS_OPTION = jax.__version_info__ < (0, 11)
 """Later XLA has no such option any more, and ends a process that asks for it by a flag."""
-TRACED_ALIKE = jax.__version_info__ < (0, 12)
+TRACED_ALIKE = jax.__version_info__ < (0, 11)
 """Whether JAX traces functions to the operators of the golden texts: later, a tanh's derivative is one of them."""
 
 
