@@ -86,17 +86,22 @@ def changed(params: Any) -> Any:
     return [*params[:2], there, *params[3:]]
 
 
+def say(*words: object) -> None:
+    """Prints a line that can be told from what Gloo writes in pieces, also where it has begun the line."""
+    print("said:", *words)
+
+
 def main() -> None:
     params = [np.full((4, 4), 0.1 + i, np.float32) for i in range(4)]
     batch = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
     parallel = autopar.parallelize(step, planner=DataParallel())
     if RANK == 0:  # the first process plans, and waits for nobody
-        print("hosts", parallel.plan(params, batch).cluster.groups[0].hosts)
-    print("arguments", refused(parallel, params, batch + RANK))
-    print("constants", refused(scaled, 1.0 + RANK, batch))
-    print("programs", refused(autopar.parallelize(lambda x: x + 1 if RANK else x * 2), batch))
-    print("planner", refused(autopar.parallelize(step, planner=Broken()), params, batch))
-    print("arrays", refused(parallel, [jnp.asarray(params[0] + RANK), *params[1:]], batch))
+        say("hosts", parallel.plan(params, batch).cluster.groups[0].hosts)
+    say("arguments", refused(parallel, params, batch + RANK))
+    say("constants", refused(scaled, 1.0 + RANK, batch))
+    say("programs", refused(autopar.parallelize(lambda x: x + 1 if RANK else x * 2), batch))
+    say("planner", refused(autopar.parallelize(step, planner=Broken()), params, batch))
+    say("arrays", refused(parallel, [jnp.asarray(params[0] + RANK), *params[1:]], batch))
     plain = jax.jit(step)
     # Across both processes, on the second the later stage, each stage cut in two.
     planner = Megatron(data=1, tensor=2, pipeline=2, microbatches=2)
@@ -104,24 +109,24 @@ def main() -> None:
     before = {id(array) for array in jax.live_arrays()}
     made = pipelined.init(lambda key: [p + jax.random.normal(key, p.shape) for p in params], KEY, others=(batch,))
     here = [array for array in jax.live_arrays() if id(array) not in before and array.dtype == np.float32]
-    print("init", sum(shard.data.nbytes for array in here for shard in array.addressable_shards), nbytes_of(made))
+    say("init", sum(shard.data.nbytes for array in here for shard in array.addressable_shards), nbytes_of(made))
     state, loss = pipelined(params, batch)
     again, less = parallel(state, batch)  # what one plan has made is an argument of another
     theirs, wanted = plain(params, batch)
     equal = close((state, loss), (theirs, wanted)) and close((again, less), plain(theirs, batch))
-    print("equal", equal, round(float(loss), 3))
+    say("equal", equal, round(float(loss), 3))
     checks = parallel.checks(every=1)
-    print("checks", refused(checks, 1, again), refused(checks, 2, changed(again)))
+    say("checks", refused(checks, 1, again), refused(checks, 2, changed(again)))
     drawn, plain = autopar.parallelize(dropped, planner=Pipeline(stages=2, microbatches=2)), jax.jit(dropped)
     ours = theirs = (params, jax.random.key(3))
     for _ in range(2):
         (ours, total), (theirs, wanted) = drawn(ours, batch), plain(theirs, batch)
-        print("keys", bool(abs(total - wanted) < 1e-5))
+        say("keys", bool(abs(total - wanted) < 1e-5))
     # By the clock of the second process a step is long, and any other plan's is longer.
     ticks = itertools.count()
     comparing.timed = partial(timed, clock=(lambda: 100.0 * next(ticks) ** 2) if RANK else time.perf_counter)
     comparison = autopar.compare(parallel, (params, batch), planners={"zero": Zero(3)})
-    print("compared", [row.name for row in comparison.rows])
+    say("compared", [row.name for row in comparison.rows])
 
 
 if __name__ == "__main__":
