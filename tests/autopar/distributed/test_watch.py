@@ -152,7 +152,7 @@ time.sleep(1.5)  # the beat that is under way is a long one
 
 
 def test_a_watch_that_is_in_a_call_does_not_abort_the_end(tmp_path: Path):
-    # The watch's thread in JAX's code while Python ends: six of seven such processes aborted.
+    # The watch's thread in JAX's code while Python ends: seven of eight such launches aborted.
     (tmp_path / "busy.py").write_text(BUSY)
     done = launch(tmp_path / "busy.py", processes=3)
     assert done.returncode == 0, done.stdout + done.stderr
