@@ -2,10 +2,9 @@
 an answer.
 """
 
-from passes.intra_op import extract, pins, restrictions
+from passes.intra_op import computing, extract, pins, restrictions
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
-from passes.intra_op.computing import weight_gradient_share
 from passes.intra_op.flops import product_flops, slow_dtype
 from passes.intra_op.layer_costs import layer_costs
 from passes.intra_op.mesh_problems import MeshProblems, Solved
@@ -25,6 +24,7 @@ __all__ = [
     "assemble",
     "away",
     "best",
+    "computing",
     "extract",
     "for_constraints",
     "in_forward",
@@ -35,5 +35,4 @@ __all__ = [
     "product_flops",
     "restrictions",
     "slow_dtype",
-    "weight_gradient_share",
 ]

@@ -10,7 +10,7 @@ from itertools import accumulate
 from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.errors import InternalError, PlanningError, explain
 from passes.inter_op import StageCost, Transfer
-from passes.intra_op import extract, layer_costs, weight_gradient_share
+from passes.intra_op import computing, extract, layer_costs
 from passes.ir import Graph, StatePairs
 from passes.layers import layer_names
 from passes.memory import peak
@@ -197,7 +197,7 @@ def layout_cost(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, fl
     """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
     length = part.scan.length
     backward = seconds.get("backward", 0.0) / length
-    share = weight_gradient_share(
+    share = computing.weight_gradient_share(
         part.body, group(part.body), mesh, layout.placements[part.loop].bodies[0], _sent(part)
     )
     return StageCost(

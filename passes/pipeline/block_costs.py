@@ -12,26 +12,24 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
-
-import numpy as np
+from typing import Any, Self
 
 from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.inter_op import StageCost
-from passes.intra_op import Assembly, assemble, best, extract, pins
+from passes.intra_op import Assembly, assemble, best, computing, extract, pins
 from passes.ir import PHASES, StatePairs
 from passes.pipeline.assemble import layout_cost, saved_values
 from passes.pipeline.segments import entering
 from passes.pipeline.structural_hash import structural_hash
-from passes.pipeline.workers import WorkerPool
+from passes.pipeline.workers import Task, WorkerPool
 from passes.placement import Grouping, Layout, ReshardingPlan, group, resharding_plan
 from passes.plan import Plan
 from passes.rules import pinned_mesh
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
 from passes.step import Step
-from passes.transforms import Part, microbatch_stacks
+from passes.transforms import Part, microbatch_stacks, whole_layout
 
 ROUGH = 3e-2
 """The relative gap at which the solve of a price ends: prices choose stages, and the stages that are chosen are solved
@@ -92,6 +90,9 @@ def _handed(source: Part, part: Part, target: Part) -> StatePairs:
     return tuple((outputs[theirs], inputs[ours]) for theirs, ours in zip(given, taken, strict=True))
 
 
+Restriction = Callable[[Assembly], Assembly]
+"""An assembly with fewer strategies, such as those of a planner by hand; PlanningError where none are left."""
+
 PriceRequest = tuple[Block, Mesh, float]
 """A block, a mesh, and the period in seconds from which its price is of no use."""
 
@@ -115,31 +116,49 @@ class BlockCosts:
     """The costs ("prices") of blocks on meshes, each computed once.
 
     With `restrict`, they are those of placements that a planner by hand makes; a block that it refuses cannot be there.
-    Work that can be shared is, with a `pool` of copies.
+    Work that can be shared is, with a `pool` of copies. `whole` are the costs that these restrict further, by the
+    `restriction` that these are known by there.
     """
 
     options: SolverOptions
-    restrict: Callable[[Assembly], Assembly] | None = None
+    restrict: Restriction | None = None
+    whole: BlockCosts | None = None
+    restriction: Restriction | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     pool: WorkerPool | None = None
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
     _bounds: dict[tuple[str, Mesh], float] = field(default_factory=dict[tuple[str, Mesh], float])
     _one_device_seconds: dict[tuple[str, Cluster], float] = field(default_factory=dict[tuple[str, Cluster], float])
+    _restricted: dict[Restriction, BlockCosts] = field(default_factory=dict[Restriction, "BlockCosts"])
 
     def __reduce__(self) -> tuple[Callable[[], BlockCosts], tuple[()]]:
         """The recipe for a copy in another process, which begins with nothing known."""
         return partial(BlockCosts, options=self.options, restrict=self.restrict), ()
 
-    def restricted(self, restrict: Callable[[Assembly], Assembly]) -> BlockCosts:
-        """The costs of blocks under placements made by hand; they share what does not depend on placements."""
-        return BlockCosts(
-            options=self.options,
-            restrict=pins.Both(self.restrict, restrict) if self.restrict else restrict,
-            resharders=self.resharders,
-            _firsts=self._firsts,
-            _one_device_seconds=self._one_device_seconds,
-        )
+    def restricted(self, restriction: Restriction) -> BlockCosts:
+        """The costs of blocks under placements made by hand; they share work, and what all placements share."""
+        if restriction not in self._restricted:
+            self._restricted[restriction] = BlockCosts(
+                options=self.options,
+                restrict=pins.Both(self.restrict, restriction) if self.restrict else restriction,
+                whole=self,
+                restriction=restriction,
+                resharders=self.resharders,
+                _firsts=self._firsts,
+                _one_device_seconds=self._one_device_seconds,
+            )
+        return self._restricted[restriction]
+
+    def under(self, restriction: Restriction, method: str, *task: Any) -> Any:
+        """The result of a method of the costs that are `restricted` so: what those ask a pool of these for."""
+        return getattr(self.restricted(restriction), method)(*task)
+
+    def _shared(self, method: str, tasks: Sequence[Task]) -> list[Any]:
+        """The result of a method for each task, in order; with a pool, copies do some of them."""
+        if self.whole is not None:
+            return self.whole._shared("under", [(self.restriction, method, *task) for task in tasks])
+        return (self.pool or WorkerPool(self, 1)).call(method, tasks)
 
     @property
     def solved(self) -> int:
@@ -160,10 +179,9 @@ class BlockCosts:
     def price_all(self, requests: Sequence[PriceRequest]) -> None:
         """Finds the prices that are not known yet, each as `price` does, sharing the work."""
         missing = self.missing(requests)
-        pool = self.pool or WorkerPool(self, 1)
         # Whoever does it, the first block of a kind is priced: others may have their operators in another order.
         tasks = [(self._first(block).block, mesh, cutoff) for block, mesh, cutoff in missing]
-        for (block, mesh, _), (cost, bound) in zip(missing, pool.call("cost", tasks), strict=True):
+        for (block, mesh, _), (cost, bound) in zip(missing, self._shared("cost", tasks), strict=True):
             self._bounds[block.kind, mesh] = bound
             if cost or math.isinf(bound):
                 self._prices[block.kind, mesh] = cost
@@ -214,12 +232,10 @@ class BlockCosts:
 
     def _seconds_on_one_device(self, block: Block, mesh: Mesh) -> float:
         """Seconds of a block's operators on one device; 0 if it cannot be there."""
-        part, resharder = block.part, self.resharders.setdefault(mesh, Resharder(mesh))
-        try:
-            assembly = assemble(part.graph, mesh, self._first(block).grouping, resharder, (), regather=False)
-        except NoLegalPlanError:
+        part = block.part
+        if pinned_mesh(part.graph) is not None:
             return 0.0
-        spent = assembly.root.compute_seconds([int(np.argmin(seconds)) for seconds in assembly.problem.seconds])
+        spent = computing.compute_seconds(part.graph, self._first(block).grouping, mesh, whole_layout(part.graph))
         return (spent.get("forward", 0.0) + spent.get("backward", 0.0)) / part.scan.length
 
     def _first(self, block: Block) -> _First:
@@ -249,6 +265,10 @@ class BlockCosts:
             return self._cost(self._first(block), mesh, cutoff)
         except refused:
             return None, math.inf
+
+    def plans(self, tasks: Sequence[Task]) -> list[Plan | None]:
+        """The plan of each of these tasks of `plan`, sharing the work."""
+        return self._shared("plan", tasks)
 
     def plan(
         self, name: str, step: Step, meshes: Sequence[Mesh], options: SolverOptions, most_nbytes: float = math.inf

@@ -95,7 +95,6 @@ class StagedSearch:
             schedules=self.schedules,
             limit=self.limit,
             solver=self.solver,
-            shared=self.table,
             pinned=self.pinned,
             context=self.context,
         )
@@ -110,14 +109,14 @@ class StagedSearch:
         with WorkerPool(self.block_costs) as pool:
             self.block_costs.pool = pool
             try:
-                best = self._run(pool)
+                best = self._run()
             finally:
                 self.block_costs.pool = None
         taken = best and _name(len(best.stages), [p[0].n_devices for p in best.submeshes], *_how(best))
         self.met = [alternative for alternative in self.met if alternative.name != taken]
         return best
 
-    def _run(self, pool: WorkerPool) -> PipelinePlan | None:
+    def _run(self) -> PipelinePlan | None:
         self._report_price(None)
         sizes = [choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)]
         self.table.survey([n_devices for n_devices in sizes if n_devices < self.cluster.n_devices])
@@ -130,27 +129,25 @@ class StagedSearch:
             with self.context.ending_early():
                 self.drafting.draft(search, self.context)
             if self.context.is_interrupted:
-                return self.context.kept(best or self._of_drafts_so_far(search, pool)).ended(INTERRUPTED)
+                return self.context.kept(best or self._of_drafts_so_far(search)).ended(INTERRUPTED)
             self.met += [_met(draft) for draft in sorted(search.drafts, key=lambda draft: draft.seconds)[:_SHOWN]]
-            better, over = self._best(self.drafting.worth(search), search.limit_seconds, pool)
+            better, over = self._best(self.drafting.worth(search), search.limit_seconds)
             best = better or best
             is_near = is_large and best is not None and best.step_seconds < CLOSE * search.best
             if over is None or is_near or (best is not None and self.context.is_interrupted):
                 break
             limit *= LESS * min(1.0, self.limit / over)
         if best is None and math.isinf(self.context.cutoff):
-            best, _ = self._best(self.drafting.of_least_memory(), self.context.cutoff, pool)
+            best, _ = self._best(self.drafting.of_least_memory(), self.context.cutoff)
         return best
 
-    def _of_drafts_so_far(self, search: DraftSearch, pool: WorkerPool) -> PipelinePlan | None:
+    def _of_drafts_so_far(self, search: DraftSearch) -> PipelinePlan | None:
         """The fastest plan of few drafts so far that keeps the limit; those that do by their price come first."""
         drafts = sorted(search.drafts, key=lambda draft: (draft.peak_nbytes > self.limit, draft.seconds))
-        plans = (self.plans.plan(draft, pool) for draft in first_of_each(drafts)[:MOST_UNFIT])
+        plans = (self.plans.plan(draft) for draft in first_of_each(drafts)[:MOST_UNFIT])
         return next((plan for plan in plans if plan.peak_nbytes <= self.limit), None)
 
-    def _best(
-        self, drafted: Sequence[Draft], cutoff: float, pool: WorkerPool
-    ) -> tuple[PipelinePlan | None, int | None]:
+    def _best(self, drafted: Sequence[Draft], cutoff: float) -> tuple[PipelinePlan | None, int | None]:
         """The best plan of these drafts that fits and takes less than the cutoff, as far as they are planned.
 
         With the least that was needed by one that does not fit, None if all that were planned do.
@@ -171,7 +168,7 @@ class StagedSearch:
                 planned += 1
                 self._seen.add(draft.key)
                 try:
-                    plan = self.plans.plan(draft, pool)
+                    plan = self.plans.plan(draft)
                 except PlanningError:
                     continue  # blocks can be where a whole stage cannot
                 if self.least_memory_plan is None or plan.peak_nbytes < self.least_memory_plan.peak_nbytes:

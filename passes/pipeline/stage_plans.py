@@ -12,8 +12,6 @@ from passes.inter_op import StageCost, is_chunked
 from passes.intra_op import pins
 from passes.pipeline.assemble import assemble_pipeline, restated
 from passes.pipeline.drafts import Draft
-from passes.pipeline.stage_table import StageCostTable
-from passes.pipeline.workers import WorkerPool
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, SearchContext
 from passes.solver import SolverOptions
@@ -32,7 +30,7 @@ what is needed for a moment, and a stage within less may keep more of each micro
 class StagePlans:
     """The plans of drafts of a `step`, in its variants for so many `stages`; those of equal stages are kept.
 
-    Devices have `limit` bytes. Work is shared by a pool on drafts of the `shared` prices.
+    Devices have `limit` bytes.
     """
 
     step: Step
@@ -41,7 +39,6 @@ class StagePlans:
     schedules: Sequence[str]
     limit: float
     solver: SolverOptions
-    shared: StageCostTable
     pinned: pins.ByName | None
     context: SearchContext
     _costs: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
@@ -52,7 +49,7 @@ class StagePlans:
         self.context.report(Progress(phase="write the step in microbatches", done=0, total=None))
         return self.step.variant(Variant(microbatches=microbatches, stages=self.stages))
 
-    def plan(self, draft: Draft, pool: WorkerPool) -> PipelinePlan:
+    def plan(self, draft: Draft) -> PipelinePlan:
         """The plan of a draft: its stages planned in full, under the schedule that is the best then.
 
         Prices leave out what is needed for a moment. Where that is why it does not fit, the stages that need too much
@@ -63,7 +60,7 @@ class StagePlans:
         cut = stages.cut(step.graph, begins, step.state_pairs)
         about = "auto", step.graph, self.cluster, step.state_pairs, step.donated, cut, begins
         parts = step.parts(cut)
-        plans, best = self._stages(draft, parts, pool, {}), None
+        plans, best = self._stages(draft, parts, {}), None
         for _ in range(1 + TIGHTENED):
             if plans is None:
                 break
@@ -73,7 +70,7 @@ class StagePlans:
             leanest = min(scheduled, key=lambda plan: plan.peak_nbytes)
             if not self.limit < leanest.peak_nbytes <= NEARLY * self.limit:
                 break
-            plans = self._stages(draft, parts, pool, self._tighter(leanest))
+            plans = self._stages(draft, parts, self._tighter(leanest))
         if best is None:
             raise InternalError("stages without a limit have no plan")
         return best
@@ -97,9 +94,7 @@ class StagePlans:
                     limits[stage] = plan.stages[stage].peak_nbytes - (nbytes - self.limit) / plan.chunks
         return limits
 
-    def _stages(
-        self, draft: Draft, parts: Sequence[Step], pool: WorkerPool, limits: Mapping[int, float]
-    ) -> list[Plan] | None:
+    def _stages(self, draft: Draft, parts: Sequence[Step], limits: Mapping[int, float]) -> list[Plan] | None:
         """The plan of every stage; equal ones are planned once, in this draft or another.
 
         Those with a limit need at most so many bytes, equal ones the least of these; None where one cannot.
@@ -119,8 +114,7 @@ class StagePlans:
         options = replace(self.solver, gap=max(self.solver.gap, SOLVE_GAP))
         unplanned = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
         tasks = [(f"stage {at}", parts[at], laid_out[at], options, within[at]) for at in unplanned.values()]
-        is_shared = table is self.shared
-        planned = pool.call("plan", tasks) if is_shared else [table.block_costs.plan(*task) for task in tasks]
+        planned = table.block_costs.plans(tasks)
         self._plans |= {key: (parts[at], plan) for (key, at), plan in zip(unplanned.items(), planned, strict=True)}
         plans: list[Plan] = []
         for stage, (key, stage_step) in enumerate(zip(keys, parts, strict=True)):

@@ -15,7 +15,6 @@ half as long. A survey of the block that weighs most finds the bounds that matte
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,10 @@ gap at which prices are solved. `python -m benchmarks.planning --pipeline` count
 WASTE = 4.0
 """The survey ends where devices spend this many times what the best number of them does: four times as many would then
 gain nothing. `python -m benchmarks.planning --pipeline` counts the programs that are left."""
+
+TOGETHER = 4
+"""Numbers of devices that the survey prices a block on at once, so that as many processors have work; one after the
+other takes 1.2 s longer where there are two and a price takes half a second (`python -m benchmarks.planning cases`)."""
 
 PRICE_TOLERANCE = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
@@ -80,9 +83,10 @@ class StageCostTable:
         every = self.step.in_layers(0, self.step.n_layers, count)
         heaviest, _ = max(every, key=lambda entry: entry[1] * self.block_costs.least(entry[0], self.cluster, 1)[0])
         heaviest_block, least = ((heaviest, 1),), math.inf
-        for n, more in itertools.pairwise((*sorted(n_devices), 0)):
-            firsts = [self._order(heaviest_block, size)[0][1] for size in (n, more) if size]
-            self._price_all([entry for mesh in firsts for entry in self._requests(heaviest_block, mesh)])
+        for place, n in enumerate(sizes := sorted(n_devices)):
+            if place % TOGETHER == 0:
+                firsts = [self._order(heaviest_block, size)[0][1] for size in sizes[place : place + TOGETHER]]
+                self._price_all([entry for mesh in firsts for entry in self._requests(heaviest_block, mesh)])
             stage = self._best(heaviest_block, n, count, math.inf)
             seconds = n * stage.period(count) if stage else math.inf
             least = min(least, seconds)
