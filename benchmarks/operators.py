@@ -98,6 +98,7 @@ def cases() -> Iterator[Case]:
     for name, product in (("sums last", "bmk,bkn->bmn"), ("sums first", "bkm,bkn->bmn")):
         multiplied = partial(jnp.einsum, product)
         yield Case(kind=name, size="", applied=multiplied, shape=(4, 256, 256), weights=((4, 256, 256),), times=16)
+        yield Case(kind=name, size="", applied=multiplied, shape=(2048, 8, 8), weights=((2048, 8, 8),), times=4)
 
 
 def row_of(case: Case, cluster: Cluster, mesh: Mesh) -> Row:

@@ -147,6 +147,8 @@ def cases(platform: str) -> Iterator[Case]:
         yield _product(large, large // 16, large, dtype)
         yield _product(4 * large, large // 4, large // 16, dtype)
         yield _batched(large, 8, dtype)
+        if dtype == "float32" and platform == "cpu":
+            yield ROWS_LAST
         yield _batched(32, large // 4, dtype)
         yield _experts(8, large // 16, large // 4, large, dtype)
     copied = COPIED.get(platform, MOST_COPIED)
@@ -168,6 +170,13 @@ TINY_CASE = Case(
 )
 """The least kernel."""
 
+SUMS_LAST = _batched(512, 8, "float32")
+ROWS_LAST = replace(
+    SUMS_LAST, size=f"{SUMS_LAST.size}, rows last", applied=lambda x: jnp.einsum("bkm,bkn->bmn", x, x) * (1 / 8)
+)
+"""Small products side by side, whose left operand has last what is summed over, or its rows: the difference shows what
+a call takes on a CPU."""
+
 Timer = Callable[[Case], float]
 
 
@@ -175,13 +184,16 @@ def device_of(
     group: HostGroup, cluster: Cluster, devices: Sequence[Device], timer: Timer, floor: float, strided: float
 ) -> tuple[DeviceSpec, tuple[Sample, ...]]:
     """The device whose rates explain what `timer` says of each case, and how well; `floor` is the least of a kernel."""
+    several = tuple(cases(devices[0].platform))
+    called = max(0.0, timer(ROWS_LAST) - timer(SUMS_LAST)) if ROWS_LAST in several else 0.0
     seen = replace(
         group.device,
         dispatch_seconds=_dispatch_seconds(devices),
         source="measured by autopar.measure",
         strided_bytes_per_second=4 * LONG * WIDE / strided if strided > 0 else 0.0,
+        product_seconds=called / ROWS_LAST.shape[0],
     )
-    return fitted_device(replace(group, device=seen), cluster, tuple(cases(devices[0].platform)), timer, floor)
+    return fitted_device(replace(group, device=seen), cluster, several, timer, floor)
 
 
 def fitted_device(

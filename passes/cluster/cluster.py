@@ -54,7 +54,8 @@ class DeviceSpec:
     `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. Arrays
     are put into another order at `strided_bytes_per_second` (0: at no cost): by a transpose, by products whose batch
     dimensions lie behind others, and by a collective that cuts or joins another dimension than the leading one, of
-    its larger side.
+    its larger side. Products side by side of which each is a call, as those whose left operand has its rows last are on
+    CPUs, take `product_seconds` each beyond what they compute.
     Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
     no accelerator of the table has a slower link. 0 says that there is no way.
     A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle;
@@ -80,6 +81,7 @@ class DeviceSpec:
     half_inner: float = 0.0
     memory_efficiency: float = 1.0
     strided_bytes_per_second: float = 0.0
+    product_seconds: float = 0.0
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
     dispatch_seconds: float = DISPATCH_SECONDS
     send_seconds: float = 0.0
@@ -312,7 +314,7 @@ def _measured(read: _Fields) -> Measured:
 _LINK = ("alpha_seconds", "bytes_per_second")
 _OPTIONAL = ("adapters", "wiring", "measured")
 _RATES = (
-    *("half_extent", "half_inner", "strided_bytes_per_second"),
+    *("half_extent", "half_inner", "strided_bytes_per_second", "product_seconds"),
     *("host_bytes_per_second", "dispatch_seconds", "send_seconds", "bucket_nbytes"),
 )
 _PARTS = ("send_overlap", "collective_overlap")

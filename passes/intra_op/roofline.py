@@ -33,7 +33,7 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
     device = mesh.cluster.group().device
     rows, columns, inner = extents(rule, parts)
     if device.cores:
-        return flops / _share(device.cores, device.half_inner, _batch(rule, parts), rows, columns, inner)
+        return flops / _share(device.cores, device.half_inner, batch_size(rule, parts), rows, columns, inner)
     return flops * math.prod(1 + device.half_extent / extent for extent in (rows, columns, inner))
 
 
@@ -81,7 +81,7 @@ def _share(cores: int, half_inner: float, batch: float, rows: float, columns: fl
     return best
 
 
-def _batch(rule: ShardingRule, parts: Mapping[int, int]) -> float:
+def batch_size(rule: ShardingRule, parts: Mapping[int, int]) -> float:
     """The number of products that one device computes side by side."""
     both = set(rule.operands[0]).intersection(rule.operands[1], rule.results[0]) - {-1}
     return math.prod(rule.factors[f].size / parts.get(f, 1) for f in both)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice, Signature, SizelessRule, Where
-from passes.intra_op.rearranging import rearranged, rearranging_seconds
+from passes.intra_op.rearranging import is_ordered, rearranging_seconds
 from passes.intra_op.roofline import is_slowed, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.ir import Graph, TensorType
@@ -269,13 +269,13 @@ class _Pricing:
 
     def _rearranging_seconds(self) -> Floats:
         mesh, total = self.tabulator.mesh, np.zeros(len(self.space.picks))
-        if mesh.cluster.group().device.strided_bytes_per_second:
-            for position, member in enumerate(self.members):
-                if rearranged(member.rule):
-                    total += [
-                        rearranging_seconds(member.rule, member.reads, assignments[position], mesh)
-                        for assignments in self.space.assignments
-                    ]
+        device = mesh.cluster.group().device
+        for position, member in enumerate(self.members):
+            if is_ordered(member.rule, device):
+                total += [
+                    rearranging_seconds(member.rule, member.reads, assignments[position], mesh)
+                    for assignments in self.space.assignments
+                ]
         return total
 
     def _dtype(self) -> str:

@@ -9,7 +9,7 @@ import pytest
 import autopar
 from passes.cluster import Cluster, Mesh, parse_cluster
 from passes.intra_op.computing import compute_seconds
-from passes.intra_op.rearranging import rearranged, rearranging_seconds
+from passes.intra_op.rearranging import is_one_by_one, rearranged, rearranging_seconds
 from passes.ir import Graph, Node, TensorType
 from passes.placement import Layout, Placement, group
 from passes.rules import rule_of
@@ -18,15 +18,15 @@ from passes.sharding import ShardingSpec
 RATE = 1e6
 
 
-def cluster(rate: float) -> Cluster:
-    """Eight H100 that rearrange so many bytes per second."""
+def cluster(rate: float, called: float = 0.0) -> Cluster:
+    """Eight H100 that rearrange so many bytes per second, and take so many seconds to call a product."""
     plain = parse_cluster("8:h100")
-    device = dataclasses.replace(plain.group().device, strided_bytes_per_second=rate)
+    device = dataclasses.replace(plain.group().device, strided_bytes_per_second=rate, product_seconds=called)
     return dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
 
 
-def mesh(rate: float = RATE) -> Mesh:
-    return Mesh(axes=("x",), sizes=(8,), cluster=cluster(rate))
+def mesh(rate: float = RATE, called: float = 0.0) -> Mesh:
+    return Mesh(axes=("x",), sizes=(8,), cluster=cluster(rate, called))
 
 
 def one(primitive: str, shapes: list[tuple[int, ...]], params: dict[str, object]) -> Graph:
@@ -76,6 +76,33 @@ def test_each_device_rearranges_its_pieces():
     assert rearranging_seconds(rule, reads, (), mesh(0.0)) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        (product((4, 16, 8), (4, 8, 32), (4, 16, 32), ((2,), (1,)), ((0,), (0,))), False),
+        (product((4, 8, 16), (4, 8, 32), (4, 16, 32), ((1,), (1,)), ((0,), (0,))), True),
+        (product((4, 8, 16), (4, 32, 8), (4, 16, 32), ((1,), (2,)), ((0,), (0,))), True),
+        (product((16, 8), (16, 32), (8, 32), ((0,), (0,))), False),
+        (HEADS, False),
+        (TRANSPOSE, False),
+    ],
+    ids=["sums last", "rows last", "rows last, sums last", "one product", "heads", "transpose"],
+)
+def test_products_that_are_called_one_by_one(graph, expected):
+    assert is_one_by_one(rule_of(graph.nodes[0], graph)) is expected
+
+
+def test_each_device_calls_its_products():
+    graph = product((64, 8, 16), (64, 8, 32), (64, 16, 32), ((1,), (1,)), ((0,), (0,)))
+    rule, reads = rule_of(graph.nodes[0], graph), graph.types[:2]
+    numbers, rows = rule.operands[0][0], rule.operands[0][2]
+    on = mesh(0.0, 1e-3)
+    assert rearranging_seconds(rule, reads, (), on) == pytest.approx(64e-3)
+    assert rearranging_seconds(rule, reads, (("x", numbers),), on) == pytest.approx(8e-3)
+    assert rearranging_seconds(rule, reads, (("x", rows),), on) == pytest.approx(64e-3)
+    assert rearranging_seconds(rule, reads, (), mesh(0.0)) == 0.0
+
+
 def test_a_transpose_is_no_kernel_but_what_it_rearranges():
     rows, columns = ShardingSpec(dims=(("x",), ())), ShardingSpec(dims=((), ("x",)))
     layout = Layout(placements=(Placement(operands=(rows,), results=(columns,)),), inputs=(rows,), outputs=(columns,))
@@ -93,14 +120,15 @@ def attention(weights, x):
 
 
 @pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Megatron(data=2, tensor=4), autopar.Auto()])
-def test_a_search_and_a_plan_that_is_read_again_agree_on_what_is_rearranged(planner, tmp_path):
+@pytest.mark.parametrize("order", [(RATE, 0.0), (0.0, 1e-2)], ids=["copies", "calls"])
+def test_a_search_and_a_plan_that_is_read_again_agree_on_what_is_rearranged(planner, order, tmp_path):
     """Strategies are priced before there is a layout, a plan that is read from its layout."""
     shapes = [jax.ShapeDtypeStruct((32, 32), "float32")] * 3, jax.ShapeDtypeStruct((8, 16, 32), "float32")
     step = jax.grad(attention)
     dear, free = (
-        autopar.parallelize(step, cluster=cluster(rate), planner=planner).plan(*shapes) for rate in (RATE, 0.0)
+        autopar.parallelize(step, cluster=cluster(*costs), planner=planner).plan(*shapes) for costs in (order, (0.0,))
     )
     assert dear.step_seconds > free.step_seconds + 1e-3
     dear.save(tmp_path / "plan.json")
-    again = autopar.parallelize(step, cluster=cluster(RATE), planner=autopar.Manual(tmp_path / "plan.json"))
+    again = autopar.parallelize(step, cluster=cluster(*order), planner=autopar.Manual(tmp_path / "plan.json"))
     assert again.plan(*shapes).step_seconds == pytest.approx(dear.step_seconds)
