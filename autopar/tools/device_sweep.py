@@ -149,6 +149,7 @@ def cases(platform: str) -> Iterator[Case]:
         yield _batched(large, 8, dtype)
         if dtype == "float32" and platform == "cpu":
             yield ROWS_LAST
+            yield CONVOLUTION
         yield _batched(32, large // 4, dtype)
         yield _experts(8, large // 16, large // 4, large, dtype)
     copied = COPIED.get(platform, MOST_COPIED)
@@ -176,6 +177,17 @@ ROWS_LAST = replace(
 )
 """Small products side by side, whose left operand has last what is summed over, or its rows: the difference shows what
 a call takes on a CPU."""
+
+CONVOLUTION = Case(
+    kind="convolutions",
+    size="8 of 16 x 16 x 16, 3 x 3",
+    applied=lambda x, weight: lax.conv_general_dilated(
+        x, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    ),
+    shape=(8, 16, 16, 16),
+    weights=((3, 3, 16, 16),),
+)
+"""A convolution of few channels: what it takes beyond its products shows what its patches' pixels take."""
 
 Timer = Callable[[Case], float]
 
@@ -220,6 +232,7 @@ def fitted_device(
         memory_efficiency=1.0,
         memory_bytes_per_second=nbytes / max(measured[id(copied)] - floor, 1e-9),
         launch_seconds=floor,
+        pixel_seconds=0.0,
     )
 
     def priced(device: DeviceSpec, case: Case) -> float:
@@ -245,17 +258,21 @@ def fitted_device(
         return statistics.fmean(math.log(priced(device, case) / measured[id(case)]) ** 2 for case in products)
 
     device = min(map(fitted, halves), key=error)
-    samples = tuple(
-        Sample(
-            kind=case.kind,
-            size=case.size,
-            predicted=priced(device, case),
-            measured=measured[id(case)],
-            is_fitted=fits[id(case)],
-        )
-        for case in several
-    )
+    if CONVOLUTION in several:
+        device = replace(device, pixel_seconds=_pixel_seconds(device, measured[id(CONVOLUTION)], priced))
+    samples = tuple(_sample(case, priced(device, case), measured[id(case)], fits[id(case)]) for case in several)
     return device, samples
+
+
+def _pixel_seconds(device: DeviceSpec, measured: float, priced: Callable[[DeviceSpec, Case], float]) -> float:
+    """The seconds of a patch's pixel that explain what the convolution takes beyond its products."""
+    plain = priced(device, CONVOLUTION)
+    pixels = priced(replace(device, pixel_seconds=1.0), CONVOLUTION) - plain
+    return max(0.0, measured - plain) / pixels
+
+
+def _sample(case: Case, predicted: float, measured: float, is_fitted: bool) -> Sample:
+    return Sample(kind=case.kind, size=case.size, predicted=predicted, measured=measured, is_fitted=is_fitted)
 
 
 def half_of(device: DeviceSpec) -> Literal["half_inner", "half_extent"]:

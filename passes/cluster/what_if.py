@@ -33,6 +33,7 @@ def slower_device(device: DeviceSpec, compute: float) -> DeviceSpec:
         memory_bytes_per_second=device.memory_bytes_per_second / compute,
         strided_bytes_per_second=device.strided_bytes_per_second / compute,
         product_seconds=device.product_seconds * compute,
+        pixel_seconds=device.pixel_seconds * compute,
         launch_seconds=device.launch_seconds * compute,
     )
 

@@ -2,7 +2,7 @@
 
 XLA's GPU and TPU compilers lay arrays out as their readers like them. On a CPU an array is copied for that, a few
 elements of each cache line that is fetched; products side by side whose left operand has its rows last are taken one
-by one.
+by one; and a convolution is a product of patches, which are put together first, pixel after pixel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from passes.cluster import DeviceSpec, Mesh
-from passes.intra_op.roofline import batch_size, pieces
+from passes.intra_op.roofline import batch_size, extents, pieces
 from passes.ir import TensorType
 from passes.rules import Assignment, ShardingRule
 
@@ -26,12 +26,17 @@ def rearranging_seconds(rule: ShardingRule, reads: Sequence[TensorType], assignm
             spent += nbytes / device.strided_bytes_per_second
     if device.product_seconds and is_one_by_one(rule):
         spent += batch_size(rule, parts) * device.product_seconds
+    if device.pixel_seconds and rule.window > 1:
+        rows, _, _ = extents(rule, parts)
+        spent += batch_size(rule, parts) * rows * rule.window * device.pixel_seconds
     return spent
 
 
 def is_ordered(rule: ShardingRule, device: DeviceSpec) -> bool:
     """Whether the order of what an operator reads costs a device something."""
     if device.strided_bytes_per_second and rearranged(rule):
+        return True
+    if device.pixel_seconds and rule.window > 1:
         return True
     return device.product_seconds > 0 and is_one_by_one(rule)
 

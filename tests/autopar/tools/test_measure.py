@@ -67,9 +67,11 @@ def test_a_measured_cluster_is_written_and_read():
 def test_what_was_seen_of_a_device_is_written_and_read_and_a_data_sheet_has_none_of_it():
     plain = parse_cluster("8:h100").to_json()
     assert (
-        plain["groups"][0]["device"].keys().isdisjoint({"half_extent", "strided_bytes_per_second", "product_seconds"})
+        plain["groups"][0]["device"]
+        .keys()
+        .isdisjoint({"half_extent", "strided_bytes_per_second", "product_seconds", "pixel_seconds"})
     )
-    cluster = with_device(half_extent=8.0, strided_bytes_per_second=1e9, product_seconds=1e-6)
+    cluster = with_device(half_extent=8.0, strided_bytes_per_second=1e9, product_seconds=1e-6, pixel_seconds=1e-9)
     assert cluster.group().device.half_extent == 8.0
     assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
 
@@ -88,6 +90,7 @@ def test_a_device_is_measured_as_what_it_is(shape):
         **shape,
         flops_per_second={"float32": 3e10, "bfloat16": 6e10},
         product_seconds=1e-6,
+        pixel_seconds=1e-8,
         widened={},
     )
     group = on(truth).group()
@@ -115,10 +118,11 @@ def test_a_device_is_measured_as_what_it_is(shape):
     assert device.memory_bytes_per_second == pytest.approx(truth.memory_bytes_per_second)
     assert (device.launch_seconds, device.strided_bytes_per_second) == (truth.launch_seconds, 0.0)
     assert device.product_seconds == pytest.approx(truth.product_seconds)
+    assert device.pixel_seconds == pytest.approx(truth.pixel_seconds)
     assert device.dispatch_seconds > 0
     for sample in samples:
         assert sample.predicted == pytest.approx(sample.measured)
-    assert {sample.kind for sample in samples} == {"float32 products", "bfloat16 products", "copies"}
+    assert {sample.kind for sample in samples} == {"float32 products", "bfloat16 products", "convolutions", "copies"}
 
 
 def test_weights_of_a_measured_product_are_no_constants():

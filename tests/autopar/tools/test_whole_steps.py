@@ -47,7 +47,7 @@ def test_a_token_sees_none_behind_it():
     assert float(jnp.abs(first[:, -1] - second[:, -1]).max()) > 0
 
 
-ORDER = {"strided_bytes_per_second": 1e9, "product_seconds": 1e-6}
+ORDER = {"strided_bytes_per_second": 1e9, "product_seconds": 1e-6, "pixel_seconds": 1e-9}
 """What the order of operands costs."""
 
 

@@ -103,6 +103,32 @@ def test_each_device_calls_its_products():
     assert rearranging_seconds(rule, reads, (), mesh(0.0)) == 0.0
 
 
+def convolution(images: int, pixels: int, into: int, out: int, window: int) -> Graph:
+    """A convolution that keeps the images' size."""
+    shapes = [(images, pixels, pixels, into), (window, window, into, out), (images, pixels, pixels, out)]
+    x, kernel = (jnp.zeros(shape) for shape in shapes[:2])
+    layout = ("NHWC", "HWIO", "NHWC")
+    run = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=layout)  # noqa: E731
+    return autopar.parallelize(run, cluster="8:h100").step(x, kernel).graph
+
+
+def test_each_device_puts_its_patches_together():
+    graph = convolution(8, 4, 16, 32, 3)
+    (node,) = graph.nodes
+    rule, reads = rule_of(node, graph), [graph.types[v] for v in node.inputs]
+    images, channels, features = rule.operands[0][0], rule.operands[0][3], rule.results[0][3]
+    device = dataclasses.replace(parse_cluster("8:h100").group().device, pixel_seconds=1e-3)
+    plain = cluster(0.0)
+    slow = dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
+    on = Mesh(axes=("x",), sizes=(8,), cluster=slow)
+    whole = 8 * 4 * 4 * 9 * 1e-3
+    assert rearranging_seconds(rule, reads, (), on) == pytest.approx(whole, rel=0.4)  # fewer at the edges
+    of_all = rearranging_seconds(rule, reads, (), on)
+    assert rearranging_seconds(rule, reads, (("x", images),), on) == pytest.approx(of_all / 8)
+    for same in (channels, features):
+        assert rearranging_seconds(rule, reads, (("x", same),), on) == pytest.approx(of_all)
+
+
 def test_a_transpose_is_no_kernel_but_what_it_rearranges():
     rows, columns = ShardingSpec(dims=(("x",), ())), ShardingSpec(dims=((), ("x",)))
     layout = Layout(placements=(Placement(operands=(rows,), results=(columns,)),), inputs=(rows,), outputs=(columns,))
