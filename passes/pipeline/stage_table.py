@@ -34,8 +34,8 @@ WASTE = 4.0
 gain nothing. `python -m benchmarks.planning --pipeline` counts the programs that are left."""
 
 TOGETHER = 4
-"""Numbers of devices that the survey prices a block on at once, so that as many processors have work; one after the
-other takes 1.2 s longer where there are two and a price takes half a second (`python -m benchmarks.planning cases`)."""
+"""Numbers of devices that the survey prices a block on at once, so that as many processors have work; it may end before
+the last of them is of use (`python -m benchmarks.planning cases` has its seconds)."""
 
 PRICE_TOLERANCE = 0.03
 """Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
