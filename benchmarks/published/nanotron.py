@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from benchmarks.published import nanotron_llama
 from benchmarks.published.machines import aws_p5, fusing
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Fields, Row, Source, number, whole
@@ -35,7 +36,7 @@ def llama_job(fields: Fields, batch: int) -> Job:
         param_dtype="bfloat16",
         scan_layers=True,
     )
-    return Job(module=llama, config=config, batch=batch, precision="float32 gradients")
+    return Job(module=nanotron_llama, config=config, batch=batch, precision="float32 gradients")
 
 
 def _read(lines: Sequence[Fields]) -> Iterator[Row]:
