@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from passes.cluster import Cluster
 from passes.errors import PlanningError
 from passes.intra_op import best, named, restrictions
+from passes.intra_op.assembly import Assembly
 from passes.ir import Graph
 from passes.layers import stage_cuts
 from passes.layers.repeats import blocks
@@ -14,24 +17,37 @@ from passes.pipeline import body_of, pipelined
 from passes.pipeline.assemble import restated
 from passes.plan import Plan
 from passes.planners import Megatron, Planned, PlanOptions
-from passes.step import Step, seen_by
+from passes.step import Step, Variant, seen_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepMegatron(Megatron):
     """The plan that `Megatron` makes of a step that is in its variant already, in less time.
 
-    Where `ends_count`, the embedding and the head count as a layer each, and stages have equally many.
+    Where `ends_count`, the embedding and the head count as a layer each, and stages have equally many. `layers` are
+    those of each stage, where they are given. With `sequence`, what layers save is cut along the sequence over the
+    tensor devices.
     """
 
     ends_count: bool = False
+    layers: tuple[int, ...] = ()
+    sequence: bool = False
+
+    def restriction(self, assembly: Assembly) -> Assembly:
+        """The placements that it has of a stage."""
+        restricted = Megatron.restriction(self, assembly)
+        return restrictions.sequence(restricted) if self.sequence else restricted
 
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions) -> Planned:
-        if self.pipeline == 1:
+        if self.pipeline == 1 and not self.sequence:
             return Megatron.plan(self, step, cluster, options)
         step = seen_by(step, cluster)
         restrictions.check_sizes({"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}, cluster)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
+        if self.pipeline == 1:
+            step = step.variant(Variant(microbatches=self.microbatches, stages=0))
+            pairs, given = step.state_pairs, step.donated
+            return Planned.of(best(self.name, step.graph, [mesh], pairs, given, self.solver, self._whole(step)), step)
         known: dict[object, tuple[Step, Plan]] = {}
 
         def plan_stage(part: Step, stage: int) -> Plan:
@@ -49,11 +65,20 @@ class DeepMegatron(Megatron):
         schedule = "interleaved" if self.interleave > 1 else self.schedule
         return Planned.of(pipelined(self.name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
 
+    def _whole(self, step: Step) -> Callable[[Assembly], Assembly]:
+        """The placements that it has of a step in one piece, whose batch is known."""
+        is_cut = self.zero > 0
+        return lambda assembly: restrictions.sequence(
+            restrictions.megatron(assembly, batch=step.batch, is_state_cut=is_cut)
+        )
+
     def _firsts(self, body: Graph) -> tuple[int, ...]:
         """The first body node of each stage. Raises PlanningError for layers that stages do not share evenly."""
-        if not self.ends_count:
+        if not self.ends_count and not self.layers:
             return stage_cuts(body, self.stages)
         first_of = blocks(body)
+        if self.layers:
+            return (0, *(first_of[layer] for layer in accumulate(self.layers[:-1])))
         each, over = divmod(len(first_of) + 1, self.stages)
         if over or not first_of:
             raise PlanningError(f"{len(first_of) + 1} layers, the ends among them, do not fill {self.stages} stages")

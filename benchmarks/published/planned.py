@@ -48,7 +48,8 @@ class Configuration:
     """A job on a cluster: `data` x `tensor` devices for each of `pipeline` groups, which have `interleave` stages each.
 
     Stages have equally many layers, or, `by_work`, whole layers in such numbers that their work is as even as can be,
-    or equally many where the embedding and the head count as one each (`ends_count`).
+    or equally many where the embedding and the head count as one each (`ends_count`), or as many as `layers` says. With
+    `sequence`, what layers save is cut along the sequence over tensor devices.
     `zero` is the stage of ZeRO over `data`, 0 for none. With `total`, bytes are those of all groups' fullest devices.
     """
 
@@ -62,6 +63,8 @@ class Configuration:
     schedule: str = "1f1b"
     by_work: bool = False
     ends_count: bool = False
+    layers: tuple[int, ...] = ()
+    sequence: bool = False
     zero: int = 0
     total: bool = False
 
@@ -87,9 +90,13 @@ def _plan(config: Configuration) -> AnyPlan:
     with without_gc():
         return (
             planner(config)
-            .plan(step(config.job, count, stages, config.by_work or config.ends_count), config.cluster, PlanOptions())
+            .plan(step(config.job, count, stages, _is_cut_by_layer(config)), config.cluster, PlanOptions())
             .plan
         )
+
+
+def _is_cut_by_layer(config: Configuration) -> bool:
+    return config.by_work or config.ends_count or bool(config.layers)
 
 
 def planner(config: Configuration) -> Planner:
@@ -105,6 +112,8 @@ def planner(config: Configuration) -> Planner:
         schedule=config.schedule,
         zero=config.zero,
         ends_count=config.ends_count,
+        layers=config.layers,
+        sequence=config.sequence,
     )
 
 

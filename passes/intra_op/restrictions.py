@@ -276,6 +276,22 @@ def megatron(
     return _restrict(assembly, allows, allows_input, allows_port, nbytes_of=nbytes_of)
 
 
+def sequence(assembly: Assembly, axis: str = "tensor") -> Assembly:
+    """The assembly in which what a loop saves for its backward pass is cut along an axis wherever it can be.
+
+    Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2:
+    norms, dropout and residuals lie cut along the sequence over the devices that share the matrices.
+    """
+    if axis not in assembly.mesh.axes:
+        return assembly
+    return _restrict(
+        assembly,
+        allows=lambda subproblem, operator_group, strategy: True,
+        allows_input=lambda value, spec: True,
+        allows_stacked=lambda spec: _cut(spec, axis),
+    )
+
+
 def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
     """The restrictions of planners by hand on a mesh, by any names of its axes, and whether each regathers weights."""
     if len(mesh.axes) == 1:

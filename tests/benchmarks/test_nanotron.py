@@ -1,0 +1,48 @@
+"""nanotron's model, stages and collectives, as published rows are planned with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.published import nanotron_llama
+from benchmarks.published.nanotron import HOP_SECONDS, STAGED_HOP_SECONDS, OnNanotron, stage_layers
+from benchmarks.published.planned import Job
+from models import llama
+from passes.cluster import parse_cluster
+
+SMALL = llama.Config(
+    vocab_size=64, sequence_length=16, hidden=32, layers=2, heads=4, kv_heads=4, mlp=64, scan_layers=True
+)
+LARGE = replace(
+    SMALL, vocab_size=131072, sequence_length=4096, hidden=4096, layers=32, heads=32, kv_heads=32, mlp=14336
+)
+
+
+@pytest.mark.slow
+def test_nanotrons_kernels_compute_what_the_zoos_model_does() -> None:
+    """The loss and every gradient."""
+    params = nanotron_llama.init(SMALL, jax.random.key(0))
+    batch = nanotron_llama.example_batch(SMALL, 4, jax.random.key(1))
+    modules = nanotron_llama, llama
+    ours, theirs = (jax.value_and_grad(lambda p, m=m: m.loss(SMALL, p, batch))(params) for m in modules)
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stages", "first"), [(2, 18), (4, 9), (8, 5), (16, 3)])
+def test_the_first_stage_goes_past_its_share(stages: int, first: int) -> None:
+    layers = stage_layers(LARGE, stages)
+    assert (layers[0], sum(layers), min(layers) > 0) == (first, 32, True)
+
+
+def test_collectives_of_the_fullest_stage_are_waited_for() -> None:
+    job = Job(module=nanotron_llama, config=LARGE, batch=256, precision="float32 gradients")
+    one = OnNanotron(job=job, cluster=parse_cluster("8:h100"), microbatches=256, tensor=8)
+    assert one.collectives_seconds == pytest.approx(256 * 32 * 8 * 7 * HOP_SECONDS)
+    staged = replace(one, tensor=4, pipeline=2, layers=(18, 14))
+    assert staged.collectives_seconds == pytest.approx((256 * 18 + 14) * 8 * 3 * STAGED_HOP_SECONDS)
+    assert replace(one, tensor=1).collectives_seconds == 0.0
