@@ -32,16 +32,30 @@ the source's configurations of few sequences, whose layers take as long whatever
 as with 8. Why a hop takes seven times as long beside transfers the source does not say."""
 
 
+KEPT_BY_VIEWS = 6
+"""Bytes of each feature of each token that views keep of a layer beside what its backward pass reads: queries and keys
+before their rotation, in one array with the values, and the copy of the values that FlashAttention takes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnNanotron(Configuration):
     """A configuration whose kernels one process a device starts one by one."""
 
     def answer(self) -> Answer:
-        """What is planned, or the time in which the collectives of tensor devices are run, if that is longer."""
+        """What is planned, in the time of tensor devices' collectives if that is longer, with what views keep."""
         planned = Configuration.answer(self)
-        if planned.seconds is None:
+        if planned.seconds is None or planned.nbytes is None:
             return planned
-        return replace(planned, seconds=max(planned.seconds, self.collectives_seconds))
+        seconds = max(planned.seconds, self.collectives_seconds)
+        return replace(planned, seconds=seconds, nbytes=planned.nbytes + self.views_nbytes)
+
+    @property
+    def views_nbytes(self) -> float:
+        """Bytes that views keep on a device of the first stage, of every microbatch on its way."""
+        config = self.job.config
+        sequences = self.job.batch // (self.microbatches * self.data) * min(self.pipeline, self.microbatches)
+        features = sequences * config.sequence_length * config.hidden / self.tensor
+        return KEPT_BY_VIEWS * features * (self.layers[0] if self.layers else config.layers)
 
     @property
     def collectives_seconds(self) -> float:

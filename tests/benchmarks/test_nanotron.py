@@ -46,3 +46,11 @@ def test_collectives_of_the_fullest_stage_are_waited_for() -> None:
     staged = replace(one, tensor=4, pipeline=2, layers=(18, 14))
     assert staged.collectives_seconds == pytest.approx((256 * 18 + 14) * 8 * 3 * STAGED_HOP_SECONDS)
     assert replace(one, tensor=1).collectives_seconds == 0.0
+
+
+def test_views_keep_six_bytes_of_each_layer_on_its_way() -> None:
+    job = Job(module=nanotron_llama, config=LARGE, batch=256, precision="float32 gradients")
+    staged = OnNanotron(
+        job=job, cluster=parse_cluster("8:h100"), microbatches=128, data=2, tensor=2, pipeline=2, layers=(18, 14)
+    )
+    assert staged.views_nbytes == 6 * 4096 * 4096 / 2 * 18 * 2
