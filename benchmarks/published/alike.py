@@ -20,6 +20,22 @@ from passes.planners import Megatron, Planned, PlanOptions
 from passes.step import Step, Variant, seen_by
 
 
+def _sequence(assembly: Assembly, axis: str = "tensor") -> Assembly:
+    """The assembly in which what a loop saves for its backward pass is cut along an axis wherever it can be.
+
+    Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2:
+    norms, dropout and residuals lie cut along the sequence over the devices that share the matrices.
+    """
+    if axis not in assembly.mesh.axes:
+        return assembly
+    return restrictions.restricted(
+        assembly,
+        allows=lambda subproblem, operator_group, strategy: True,
+        allows_input=lambda value, spec: True,
+        allows_stacked=lambda spec: any(axis in axes for axes in spec.dims),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepMegatron(Megatron):
     """The plan that `Megatron` makes of a step that is in its variant already, in less time.
@@ -36,7 +52,7 @@ class DeepMegatron(Megatron):
     def restriction(self, assembly: Assembly) -> Assembly:
         """The placements that it has of a stage."""
         restricted = Megatron.restriction(self, assembly)
-        return restrictions.sequence(restricted) if self.sequence else restricted
+        return _sequence(restricted) if self.sequence else restricted
 
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions) -> Planned:
         if self.pipeline == 1 and not self.sequence:
@@ -68,9 +84,7 @@ class DeepMegatron(Megatron):
     def _whole(self, step: Step) -> Callable[[Assembly], Assembly]:
         """The placements that it has of a step in one piece, whose batch is known."""
         is_cut = self.zero > 0
-        return lambda assembly: restrictions.sequence(
-            restrictions.megatron(assembly, batch=step.batch, is_state_cut=is_cut)
-        )
+        return lambda assembly: _sequence(restrictions.megatron(assembly, batch=step.batch, is_state_cut=is_cut))
 
     def _firsts(self, body: Graph) -> tuple[int, ...]:
         """The first body node of each stage. Raises PlanningError for layers that stages do not share evenly."""

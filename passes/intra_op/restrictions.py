@@ -68,7 +68,7 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
             raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
 
 
-def _restrict(
+def restricted(
     assembly: Assembly,
     allows: Callable[[Subproblem, int, Strategy], bool],
     allows_input: Callable[[int, ShardingSpec], bool],
@@ -145,7 +145,7 @@ def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Ass
         return assembly
     values, axis = roles(assembly, batch), assembly.mesh.axes[0]
     _check_batch(assembly, values.batch, (axis,))
-    return _restrict(
+    return restricted(
         assembly,
         lambda subproblem, operator_group, strategy: _on_batch(
             values, subproblem.first + operator_group, strategy, axis
@@ -191,7 +191,7 @@ def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly],
             return spec.local_nbytes(graphs[value[0]].types[value[1]], mesh) if value in sharded else 0.0
 
         # Gradients of a loop's layers are scattered one by one: all of them whole would be what ZeRO is there to avoid.
-        return _restrict(
+        return restricted(
             assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, nbytes_of=nbytes_of
         )
 
@@ -273,23 +273,7 @@ def megatron(
     def nbytes_of(value: Value, spec: ShardingSpec) -> float:
         return spec.local_nbytes(types[value[1]], assembly.mesh) if value in state else 0.0
 
-    return _restrict(assembly, allows, allows_input, allows_port, nbytes_of=nbytes_of)
-
-
-def sequence(assembly: Assembly, axis: str = "tensor") -> Assembly:
-    """The assembly in which what a loop saves for its backward pass is cut along an axis wherever it can be.
-
-    Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2:
-    norms, dropout and residuals lie cut along the sequence over the devices that share the matrices.
-    """
-    if axis not in assembly.mesh.axes:
-        return assembly
-    return _restrict(
-        assembly,
-        allows=lambda subproblem, operator_group, strategy: True,
-        allows_input=lambda value, spec: True,
-        allows_stacked=lambda spec: _cut(spec, axis),
-    )
+    return restricted(assembly, allows, allows_input, allows_port, nbytes_of=nbytes_of)
 
 
 def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from passes.cluster import Cluster, Mesh, parse_cluster
-from passes.intra_op.roofline import ends_apart, extents, kernel_seconds, local_flops, times_made
+from passes.intra_op.roofline import extents, local_flops, times_made
 from passes.ir import TensorType
 from passes.rules import Factor, ShardingRule
 from passes.sharding import Resharder, ShardingSpec
@@ -75,19 +75,6 @@ def test_every_tile_begins_and_ends():
 def test_small_products_side_by_side_fill_a_device():
     one, many = share(128, 128, 64), share(128, 128, 64, 100)
     assert one < 0.2 * many
-
-
-def test_tiles_of_products_in_a_batch_are_written_when_they_are_multiplied():
-    assert kernel_seconds(3.0, 1.0, 1.0, ends_apart=False) == 3.0
-    assert kernel_seconds(3.0, 1.0, 1.0, ends_apart=True) == 4.0
-    assert kernel_seconds(1.0, 2.0, 2.0, ends_apart=True) == kernel_seconds(1.0, 2.0, 2.0, ends_apart=False) == 4.0
-
-
-def test_only_products_in_a_batch_on_tiles_end_apart():
-    alone = dataclasses.replace(PRODUCT, operands=((1, 3), (3, 2)), results=((1, 2),))
-    assert ends_apart(PRODUCT, mesh(cores=100))
-    assert not ends_apart(PRODUCT, mesh())
-    assert not ends_apart(alone, mesh(cores=100))
 
 
 def test_scores_behind_whose_gradients_they_are_made_again_cost_two_products():
