@@ -6,7 +6,11 @@ that may be computed again where they are read (`loops`): any cheap one, an expe
 and no element is needed twice. A producer of several large operands whose readers cannot all take it in is written to
 memory for all.
 
-Reference: xla/service/instruction_fusion.cc, xla/service/cpu/cpu_instruction_fusion.cc and
+Which reader of an array runs first depends on what fusion does to the list of them: what takes an operation in is added
+at the end for what that reads, and where an operation goes, the last of the list takes its place.
+
+Reference: HloInstruction::Users of xla/hlo/ir/hlo_instruction.cc, xla/service/instruction_fusion.cc,
+xla/service/cpu/cpu_instruction_fusion.cc and
 xla/backends/cpu/transforms/library_rewriter.cc, as of jaxlib 0.10.
 """
 
@@ -43,25 +47,21 @@ time of a deep program: `benchmarks.settings` halves and doubles it."""
 class Kernel:
     """The operations that run at once and write one array, that of `operation`.
 
-    `reads` are the operations that it reads from memory, `over` those of them that it may write its result over. In the
-    order of `turn` the readers of one array are told that it is there.
+    `reads` are the operations that it reads from memory, `over` those of them that it may write its result over.
+    `readers` are the kernels that read what it writes, in the order in which they are told that it is there. One that
+    `is_fused` has more than one operation.
     """
 
     operation: int
     reads: tuple[int, ...]
     over: tuple[int, ...]
-    turn: tuple[int, int]
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the kernel has more than one operation."""
-        return self.turn[0] == 1
+    readers: tuple[int, ...] = ()
+    is_fused: bool = False
 
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
-    outputs = tuple(outputs)
-    fusion = _Fusion(operations, frozenset(outputs), post_order(operations, outputs))
+    fusion = _Fusion(operations, tuple(dict.fromkeys(outputs)))
     fusion.library()
     fusion.loops()
     return fusion.kernels()
@@ -71,26 +71,30 @@ class _Fusion:
     """The operands and readers of every operation while kernels grow.
 
     An operation is `alive` if it has a kernel of its own, and `flexible` if that kernel may still take others in.
+    Readers of one array are at first in the order of the program before collectives were combined, -1 is the end of it.
     """
 
-    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], place: Sequence[int]) -> None:
+    def __init__(self, operations: Sequence[Operation], outputs: Sequence[int]) -> None:
         self.operations = operations
-        self.place = place
+        self.place = post_order(operations, outputs)
         self.kinds = [operation.kind for operation in operations]
         shapes = {operation.shape: math.prod(operation.shape) for operation in operations}
         self.sizes = [shapes[operation.shape] for operation in operations]
         self.alive = _needed(operations, outputs)
         self.reads: list[dict[int, bool]] = []
-        self.readers: list[set[int]] = [set() for _ in operations]
+        self.readers: list[list[int]] = [[] for _ in operations]
         literals = {index for index, kind in enumerate(self.kinds) if kind == "literal"}
         for index, (operation, alive) in enumerate(zip(operations, self.alive, strict=True)):
             pure = operation.kind in ELEMENTWISE
             self.reads.append({o: pure for o in operation.operands if o not in literals})
             if alive:
                 for o in self.reads[index]:
-                    self.readers[o].add(index)
+                    self.readers[o].append(index)
+        told = post_order(_apart(operations), outputs)
+        for readers in self.readers:
+            readers.sort(key=told.__getitem__)
         for index in outputs:
-            self.readers[index].add(-1)
+            self.readers[index].append(-1)
         self.flexible = [kind in PRODUCERS for kind in self.kinds]
         self.fused: set[int] = set()
 
@@ -106,20 +110,21 @@ class _Fusion:
             changed = False
             for member in sorted(members, reverse=True):
                 for o in self.reads[member]:
-                    if o not in members and self.readers[o] <= members and (self._supported(o) or self._is_product(o)):
+                    is_inside = members.issuperset(self.readers[o])
+                    if o not in members and is_inside and (self._supported(o) or self._is_product(o)):
                         members.add(o)
                         changed = True
             if len(self.readers[root]) == 1 and (reader := min(self.readers[root])) >= 0 and self._supported(reader):
                 members.add(reader)
                 root, changed = reader, True
         outside = dict.fromkeys((o for m in sorted(members) for o in self.reads[m] if o not in members), False)
-        for member in members:
-            for o in self.reads[member]:
-                self.readers[o].discard(member)
-            self.alive[member] = member == root
-        self.reads[root] = outside
         for o in outside:
-            self.readers[o].add(root)
+            _add(self.readers[o], root)
+        for member in sorted(members - {root}, reverse=True):
+            for o in self.reads[member]:
+                _remove(self.readers[o], member)
+            self.alive[member] = False
+        self.reads[root] = outside
         self.flexible[root] = False
 
     def _supported(self, index: int) -> bool:
@@ -147,21 +152,21 @@ class _Fusion:
     def loops(self) -> None:
         """Fuses every operation with the producers that it computes itself."""
         single = self._single()
-        for index in reversed(range(len(self.operations))):
+        for index in sorted(range(len(self.operations)), key=self.place.__getitem__, reverse=True):
             if self.alive[index] and self.flexible[index] and self.reads[index]:
                 self._take_in(index, single)
 
     def _take_in(self, index: int, single: set[int]) -> None:
         reads, reused, readers = self.reads[index], self._reused(index), self.readers
-        queue = [-o for o in reads if self.flexible[o]]
+        queue = [(-self.place[o], o) for o in reads if self.flexible[o]]
         heapq.heapify(queue)
         while queue:
-            producer = -heapq.heappop(queue)
+            producer = heapq.heappop(queue)[1]
             if not self._fusible(producer, index, reused) or producer in single:
                 continue
             pure = reads.pop(producer) and self.kinds[producer] in ELEMENTWISE
             self.fused.add(index)
-            readers[producer].discard(index)
+            _remove(readers[producer], index)
             below = self.reads[producer]
             if producer in reused:
                 reused.update(below)
@@ -169,20 +174,20 @@ class _Fusion:
                 reused |= self._reused(producer)
             for o in below:
                 if o not in reads:
-                    readers[o].add(index)
+                    _add(readers[o], index)
                     if self.flexible[o]:
-                        heapq.heappush(queue, -o)
+                        heapq.heappush(queue, (-self.place[o], o))
                 reads[o] = reads.get(o, True) and pure
             if not readers[producer]:
                 self.alive[producer] = False
                 for o in below:
-                    readers[o].discard(producer)
+                    _remove(readers[o], producer)
 
     def _fusible(self, producer: int, consumer: int, reused: set[int]) -> bool:
         if not self.flexible[producer]:
             return False
         if self.kinds[producer] in ONCE:
-            return self.readers[producer] == {consumer} and producer not in reused
+            return self.readers[producer] == [consumer] and producer not in reused
         return True
 
     def _reused(self, index: int) -> set[int]:
@@ -252,16 +257,33 @@ class _Fusion:
             if self.alive[index] and self.kinds[index] != "literal":
                 ordered = tuple(sorted(reads))
                 over = tuple([o for o in ordered if reads[o]])
-                kernels.append(Kernel(operation=index, reads=ordered, over=over, turn=self._turn(index)))
+                readers = tuple(reader for reader in self.readers[index] if reader >= 0)
+                fused = index in self.fused
+                kernels.append(Kernel(operation=index, reads=ordered, over=over, readers=readers, is_fused=fused))
         return tuple(kernels)
 
-    def _turn(self, index: int) -> tuple[int, int]:
-        """The sort key of a kernel: unfused ones in order, then fused ones in reverse, then operations fused alone."""
-        if index in self.fused:
-            return 1, -self.place[index]
-        if self.kinds[index] in PRODUCERS and not (self.flexible[index] and self.kinds[index] == "bitcast"):
-            return 2, self.place[index]
-        return 0, self.place[index]
+
+def _add(readers: list[int], reader: int) -> None:
+    """Lists a reader last, unless it is there."""
+    if reader not in readers:
+        readers.append(reader)
+
+
+def _remove(readers: list[int], reader: int) -> None:
+    """Takes a reader off its list, where the last one takes its place."""
+    readers[readers.index(reader)] = readers[-1]
+    readers.pop()
+
+
+def _apart(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations with collectives that were combined each on its own again, as readers were listed before that."""
+    apart, results = list(operations), dict[int, int]()
+    for index, operation in enumerate(operations):
+        joint = operation.operands[0] if operation.kind == "result" else -1
+        if joint >= 0 and operations[joint].name == "combined":
+            results[joint] = (member := results.get(joint, -1) + 1)
+            apart[index] = operation._replace(operands=(operations[joint].operands[member],))
+    return apart
 
 
 def post_order(operations: Sequence[Operation], outputs: Iterable[int]) -> list[int]:

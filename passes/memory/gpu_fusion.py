@@ -142,7 +142,7 @@ def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple
             reads = _reads(operations, written, index)
             ordered = tuple(sorted(reads))
             over = tuple(o for o in ordered if reads[o])
-            kernels.append(Kernel(operation=index, reads=ordered, over=over, turn=(0, index)))
+            kernels.append(Kernel(operation=index, reads=ordered, over=over))
     return tuple(kernels)
 
 

@@ -69,11 +69,8 @@ def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
     Arguments come first, then loops over nothing but constants of their own; what reads a constant stands behind what
     they make ready.
     """
-    readers: dict[int, list[int]] = {kernel.operation: [] for kernel in kernels}
+    readers = {kernel.operation: kernel.readers for kernel in kernels}
     waiting = {kernel.operation: len(kernel.reads) for kernel in kernels}
-    for kernel in sorted(kernels, key=lambda kernel: kernel.turn):
-        for read in kernel.reads:
-            readers[read].append(kernel.operation)
     unread = [kernel for kernel in kernels if not kernel.reads]
     inputs = [kernel.operation for kernel in unread if program.operations[kernel.operation].kind == "input"]
     closed = [kernel.operation for kernel in unread if kernel.is_fused]

@@ -1,7 +1,8 @@
 """The size of a heap in which every buffer has one place for as long as it lives.
 
 XLA places buffers one after another, each in the smallest gap that it fits between those that live when it does: once
-the largest first, once the longest-lived first, and keeps the smaller heap of the two.
+the largest first, once the longest-lived first, and keeps the smaller heap of the two. Of equals the first in the order
+of the program goes first, a post-order that begins at the first output.
 
 Reference: XLA's ChooseBestHeapAlgorithm over GlobalDecreasingSizeBestFitHeap, spatial and temporal, as of jaxlib 0.10.
 """
@@ -25,7 +26,8 @@ matter. Placing takes time with its square: `benchmarks.settings` halves and dou
 class Span(NamedTuple):
     """A buffer that lives from moment `first` to moment `last`, both included; `made_by` identifies it.
 
-    Those of one `chain` stand one after another, each written over the one before.
+    Those of one `chain` stand one after another, each written over the one before. Of equal ones that live equally
+    long, the one of least `rank` is placed first.
     """
 
     nbytes: int
@@ -33,6 +35,7 @@ class Span(NamedTuple):
     last: int
     made_by: object = None
     chain: int = -1
+    rank: int = 0
 
 
 def gaps_nbytes(spans: Sequence[Span]) -> int:
@@ -51,7 +54,7 @@ def _clocked(spans: Sequence[Span]) -> list[Span]:
     first, last = [0] * len(spans), [0] * len(spans)
     for now, (_, ends, _, index) in enumerate(events):
         (last if ends else first)[index] = now
-    return [Span(span.nbytes, first[i], last[i]) for i, span in enumerate(spans)]
+    return [Span(span.nbytes, first[i], last[i], rank=span.rank) for i, span in enumerate(spans)]
 
 
 def live_nbytes(spans: Sequence[Span]) -> int:
@@ -65,11 +68,11 @@ def live_nbytes(spans: Sequence[Span]) -> int:
 
 
 def _spatial(span: Span) -> tuple[int, int, int]:
-    return (-span.nbytes, span.first - span.last, span.first)
+    return (-span.nbytes, span.first - span.last, span.rank)
 
 
 def _temporal(span: Span) -> tuple[int, int, int]:
-    return (span.first - span.last, -span.nbytes, span.first)
+    return (span.first - span.last, -span.nbytes, span.rank)
 
 
 def heap_nbytes(spans: Sequence[Span]) -> int:

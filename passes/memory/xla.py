@@ -93,6 +93,11 @@ def _aligned(span: Span) -> Span:
     return span._replace(nbytes=-(-span.nbytes // ALIGNMENT) * ALIGNMENT)
 
 
+def _inside(span: Span, moment: int, operations: int) -> Span:
+    """The span of a body of so many operations that begins at a moment; bodies rank before what is around them."""
+    return span._replace(first=span.first + moment, last=span.last + moment, chain=-1, rank=span.rank - operations)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """The spans of a region, those of the busiest bodies of its loops included.
@@ -154,11 +159,12 @@ class _Region:
                 sources.append(source)
                 continue
             alone = unplaced(within.spans, ())
-            inner.extend(Span(s.nbytes, s.first + moment, s.last + moment, s.made_by) for s in alone)
+            inner.extend(_inside(span, moment, len(within.program.operations)) for span in alone)
             sources.extend(inside or source for inside in within.sources)
         begins.append(len(sources))
+        place = post_order(program.operations, program.outputs)
         spans = [
-            Span(b.nbytes, first, last, (self, program, allocation.readers, b), chain)
+            Span(b.nbytes, first, last, (self, program, allocation.readers, b), chain, place[b.operations[0]])
             for chain, b in enumerate(allocation.buffers)
             for first, last in _members(program, allocation, begins, b)
         ]

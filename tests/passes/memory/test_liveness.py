@@ -9,6 +9,7 @@ import pytest
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel, fuse
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes, schedule
+from passes.memory.operations import Operation
 from tests.passes.memory.device_programs import ROWS, TABLE, drawn, operation, program
 
 SEEDS = range(100)
@@ -37,30 +38,68 @@ def test_kernels_run_breadth_first(seed: int) -> None:
     order = schedule(drawn_program, kernels)
     at = {index: position for position, index in enumerate(order)}
     reads = {kernel.operation: kernel.reads for kernel in kernels}
-    turn = {kernel.operation: kernel.turn for kernel in kernels}
+    turn = {kernel.operation: {r: place for place, r in enumerate(kernel.readers)} for kernel in kernels}
     assert sorted(order) == sorted(reads)
     assert all(at[read] < at[index] for index in order for read in reads[index])
     inputs = [i for i in order if drawn_program.operations[i].kind == "input"]
     assert order[: len(inputs)] == sorted(inputs)
     waiting = [i for i in order if reads[i]]
-    assert waiting == sorted(waiting, key=lambda i: (max(at[read] for read in reads[i]), turn[i]))
+    last = {i: max(reads[i], key=at.__getitem__) for i in waiting}
+    assert waiting == sorted(waiting, key=lambda i: (at[last[i]], turn[last[i]][i]))
 
 
-def test_of_the_readers_of_an_array_products_run_first_then_what_is_fused_the_last_first() -> None:
-    """As XLA's conv-relu step runs: the transposed gradient before the maximum, which may then be written over."""
+def order_of(every: list[Operation], outputs: tuple[int, ...]) -> list[int]:
+    """The order in which the kernels of a program run."""
+    device_program = program(every, outputs)
+    return schedule(device_program, fuse(device_program.operations, device_program.outputs))
+
+
+def test_readers_of_an_array_run_as_the_program_lists_them_though_they_are_fused() -> None:
+    """As XLA runs `y = x @ x` and then `-y, sign(abs(y)), round(floor(y)), y @ x`, read off jaxlib 0.10.2."""
     every = [
         operation("input", shape=ROWS, tag=0),
         operation("dot", 0, 0),
-        operation("elementwise", 1, name="negate"),  # alone: wrapped once everything else is fused
+        operation("elementwise", 1, name="negate"),
         operation("elementwise", 1, name="abs"),
         operation("elementwise", 3, name="sign"),
         operation("elementwise", 1, name="floor"),
         operation("elementwise", 5, name="round"),
         operation("dot", 1, 0),
     ]
-    device_program = program(every, (2, 4, 6, 7))
-    order = schedule(device_program, fuse(device_program.operations, device_program.outputs))
-    assert order == [0, 1, 7, 6, 4, 2]
+    assert order_of(every, (2, 4, 6, 7)) == [0, 1, 2, 4, 6, 7]
+
+
+def test_the_last_reader_takes_the_place_of_one_that_is_fused_away() -> None:
+    """As XLA runs `t = tanh(x)`, and then `round(t) * (floor(t) + sign(t)), (-round(t)) @ x` of jaxlib 0.10.2."""
+    every = [
+        operation("input", shape=ROWS, tag=0),
+        operation("expensive", 0, name="tanh"),
+        operation("elementwise", 1, name="round"),  # both kernels compute it
+        operation("elementwise", 1, name="floor"),
+        operation("elementwise", 1, name="sign"),
+        operation("elementwise", 3, 4, name="add"),
+        operation("elementwise", 2, 5, name="multiply"),
+        operation("elementwise", 2, name="negate"),
+        operation("dot", 7, 0),
+    ]
+    assert order_of(every, (6, 8)) == [0, 1, 6, 7, 8]
+
+
+def test_readers_are_listed_as_they_were_before_collectives_were_combined() -> None:
+    """A gradient that is returned before the loss is computed before it, though the loss is sent first."""
+    every = [
+        operation("input", shape=ROWS, tag=0),
+        operation("dot", 0, 0),
+        operation("elementwise", 1, name="maximum"),
+        operation("elementwise", 1, name="sign"),
+        operation("dot", 2, 0),
+        operation("dot", 3, 0),
+        operation("collective", 4, 5, shape=(2,), tag=("combined", 0)),
+        operation("result", 6, tag=0),
+        operation("result", 6, tag=1),
+    ]
+    assert order_of(every, (8, 7))[:4] == [0, 1, 3, 2]
+    assert order_of(every, (7, 8))[:4] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

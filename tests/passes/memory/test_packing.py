@@ -49,3 +49,13 @@ def test_the_longest_lived_come_first_if_that_leaves_less():
     spans = [(4, 5, 6), (3, 0, 4), (2, 4, 8), (2, 1, 4)]
     assert gaps_nbytes([Span(*span) for span in spans]) == 0
     assert heap_nbytes(sorted((Span(*s) for s in spans), key=lambda s: (-s.nbytes, s.first - s.last))) == 8
+
+
+def test_of_equal_buffers_the_one_of_least_rank_is_placed_first():
+    """Whether the first or the last of two that live equally long is placed first decides if others find room."""
+
+    def gaps(first: int, last: int) -> int:
+        others = [Span(3, 0, 1, rank=1), Span(1, 5, 6, rank=2), Span(2, 3, 4, rank=3)]
+        return gaps_nbytes([Span(2, 3, 5, rank=first), Span(2, 1, 3, rank=last), *others])
+
+    assert (gaps(0, 4), gaps(4, 0)) == (1, 0)
