@@ -131,8 +131,7 @@ def _warn_of_dtype(graph: Graph, cluster: Cluster, source: str) -> None:
             dtype, rate, better, best = slow
             numbers = f"{device.name} has no units for it: {rate / 1e12:.3g} TFLOP/s, and {best / 1e12:.3g} in {better}"
             remedy = f"compute in {better}, or on devices that have {dtype}"
-            where = f"at {source}" if source else ""
-            warnings.warn(explain(f"products in {dtype}", numbers, where, remedy), stacklevel=5)
+            warnings.warn(explain(f"products in {dtype}", numbers, source, remedy), stacklevel=5)
 
 
 def _planned(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:

@@ -90,9 +90,9 @@ class _Fusion:
             if alive:
                 for o in self.reads[index]:
                     self.readers[o].append(index)
-        told = post_order(_apart(operations), outputs)
+        listed_at = post_order(_apart(operations), outputs)
         for readers in self.readers:
-            readers.sort(key=told.__getitem__)
+            readers.sort(key=listed_at.__getitem__)
         for index in outputs:
             self.readers[index].append(-1)
         self.flexible = [kind in PRODUCERS for kind in self.kinds]

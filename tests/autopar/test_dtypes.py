@@ -18,7 +18,8 @@ def planned(dtype: str, cluster: str) -> None:
 
 
 def test_bfloat16_on_a_device_without_it_is_warned_of_with_both_rates():
-    with pytest.warns(UserWarning, match=r"products in bfloat16.*v100-32g.* 12\.6 TFLOP/s, and 100 in float16"):
+    numbers = r"products in bfloat16.*v100-32g.* 12\.6 TFLOP/s, and 100 in float16\n  at \S*test_dtypes.py:"
+    with pytest.warns(UserWarning, match=numbers):
         planned("bfloat16", "8:v100-32g")
 
 
