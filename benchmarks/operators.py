@@ -103,7 +103,8 @@ def cases() -> Iterator[Case]:
 
 def row_of(case: Case, cluster: Cluster, mesh: Mesh) -> Row:
     group = cluster.group()
-    free = replace(cluster, groups=(replace(group, device=replace(group.device, strided_bytes_per_second=0.0)),))
+    device = replace(group.device, strided_bytes_per_second=0.0, product_seconds=0.0, pixel_seconds=0.0)
+    free = replace(cluster, groups=(replace(group, device=device),))
     timer = device_sweep.timer_of(mesh, tuple(jax.devices()))
     return Row(
         layer=case.kind,

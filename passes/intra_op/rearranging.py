@@ -45,7 +45,7 @@ def is_one_by_one(rule: ShardingRule) -> bool:
     """Whether an operator is products side by side whose left operand has its rows last: a right operand's gradient is.
 
     XLA:CPU (jaxlib 0.10.2) calls a library for each of these, and one kernel for all of them where what is summed over
-    is last: 2,048 products of 5 x 5 x 8 take 5.8 ms so, and 0.3 otherwise (`python -m benchmarks.operators`).
+    is last: `autopar measure` has 512 products of 8 x 8 x 8 take 1.5 ms so, and 0.13 ms otherwise.
     """
     if not rule.is_product or rule.window > 1:
         return False
