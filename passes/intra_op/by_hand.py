@@ -10,7 +10,8 @@ from passes.cluster import Mesh
 from passes.errors import PlanningError
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.memory_limit import Fitted
-from passes.intra_op.mesh_problems import MeshProblems, Restriction, Solved
+from passes.intra_op.mesh_problems import MeshProblems, Solved
+from passes.intra_op.restrictions import Restriction
 from passes.solver import Answer, SolverOptions, solve
 
 _ROUGHLY = 1e-2

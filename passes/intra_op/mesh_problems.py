@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -19,14 +19,13 @@ from passes.intra_op.memory_limit import Point
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
 from passes.intra_op.peak_node import NodePath, peak_node
 from passes.intra_op.pins import arriving
+from passes.intra_op.restrictions import Restriction
 from passes.ir import Graph, StatePairs
 from passes.memory import peak
 from passes.placement import Grouping, group, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder
 from passes.solver import Answer, Budget, Search
-
-Restriction = Callable[[Assembly], Assembly]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,9 @@ from passes.placement import weights
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec
 
+Restriction = Callable[[Assembly], Assembly]
+"""An assembly to one with fewer strategies, as a planner by hand has; raises PlanningError if none are left."""
+
 _ROUNDING = 1e-9
 """The share by which equal sums of bytes may differ: they are sums over shares, which are not whole."""
 

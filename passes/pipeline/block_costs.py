@@ -17,7 +17,7 @@ from typing import Any, Self
 from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.inter_op import StageCost
-from passes.intra_op import Assembly, assemble, best, computing, extract, pins
+from passes.intra_op import assemble, best, computing, extract, pins, restrictions
 from passes.ir import PHASES, StatePairs
 from passes.pipeline.assemble import layout_cost, saved_values
 from passes.pipeline.segments import entering
@@ -90,9 +90,6 @@ def _handed(source: Part, part: Part, target: Part) -> StatePairs:
     return tuple((outputs[theirs], inputs[ours]) for theirs, ours in zip(given, taken, strict=True))
 
 
-Restriction = Callable[[Assembly], Assembly]
-"""An assembly with fewer strategies, such as those of a planner by hand; PlanningError where none are left."""
-
 PriceRequest = tuple[Block, Mesh, float]
 """A block, a mesh, and the period in seconds from which its price is of no use."""
 
@@ -121,22 +118,24 @@ class BlockCosts:
     """
 
     options: SolverOptions
-    restrict: Restriction | None = None
+    restrict: restrictions.Restriction | None = None
     whole: BlockCosts | None = None
-    restriction: Restriction | None = None
+    restriction: restrictions.Restriction | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     pool: WorkerPool | None = None
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
     _bounds: dict[tuple[str, Mesh], float] = field(default_factory=dict[tuple[str, Mesh], float])
     _one_device_seconds: dict[tuple[str, Cluster], float] = field(default_factory=dict[tuple[str, Cluster], float])
-    _restricted: dict[Restriction, BlockCosts] = field(default_factory=dict[Restriction, "BlockCosts"])
+    _restricted: dict[restrictions.Restriction, BlockCosts] = field(
+        default_factory=dict[restrictions.Restriction, "BlockCosts"]
+    )
 
     def __reduce__(self) -> tuple[Callable[[], BlockCosts], tuple[()]]:
         """The recipe for a copy in another process, which begins with nothing known."""
         return partial(BlockCosts, options=self.options, restrict=self.restrict), ()
 
-    def restricted(self, restriction: Restriction) -> BlockCosts:
+    def restricted(self, restriction: restrictions.Restriction) -> BlockCosts:
         """The costs of blocks under placements made by hand; they share work, and what all placements share."""
         if restriction not in self._restricted:
             self._restricted[restriction] = BlockCosts(
@@ -150,7 +149,7 @@ class BlockCosts:
             )
         return self._restricted[restriction]
 
-    def under(self, restriction: Restriction, method: str, *task: Any) -> Any:
+    def under(self, restriction: restrictions.Restriction, method: str, *task: Any) -> Any:
         """The result of a method of the costs that are `restricted` so: what those ask a pool of these for."""
         return getattr(self.restricted(restriction), method)(*task)
 
