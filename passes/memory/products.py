@@ -55,9 +55,12 @@ def convolution(
 ) -> list[int]:
     """The operations of a convolution: batch first and features last, and any other layout is copied.
 
-    That is how XLA's library wants them; what is computed in a wider dtype is not for the library, and taken as it is.
+    That is how XLA's library wants them. Its CPU compiler lays out only those of the entry computation so: one in the
+    body of a loop or branch is computed as it is.
+
+    Reference: XLA's ConvCanonicalization (xla/service/cpu/conv_canonicalization.cc), as of jaxlib 0.10.
     """
-    if operations.rounded_to:
+    if not operations.canonical_convolutions:
         (type,), tag = results, ("convolution", operations.at)
         return [operations.add("opaque", operands, type.shape, type.dtype, tag)]
     numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])

@@ -9,6 +9,6 @@ from passes.memory.all_reduces import combined
 from passes.memory.fusion import fuse
 from passes.memory.liveness import schedule
 
-COMPILER = xla.Compiler(combine=combined, fuse=fuse, schedule=schedule)
+COMPILER = xla.Compiler(combine=combined, fuse=fuse, schedule=schedule, canonical_bodies=False)
 temporaries = partial(xla.temporaries, COMPILER)
 """The bytes that a compiled step needs beside arguments and outputs (`passes.memory.accounting.Model`)."""
