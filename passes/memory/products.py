@@ -62,6 +62,7 @@ def convolution(
     """
     if not operations.canonical_convolutions:
         (type,), tag = results, ("convolution", operations.at)
+        operands = _grouped(operations, node, operands)
         return [operations.add("opaque", operands, type.shape, type.dtype, tag)]
     numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
@@ -72,6 +73,22 @@ def convolution(
     shape = tuple(type.shape[d] for d in order)
     convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
     return [operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))]
+
+
+def _grouped(operations: Operations, node: Node, operands: Sequence[int]) -> Sequence[int]:
+    """The operands of a convolution, groups of its batch in a dimension of their own.
+
+    Reference: XLA's ConvolutionGroupConverter, as of jaxlib 0.10.
+    """
+    count = cast("int", node.params["batch_group_count"])
+    if count == 1:
+        return operands
+    numbers, grouped = cast("Mapping[str, Shape]", node.params["dimension_numbers"]), list[int]()
+    for operand, dimension in zip(operands, (numbers["lhs_spec"][0], numbers["rhs_spec"][0]), strict=True):
+        shape = operations[operand].shape
+        split = (count, shape[dimension] // count)
+        grouped.append(operations.reshape(operand, (*shape[:dimension], *split, *shape[dimension + 1 :])))
+    return grouped
 
 
 def _folded(
