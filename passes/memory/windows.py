@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from passes.ir import Node, TensorType
 from passes.memory.operations import Operation, Operations, is_number
 
+REDUCED = "reduce-window-"
+"""The beginning of the names of reductions over windows."""
+
 CHOICE = "window"
 """The name of what finds the place of each window's choice."""
 
