@@ -5,10 +5,12 @@ Reference: XLA's AlgebraicSimplifier::HandleReduceWindow and SelectAndScatterExp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import cast
 
 from passes.ir import Node, TensorType
-from passes.memory.operations import Operation, Operations, is_number
+from passes.memory.operations import Operation, Operations, Shape, is_number
 
 REDUCED = "reduce-window-"
 """The beginning of the names of reductions over windows."""
@@ -28,20 +30,37 @@ def windowed(operations: Operations, name: str, initial: float, operand: int, ty
 def selected(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """The operations of a scatter to the choice of each window: one kernel finds value and place, the latter is read.
 
-    What is scattered is copied into rows of one element.
+    What is scattered is copied into rows of one element. Padding is added before, and cut off after.
     """
     source, operand = operands
-    chosen, (type,), windows = operations[operand], results, operations[source]
+    (type,), windows = results, operations[source]
+    padding = cast("tuple[tuple[int, int], ...]", node.params["padding"])
+    padded = tuple(size + before + after for size, (before, after) in zip(type.shape, padding, strict=True))
+    if padded != type.shape:
+        least = operations.literal(-math.inf, type.dtype)
+        operand = operations.add("rearrange", (operand, least), padded, type.dtype, ("pad", operations.at))
+        operand = operations.step(operand)
+    places = _places(operations, operand, windows.shape)
+    zeros = operations.broadcast(operations.literal(0.0, type.dtype), padded, ())
+    rows = operations.reshape(source, (windows.size,))
+    rows = operations.add("rearrange", (rows,), (windows.size,), windows.dtype, ("rows", operations.at))
+    scattered = operations.add("update", (zeros, places, rows), padded, type.dtype, ("scatter", operations.at))
+    if padded != type.shape:
+        sliced = (operations.step(scattered),)
+        scattered = operations.add("rearrange", sliced, type.shape, type.dtype, ("slice", operations.at))
+    return [scattered]
+
+
+def _places(operations: Operations, operand: int, windows: Shape) -> int:
+    """The places of the choices of all windows, found among counters, [windows, dimensions]."""
+    chosen = operations[operand]
     counters = [operations.add("iota", (), chosen.shape, "int32", d) for d in range(len(chosen.shape))]
     addresses = (len(counters) + 1,)  # of what one kernel writes, which is in memory as well
     choice = operations.add("opaque", (operand, *counters), addresses, "uint64", (CHOICE, operations.at))
     dtypes = (chosen.dtype, *("int32" for _ in counters))
-    values = [operations.add("result", (choice,), windows.shape, dtype, i) for i, dtype in enumerate(dtypes)]
-    places = operations.add("rearrange", values[1:], (windows.size, len(counters)), "int32", ("places", operations.at))
-    zeros = operations.broadcast(operations.literal(0.0, type.dtype), type.shape, ())
-    rows = operations.reshape(source, (windows.size,))
-    rows = operations.add("rearrange", (rows,), (windows.size,), windows.dtype, ("rows", operations.at))
-    return [operations.add("update", (zeros, places, rows), type.shape, type.dtype, ("scatter", operations.at))]
+    values = [operations.add("result", (choice,), windows, dtype, i) for i, dtype in enumerate(dtypes)]
+    shape = (math.prod(windows), len(counters))
+    return operations.add("rearrange", values[1:], shape, "int32", ("places", operations.at))
 
 
 def is_choice(operations: Sequence[Operation], index: int) -> bool:

@@ -35,10 +35,18 @@ def grouped(weights: Any, x: jax.Array) -> jax.Array:
     return convolved(jax.nn.relu(convolved(x, weights[0])), weights[1][:, :, :8], groups=4)
 
 
-def most(weights: Any, x: jax.Array) -> jax.Array:
+def depthwise(weights: Any, x: jax.Array) -> jax.Array:
+    return convolved(jax.nn.relu(convolved(x, weights[0])), weights[1][:, :, :1], groups=32)
+
+
+def most(weights: Any, x: jax.Array, padding: str = "VALID") -> jax.Array:
     y = jax.nn.relu(convolved(x, weights[0]))
-    y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "VALID")
+    y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
     return convolved(y, weights[1])
+
+
+def most_of_padded(weights: Any, x: jax.Array) -> jax.Array:
+    return most(weights, x, "SAME")
 
 
 def mean(weights: Any, x: jax.Array) -> jax.Array:
@@ -89,3 +97,12 @@ def test_groups_of_a_batch_are_parted_in_the_loop_of_microbatches():
     """What another kernel reads whole is written once more for a convolution that has them in a dimension."""
     assert error(grouped, "dp", "float32", None) == pytest.approx(0, abs=0.005)
     assert error(grouped, "dp", "float32", 2) == pytest.approx(0, abs=0.05)
+
+
+def test_groups_of_one_are_computed_in_pairs_and_masked():
+    assert error(depthwise, "dp", "float32", 2) == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.005), ("bfloat16", 0.03)])
+def test_windows_are_padded_before_their_choices_are_found(dtype: str, bound: float):
+    assert error(most_of_padded, "dp", dtype, None) == pytest.approx(0, abs=bound)
