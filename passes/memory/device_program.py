@@ -50,8 +50,8 @@ Combine = Callable[[Sequence[Operation]], tuple[tuple[Operation, ...], tuple[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, and what
-    combines its collectives.
+    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, what combines
+    its collectives, and whether convolutions in bodies are transposed into the layout of a kernel as others are.
     """
 
     rules: Sequence[ShardingRule]
@@ -59,6 +59,7 @@ class Context:
     mesh: Mesh
     inside: Inside
     combine: Combine = combined
+    canonical_bodies: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Interface:
 
     Inputs `sliced` are slices of a stack, outputs `stacked` are written into one, `numbers` are what inputs hold in
     every element, output o takes the place of input `carried[o]`. In a body that is `repeated`, inputs `fixed` are the
-    same in every iteration.
+    same in every iteration. The entry computation of a program is no body.
     """
 
     sliced: frozenset[int] = frozenset()
@@ -76,6 +77,7 @@ class Interface:
     fixed: tuple[int, ...] = ()
     carried: Mapping[int, int] = field(default_factory=dict[int, int])
     repeated: bool = False
+    is_body: bool = False
 
 
 WHOLE = Interface()
@@ -95,6 +97,7 @@ def interface_of(body: Body, control: Control, known: Mapping[int, object]) -> I
         fixed=tuple(sorted(entering[port] for port in fixed)),
         carried={position: entering[port] for position, port in enumerate(body.outputs) if port in entering},
         repeated=body.share == 1,
+        is_body=True,
     )
 
 
@@ -104,6 +107,7 @@ def lower(
     """The program of a graph, or of the body of a loop or branch."""
     layout = shared(layout)
     lowering = _Lowering(graph, context, reshardings.same)
+    lowering.operations.canonical_convolutions = context.canonical_bodies or not interface.is_body
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
         lowering.enter(value, spec, sliced=position in interface.sliced, number=interface.numbers.get(position))
     for value in graph.constants:

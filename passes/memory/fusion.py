@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from passes.memory import windows
 from passes.memory.operations import Operation
 
 PRODUCERS = frozenset(
@@ -90,7 +91,7 @@ class _Fusion:
             if alive:
                 for o in self.reads[index]:
                     self.readers[o].append(index)
-        listed_at = post_order(_apart(operations), outputs)
+        listed_at = post_order(_as_listed(operations), outputs)
         for readers in self.readers:
             readers.sort(key=listed_at.__getitem__)
         for index in outputs:
@@ -275,15 +276,23 @@ def _remove(readers: list[int], reader: int) -> None:
     readers.pop()
 
 
-def _apart(operations: Sequence[Operation]) -> list[Operation]:
-    """The operations with collectives that were combined each on its own again, as readers were listed before that."""
-    apart, results = list(operations), dict[int, int]()
+def _as_listed(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations as they were when readers were listed: collectives that were combined each on its own, and what
+    finds the choices of windows where the scatter was that it is a part of, behind what is scattered.
+
+    Not so where it reads what was widened for it: for every reader that is done anew, and joined as it is come to.
+    """
+    listed, results = list(operations), dict[int, int]()
     for index, operation in enumerate(operations):
         joint = operation.operands[0] if operation.kind == "result" else -1
         if joint >= 0 and operations[joint].name == "combined":
             results[joint] = (member := results.get(joint, -1) + 1)
-            apart[index] = operation._replace(operands=(operations[joint].operands[member],))
-    return apart
+            listed[index] = operation._replace(operands=(operations[joint].operands[member],))
+    for choice, source in windows.sources(operations).items():
+        read = operations[choice].operands
+        if not operations[read[0]].name.startswith("convert "):
+            listed[choice] = listed[choice]._replace(operands=(*read, source))
+    return listed
 
 
 def post_order(operations: Sequence[Operation], outputs: Iterable[int]) -> list[int]:
@@ -307,7 +316,7 @@ def _rank(operation: Operation) -> int:
 
 
 def _needed(operations: Sequence[Operation], outputs: Iterable[int]) -> list[bool]:
-    """Flags of the operations that are inputs or that outputs depend on, [operations]."""
+    """Flags of the operations that are inputs or that outputs depend on, [operations]; a kernel writes all results."""
     needed = [operation.kind == "input" for operation in operations]
     for index in outputs:
         needed[index] = True
@@ -315,4 +324,7 @@ def _needed(operations: Sequence[Operation], outputs: Iterable[int]) -> list[boo
         if needed[index]:
             for o in operations[index].operands:
                 needed[o] = True
+    for index, operation in enumerate(operations):
+        if windows.is_choice(operations, index):
+            needed[index] = needed[operation.operands[0]]
     return needed

@@ -38,7 +38,8 @@ class Lifetimes:
     """The operations in the order in which their kernels run, the buffers between them, and every name's readers.
 
     Each input is read last by kernel `read`, each output first written to its place by kernel `written`, -1 for never;
-    `over` are the buffers that kernel may write it over, by output and by position.
+    `over` are the buffers that kernel may write it over, by output and by position. What is copied is read by its copy
+    alone, which is made first: not before then is its place free, so the copy is never in it.
     """
 
     order: tuple[int, ...]
@@ -186,7 +187,7 @@ class _Allocation:
             order=tuple(self.order),
             buffers=described,
             readers=self.readers,
-            read=tuple(-1 if i in self.copied else self.last.get(i, -1) for i in self.inputs),
+            read=tuple(0 if i in self.copied else self.last.get(i, -1) for i in self.inputs),
             written=tuple(filled),
             over=self._overwritten(described, filled),
         )

@@ -18,6 +18,7 @@ from typing import cast
 from passes.ir import Node, TensorType, item_nbytes
 from passes.memory.operations import Kind, Operations, Shape, is_number
 from passes.memory.products import contraction, convolution
+from passes.memory.windows import selected, windowed
 
 CHEAP = frozenset(
     "abs add add_any and ceil clamp clz complex conj convert_element_type cos eq eq_to floor ge gt imag is_finite le "
@@ -70,6 +71,11 @@ FUSED_JOINS = 8
 ROW_NBYTES, COPIED_NBYTES = 64, 2048
 """The operands of a concatenation up to which XLA's CPU compiler fuses it, and the bytes of a row and of the whole from
 which it copies rows instead: thresholds of the compiler, read off its programs (jaxlib 0.10; `benchmarks.memory`)."""
+
+WINDOWS: Mapping[str, float] = MappingProxyType(
+    {"reduce_window_sum": 0.0, "reduce_window_max": -math.inf, "reduce_window_min": math.inf}
+)
+"""Primitives that reduce over windows, each with the number that it begins with."""
 
 CONVERSION = "convert_element_type"
 PRODUCT = "dot_general"
@@ -318,6 +324,11 @@ def _reduced(operations: Operations, node: Node, operands: Sequence[int], result
     return [operations.add("reduce", (operand,), type.shape, type.dtype, (opcode(node), tuple(axes)))]
 
 
+def _windowed(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    (type,), (operand,) = results, operands
+    return [windowed(operations, opcode(node), WINDOWS[node.primitive], operand, type)]
+
+
 def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] | None:
     """The dimensions that were joined to `axes`, and only to those; None where a reshape did anything else."""
     axes_before: list[int] = []
@@ -336,25 +347,6 @@ def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] 
     return axes_before if position == len(before) else None
 
 
-def _selected(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a window's choice: its place, found among counters, and a scatter to it."""
-    source, operand = operands
-    operand_operation, (type,), windows = operations[operand], results, operations[source]
-    counters = [
-        operations.add("iota", (), operand_operation.shape, "int32", d) for d in range(len(operand_operation.shape))
-    ]
-    selected = [
-        operations.add("opaque", (operand, *counters), windows.shape, dtype, ("window", operations.at, i))
-        for i, dtype in enumerate((operand_operation.dtype, *("int32" for _ in counters)))
-    ]
-    places = operations.add(
-        "rearrange", selected[1:], (windows.size, len(counters)), "int32", ("places", operations.at)
-    )
-    zeros = operations.broadcast(operations.literal(0.0, type.dtype), type.shape, ())
-    reads = (zeros, places, operations.reshape(source, (windows.size,)))
-    return [operations.add("update", reads, type.shape, type.dtype, ("scatter", operations.at))]
-
-
 XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -363,6 +355,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
         **dict.fromkeys(("slice", "dynamic_slice", "rev", "pad", "split", "unstack", "stack", "tile"), _rearranged),
         **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
+        **dict.fromkeys(WINDOWS, _windowed),
         **dict.fromkeys("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split(), _scattered),
         "bitcast_convert_type": _bits,
         "broadcast_in_dim": _broadcast,
@@ -379,7 +372,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         "logistic": _logistic,
         "qr": _factored,
         "random_bits": _random,
-        "select_and_scatter_add": _selected,
+        "select_and_scatter_add": selected,
         "sort": _sorted,
         "transpose": _transposed,
         "triangular_solve": _solved,

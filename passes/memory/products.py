@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, cast
 
@@ -53,22 +53,53 @@ def contraction(
 def convolution(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
-    """The operations of a convolution: batch first and features last, and any other layout is copied.
+    """The operations of a convolution. Where groups of its batch have one element, all pairs are computed, and masked.
 
-    That is how XLA's library wants them; what is computed in a wider dtype is not for the library, and taken as it is.
+    Reference: XLA's ConvolutionGroupConverter, as of jaxlib 0.10.
     """
-    if operations.rounded_to:
-        (type,), tag = results, ("convolution", operations.at)
-        return [operations.add("opaque", operands, type.shape, type.dtype, tag)]
+    (type,), count = results, cast("int", node.params["batch_group_count"])
     numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
+    if count == 1 or operations[operands[0]].shape[numbers["lhs_spec"][0]] > count:
+        return [_convolved(operations, numbers, count, operands, type)]
+    across = numbers["out_spec"][0]
+    pairs = replace(type, shape=(*type.shape[:across], count, *type.shape[across + 1 :]))
+    made = _convolved(operations, numbers, 1, operands, pairs)
+    masked = operations.elementwise("select", (made,), pairs)
+    shape = (*type.shape[:across], *type.shape[across + 1 :])
+    reduced = operations.add("reduce", (masked,), shape, type.dtype, ("reduce-sum", (across,)))
+    return [operations.reshape(reduced, type.shape)]
+
+
+def _convolved(
+    operations: Operations, numbers: Mapping[str, Shape], groups: int, operands: Sequence[int], type: TensorType
+) -> int:
+    """The operation of a convolution: batch first and features last, and any other layout is copied.
+
+    That is how XLA's library wants them. Its CPU compiler lays out only those of the entry computation so: one in the
+    body of a loop or branch is computed as it is, the groups of a batch in a dimension of their own.
+
+    Reference: XLA's ConvCanonicalization (xla/service/cpu/conv_canonicalization.cc), as of jaxlib 0.10.
+    """
+    tag = ("convolution", operations.at)
+    if not operations.canonical_convolutions:
+        dims = (numbers["lhs_spec"][0], numbers["rhs_spec"][0])
+        read = [_grouped(operations, o, d, groups) for o, d in zip(operands, dims, strict=True)]
+        return operations.add("opaque", read, type.shape, type.dtype, tag)
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
-    (first, last, *between), (type,) = numbers["out_spec"], results
+    first, last, *between = numbers["out_spec"]
     lhs = operations.transpose(operands[0], (batch, *spatial, feature))
     rhs = operations.transpose(operands[1], (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
-    convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
-    return [operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))]
+    convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, tag)
+    return operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))
+
+
+def _grouped(operations: Operations, operation: int, dimension: int, groups: int) -> int:
+    """The operation with a dimension parted into groups and their elements."""
+    shape = operations[operation].shape
+    parts = (groups, shape[dimension] // groups) if groups > 1 else (shape[dimension],)
+    return operations.reshape(operation, (*shape[:dimension], *parts, *shape[dimension + 1 :]))
 
 
 def _folded(

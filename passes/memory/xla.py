@@ -38,7 +38,8 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
-    bytes of an array as it is `stored`, and those that fit on the chip itself.
+    bytes of an array as it is `stored`, those that fit on the chip itself, and whether convolutions in bodies of loops
+    and branches are transposed into the layout of a kernel, as those outside are.
     """
 
     combine: Combine
@@ -46,6 +47,7 @@ class Compiler:
     schedule: Callable[[DeviceProgram, Sequence[Kernel]], list[int]]
     stored: Callable[[Operation], int] = elements_nbytes
     on_chip_nbytes: int = 0
+    canonical_bodies: bool = True
 
 
 def temporaries(
@@ -143,6 +145,7 @@ class _Region:
             mesh=self.mesh,
             inside=self._inside,
             combine=self.compiler.combine,
+            canonical_bodies=self.compiler.canonical_bodies,
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)

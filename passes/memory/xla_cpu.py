@@ -1,14 +1,27 @@
-"""XLA's CPU compiler: every independent all-reduce is combined, and kernels run breadth first."""
+"""XLA's CPU compiler: windows are reduced in the layout that a collective wants, every independent all-reduce is
+combined, and kernels run breadth first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from passes.memory import xla
 from passes.memory.all_reduces import combined
 from passes.memory.fusion import fuse
+from passes.memory.layouts import laid_out
 from passes.memory.liveness import schedule
+from passes.memory.operations import Operation
 
-COMPILER = xla.Compiler(combine=combined, fuse=fuse, schedule=schedule)
+
+def _combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """The operations laid out and all-reduces combined, and the new position of each old one."""
+    changed, place = laid_out(operations)
+    joined, moved = combined(changed)
+    return joined, tuple(moved[p] for p in place)
+
+
+COMPILER = xla.Compiler(combine=_combined, fuse=fuse, schedule=schedule, canonical_bodies=False)
 temporaries = partial(xla.temporaries, COMPILER)
 """The bytes that a compiled step needs beside arguments and outputs (`passes.memory.accounting.Model`)."""

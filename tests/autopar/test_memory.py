@@ -48,6 +48,8 @@ SLOW_CASES = (
     Case(model="moe", planner="dp", dtype="bfloat16", microbatches=4),
     Case(model="moe", planner="dp", remat=True, dtype="bfloat16", microbatches=4),
     Case(model="alexnet", planner="auto", dtype="bfloat16", microbatches=4),
+    Case(model="alexnet", planner="auto"),
+    Case(model="alexnet", planner="auto", dtype="bfloat16"),
     Case(model="gpt", planner="megatron", remat=True),
 )
 

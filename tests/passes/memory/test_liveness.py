@@ -175,6 +175,7 @@ def test_a_carry_is_copied_if_it_is_read_once_its_place_is_taken(seed: int) -> N
     copies = [buffer for buffer in lifetimes.buffers if drawn_program.operations[buffer.operations[0]].kind == "input"]
     assert {buffer.operations[0]: buffer.last for buffer in copies} == wanted
     assert all(buffer.first == 0 for buffer in copies)
+    assert all(lifetimes.read[drawn_program.inputs.index(entered)] == 0 for entered in wanted)
 
 
 def dots(*reads: tuple[int, int]) -> DeviceProgram:
