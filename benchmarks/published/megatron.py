@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from benchmarks.published import megatron_gpt
 from benchmarks.published.flops import megatron_flops
-from benchmarks.published.machines import MATMULS_OF_2019, MATMULS_OF_2021, machine, multiplying
+from benchmarks.published.machines import MATMULS_OF_2019, MATMULS_OF_2021, machine, multiplying, summing
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Fields, Row, Source, number, whole
 from models import gpt
@@ -89,7 +89,7 @@ def _sc21(lines: Sequence[Fields]) -> Iterator[Row]:
             job = gpt_job(fields, batch, remat=fields["activation_recompute"] == "full")
             configuration = Configuration(
                 job=job,
-                cluster=multiplying(cluster, MATMULS_OF_2021),
+                cluster=summing(multiplying(cluster, MATMULS_OF_2021), tensor if data > 1 else 0),
                 microbatches=batch // (micro * data),
                 data=data,
                 tensor=tensor,

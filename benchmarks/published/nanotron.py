@@ -24,12 +24,14 @@ GIB = 2**30
 TENSOR_COLLECTIVES = 8
 """Of a layer and a microbatch: a gather and a scatter about attention and about the MLP, forward and backward."""
 
+START_SECONDS = 150e-6
 HOP_SECONDS = 58e-6
 STAGED_HOP_SECONDS = 410e-6
-"""Of a ring of tensor devices, a hop of a collective as nanotron runs it, in one stage and in several: **fitted** to
-the source's configurations of few sequences, whose layers take as long whatever their microbatches. In one stage 4.6,
-8.5 and 15.3 ms a layer on 8, 16 and 32 devices; in several 13, 21, 46 and 114 ms on 4, 8, 16 and 32, with 1 sequence
-as with 8. Why a hop takes seven times as long beside transfers the source does not say."""
+"""Of a collective of tensor devices as nanotron runs it, the start, with the kernels beside it, and a hop of its ring in
+one stage and in several: **fitted** to the source's configurations of few sequences, whose layers take as long whatever
+their microbatches. In one stage 4.4, 8.3 and 15.2 ms a layer on 8, 16 and 32 devices; in several 13, 21, 46 and 114 ms
+on 4, 8, 16 and 32, with 1 sequence as with 8. Why a hop takes seven times as long beside transfers the source does not
+say."""
 
 
 SLOW_TRANSFER_SECONDS = 0.285
@@ -71,7 +73,7 @@ class OnNanotron(Configuration):
     def collectives_seconds(self) -> float:
         """Seconds of a step that the hops of tensor devices' collectives take, those of the fullest stage."""
         hop = STAGED_HOP_SECONDS if self.pipeline > 1 else HOP_SECONDS
-        each = TENSOR_COLLECTIVES * (self.tensor - 1) * hop
+        each = TENSOR_COLLECTIVES * (START_SECONDS + (self.tensor - 1) * hop) if self.tensor > 1 else 0.0
         return (self.microbatches * max(self.layers, default=0) + self._layers_behind) * each
 
     @property
