@@ -31,8 +31,8 @@ AWS_P5_LINK = replace(host_spec("h100").inter, bytes_per_second=296e9, congestio
 up, the one nearest to its 21 medians of collectives of 256 MB (`python -m benchmarks.collectives --fit`)."""
 
 AWS_P5_TRAINING_LINK = replace(AWS_P5_LINK, congestion=0.3)
-"""Of the same hosts to nanotron's jobs: **fitted** to 55 of them in one stage on 4 to 64 hosts, of the exponents 0, 0.1,
-0.2, 0.3 and 0.59. They sum 2 to 18 GB in groups of a part of each host; the medians are of 256 MB over all devices."""
+"""Of the same hosts to nanotron's jobs: **fitted** to 55 of them in one stage on 4 to 64 hosts, of the exponents 0,
+0.1, 0.2, 0.3 and 0.59. They sum 2 to 18 GB in groups of a part of each host; the medians are of 256 MB over all."""
 
 
 SELENE_LINK = replace(host_spec("a100-80g").inter, bytes_per_second=84e9)

@@ -27,16 +27,16 @@ TENSOR_COLLECTIVES = 8
 START_SECONDS = 150e-6
 HOP_SECONDS = 58e-6
 STAGED_HOP_SECONDS = 410e-6
-"""Of a collective of tensor devices as nanotron runs it, the start, with the kernels beside it, and a hop of its ring in
-one stage and in several: **fitted** to the source's configurations of few sequences, whose layers take as long whatever
-their microbatches. In one stage 4.4, 8.3 and 15.2 ms a layer on 8, 16 and 32 devices; in several 13, 21, 46 and 114 ms
-on 4, 8, 16 and 32, with 1 sequence as with 8. Why a hop takes seven times as long beside transfers the source does not
-say."""
+"""Of a collective of tensor devices as nanotron runs it, the start, with the kernels beside it, and a hop of its ring
+in one stage and in several: **fitted** to the source's configurations of few sequences, whose layers take as long
+whatever their microbatches. In one stage 4.4, 8.3 and 15.2 ms a layer on 8, 16 and 32 devices; in several 13, 21, 46
+and 114 ms on 4, 8, 16 and 32, with 1 sequence as with 8. Why a hop takes seven times as long beside transfers the
+source does not say."""
 
 
 SLOW_TRANSFER_SECONDS = 0.285
-"""Of an array from stage to stage in large jobs, for which both stages wait: **fitted** to the source. With stages on 512
-devices, or on 256 with several sequences a microbatch, 118 of 121 jobs take 0.57 s more for each microbatch in two
+"""Of an array from stage to stage in large jobs, for which both stages wait: **fitted** to the source. With stages on
+512 devices, or on 256 with several sequences a microbatch, 118 of 121 jobs take 0.57 s more for each microbatch in two
 stages, where a stage sends once and receives once, and 1.14 s in more, where it does both twice. So do 74 of the other
 241, which nothing that the source prints tells from the rest; nor does it say why."""
 
