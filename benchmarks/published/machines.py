@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from passes.cluster import Cluster, HostGroup, parse_cluster
-from passes.cluster.cluster import Link
+from passes.cluster.cluster import Link, Measured
 from passes.cluster.devices import host_spec
 from passes.cluster.links import NETWORK_SHARE
 
@@ -33,6 +33,12 @@ up, the one nearest to its 21 medians of collectives of 256 MB (`python -m bench
 AWS_P5_TRAINING_LINK = replace(AWS_P5_LINK, congestion=0.3)
 """Of the same hosts to nanotron's jobs: **fitted** to 55 of them in one stage on 4 to 64 hosts, of the exponents 0,
 0.1, 0.2, 0.3 and 0.59. They sum 2 to 18 GB in groups of a part of each host; the medians are of 256 MB over all."""
+
+
+HOP_OF_2021 = 15e-6
+"""Seconds of a hop of an all-reduce in a host of A100 that layers wait for, with the libraries of early 2021 and the
+wait for the slowest device: **fitted** to Megatron-LM's figure 15, where each of a layer's six of 15.7 MB takes 0.07 ms
+more on 4 devices and 0.14 on 8 than with the 5 us of long messages (`links.ALPHA_SECONDS`), and none on 2."""
 
 
 SELENE_LINK = replace(host_spec("a100-80g").inter, bytes_per_second=84e9)
@@ -75,6 +81,22 @@ def machine(gpu: str, devices: int) -> Cluster | None:
     if "tpu v3" in name:
         return hosts_of("tpu-v3", devices)
     return None
+
+
+def hopping(cluster: Cluster, hop_seconds: float) -> Cluster:
+    """The cluster whose all-reduces in a host, and halves of them, are rings with hops of so many seconds."""
+    group = cluster.group()
+    rings = [
+        Measured(
+            kind=kind,
+            ranks=ranks,
+            alpha_seconds=rounds * (ranks - 1) * hop_seconds,
+            bytes_per_second=group.intra.bytes_per_second * ranks / (rounds * (ranks - 1)),
+        )
+        for kind, rounds in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1))
+        for ranks in range(2, group.devices_per_host + 1)
+    ]
+    return _grouped(cluster, replace(group, measured=tuple(rings)))
 
 
 def summing(cluster: Cluster, groups: int) -> Cluster:
