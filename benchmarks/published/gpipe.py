@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, cast
 
 from benchmarks.published.machines import machine
 from benchmarks.published.planned import Configuration, Job
@@ -53,10 +53,10 @@ class OnGPipe(Configuration):
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        plan = self.plan()
-        if isinstance(plan, PipelinePlan):
-            return seconds_ahead(plan.costs, plan.transfers, self.microbatches)
-        return plan.step_seconds
+        if self.pipeline == 1:
+            return self.plan().step_seconds
+        plan = cast("PipelinePlan", self.plan())
+        return seconds_ahead(plan.costs, plan.transfers, self.microbatches)
 
     def _sized(self, batch: int) -> Self:
         return replace(self, job=replace(self.job, batch=batch))

@@ -13,7 +13,7 @@ DGX2_DEVICES = 16
 DGX_NETWORK = 100e9
 """Bytes a second of a DGX-2: 8 x 100 Gb/s."""
 
-MATMULS_OF_2021 = 221e12 / 312e12
+MATMULS_OF_2021 = 225e12 / 312e12
 """The share of an A100's peak that large products reached with the libraries of early 2021, fitted to two rows of
 Megatron-LM's figure 11, 3 layers at batches of 8 and 128: 188 ms a microbatch, of which 45 are passes over elements,
 dropout's too, and collectives. Later libraries reach 271 TFLOP/s (the table), which times of tasks published in 2023
