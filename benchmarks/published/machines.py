@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from passes.cluster import Cluster, HostGroup, parse_cluster
-from passes.cluster.cluster import Link
+from passes.cluster.cluster import Link, Measured
 from passes.cluster.devices import host_spec
 from passes.cluster.links import NETWORK_SHARE
 
@@ -13,7 +13,7 @@ DGX2_DEVICES = 16
 DGX_NETWORK = 100e9
 """Bytes a second of a DGX-2: 8 x 100 Gb/s."""
 
-MATMULS_OF_2021 = 221e12 / 312e12
+MATMULS_OF_2021 = 225e12 / 312e12
 """The share of an A100's peak that large products reached with the libraries of early 2021, fitted to two rows of
 Megatron-LM's figure 11, 3 layers at batches of 8 and 128: 188 ms a microbatch, of which 45 are passes over elements,
 dropout's too, and collectives. Later libraries reach 271 TFLOP/s (the table), which times of tasks published in 2023
@@ -30,16 +30,30 @@ AWS_P5_LINK = replace(host_spec("h100").inter, bytes_per_second=296e9, congestio
 """Of a host in nanotron's shared cluster on 1 to 64 AWS p5 hosts, whose network is congested: of the exponents from 0
 up, the one nearest to its 21 medians of collectives of 256 MB (`python -m benchmarks.collectives --fit`)."""
 
+AWS_P5_TRAINING_LINK = replace(AWS_P5_LINK, congestion=0.3)
+"""Of the same hosts to nanotron's jobs: **fitted** to 55 of them in one stage on 4 to 64 hosts, of the exponents 0,
+0.1, 0.2, 0.3 and 0.59. They sum 2 to 18 GB in groups of a part of each host; the medians are of 256 MB over all."""
+
+
+HOP_OF_2021 = 15e-6
+"""Seconds of a hop of an all-reduce in a host of A100 that layers wait for, with the libraries of early 2021 and the
+wait for the slowest device: **fitted** to Megatron-LM's figure 15, where each of a layer's six of 15.7 MB takes 0.07 ms
+more on 4 devices and 0.14 on 8 than with the 5 us of long messages (`links.ALPHA_SECONDS`), and none on 2."""
+
 
 SELENE_LINK = replace(host_spec("a100-80g").inter, bytes_per_second=84e9)
-"""Of a DGX A100 in NVIDIA's Selene: the geometric mean of what gradients reach there, 163 GB/s where one group of a
-host sums them, 57, 53 and 85 where 2, 4 and 8 do at once (Megatron-LM SC 2021, Figs. 14 and 15, by the difference of
-batches) and 101 in the largest model (section 5.9: 12.9 TB/s over 1,024 adapters)."""
+"""Of a DGX A100 in NVIDIA's Selene: the geometric mean of what gradients reach there, `SELENE_SUMS` and, in the largest
+model, 101 GB/s (section 5.9: 12.9 TB/s over 1,024 adapters)."""
+
+SELENE_SUMS = {1: 163e9, 2: 57e9, 4: 53e9, 8: 85e9}
+"""Bytes a second of a host whose devices are in so many groups that sum gradients at once, each with devices of every
+host: **fitted** to Megatron-LM SC 2021, Figs. 14 and 15, by the difference of batches. A group of a part of a host does
+not have that part of its adapters; the paper does not say why."""
 
 
 def aws_p5(devices: int) -> Cluster:
-    """So many H100 of nanotron's cluster."""
-    return _with_network(hosts_of("h100", devices), AWS_P5_LINK)
+    """So many H100 of nanotron's cluster, as its jobs see them."""
+    return _with_network(hosts_of("h100", devices), AWS_P5_TRAINING_LINK)
 
 
 def hosts_of(device: str, devices: int, each: int = 8) -> Cluster:
@@ -67,6 +81,29 @@ def machine(gpu: str, devices: int) -> Cluster | None:
     if "tpu v3" in name:
         return hosts_of("tpu-v3", devices)
     return None
+
+
+def hopping(cluster: Cluster, hop_seconds: float) -> Cluster:
+    """The cluster whose all-reduces in a host, and halves of them, are rings with hops of so many seconds."""
+    group = cluster.group()
+    rings = [
+        Measured(
+            kind=kind,
+            ranks=ranks,
+            alpha_seconds=rounds * (ranks - 1) * hop_seconds,
+            bytes_per_second=group.intra.bytes_per_second * ranks / (rounds * (ranks - 1)),
+        )
+        for kind, rounds in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1))
+        for ranks in range(2, group.devices_per_host + 1)
+    ]
+    return _grouped(cluster, replace(group, measured=tuple(rings)))
+
+
+def summing(cluster: Cluster, groups: int) -> Cluster:
+    """The cluster in Selene with the network that so many groups of each host have, if that was measured."""
+    group = cluster.group()
+    rate = SELENE_SUMS.get(groups, group.inter.bytes_per_second)
+    return _grouped(cluster, replace(group, inter=replace(group.inter, bytes_per_second=rate)))
 
 
 def _one_by_one(cluster: Cluster) -> Cluster:

@@ -14,7 +14,15 @@ from dataclasses import replace
 
 from benchmarks.published import megatron_gpt
 from benchmarks.published.flops import megatron_flops
-from benchmarks.published.machines import MATMULS_OF_2019, MATMULS_OF_2021, machine, multiplying
+from benchmarks.published.machines import (
+    HOP_OF_2021,
+    MATMULS_OF_2019,
+    MATMULS_OF_2021,
+    hopping,
+    machine,
+    multiplying,
+    summing,
+)
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Fields, Row, Source, number, whole
 from models import gpt
@@ -87,9 +95,10 @@ def _sc21(lines: Sequence[Fields]) -> Iterator[Row]:
             yield replace(row, why=f"microbatches of {micro} on {data} devices do not divide the batch of {batch}")
         else:
             job = gpt_job(fields, batch, remat=fields["activation_recompute"] == "full")
+            cluster = hopping(multiplying(cluster, MATMULS_OF_2021), HOP_OF_2021)
             configuration = Configuration(
                 job=job,
-                cluster=multiplying(cluster, MATMULS_OF_2021),
+                cluster=summing(cluster, tensor if data > 1 else 0),
                 microbatches=batch // (micro * data),
                 data=data,
                 tensor=tensor,
@@ -119,7 +128,7 @@ def _v100(lines: Sequence[Fields]) -> Iterator[Row]:
         if not kind.startswith("README"):
             cluster = multiplying(cluster, MATMULS_OF_2019)
         elif "A100" in fields["gpu"]:
-            cluster = multiplying(cluster, MATMULS_OF_2021)
+            cluster = hopping(multiplying(cluster, MATMULS_OF_2021), HOP_OF_2021)
         work = work_of(fields, batch) / devices / 1e12
         share = number(fields, "scaling_efficiency_pct")
         tflops = number(fields, "tflops_per_gpu") or (ONE_GPU_TFLOPS * share / 100 if share else None)

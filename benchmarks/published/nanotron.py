@@ -24,12 +24,21 @@ GIB = 2**30
 TENSOR_COLLECTIVES = 8
 """Of a layer and a microbatch: a gather and a scatter about attention and about the MLP, forward and backward."""
 
+START_SECONDS = 150e-6
 HOP_SECONDS = 58e-6
 STAGED_HOP_SECONDS = 410e-6
-"""Of a ring of tensor devices, a hop of a collective as nanotron runs it, in one stage and in several: **fitted** to
-the source's configurations of few sequences, whose layers take as long whatever their microbatches. In one stage 4.6,
-8.5 and 15.3 ms a layer on 8, 16 and 32 devices; in several 13, 21, 46 and 114 ms on 4, 8, 16 and 32, with 1 sequence
-as with 8. Why a hop takes seven times as long beside transfers the source does not say."""
+"""Of a collective of tensor devices as nanotron runs it, the start, with the kernels beside it, and a hop of its ring
+in one stage and in several: **fitted** to the source's configurations of few sequences, whose layers take as long
+whatever their microbatches. In one stage 4.4, 8.3 and 15.2 ms a layer on 8, 16 and 32 devices; in several 13, 21, 46
+and 114 ms on 4, 8, 16 and 32, with 1 sequence as with 8. Why a hop takes seven times as long beside transfers the
+source does not say."""
+
+
+SLOW_TRANSFER_SECONDS = 0.285
+"""Of an array from stage to stage in large jobs, for which both stages wait: **fitted** to the source. With stages on
+512 devices, or on 256 with several sequences a microbatch, 118 of 121 jobs take 0.57 s more for each microbatch in two
+stages, where a stage sends once and receives once, and 1.14 s in more, where it does both twice. So do 74 of the other
+241: all 12 that fill more than 66 GiB, and 62 that nothing printed tells from the rest. The source does not say why."""
 
 
 KEPT_BY_VIEWS = 6
@@ -43,11 +52,13 @@ class OnNanotron(Configuration):
     """A configuration whose kernels one process a device starts one by one."""
 
     def answer(self) -> Answer:
-        """The plan's figures, in the time of tensor devices' collectives if that is longer, with what views keep."""
+        """The plan's figures, in the time of tensor devices' collectives if that is longer, with transfers of large
+        jobs and with what views keep.
+        """
         planned = Configuration.answer(self)
         if planned.seconds is None or planned.nbytes is None:
             return planned
-        seconds = max(planned.seconds, self.collectives_seconds)
+        seconds = max(planned.seconds, self.collectives_seconds) + self.slow_transfers_seconds
         return replace(planned, seconds=seconds, nbytes=planned.nbytes + self.views_nbytes)
 
     @property
@@ -62,8 +73,18 @@ class OnNanotron(Configuration):
     def collectives_seconds(self) -> float:
         """Seconds of a step that the hops of tensor devices' collectives take, those of the fullest stage."""
         hop = STAGED_HOP_SECONDS if self.pipeline > 1 else HOP_SECONDS
-        each = TENSOR_COLLECTIVES * (self.tensor - 1) * hop
+        each = TENSOR_COLLECTIVES * (START_SECONDS + (self.tensor - 1) * hop) if self.tensor > 1 else 0.0
         return (self.microbatches * max(self.layers, default=0) + self._layers_behind) * each
+
+    @property
+    def slow_transfers_seconds(self) -> float:
+        """Seconds of a step that a stage waits for its transfers in large jobs."""
+        devices, sequences = self.cluster.n_devices, self.job.batch // (self.microbatches * self.data)
+        if devices < 256 or (devices < 512 and sequences == 1):
+            return 0.0
+        period = 2 * min(self.pipeline - 1, 2)  # transfers of a stage between two others, for each microbatch
+        there_and_back = 2 * (self.pipeline - 1)
+        return ((self.microbatches - 1) * period + there_and_back) * SLOW_TRANSFER_SECONDS
 
     @property
     def _layers_behind(self) -> int:

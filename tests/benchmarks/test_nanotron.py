@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks.published import nanotron_llama
-from benchmarks.published.nanotron import HOP_SECONDS, STAGED_HOP_SECONDS, OnNanotron, stage_layers
+from benchmarks.published.nanotron import (
+    HOP_SECONDS,
+    SLOW_TRANSFER_SECONDS,
+    STAGED_HOP_SECONDS,
+    START_SECONDS,
+    OnNanotron,
+    stage_layers,
+)
 from benchmarks.published.planned import Job
 from models import llama
 from passes.cluster import parse_cluster
@@ -42,10 +49,22 @@ def test_the_first_stage_goes_past_its_share(stages: int, first: int) -> None:
 def test_collectives_of_the_fullest_stage_are_waited_for() -> None:
     job = Job(module=nanotron_llama, config=LARGE, batch=256, precision="float32 gradients")
     one = OnNanotron(job=job, cluster=parse_cluster("8:h100"), microbatches=256, tensor=8)
-    assert one.collectives_seconds == pytest.approx(256 * 32 * 8 * 7 * HOP_SECONDS)
+    assert one.collectives_seconds == pytest.approx(256 * 32 * 8 * (START_SECONDS + 7 * HOP_SECONDS))
     staged = replace(one, tensor=4, pipeline=2, layers=(18, 14))
-    assert staged.collectives_seconds == pytest.approx((256 * 18 + 14) * 8 * 3 * STAGED_HOP_SECONDS)
+    assert staged.collectives_seconds == pytest.approx((256 * 18 + 14) * 8 * (START_SECONDS + 3 * STAGED_HOP_SECONDS))
     assert replace(one, tensor=1).collectives_seconds == 0.0
+
+
+def test_stages_of_large_jobs_wait_for_their_transfers() -> None:
+    job = Job(module=nanotron_llama, config=LARGE, batch=256, precision="float32 gradients")
+    large = OnNanotron(job=job, cluster=parse_cluster("64x8:h100"), microbatches=8, data=32, tensor=4, pipeline=4)
+    assert large.slow_transfers_seconds == pytest.approx((7 * 4 + 6) * SLOW_TRANSFER_SECONDS)
+    in_two = replace(large, tensor=8, pipeline=2)
+    assert in_two.slow_transfers_seconds == pytest.approx((7 * 2 + 2) * SLOW_TRANSFER_SECONDS)
+    assert replace(large, tensor=16, pipeline=1).slow_transfers_seconds == 0.0
+    halved = replace(large, cluster=parse_cluster("32x8:h100"), tensor=2)
+    assert halved.slow_transfers_seconds == 0.0
+    assert replace(halved, microbatches=4).slow_transfers_seconds > 0.0
 
 
 def test_views_keep_six_bytes_of_each_layer_on_its_way() -> None:
