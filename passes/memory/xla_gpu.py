@@ -10,9 +10,10 @@ from functools import cache, partial
 from passes.memory import xla
 from passes.memory.gpu_collectives import combined
 from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_layouts import viewed
 from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
-from passes.memory.overlap import schedule
+from passes.memory.overlap2 import schedule
 from passes.memory.split_products import Weights, split
 
 
@@ -31,6 +32,6 @@ def _combined(operations: Sequence[Operation], weights: Weights) -> tuple[tuple[
     """
     sums = [(o.kind, o.name[:7]) in (("update", "scatter"), ("opaque", "window")) for o in operations]
     fused = [o._replace(kind="reduce") if s else o for o, s in zip(operations, sums, strict=True)]
-    changed, place = split(fused, weights)
+    changed, place = split(viewed(fused), weights)
     joined, moved = combined(changed)
     return joined, tuple(moved[p] for p in place)
