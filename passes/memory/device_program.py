@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import cast
 
 from passes.cluster import Mesh
 from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
@@ -39,6 +41,11 @@ IN_PLACE = frozenset({"literal", "bitcast", "broadcast", "iota", "transpose"})
 FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "update"})
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
+INDEXED: Mapping[str, str] = MappingProxyType(
+    {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}
+)
+"""The numbers of the dimensions that a primitive selects along, by the beginning of its name."""
+
 Inside = Callable[[int, Placement, Mapping[int, object]], Mapping[int, int]]
 """The handler of a control node's bodies, given its index, its placement and the numbers that its ports hold. It
 returns the ranks of the ports that they read, in the order in which they do."""
@@ -51,7 +58,7 @@ Combine = Callable[[Sequence[Operation]], tuple[tuple[Operation, ...], tuple[int
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, and what
-    combines its collectives.
+    combines its collectives. A piece that is indexed behind a barrier is in memory if the compiler `settles` it.
     """
 
     rules: Sequence[ShardingRule]
@@ -59,6 +66,7 @@ class Context:
     mesh: Mesh
     inside: Inside
     combine: Combine = combined
+    settles: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +272,8 @@ class _Lowering:
                 operations = self._held(node.outputs, operations)
         else:
             operands, results = self._operands(node, placement), self._results(node, rule, placement)
+            if self.context.settles and _indexes_piece(node, placement):
+                operands[0] = self.operations.settled(operands[0])
             self.operations.value = node.outputs[0] if node.outputs else -1
             self.operations.is_fused = any(type.fused for type in results)
             if placement.bodies and index in self.context.controls:
@@ -337,6 +347,15 @@ class _Lowering:
             )
             for position, type in enumerate(results)
         ]
+
+
+def _indexes_piece(node: Node, placement: Placement) -> bool:
+    """Whether a gather or a scatter selects along a dimension that is cut: its piece stands behind a barrier then."""
+    selected = INDEXED.get(node.primitive.partition("-")[0])
+    if selected is None:
+        return False
+    numbers = cast("Mapping[str, Sequence[int]]", node.params["dimension_numbers"])
+    return any(placement.operands[0].dims[d] for d in numbers[selected])
 
 
 def _needed(graph: Graph) -> set[int]:

@@ -30,6 +30,9 @@ SUM = "sum"
 LAUNCH_NBYTES = 3 * 2**20
 """The bytes that memory moves while a kernel starts: about a microsecond on H100."""
 
+RENAMED = frozenset({"bitcast", "part", "result"})
+"""Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
+
 COSTLY = frozenset(
     "acos acosh asin asinh atan atan2 atanh cosh cosine erf erf-inv erfc lgamma digamma nextafter power sine sinh tan "
     "tanh zeta".split()
@@ -141,7 +144,7 @@ def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple
         if written[index]:
             reads = _reads(operations, written, index)
             ordered = tuple(sorted(reads))
-            over = tuple(o for o in ordered if reads[o])
+            over = tuple(o for o in ordered if reads[o] and operations[o].kind not in RENAMED)
             kernels.append(Kernel(operation=index, reads=ordered, over=over))
     return tuple(kernels)
 

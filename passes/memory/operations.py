@@ -147,6 +147,14 @@ class Operations:
             for o, source in passed_on
         ]
 
+    def settled(self, operation: int) -> int:
+        """The operation behind a barrier of its own, where it is in memory; other readers compute it themselves."""
+        source = self.every[operation]
+        if source.kind == "elementwise":
+            operation = self.add(source.kind, source.operands, source.shape, source.dtype, (source.name, "settled"))
+        (behind,) = self.barrier((operation,))
+        return behind
+
     def copied(self, operation: int) -> int:
         """An argument in a place of its own; anything else as it is."""
         source = self.every[operation]
@@ -275,6 +283,9 @@ class Operations:
                 if scattered in self.rounded:  # XLA rounds between the two when it looks for this, and not later
                     continue
                 adds = update.kind == "update" and "-add" in str(update.tag)
+                if adds and self.every[update.operands[0]].kind == "part":  # a piece of zeros, behind its barrier
+                    into = self.elementwise("add", (into, update.operands[0]), type)
+                    return self.add("update", (into, *update.operands[1:]), type.shape, type.dtype, update.tag)
                 if adds and is_number(self.number(update.operands[0]), 0.0):
                     return self.add("update", (into, *update.operands[1:]), type.shape, type.dtype, update.tag)
         return None

@@ -38,7 +38,7 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
-    bytes of an array as it is `stored`, and those that fit on the chip itself.
+    bytes of an array as it is `stored`, those that fit on the chip itself, and whether it keeps barriers until then.
     """
 
     combine: Combine
@@ -46,6 +46,7 @@ class Compiler:
     schedule: Callable[[DeviceProgram, Sequence[Kernel]], list[int]]
     stored: Callable[[Operation], int] = elements_nbytes
     on_chip_nbytes: int = 0
+    settles: bool = False
 
 
 def temporaries(
@@ -143,6 +144,7 @@ class _Region:
             mesh=self.mesh,
             inside=self._inside,
             combine=self.compiler.combine,
+            settles=self.compiler.settles,
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)

@@ -20,7 +20,7 @@ from passes.memory.split_products import Weights, split
 @cache
 def model(weights: Weights) -> Callable[..., Temporaries]:
     """The model of the compiler for a GPU of these weights."""
-    compiler = xla.Compiler(combine=partial(_combined, weights=weights), fuse=fuse, schedule=schedule)
+    compiler = xla.Compiler(combine=partial(_combined, weights=weights), fuse=fuse, schedule=schedule, settles=True)
     return partial(xla.temporaries, compiler)
 
 
