@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
-from passes.ir import item_nbytes
 from passes.memory.fusion import Kernel
-from passes.memory.operations import Operation
+from passes.memory.operations import Operation, Shape
 
-MEMORY = 3.352e6
+MEMORY = 3.35e6
 """Bytes per microsecond."""
-FLOPS = 5e8
+FLOPS, SIDES, MOST = 5e8, 2**20, 7.2e8
 FLOPS_32 = 1.18e7
-SENT = 1.787e5
+SENT, LATENCY = 4.3e5, 30.0
 
 
 def kernel_microseconds(kernel: Kernel, operations: Sequence[Operation]) -> float:
     operation = operations[kernel.operation]
     if operation.kind == "dot":
-        lhs = operations[operation.operands[0]]
-        rhs = operations[operation.operands[1]]
-        inner = math.sqrt(lhs.size * rhs.size / max(1, operation.size))
-        batch = 1
-        tag = operation.tag
-        if isinstance(tag, tuple) and tag and tag[0] == "merged":
-            inner = lhs.shape[-1]
-        elif isinstance(tag, tuple) and len(tag) == 2 and isinstance(tag[0], tuple):
-            inner = math.prod(lhs.shape[d] for d in tag[0][0])
-            if operation.shape and len(operation.shape) == 3 and operation.dtype == "float32" and not tag[1][0]:
-                inner = inner / operation.shape[0]
-        flops = 2.0 * operation.size * inner
-        rate = FLOPS if operation.dtype != "float32" else FLOPS_32
-        return max(flops / rate, 1.0)
+        return _product_microseconds(operation, operations)
     if operation.kind == "loop":
         return 0.01
     nbytes = operation.nbytes + sum(operations[o].nbytes for o in kernel.reads)
     return nbytes / MEMORY
 
 
+def _product_microseconds(dot: Operation, operations: Sequence[Operation]) -> float:
+    lhs, rhs = (operations[o] for o in dot.operands)
+    tag = cast("tuple[object, ...]", dot.tag)
+    if tag and tag[0] == "merged":
+        inner = lhs.shape[-1]
+    else:
+        contracted, _ = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", tag)
+        inner = math.prod(lhs.shape[d] for d in contracted[0])
+    parts = dot.shape[0] if dot.dtype == "float32" and lhs.dtype != "float32" and len(dot.shape) > 2 else 1
+    inner = inner // parts
+    rows, columns = dot.shape[-2:] if len(dot.shape) > 1 else (1, dot.size)
+    small = sorted((inner, rows, columns))
+    rate = FLOPS_32 if dot.dtype == "float32" else min(MOST, FLOPS * (small[0] * small[1] / SIDES) ** 0.25)
+    return 2.0 * dot.size * inner / rate
+
+
 def collective_microseconds(nbytes: int) -> float:
-    return max(20.0, nbytes / SENT)
+    return LATENCY + nbytes / SENT

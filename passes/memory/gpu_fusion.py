@@ -109,7 +109,7 @@ class _Fusion:
         """
         operation = self.operations[reader]
         if operation.name.startswith("scatter"):
-            return operation.operands[0] == index and self._narrowest(index).kind != "literal"
+            return operation.operands[0] == index
         return operation.kind == "update" and operation.operands[0] == index
 
     def _narrowest(self, index: int) -> Operation:

@@ -20,10 +20,14 @@ def viewed(operations: Sequence[Operation]) -> list[Operation]:
             readers.setdefault(o, []).append(index)
     changed = list(operations)
     laid: dict[tuple[int, Shape], int] = {}
+    images: dict[int, int] = {}
     for index, operation in enumerate(operations):
         if operation.kind != "transpose":
             continue
         source, order = operation.operands[0], cast("Shape", operation.tag)
+        if operations[source].name == "convolution" or _is_convolved(index, operations, readers):
+            changed[index] = _of_images(index, operations, readers, images)
+            continue
         matrices = _matrices(index, operations, readers)
         if matrices and all(_swaps(operations[source].shape, order, *matrix) for matrix in matrices):
             changed[index] = operation._replace(kind="bitcast")
@@ -35,6 +39,34 @@ def viewed(operations: Sequence[Operation]) -> list[Operation]:
             continue
         laid[source, order] = index
     return changed
+
+
+def _ends(index: int, operations: Sequence[Operation], readers: dict[int, list[int]]) -> list[int]:
+    """The readers of an operation behind its other views."""
+    pending, ends = [index], list[int]()
+    while pending:
+        for reader in readers.get(pending.pop(), ()):
+            (pending if operations[reader].kind == "bitcast" else ends).append(reader)
+    return ends
+
+
+def _is_convolved(index: int, operations: Sequence[Operation], readers: dict[int, list[int]]) -> bool:
+    ends = _ends(index, operations, readers)
+    return bool(ends) and all(operations[end].name == "convolution" for end in ends)
+
+
+def _of_images(
+    index: int, operations: Sequence[Operation], readers: dict[int, list[int]], images: dict[int, int]
+) -> Operation:
+    """A transpose beside a convolution, which takes any order; what a collective moves is brought into one, once."""
+    transpose = operations[index]
+    (source,) = transpose.operands
+    if operations[source].kind == "collective":
+        first = images.setdefault(source, index)
+        return transpose if first == index else transpose._replace(kind="bitcast", operands=(first,))
+    if any(operations[end].kind == "collective" for end in _ends(index, operations, readers)):
+        return transpose
+    return transpose._replace(kind="bitcast")
 
 
 def _swapped(shape: Shape, order: Shape, matrices: Sequence[tuple[int, int, int]]) -> Shape:

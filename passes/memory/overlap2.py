@@ -55,7 +55,7 @@ def hidden(program: DeviceProgram, kernels: Sequence[Kernel], tasks: Tasks, orde
                 if q >= 0 and operations[q].kind == "result":
                     made += operations[q].nbytes
             cost[n] = 1.0
-            latency[n] = collective_microseconds(max(sent, made))
+            latency[n] = collective_microseconds(sent + made)
         elif role == DONE:
             cost[n] = 1.0
     depth = [0.0] * count
