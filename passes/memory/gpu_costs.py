@@ -22,6 +22,8 @@ def kernel_microseconds(kernel: Kernel, operations: Sequence[Operation]) -> floa
         return _product_microseconds(operation, operations)
     if operation.kind == "loop":
         return 0.01
+    if operation.name == "convolution":
+        return 10.0
     nbytes = operation.nbytes + sum(operations[o].nbytes for o in kernel.reads)
     return nbytes / MEMORY
 

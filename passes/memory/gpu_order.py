@@ -68,9 +68,13 @@ def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
     tasks = Tasks()
     node: dict[int, int] = {}
     before = beside(operations, kernels)
+    several = {o for kernel in kernels if operations[kernel.operation].kind == "reduce" for o in kernel.reads if operations[o].kind in LOOPS}
+    several |= {kernel.operation for kernel in kernels if operations[kernel.operation].kind == "reduce" and several.intersection(kernel.reads)}
     for kernel in kernels:
         operation = operations[kernel.operation]
         reads = [node[r] for r in dict.fromkeys((*before.get(kernel.operation, ()), *kernel.reads))]
+        if operation.kind == "dot":
+            reads = [r if tasks.roles[r] == NOP else tasks.add(-1, NOP, [r]) for r in reads]
         if operation.kind == "collective":
             start = tasks.add(kernel.operation, START, reads)
             node[kernel.operation] = tasks.add(kernel.operation, DONE, [start])
@@ -78,7 +82,10 @@ def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
             renamed = operation.kind == "bitcast" and kernel.reads == operation.operands
             is_barrier = operation.kind == "opaque" and operation.shape == (0,)
             is_nop = operation.kind in ("input", "literal", "part", "result") or renamed or is_barrier
-            node[kernel.operation] = tasks.add(kernel.operation, NOP if is_nop else RUN, reads)
+            made = tasks.add(kernel.operation, NOP if is_nop else RUN, reads)
+            if not is_nop and kernel.operation in several:
+                made = tasks.add(-1, NOP, [made])
+            node[kernel.operation] = made
     tasks.add(-1, NOP, list(dict.fromkeys(node[o] for o in program.outputs if o in node)))
     return tasks
 
@@ -93,6 +100,7 @@ def buffers(program: DeviceProgram, tasks: Tasks) -> Buffers:
         o = tasks.operations[n]
         role = tasks.roles[n]
         if o < 0:
+            values[n] = tuple(dict.fromkeys(v for r in tasks.reads[n][:1] for v in values[r])) if n + 1 < count else ()
             continue
         operation = operations[o]
         if operation.kind in ("input", "literal"):
