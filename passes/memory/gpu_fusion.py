@@ -103,20 +103,9 @@ class _Fusion:
         return again <= once + LAUNCH_NBYTES
 
     def _is_place(self, index: int, reader: int) -> bool:
-        """Whether a reader begins with an operation's array, as an update or a scatter does with its first operand.
-
-        A scatter into one number does not.
-        """
+        """Whether a reader begins with an operation's array, as an update or a scatter does with its first operand."""
         operation = self.operations[reader]
-        if operation.name.startswith("scatter"):
-            return operation.operands[0] == index
-        return operation.kind == "update" and operation.operands[0] == index
-
-    def _narrowest(self, index: int) -> Operation:
-        """The operation that a broadcast one follows from."""
-        while self.operations[index].kind in ("broadcast", "bitcast"):
-            index = self.operations[index].operands[0]
-        return self.operations[index]
+        return (operation.kind == "update" or operation.name.startswith("scatter")) and operation.operands[0] == index
 
     def _work_nbytes(self, index: int) -> int:
         """Bytes that memory moves while a kernel computes an operation and what it alone follows from."""
