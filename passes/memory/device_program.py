@@ -15,7 +15,7 @@ from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
 from passes.memory.dtype_widening import round_to, to_xla_widened
 from passes.memory.lowering_rules import BARRIER, to_xla
-from passes.memory.operations import Operation, Operations, widen
+from passes.memory.operations import Operation, Operations, settled, widen
 from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, replicated
@@ -41,9 +41,7 @@ IN_PLACE = frozenset({"literal", "bitcast", "broadcast", "iota", "transpose"})
 FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "update"})
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
-INDEXED: Mapping[str, str] = MappingProxyType(
-    {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}
-)
+INDEXED: Mapping[str, str] = MappingProxyType({"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"})
 """The numbers of the dimensions that a primitive selects along, by the beginning of its name."""
 
 Inside = Callable[[int, Placement, Mapping[int, object]], Mapping[int, int]]
@@ -273,7 +271,7 @@ class _Lowering:
         else:
             operands, results = self._operands(node, placement), self._results(node, rule, placement)
             if self.context.settles and _indexes_piece(node, placement):
-                operands[0] = self.operations.settled(operands[0])
+                operands[0] = settled(self.operations, operands[0])
             self.operations.value = node.outputs[0] if node.outputs else -1
             self.operations.is_fused = any(type.fused for type in results)
             if placement.bodies and index in self.context.controls:

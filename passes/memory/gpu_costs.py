@@ -66,7 +66,7 @@ def _product_microseconds(dot: Operation, operations: Sequence[Operation]) -> fl
     if tag and tag[0] == "merged":
         inner = lhs.shape[-1]
     else:
-        contracted, _ = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", tag)
+        contracted, *_ = cast("tuple[tuple[Shape, Shape], ...]", tag)
         inner = math.prod(lhs.shape[d] for d in contracted[0])
     is_float32 = dot.dtype == "float32"
     if is_float32 and lhs.dtype != dot.dtype and len(dot.shape) > 2:  # in parts of the contracted dimension

@@ -85,9 +85,7 @@ def _swapped(shape: Shape, order: Shape, matrices: Sequence[tuple[int, int, int]
     return (*order[:leads], *order[cut:], *order[leads:cut])
 
 
-def _matrices(
-    index: int, operations: Sequence[Operation], readers: dict[int, list[int]]
-) -> list[tuple[int, int, int]]:
+def _matrices(index: int, operations: Sequence[Operation], readers: dict[int, list[int]]) -> list[tuple[int, int, int]]:
     """The batch, rows and columns as which products read an operation; none if something else reads it."""
     pending, matrices = [index], list[tuple[int, int, int]]()
     while pending:
@@ -108,7 +106,7 @@ def _matrix(shape: Shape, dot: Operation, read: int) -> tuple[int, int, int]:
     if tag and tag[0] == "merged":
         leads = len(shape) - 2
         return math.prod(shape[:leads]), shape[leads], shape[leads + 1]
-    contracted, batched = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", tag)
+    _, batched = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", tag)
     side = 0 if dot.operands[0] == read else 1
     leads = len(batched[side])
     if tuple(batched[side]) != tuple(range(leads)) or len(shape) != leads + 2:

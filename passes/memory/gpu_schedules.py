@@ -6,7 +6,7 @@
 
 In each, collectives are started as early and ended as late as what they read and what reads them allows.
 
-Reference: XLA's ListScheduler, DFSMemoryScheduler, PostOrderScheduler and DefaultMemoryScheduler, and PostProcessSchedule
+Reference: XLA's ListScheduler, DFSMemoryScheduler, PostOrderScheduler, DefaultMemoryScheduler, and PostProcessSchedule
 for GPUs, as of jaxlib 0.10.
 """
 

@@ -77,9 +77,7 @@ class _Backwards:
     among the other tasks in `kinds`, by depth and kind, the last in the given order first; `pending` are those to come.
     """
 
-    def __init__(
-        self, tasks: Tasks, order: Sequence[int], costs: Sequence[float], latencies: Sequence[float]
-    ) -> None:
+    def __init__(self, tasks: Tasks, order: Sequence[int], costs: Sequence[float], latencies: Sequence[float]) -> None:
         self.tasks, self.costs, self.latencies = tasks, costs, latencies
         self.position = [0] * len(tasks)
         for position, task in enumerate(order):
