@@ -3,7 +3,8 @@
 A collective is two tasks, from the first of which to the second it is under way. A kernel that makes several arrays is
 one task, and each array a name of its own; so is an array that a product reads in another shape. A kernel that makes
 little of a large array is one with the first of the array's other readers, and stands just before it: so the loss of
-each token is there when the gradient of the logits is, and nothing keeps the logits longer.
+each token is there when the gradient of the logits is, and nothing keeps the logits longer. An array that memory moves
+before a kernel has started is read once more: kernels stay apart.
 
 Reference: XLA's async collectives and MultiOutputFusion for GPUs, as of jaxlib 0.10.
 """
@@ -16,6 +17,7 @@ from enum import IntEnum
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_fusion import LAUNCH_NBYTES
 from passes.memory.operations import Operation
 
 LITTLE = 16
@@ -107,13 +109,15 @@ def _several(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> set[
 
 
 def _beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, list[int]]:
-    """The kernels that make little of an array, by the first of its other readers, which comes later."""
+    """The kernels that make little of a large array, by the first of its other readers, which comes later."""
     readers: dict[int, list[int]] = {}
     for kernel in kernels:
         for read in kernel.reads:
             readers.setdefault(read, []).append(kernel.operation)
     beside: dict[int, list[int]] = {}
     for array, siblings in readers.items():
+        if operations[array].nbytes < LAUNCH_NBYTES:
+            continue
         little = [o for o in siblings if _makes_little(operations[o], operations[array])]
         others = [o for o in siblings if o not in little and operations[o].kind != "loop"]
         if others and (before := [o for o in little if o < min(others)]):
