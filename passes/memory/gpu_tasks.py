@@ -1,7 +1,7 @@
 """The tasks that XLA's GPU compiler puts into an order: kernels, starts and ends of collectives, and names of arrays.
 
-A collective is two tasks, from the first of which to the second it is under way. A kernel that makes several arrays is
-one task, and each array a name of its own; so is an array that a product reads in another shape. A kernel that makes
+A collective is two tasks, from the first of which to the second it is under way. What kernels of loops and sums make
+is known by a name of its own, as elements of tuples are, and so is what a product reads. A kernel that makes
 little of a large array is one with the first of the array's other readers, and stands just before it: so the loss of
 each token is there when the gradient of the logits is, and nothing keeps the logits longer. An array that memory moves
 before a kernel has started is read once more: kernels stay apart.
@@ -26,6 +26,9 @@ classes or scores has more elements than this, a group of heads has fewer."""
 
 LOOPS = frozenset({"elementwise", "expensive", "rearrange", "broadcast", "gather"})
 """Kinds whose kernels compute element after element."""
+
+NAMED = LOOPS | {"reduce"}
+"""Kinds whose kernels mostly make several arrays, or one that is read in another shape: so there is a name between."""
 
 SOURCES = frozenset({"input", "literal"})
 """Kinds that are there before anything runs."""
@@ -76,7 +79,7 @@ class Tasks:
 def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
     """The tasks of a program, each behind what it reads; the last reads all outputs."""
     operations, tasks = program.operations, Tasks()
-    before, several = _beside(operations, kernels), _several(operations, kernels)
+    before = _beside(operations, kernels)
     task_of: dict[int, int] = {}
     for kernel in kernels:
         made, operation = kernel.operation, operations[kernel.operation]
@@ -89,7 +92,7 @@ def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
             task_of[made] = tasks.add(made, Role.NAME, reads)
         else:
             task = tasks.add(made, Role.RUN, reads)
-            task_of[made] = tasks.add(-1, Role.NAME, [task]) if made in several else task
+            task_of[made] = tasks.add(-1, Role.NAME, [task]) if operation.kind in NAMED else task
     tasks.add(-1, Role.NAME, list(dict.fromkeys(task_of[o] for o in program.outputs if o in task_of)))
     return tasks
 
@@ -99,13 +102,6 @@ def _is_name(operation: Operation, kernel: Kernel) -> bool:
     if operation.kind == "bitcast":
         return kernel.reads == operation.operands
     return operation.kind in (*SOURCES, "part", "result") or (operation.kind, operation.shape) == ("opaque", (0,))
-
-
-def _several(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> set[int]:
-    """The kernels that make several arrays: sums, and the elementwise kernels that compute them on the way."""
-    sums = [kernel for kernel in kernels if operations[kernel.operation].kind == "reduce"]
-    summed = {o for kernel in sums for o in kernel.reads if operations[o].kind in LOOPS}
-    return summed | {kernel.operation for kernel in sums if summed.intersection(kernel.reads)}
 
 
 def _beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, list[int]]:

@@ -205,4 +205,4 @@ def test_a_loss_runs_before_the_gradient_that_reads_the_same_logits_if_these_are
     program = DeviceProgram(operations=every, inputs=(0,), constants=(), outputs=(6, 3))
     tasks = tasks_of(program, list(kernels_of(program).values()))
     (gradient,) = (task for task, made in enumerate(tasks.operations) if made == 4)
-    assert (2 in {tasks.operations[read] for read in tasks.reads[gradient]}) == waits
+    assert (2 in {tasks.operations[tasks.started(read)] for read in tasks.reads[gradient]}) == waits
