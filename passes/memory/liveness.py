@@ -212,10 +212,16 @@ class _Allocation:
             ends.setdefault(buffer.last, []).append(index)
         overwritten: dict[int, list[int]] = {}
         for position, at in enumerate(written):
-            over = self._over(self.order[at]) if at >= 0 else ()
+            over = self._over_in_place(self.order[at]) if at >= 0 else ()
             names = {self.names.get(read, -1) for read in over}
             overwritten[position] = [index for index in ends.get(at, ()) if buffers[index].operations[-1] in names]
         return overwritten
+
+    def _over_in_place(self, operation: int) -> list[int]:
+        """The operands that an output may be written over where it belongs: a scatter over what it adds to, too."""
+        described, over = self.operations[operation], self._over(operation)
+        scatters = described.kind == "reduce" and described.name.startswith("scatter")
+        return [*over, *described.operands[:1]] if scatters else over
 
     def _first(self, operation: int) -> int:
         described = self.operations[operation]

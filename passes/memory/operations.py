@@ -271,15 +271,7 @@ class Operations:
                 return spread[1]
         if name == "select" and len(set(spread[1:])) == 1:
             return spread[1]
-        if name == "add" and len(spread) == 2:
-            for into, scattered in (spread, spread[::-1]):
-                update = self.every[scattered]
-                if scattered in self.rounded:  # XLA rounds between the two when it looks for this, and not later
-                    continue
-                adds = update.kind == "update" and "-add" in str(update.tag)
-                if adds and is_number(self.number(update.operands[0]), 0.0):
-                    return self.add("update", (into, *update.operands[1:]), type.shape, type.dtype, update.tag)
-        return None
+        return _scattered(self, spread, type) if name == "add" and len(spread) == 2 else None
 
     def _narrow(
         self, name: str, spread: list[int], numbers: Sequence[object], type: TensorType, expensive: bool
@@ -305,6 +297,34 @@ def widen(operations: Operations, operation: int) -> int:
     """The operation in the dtype that its readers compute in."""
     wide = operations.widened.get(operations[operation].dtype)
     return operation if wide is None else operations.converted(operation, wide)
+
+
+def _scattered(operations: Operations, summands: Sequence[int], type: TensorType) -> int | None:
+    """The scatter of a summand that is one onto zeros, onto the other summand; None for anything else.
+
+    Zeros behind a barrier of their own are added first: XLA does not see that they are zeros.
+    """
+    for into, scattered in (summands, summands[::-1]):
+        update = operations[scattered]
+        if scattered in operations.rounded or update.kind != "update" or "-add" not in str(update.tag):
+            continue  # XLA rounds between the two when it looks for this, and not later
+        zeros = update.operands[0]
+        if operations[zeros].kind == "part":
+            into = operations.elementwise("add", (into, zeros), type)
+        elif not is_number(operations.number(zeros), 0.0):
+            continue
+        return operations.add("update", (into, *update.operands[1:]), type.shape, type.dtype, update.tag)
+    return None
+
+
+def settled(operations: Operations, operation: int) -> int:
+    """The operation behind a barrier of its own, where it is in memory; other readers compute it themselves."""
+    source = operations[operation]
+    if source.kind == "elementwise":
+        tag = (source.name, "settled")
+        operation = operations.add(source.kind, source.operands, source.shape, source.dtype, tag)
+    (behind,) = operations.barrier((operation,))
+    return behind
 
 
 def is_number(number: object, value: float) -> bool:

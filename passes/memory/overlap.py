@@ -1,14 +1,21 @@
 """The order in which XLA's GPU compiler runs kernels: as late as what waits for them allows, behind collectives.
 
-The scheduler goes from the last kernel to the first. One collective is under way at a time. While it is, whatever is
-not needed to start it runs: so what only later collectives need, as the products that make gradients of weights do,
-waits for the first of them to start, and all that those products read is in memory until then.
+The scheduler goes from the last task to the first. Where several are ready, nothing waiting for them any more, it
+prefers, in this order:
 
-A kernel that makes little of a large array runs beside the first of the array's other readers, with which it is one: so
-the loss of each token is there when the gradient of the logits is, and nothing keeps the logits longer.
+    the end of a collective, if none is under way
+    what is ready now to what is ready in a microsecond, as what a name stands for is
+    the start of a collective, if the end of another waits for it, and the other way round if nothing precedes it
+    what has most time of collectives before it
+    what takes about as long as the collective that is under way still does, or whatever else is awaited
+    what reads an array that a collective makes
+    what most arrays have as their only reader
+    the later in the order that it starts from (passes/memory/gpu_schedules.py)
 
-Reference: XLA's LatencyHidingScheduler with GpuLatencyEstimator, and sibling fusion in its MultiOutputFusion, as of
-jaxlib 0.10.
+So what only later collectives need, as the products that make gradients of weights do, fills the time of those that are
+under way, and all that those products read is in memory until then.
+
+Reference: XLA's LatencyHidingScheduler with GpuAsyncTracker, and ReadySetLt, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
@@ -18,106 +25,174 @@ from collections.abc import Sequence
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
-from passes.memory.operations import Operation
+from passes.memory.gpu_costs import COLLECTIVE, KERNEL, collective_microseconds, microseconds, size
+from passes.memory.gpu_schedules import ordered
+from passes.memory.gpu_tasks import Role, Tasks, tasks_of
 
-LATENCY, LOOP_COST, COST = 5000, 1000, 1
-"""The scheduler's time of a collective, of a kernel of elementwise operations, and of any other kernel."""
+HOP = 1.0
+"""The time between a task and what it reads, in the unit of costs: XLA's `kLowLatency`."""
 
-LITTLE = 16
-"""The times that an array has the elements of what a kernel makes of it, from which that is little. A ratio: a row of
-classes or scores has more elements than this, a group of heads has fewer."""
-
-LOOPS = frozenset({"elementwise", "expensive", "rearrange", "broadcast", "gather"})
+Kind = tuple[float, int, int]
+"""What tasks that are equal but for their positions have in common: cost, whether they read what a collective makes,
+and the arrays that have no other reader."""
 
 
-def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
-    """The operations that kernels write, in the order in which they run; inputs and constants come first."""
-    return _Backwards(program.operations, kernels).run()
+def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, in_time: bool = True) -> list[int]:
+    """The operations that kernels write, in the order in which they run; inputs come first.
+
+    The scheduler estimates times where `in_time`, sizes where not.
+    """
+    tasks = tasks_of(program, kernels)
+    costs, latencies = _estimates(program, kernels, tasks, in_time=in_time)
+    hidden = _Backwards(tasks, ordered(program, kernels, tasks), costs, latencies).run()
+    made = [tasks.operations[task] for task in hidden if tasks.roles[task] != Role.END]
+    inputs = [o for o in made if o >= 0 and program.operations[o].kind == "input"]
+    return [*inputs, *(o for o in made if o >= 0 and program.operations[o].kind != "input")]
+
+
+def _estimates(
+    program: DeviceProgram, kernels: Sequence[Kernel], tasks: Tasks, *, in_time: bool
+) -> tuple[list[float], list[float]]:
+    """The cost of each task, and the latency from each start of a collective to its end."""
+    operations, by_operation = program.operations, {kernel.operation: kernel for kernel in kernels}
+    costs, latencies = [0.0] * len(tasks), [0.0] * len(tasks)
+    for task, (o, role) in enumerate(zip(tasks.operations, tasks.roles, strict=True)):
+        if role == Role.RUN:
+            costs[task] = (microseconds if in_time else size)(by_operation[o], operations)
+        elif role in (Role.START, Role.END):
+            costs[task] = KERNEL
+        if role == Role.END:
+            (start,) = tasks.reads[task]
+            results = [tasks.operations[reader] for reader in tasks.readers[task]]
+            moved = [o, *by_operation[o].reads, *(r for r in results if r >= 0 and operations[r].kind == "result")]
+            nbytes = sum(operations[m].nbytes for m in moved)
+            latencies[start] = collective_microseconds(nbytes) if in_time else COLLECTIVE
+    return costs, latencies
 
 
 class _Backwards:
-    """The kernels not yet placed, from the end; `waiting` are the numbers of their readers among those, and of those
-    that they run beside.
+    """The tasks not yet placed, from the end.
 
-    `ready` are kernels that nothing waits for, the last of the program first; `arrived` are collectives of which that
-    is true, the earliest of the program first.
+    `ready_at` is the time from which a task may be placed. What is ready is in one of `names`, `ends` and `starts`, or
+    among the other tasks in `kinds`, by depth and kind, the last in the given order first; `pending` are those to come.
     """
 
-    def __init__(self, operations: Sequence[Operation], kernels: Sequence[Kernel]) -> None:
-        self.operations = operations
-        self.kernels = {kernel.operation: kernel for kernel in kernels}
-        self.waiting = dict.fromkeys(self.kernels, 0)
-        for kernel in kernels:
-            for read in kernel.reads:
-                self.waiting[read] += 1
-        self.beside = self._beside(kernels)
-        for others in self.beside.values():
-            for other in others:
-                self.waiting[other] += 1
-        self.first = [k.operation for k in kernels if not k.reads and operations[k.operation].kind == "input"]
-        self.ready: list[int] = []
-        self.arrived: list[int] = []
-        self.order: list[int] = []
-        self.now = 0
-        self.behind = self._behind(kernels)
+    def __init__(self, tasks: Tasks, order: Sequence[int], costs: Sequence[float], latencies: Sequence[float]) -> None:
+        self.tasks, self.costs, self.latencies = tasks, costs, latencies
+        self.position = [0] * len(tasks)
+        for position, task in enumerate(order):
+            self.position[task] = position
+        self.waiting = [len(readers) for readers in tasks.readers]
+        self.depth, self.reads_end = self._depths()
+        self.alone = [sum(len(tasks.readers[read]) == 1 for read in reads) for reads in tasks.reads]
+        self.now, self.under_way = 0.0, False
+        self.ready_at = [0.0] * len(tasks)
+        self.names: list[int] = []
+        self.ends: list[int] = []
+        self.starts: list[int] = []
+        self.pending: list[tuple[float, int]] = []
+        self.kinds: dict[float, dict[Kind, list[tuple[int, int]]]] = {}
+        self.awaited: list[float] = []
+
+    def _depths(self) -> tuple[list[float], bytearray]:
+        """The time of the collectives before each task, and whether it reads the end of some."""
+        tasks = self.tasks
+        depth, reads_end = [0.0] * len(tasks), bytearray(len(tasks))
+        for task, reads in enumerate(tasks.reads):
+            is_end = tasks.roles[task] == Role.END
+            latest = max((depth[r] + (self.latencies[r] if is_end else 0.0) for r in reads), default=0.0)
+            depth[task] = latest
+            reads_end[task] = any(tasks.roles[r] == Role.END for r in reads)
+        return depth, reads_end
 
     def run(self) -> list[int]:
-        for operation in self.waiting:
-            if not self.waiting[operation]:
-                self._release(operation)
-        under_way, until = -1, 0
-        while self.ready or self.arrived or under_way >= 0:
-            if under_way < 0 and self.arrived:
-                under_way, until = heapq.heappop(self.arrived), self.now + LATENCY
+        """The tasks in the order in which they run."""
+        for task, waiting in enumerate(self.waiting):
+            if not waiting:
+                self._release(task, 0.0)
+        backwards: list[int] = []
+        while len(backwards) < len(self.tasks):
+            backwards.append(task := self._next())
+            self._place(task)
+        return backwards[::-1]
+
+    def _next(self) -> int:
+        """The task to place, removed from those that are ready."""
+        if self.names:
+            return self.names.pop()
+        if self.ends and not self.under_way:
+            chosen = min(self.ends, key=self._end_rank)
+            self.ends.remove(chosen)
+            return chosen
+        self._bring_in(self.now)
+        if not self.kinds and not self.starts:
+            self._bring_in(self.pending[0][0])
+        deepest = max(self.kinds, default=-1.0)
+        if self.starts and (self.ends or self.depth[self.starts[-1]] > deepest):
+            return self.starts.pop()
+        return self._of_kind(deepest)
+
+    def _end_rank(self, task: int) -> tuple[float, ...]:
+        stall = max(0.0, self.ready_at[task] - self.now)
+        return (stall, -self.depth[task], -self.alone[task], -self.position[task])
+
+    def _bring_in(self, time: float) -> None:
+        """Moves the tasks that are ready by a time to where they are chosen from."""
+        while self.pending and self.pending[0][0] <= time:
+            _, task = heapq.heappop(self.pending)
+            if self.tasks.roles[task] == Role.START:
+                self.starts.append(task)
                 continue
-            if under_way >= 0 and (not self.ready or (self.now >= until and self.behind[under_way])):
-                self._place(under_way)
-                under_way, self.now = -1, max(self.now, until)
-                continue
-            self._place(operation := -heapq.heappop(self.ready))
-            self.now += LOOP_COST if self.operations[operation].kind in LOOPS else COST
-        return [*self.first, *reversed(self.order)]
+            kind = (self.costs[task], self.reads_end[task], self.alone[task])
+            members = self.kinds.setdefault(self.depth[task], {}).setdefault(kind, [])
+            heapq.heappush(members, (-self.position[task], task))
 
-    def _behind(self, kernels: Sequence[Kernel]) -> dict[int, bool]:
-        """Whether each kernel waits for some collective; one that does not is started as early as can be."""
-        behind: dict[int, bool] = {}
-        for kernel in kernels:
-            behind[kernel.operation] = any(
-                behind[read] or self.operations[read].kind == "collective" for read in kernel.reads
-            )
-        return behind
+    def _of_kind(self, depth: float) -> int:
+        """The task of a depth to place."""
+        kinds = self.kinds[depth]
+        gap = self.awaited[0] - self.now if self.awaited else None
 
-    def _beside(self, kernels: Sequence[Kernel]) -> dict[int, list[int]]:
-        """The kernels that make little of an array, by the first of its other readers, which comes later."""
-        readers: dict[int, list[int]] = {}
-        for kernel in kernels:
-            for read in kernel.reads:
-                readers.setdefault(read, []).append(kernel.operation)
-        beside: dict[int, list[int]] = {}
-        for array, siblings in readers.items():
-            little = [o for o in siblings if self._makes_little(o, array)]
-            others = [o for o in siblings if o not in little and self.operations[o].kind != "loop"]
-            if others and (before := [o for o in little if o < min(others)]):
-                beside.setdefault(min(others), []).extend(before)
-        return beside
+        def rank(kind: Kind) -> tuple[float, int, int, int]:
+            cost, reads_end, alone = kind
+            return (0.0 if gap is None else abs(gap - cost), -reads_end, -alone, kinds[kind][0][0])
 
-    def _makes_little(self, operation: int, array: int) -> bool:
-        made, read = self.operations[operation], self.operations[array]
-        return made.kind in (*LOOPS, "reduce") and LITTLE * made.size <= read.size
+        chosen = min(kinds, key=rank)
+        _, task = heapq.heappop(kinds[chosen])
+        if not kinds[chosen]:
+            del kinds[chosen]
+        if not kinds:
+            del self.kinds[depth]
+        return task
 
-    def _place(self, operation: int) -> None:
-        self.order.append(operation)
-        for read in (*self.kernels[operation].reads, *self.beside.get(operation, ())):
+    def _place(self, task: int) -> None:
+        """Places a task before all that were placed, and releases what it alone waited for."""
+        tasks, role = self.tasks, self.tasks.roles[task]
+        self.ready_at[task] = self._from(task, self.now)
+        self.now = self.ready_at[task] + self.costs[task]
+        if role in (Role.START, Role.END):
+            self.under_way = role == Role.END
+        while self.awaited and self.awaited[0] < self.now:
+            heapq.heappop(self.awaited)
+        for read in sorted(tasks.reads[task], key=self.position.__getitem__):
             self.waiting[read] -= 1
             if not self.waiting[read]:
-                self._release(read)
+                self._release(read, self._from(read, self.now))
 
-    def _release(self, operation: int) -> None:
-        """Adds a kernel that nothing waits for any more; inputs are there from the start."""
-        kind = self.operations[operation].kind
-        if kind == "input":
-            return
-        if kind == "collective":
-            heapq.heappush(self.arrived, operation)
-        else:
-            heapq.heappush(self.ready, -operation)
+    def _from(self, task: int, earliest: float) -> float:
+        """The time from which a task may be placed, after all its readers."""
+        latency = self.latencies[task] if self.tasks.roles[task] == Role.START else HOP
+        return max([earliest, *(self.ready_at[reader] + latency for reader in self.tasks.readers[task])])
+
+    def _release(self, task: int, time: float) -> None:
+        """Adds a task that nothing waits for any more."""
+        self.ready_at[task] = time
+        match self.tasks.roles[task]:
+            case Role.NAME:
+                self.names.append(task)
+                return
+            case Role.END:
+                self.ends.append(task)
+            case _:
+                heapq.heappush(self.pending, (time, task))
+        if time > self.now:
+            heapq.heappush(self.awaited, time)

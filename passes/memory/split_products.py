@@ -28,13 +28,14 @@ SPLITS = tuple(2**power for power in range(12))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """A GPU's multiprocessors, and XLA's weights of memory traffic, of the sum's traffic, and of its launch; that of a
-    flop is 100.
+    flop is 100. XLA schedules what runs there `in_time` from Hopper on, by sizes before.
     """
 
     cores: int
     memory: float
     sum_memory: float
     sum_launch: float
+    in_time: bool = True
 
 
 FLOP = 100.0
@@ -48,7 +49,8 @@ _BLACKWELL = (0.0848863, 189.711, 1.21563e8)
 
 def _weights(cores: int, numbers: tuple[float, float, float]) -> Weights:
     memory, sum_memory, sum_launch = numbers
-    return Weights(cores=cores, memory=memory, sum_memory=sum_memory, sum_launch=sum_launch)
+    in_time = numbers != _AMPERE
+    return Weights(cores=cores, memory=memory, sum_memory=sum_memory, sum_launch=sum_launch, in_time=in_time)
 
 
 WEIGHTS: Mapping[str, Weights] = MappingProxyType(

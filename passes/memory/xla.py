@@ -38,8 +38,9 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
-    bytes of an array as it is `stored`, those that fit on the chip itself, and whether convolutions in bodies of loops
-    and branches are transposed into the layout of a kernel, as those outside are.
+    bytes of an array as it is `stored`, those that fit on the chip itself, whether convolutions in bodies of loops and
+    branches are transposed into the layout of a kernel, as those outside are, and whether it keeps barriers until
+    then.
     """
 
     combine: Combine
@@ -48,6 +49,7 @@ class Compiler:
     stored: Callable[[Operation], int] = elements_nbytes
     on_chip_nbytes: int = 0
     canonical_bodies: bool = True
+    settles: bool = False
 
 
 def temporaries(
@@ -146,6 +148,7 @@ class _Region:
             inside=self._inside,
             combine=self.compiler.combine,
             canonical_bodies=self.compiler.canonical_bodies,
+            settles=self.compiler.settles,
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)

@@ -25,7 +25,15 @@ def test_every_kept_program_of_a_gpu_sends_what_was_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "model", "planner"), [("h100", "dlrm", "dp"), ("h100", "gpt", "dp"), ("v5e:2x4", "dlrm", "dp")]
+    ("target", "model", "planner"),
+    [
+        ("h100", "dlrm", "dp"),
+        ("h100", "gpt", "dp"),
+        ("h100", "gpt-large", "megatron"),
+        ("h100", "llama-large", "zero3"),
+        ("h100", "gpt-350m", "auto"),
+        ("v5e:2x4", "dlrm", "dp"),
+    ],
 )
 def test_a_peak_is_predicted_within_bounds(target: str, model: str, planner: str) -> None:
     args = arguments(["--targets", target, "--models", model, "--planners", planner])

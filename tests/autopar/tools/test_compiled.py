@@ -33,6 +33,21 @@ PLANNERS = {
 }
 
 
+def pooled(x: jax.Array) -> jax.Array:
+    """The sum of squares of the maxima of windows."""
+    windows = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return (windows**2).sum()
+
+
+@needs_gpu_compiler
+def test_zeros_of_a_scatter_lie_where_its_output_will_on_a_gpu() -> None:
+    step = autopar.parallelize(jax.grad(pooled), devices=autopar.topology(parse_cluster("1:h100")), cluster="1:h100")
+    compiled = step.lower(jax.ShapeDtypeStruct((8, 64, 64, 32), "float32")).compile()
+    analysis = compiled.memory_analysis()
+    needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    assert compiled.plan.peak_nbytes == pytest.approx(needed, rel=0.01)
+
+
 def mlp() -> tuple[Any, tuple[Any, ...]]:
     """Two layers, plain SGD, in bfloat16."""
 

@@ -47,7 +47,7 @@ def drawn(seed: int, size: int = 24) -> DeviceProgram:
             case "reduce" if (table := pick(TABLE)) >= 0:
                 every.append(operation("reduce", table, name="reduce-sum"))
             case "dot" if first >= 0:
-                every.append(operation("dot", first, second, shape=shape))
+                every.append(operation("dot", first, second, shape=shape, tag=("merged", len(every))))
             case "bitcast" if first >= 0:
                 every.append(operation("bitcast", first, shape=shape))
             case "rearrange" if (source := pick(ROWS, TABLE)) >= 0:

@@ -11,6 +11,7 @@ from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_collectives import COMBINED_NBYTES, combined
 from passes.memory.gpu_fusion import FUSIBLE, fuse
+from passes.memory.gpu_tasks import tasks_of
 from passes.memory.liveness import lifetimes
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
@@ -107,9 +108,9 @@ def test_what_only_a_later_collective_sends_is_computed_while_an_earlier_one_is_
     """The sum that is ready last goes first: the compiler works from the end, and meets the earliest sum there."""
     every = (
         operation("input", shape=TABLE, tag=0),
-        operation("dot", 0, 0, shape=TABLE),
+        operation("dot", 0, 0, shape=TABLE, tag=MATRIX),
         reduced(1, axes="x"),
-        operation("dot", 0, 0, shape=TABLE, name="later"),
+        operation("dot", 0, 0, shape=TABLE, tag=("merged", MATRIX)),
         reduced(3, axes="y"),
         operation("elementwise", 2, 4, shape=TABLE, name="add"),
     )
@@ -158,7 +159,7 @@ def test_devices_have_the_model_of_their_compiler() -> None:
     assert model_of(cpu) is temporaries
 
 
-def test_a_scatter_reads_what_it_adds_to_and_makes_a_new_array_but_into_zeros_reads_none() -> None:
+def test_a_scatter_reads_what_it_adds_to_and_makes_a_new_array_of_zeros_too() -> None:
     every = (
         operation("input", shape=TABLE, tag=0),
         operation("elementwise", 0, shape=TABLE, name="exponential"),
@@ -168,7 +169,7 @@ def test_a_scatter_reads_what_it_adds_to_and_makes_a_new_array_but_into_zeros_re
         operation("reduce", 3, 0, shape=TABLE, name="scatter-add"),
     )
     kernels = {kernel.operation: kernel for kernel in fuse(every, (4, 5))}
-    assert {o: kernel.reads for o, kernel in kernels.items()} == {0: (), 1: (0,), 4: (0, 1), 5: (0,)}
+    assert {o: kernel.reads for o, kernel in kernels.items()} == {0: (), 1: (0,), 3: (), 4: (0, 1), 5: (0, 3)}
     assert kernels[4].over == ()
 
 
@@ -186,16 +187,22 @@ def test_a_tanh_is_written_once_for_two_readers_and_a_root_computed_in_both() ->
     assert 1 not in {kernel.operation for kernel in fuse(chain("sqrt"), (4, 5))}
 
 
-def test_a_loss_runs_before_the_gradient_that_reads_the_same_logits() -> None:
-    """Its sum over devices is needed last: the loss would run after the gradient, and the logits be kept for it."""
+@pytest.mark.parametrize(("tokens", "waits"), [(2048, True), (256, False)])
+def test_a_loss_runs_before_the_gradient_that_reads_the_same_logits_if_these_are_large(
+    tokens: int, waits: bool
+) -> None:
+    """Nothing waits for the loss: it would run after the gradient, and the logits be kept for it."""
+    logits = (tokens, 512)
     every = (
-        operation("input", shape=TABLE, tag=0),
-        operation("dot", 0, 0, shape=TABLE),
-        operation("reduce", 1, shape=(64,), name="reduce-sum"),
-        reduced(2, shape=(64,), axes="x"),
-        operation("elementwise", 1, 0, shape=TABLE, name="multiply"),
-        operation("dot", 4, 0, shape=TABLE, name="gradient"),
-        reduced(5, axes="y"),
+        operation("input", shape=logits, tag=0),
+        operation("dot", 0, 0, shape=logits, tag=MATRIX),
+        operation("reduce", 1, shape=(tokens,), name="reduce-sum"),
+        reduced(2, shape=(tokens,), axes="x"),
+        operation("elementwise", 1, 0, shape=logits, name="multiply"),
+        operation("dot", 4, 0, shape=logits, tag=MATRIX),
+        reduced(5, shape=logits, axes="y"),
     )
     program = DeviceProgram(operations=every, inputs=(0,), constants=(), outputs=(6, 3))
-    assert schedule(program, list(kernels_of(program).values())) == [0, 1, 2, 4, 5, 6, 3]
+    tasks = tasks_of(program, list(kernels_of(program).values()))
+    (gradient,) = (task for task, made in enumerate(tasks.operations) if made == 4)
+    assert (2 in {tasks.operations[tasks.started(read)] for read in tasks.reads[gradient]}) == waits

@@ -1,0 +1,83 @@
+"""The time of kernels and collectives, as the scheduler of XLA's GPU compiler estimates it.
+
+For Hopper and newer it has estimates in microseconds: of kernels by the bytes that they read and write, of products by
+a table of measurements, of collectives by another. For what came before it has three sizes, whatever the shapes.
+
+Reference: XLA's SolLatencyEstimator, MatmulInterpolator and CollectiveInterpolator, and GpuLatencyEstimator, as of
+jaxlib 0.10. The numbers here were fitted to what SolLatencyEstimator logs of the steps of `benchmarks.compilers` on
+eight H100: most products are within a third of it, collectives from 8 MB within a tenth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+from passes.memory.fusion import Kernel
+from passes.memory.gpu_tasks import LOOPS
+from passes.memory.operations import Operation, Shape
+
+LIBRARY, LOOP, KERNEL, COLLECTIVE = 1000.0, 1000.0, 1.0, 5000.0
+"""The sizes of a convolution by a library, of a loop over elements, of any other kernel, and of a collective: XLA's
+`kMediumCost`, `kLowCost` and `kHighLatency`. They have no unit; a name costs nothing."""
+
+LIBRARY_MICROSECONDS = 10.0
+"""A convolution by a library, which is not estimated: a hundredth of `LIBRARY`, as in XLA."""
+
+NBYTES_PER_MICROSECOND = 3.35e6
+"""Of the memory of an H100, whose data sheet says so."""
+
+FLOPS_PER_MICROSECOND, SIDES, MOST_FLOPS_PER_MICROSECOND = 5e8, 2**20, 7.2e8
+"""Of products whose two shorter sides have 1024 elements, thus `SIDES` in all; of others it goes with the fourth root
+of those, up to a limit: fitted, see above."""
+
+FLOAT32_FLOPS_PER_MICROSECOND = 1.18e7
+"""Of products that are written in float32, as those in parts are: XLA's table has a fiftieth of the others for them."""
+
+SENT_MICROSECONDS, SENT_NBYTES_PER_MICROSECOND = 30.0, 4.3e5
+"""The start of a collective, and the bytes that it sends and receives: fitted, see above."""
+
+
+def size(kernel: Kernel, operations: Sequence[Operation]) -> float:
+    """The size of a kernel on GPUs before Hopper."""
+    operation = operations[kernel.operation]
+    if operation.name == "convolution":
+        return LIBRARY
+    return LOOP if operation.kind in LOOPS else KERNEL
+
+
+def microseconds(kernel: Kernel, operations: Sequence[Operation]) -> float:
+    """The time of a kernel on Hopper and newer."""
+    operation = operations[kernel.operation]
+    if operation.kind == "dot":
+        return _product_microseconds(operation, operations)
+    if operation.name == "convolution":
+        return LIBRARY_MICROSECONDS
+    if operation.kind == "loop":
+        return KERNEL / 100
+    nbytes = operation.nbytes + sum(operations[o].nbytes for o in kernel.reads)
+    return nbytes / NBYTES_PER_MICROSECOND
+
+
+def _product_microseconds(dot: Operation, operations: Sequence[Operation]) -> float:
+    lhs = operations[dot.operands[0]]
+    tag = cast("tuple[object, ...]", dot.tag)
+    if tag and tag[0] == "merged":
+        inner = lhs.shape[-1]
+    else:
+        contracted, *_ = cast("tuple[tuple[Shape, Shape], ...]", tag)
+        inner = math.prod(lhs.shape[d] for d in contracted[0])
+    is_float32 = dot.dtype == "float32"
+    if is_float32 and lhs.dtype != dot.dtype and len(dot.shape) > 2:  # in parts of the contracted dimension
+        inner //= dot.shape[0]
+    rows, columns = dot.shape[-2:] if len(dot.shape) > 1 else (1, dot.size)
+    shortest, shorter, _ = sorted((inner, rows, columns))
+    rate = FLOPS_PER_MICROSECOND * (shortest * shorter / SIDES) ** 0.25
+    rate = FLOAT32_FLOPS_PER_MICROSECOND if is_float32 else min(MOST_FLOPS_PER_MICROSECOND, rate)
+    return 2 * dot.size * inner / max(rate, 1.0)
+
+
+def collective_microseconds(nbytes: int) -> float:
+    """The time of a collective, given the bytes that it sends and receives, on Hopper and newer."""
+    return SENT_MICROSECONDS + nbytes / SENT_NBYTES_PER_MICROSECOND

@@ -1,0 +1,125 @@
+"""The tasks that XLA's GPU compiler puts into an order: kernels, starts and ends of collectives, and names of arrays.
+
+A collective is two tasks, from the first of which to the second it is under way. What kernels of loops and sums make
+is known by a name of its own, as elements of tuples are, and so is what a product reads. A kernel that makes
+little of a large array is one with the first of the array's other readers, and stands just before it: so the loss of
+each token is there when the gradient of the logits is, and nothing keeps the logits longer. An array that memory moves
+before a kernel has started is read once more: kernels stay apart.
+
+Reference: XLA's async collectives and MultiOutputFusion for GPUs, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from passes.memory.device_program import DeviceProgram
+from passes.memory.fusion import Kernel
+from passes.memory.gpu_fusion import LAUNCH_NBYTES
+from passes.memory.operations import Operation
+
+LITTLE = 16
+"""The times that an array has the elements of what a kernel makes of it, from which that is little. A ratio: a row of
+classes or scores has more elements than this, a group of heads has fewer."""
+
+LOOPS = frozenset({"elementwise", "expensive", "rearrange", "broadcast", "gather"})
+"""Kinds whose kernels compute element after element."""
+
+NAMED = LOOPS | {"reduce"}
+"""Kinds whose kernels mostly make several arrays, or one that is read in another shape: so there is a name between."""
+
+SOURCES = frozenset({"input", "literal"})
+"""Kinds that are there before anything runs."""
+
+
+class Role(IntEnum):
+    """The sort of a task: a kernel that runs, a name of an array, and the start and the end of a collective."""
+
+    RUN = 0
+    NAME = 1
+    START = 2
+    END = 3
+
+
+@dataclass(slots=True)
+class Tasks:
+    """The tasks of a program; operation -1 stands for a name that the program does not have, as the last task is.
+
+    `reads` and `readers` are tasks, by task.
+    """
+
+    operations: list[int] = field(default_factory=list[int])
+    roles: list[Role] = field(default_factory=list[Role])
+    reads: list[list[int]] = field(default_factory=list[list[int]])
+    readers: list[list[int]] = field(default_factory=list[list[int]])
+
+    def add(self, operation: int, role: Role, reads: Sequence[int]) -> int:
+        """The new task that reads these."""
+        task = len(self.operations)
+        self.operations.append(operation)
+        self.roles.append(role)
+        self.reads.append(list(reads))
+        self.readers.append([])
+        for read in reads:
+            self.readers[read].append(task)
+        return task
+
+    def started(self, task: int) -> int:
+        """The task that makes an array, given the task that names it."""
+        while self.roles[task] == Role.END or self.operations[task] < 0:
+            task = self.reads[task][0]
+        return task
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+
+def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
+    """The tasks of a program, each behind what it reads; the last reads all outputs."""
+    operations, tasks = program.operations, Tasks()
+    before = _beside(operations, kernels)
+    task_of: dict[int, int] = {}
+    for kernel in kernels:
+        made, operation = kernel.operation, operations[kernel.operation]
+        reads = [task_of[r] for r in dict.fromkeys((*before.get(made, ()), *kernel.reads))]
+        if operation.kind == "dot":
+            reads = [r if tasks.roles[r] == Role.NAME else tasks.add(-1, Role.NAME, [r]) for r in reads]
+        if operation.kind == "collective":
+            task_of[made] = tasks.add(made, Role.END, [tasks.add(made, Role.START, reads)])
+        elif _is_name(operation, kernel):
+            task_of[made] = tasks.add(made, Role.NAME, reads)
+        else:
+            task = tasks.add(made, Role.RUN, reads)
+            task_of[made] = tasks.add(-1, Role.NAME, [task]) if operation.kind in NAMED else task
+    tasks.add(-1, Role.NAME, list(dict.fromkeys(task_of[o] for o in program.outputs if o in task_of)))
+    return tasks
+
+
+def _is_name(operation: Operation, kernel: Kernel) -> bool:
+    """Whether an operation gives an array another name, or a barrier, which takes no time."""
+    if operation.kind == "bitcast":
+        return kernel.reads == operation.operands
+    return operation.kind in (*SOURCES, "part", "result") or (operation.kind, operation.shape) == ("opaque", (0,))
+
+
+def _beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, list[int]]:
+    """The kernels that make little of a large array, by the first of its other readers, which comes later."""
+    readers: dict[int, list[int]] = {}
+    for kernel in kernels:
+        for read in kernel.reads:
+            readers.setdefault(read, []).append(kernel.operation)
+    beside: dict[int, list[int]] = {}
+    for array, siblings in readers.items():
+        if operations[array].nbytes < LAUNCH_NBYTES:
+            continue
+        little = [o for o in siblings if _makes_little(operations[o], operations[array])]
+        others = [o for o in siblings if o not in little and operations[o].kind != "loop"]
+        if others and (before := [o for o in little if o < min(others)]):
+            beside.setdefault(min(others), []).extend(before)
+    return beside
+
+
+def _makes_little(made: Operation, read: Operation) -> bool:
+    return made.kind in (*LOOPS, "reduce") and LITTLE * made.size <= read.size

@@ -1,0 +1,176 @@
+"""The orders that XLA's GPU compiler starts from, and what it makes of them: laws, and small programs by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from passes.memory.device_program import DeviceProgram
+from passes.memory.fusion import Kernel
+from passes.memory.gpu_costs import collective_microseconds, microseconds, size
+from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_layouts import viewed
+from passes.memory.gpu_schedules import arrays_of, depth_first, greedy, live_nbytes, ordered, post_order, spread
+from passes.memory.gpu_tasks import Role, Tasks, tasks_of
+from passes.memory.operations import Operation, Operations, settled
+from passes.memory.overlap import schedule
+from tests.passes.memory.device_programs import ROWS, TABLE, drawn, operation, program
+
+SEEDS = range(60)
+SQUARE = (1024, 1024)
+MATRIX = ("merged", (((1,), (0,)), ((), ())))
+GATHER = ("all_gather", ("x",), "", 0, -1)
+
+
+def kernels_of(described: DeviceProgram) -> list[Kernel]:
+    return list(fuse(described.operations, described.outputs))
+
+
+def is_valid(tasks: Tasks, order: Sequence[int]) -> bool:
+    at = {task: position for position, task in enumerate(order)}
+    return len(at) == len(tasks) and all(at[r] < at[task] for task in at for r in tasks.reads[task])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_order_runs_all_tasks_behind_what_they_read(seed: int) -> None:
+    described = drawn(seed)
+    kernels = kernels_of(described)
+    tasks = tasks_of(described, kernels)
+    arrays = arrays_of(described, kernels, tasks)
+    orders = [greedy(described, tasks, arrays), depth_first(tasks, arrays), post_order(tasks)]
+    for order in orders:
+        assert is_valid(tasks, order)
+        assert is_valid(tasks, spread(tasks, order))
+    least = min(live_nbytes(tasks, arrays, spread(tasks, order)) for order in orders)
+    assert live_nbytes(tasks, arrays, ordered(described, kernels, tasks)) == least
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_schedule_has_every_kernel_behind_what_it_reads(seed: int, in_time: bool) -> None:
+    described = drawn(seed)
+    kernels = kernels_of(described)
+    order = schedule(described, kernels, in_time=in_time)
+    at = {made: position for position, made in enumerate(order)}
+    assert at.keys() == {kernel.operation for kernel in kernels}
+    assert all(at[r] < at[kernel.operation] for kernel in kernels for r in kernel.reads)
+
+
+def test_the_greedy_order_frees_before_it_makes() -> None:
+    described = program(
+        [
+            operation("input", tag=0),
+            operation("dot", 0, 0, shape=TABLE),
+            operation("reduce", 1, name="reduce-sum"),
+            operation("dot", 0, 0, shape=TABLE, name="second"),
+            operation("reduce", 3, name="reduce-sum"),
+            operation("dot", 2, 4),
+        ],
+        (5,),
+    )
+    kernels = kernels_of(described)
+    tasks = tasks_of(described, kernels)
+    arrays = arrays_of(described, kernels, tasks)
+    order = [tasks.operations[task] for task in greedy(described, tasks, arrays) if tasks.operations[task] >= 0]
+    assert abs(order.index(1) - order.index(3)) == 2
+    nbytes = described.operations[1].nbytes
+    assert nbytes < live_nbytes(tasks, arrays, greedy(described, tasks, arrays)) < 2 * nbytes
+
+
+def test_a_collective_starts_once_it_can_and_ends_when_it_is_read() -> None:
+    tasks = Tasks()
+    source = tasks.add(0, Role.RUN, ())
+    start = tasks.add(1, Role.START, (source,))
+    end = tasks.add(1, Role.END, (start,))
+    beside = tasks.add(2, Role.RUN, (source,))
+    tasks.add(-1, Role.NAME, (end, beside))
+    assert spread(tasks, [source, beside, start, end, 4]) == [source, start, beside, end, 4]
+    assert spread(tasks, [source, start, end, beside, 4]) == [source, start, beside, end, 4]
+
+
+def test_a_kernel_that_takes_as_long_as_a_collective_fills_its_time() -> None:
+    """Of two products that nothing else waits for, that of the right length stands next to the collective's end."""
+    gathered = (2048, 4096)
+    every = [
+        operation("input", shape=SQUARE, tag=0),
+        Operation("collective", (0,), gathered, "float32", -1, tag=GATHER),
+        Operation("dot", (1, 1), gathered, "bfloat16", -1, tag=MATRIX),
+        Operation("dot", (0, 0), (1024, 1024), "bfloat16", -1, tag=MATRIX),
+        Operation("dot", (0, 0), (1024, 65536), "bfloat16", -1, tag=MATRIX),
+        operation("opaque", 2, 3, 4, name="join"),
+    ]
+    described = program(every, (5,))
+    kernels = kernels_of(described)
+    short, long = (microseconds(kernel, every) for kernel in kernels if kernel.operation in (3, 4))
+    moved = every[0].nbytes + every[1].nbytes
+    assert abs(collective_microseconds(moved) - short) < abs(collective_microseconds(moved) - long)
+    order = schedule(described, kernels)
+    assert order == [0, 1, 4, 3, 2, 5]
+
+
+def test_costs_are_times_or_three_sizes() -> None:
+    every = [
+        operation("input", shape=SQUARE, tag=0),
+        operation("elementwise", 0, shape=SQUARE, name="add"),
+        operation("opaque", 0, shape=SQUARE, tag=("convolution", 0)),
+        Operation("dot", (0, 0), SQUARE, "bfloat16", -1, tag=MATRIX),
+        Operation("dot", (0, 0), SQUARE, "float32", -1, tag=MATRIX),
+    ]
+    kernels = [Kernel(operation=o, reads=(0,), over=()) for o in range(1, 5)]
+    assert [size(kernel, every) for kernel in kernels] == [1000.0, 1000.0, 1.0, 1.0]
+    loop, library, narrow, wide = (microseconds(kernel, every) for kernel in kernels)
+    assert loop == pytest.approx(2 * every[0].nbytes / 3.35e6)
+    assert library == 10.0
+    assert narrow == pytest.approx(2 * 1024**3 / 5e8)
+    assert wide > 40 * narrow
+
+
+def test_products_read_transposed_matrices_as_other_views() -> None:
+    """Rows and columns swap for nothing behind the batch; an array in between is brought into one order only."""
+    heads = (8, 512, 16, 64)
+    every = [
+        operation("input", shape=(4, 32, 64), tag=0),
+        operation("transpose", 0, shape=(4, 64, 32), tag=(0, 2, 1)),
+        Operation("dot", (1, 0), (4, 64, 64), "float32", -1, tag=MATRIX),
+        operation("input", shape=heads, tag=1),
+        operation("transpose", 3, shape=(8, 16, 512, 64), tag=(0, 2, 1, 3)),
+        operation("transpose", 3, shape=(8, 16, 64, 512), tag=(0, 2, 3, 1)),
+        Operation("dot", (4, 5), (8, 16, 512, 512), "float32", -1, tag=MATRIX),
+    ]
+    changed = viewed(every)
+    assert [changed[o].kind for o in (1, 4, 5)] == ["bitcast", "transpose", "bitcast"]
+    assert changed[5].operands == (4,)
+    read_by_a_loop = [*every, operation("elementwise", 1, shape=(4, 64, 32), name="negate")]
+    assert viewed(read_by_a_loop)[1].kind == "transpose"
+
+
+def test_convolutions_take_images_in_any_order_and_what_is_gathered_once() -> None:
+    image, moved = (32, 8, 8, 64), (64, 32, 8, 8)
+    convolution = ("convolution", 0)
+    every = [
+        operation("input", shape=image, tag=0),
+        operation("transpose", 0, shape=(64, 8, 8, 32), tag=(3, 1, 2, 0)),
+        operation("opaque", 1, 1, shape=image, tag=convolution),
+        Operation("collective", (0,), moved, "float32", -1, tag=GATHER),
+        operation("transpose", 3, shape=image, tag=(1, 2, 3, 0)),
+        operation("transpose", 3, shape=(64, 8, 8, 32), tag=(0, 2, 3, 1)),
+        operation("opaque", 4, 5, shape=image, tag=convolution),
+    ]
+    changed = viewed(every)
+    assert [changed[o].kind for o in (1, 4, 5)] == ["bitcast", "transpose", "bitcast"]
+    assert changed[5].operands == (4,)
+
+
+def test_a_settled_piece_is_in_memory_and_only_its_own_name_is_written_over() -> None:
+    operations = Operations()
+    narrow = operations.add("input", (), TABLE, "bfloat16", 0)
+    wide = operations.converted(narrow, "float32")
+    piece = settled(operations, wide)
+    summed = operations.add("reduce", (wide,), ROWS, "float32", ("reduce-sum", 0))
+    added = operations.add("elementwise", (piece, piece), TABLE, "float32", "add")
+    kernels = {kernel.operation: kernel for kernel in fuse(operations.every, (summed, added))}
+    assert kernels[summed].reads == (narrow,)
+    assert wide not in kernels
+    assert kernels[added].reads == (piece,)
+    assert kernels[added].over == ()
