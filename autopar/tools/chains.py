@@ -20,13 +20,12 @@ REPEATS = 5
 """Runs of a chain, of which the fastest counts: what disturbs one can only lengthen it."""
 
 ARRAYS = 16
-"""Arrays that a collective is measured on in turn: 8 devices hold 128 MiB of 1 MiB each, which few caches do;
+"""Arrays that a copy or collective is measured on in turn: 8 devices hold 128 MiB of 1 MiB each, which few caches do;
 smaller ones may stay in one, as in a program."""
 
 WORK = 128
 """Rows and columns of the matrix that is multiplied by itself between two collectives: 0.1 to 0.2 ms of 8 devices on 2
-cores, as much as stands between those of a small model. With four times as much, collectives of 64 KiB took 1.0 to 1.3
-times as long."""
+cores, as much as stands between those of a small model (`python -m benchmarks.between_products`)."""
 
 TINY = 1e-6
 """Makes a product wait for a collective, and the next collective for it, and changes neither by much."""
@@ -78,8 +77,8 @@ def between_products_seconds(operation: Operation, n: int, mesh: Mesh, devices: 
     """Least seconds of a product and one operation on n numbers after it, of a chain as that of `apart_seconds`.
 
     Collectives are measured so. Devices that share cores have work when the first of them comes to a collective, and
-    their threads sleep and are woken by it: among 8 devices on 2 cores, gathering 16 KiB takes 0.05 ms on its own, and
-    0.2 ms between products.
+    threads that waited for it have to be woken: among 8 devices on 2 cores, gathering 16 KiB takes 0.09 ms by itself and
+    0.24 ms between products (`python -m benchmarks.between_products`).
     """
 
     def chain(arrays: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ NBYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
 
 LEAST = 0.2
 """The least share of a product and a collective after it that the collective is said to take, where noise hides it:
-that of 4 KiB takes 0.35 to 0.6 of both (8 devices on 2 cores)."""
+the least of what `autopar measure` sends takes 0.35 to 0.6 of both (8 devices on 2 cores)."""
 
 OVERLAPPED = 1 << 20
 """Elements of the array that is reduced while something is multiplied: 4 MiB, as a bucket of gradients."""

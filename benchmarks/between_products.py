@@ -1,0 +1,62 @@
+"""Collectives on virtual CPU devices by themselves and between products: `python -m benchmarks.between_products --help`.
+
+A program computes between its collectives. Devices that share cores are then at work when the first of them comes to
+one, and their threads have to be woken after it. `autopar measure` measures collectives as in the last column.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+import jax
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+from autopar.tools import chains
+from passes.cluster import Mesh, local_cluster
+from passes.text import quantities
+
+DEVICES = 8
+NBYTES = (1 << 12, 1 << 14, 1 << 17, 1 << 20)
+
+OPERATIONS: dict[str, chains.Operation] = {
+    "all_reduce": lambda x: lax.psum(x, "r") * (1 / DEVICES),
+    "all_gather": lambda x: lax.all_gather(x[: x.size // DEVICES], "r", tiled=True) * 0.9,
+    "all_to_all": lambda x: lax.all_to_all(x, "r", 0, 0, tiled=True) * 0.9,
+}
+
+
+def scaled(x: jax.Array) -> jax.Array:
+    """The work around a collective."""
+    return x * 0.9
+
+
+def rows() -> Iterator[tuple[str, int, float, float]]:
+    """(kind, bytes of an array, seconds by itself, seconds between products) of each collective."""
+    devices = jax.devices()[:DEVICES]
+    mesh = Mesh(axes=("r",), sizes=(DEVICES,), cluster=local_cluster(devices))
+    for nbytes in NBYTES:
+        n = nbytes // 4
+        around = chains.apart_seconds(scaled, (n,), mesh, devices)
+        product = chains.between_products_seconds(scaled, n, mesh, devices)
+        for kind, operation in OPERATIONS.items():
+            alone = chains.apart_seconds(operation, (n,), mesh, devices) - around
+            yield kind, nbytes, alone, chains.between_products_seconds(operation, n, mesh, devices) - product
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.between_products", description=__doc__)
+    parser.parse_args(argv)
+    table = Table(title=f"a collective among {DEVICES} devices, fastest of {chains.REPEATS} runs", title_justify="left")
+    for name in ("kind", "an array", "by itself", "between products"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    for kind, nbytes, alone, between in rows():
+        table.add_row(kind, quantities.nbytes(nbytes), *map(quantities.seconds, (alone, between)))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    raise SystemExit(main())
