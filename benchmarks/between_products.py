@@ -1,4 +1,4 @@
-"""Collectives on virtual CPU devices by themselves and between products: `python -m benchmarks.between_products --help`.
+"""Collectives on virtual CPU devices alone and between products: `python -m benchmarks.between_products --help`.
 
 A program computes between its collectives. Devices that share cores are then at work when the first of them comes to
 one, and their threads have to be woken after it. `autopar measure` measures collectives as in the last column.

@@ -77,8 +77,8 @@ def between_products_seconds(operation: Operation, n: int, mesh: Mesh, devices: 
     """Least seconds of a product and one operation on n numbers after it, of a chain as that of `apart_seconds`.
 
     Collectives are measured so. Devices that share cores have work when the first of them comes to a collective, and
-    threads that waited for it have to be woken: among 8 devices on 2 cores, gathering 16 KiB takes 0.09 ms by itself and
-    0.24 ms between products (`python -m benchmarks.between_products`).
+    threads that waited for it have to be woken: among 8 devices on 2 cores, gathering 16 KiB takes 0.09 ms by itself
+    and 0.24 ms between products (`python -m benchmarks.between_products`).
     """
 
     def chain(arrays: jax.Array) -> jax.Array:
