@@ -63,10 +63,9 @@ FIXED: Mapping[str, str] = dict.fromkeys(
         "memory.gpu_costs.COLLECTIVE", "memory.gpu_costs.LIBRARY_MICROSECONDS", "memory.gpu_costs.SIDES",
         "memory.gpu_costs.NBYTES_PER_MICROSECOND", "memory.gpu_costs.FLOPS_PER_MICROSECOND",
         "memory.gpu_costs.MOST_FLOPS_PER_MICROSECOND", "memory.gpu_costs.FLOAT32_FLOPS_PER_MICROSECOND",
-        "memory.gpu_costs.SENT_MICROSECONDS", "memory.gpu_costs.SENT_NBYTES_PER_MICROSECOND",
-        "memory.gpu_tasks.LITTLE", "memory.split_products.TILE",
-        "memory.split_products.SPLITS", "memory.split_products.FLOP", "memory.split_products._AMPERE",
-        "memory.split_products._HOPPER", "memory.split_products._BLACKWELL",
+        "memory.gpu_costs.SENT_MICROSECONDS", "memory.gpu_costs.SENT_NBYTES_PER_MICROSECOND", "memory.gpu_tasks.LITTLE",
+        "memory.split_products.TILE", "memory.split_products.SPLITS", "memory.split_products.FLOP",
+        "memory.split_products._AMPERE", "memory.split_products._HOPPER", "memory.split_products._BLACKWELL",
     ),
     "imitates XLA",
 ) | dict.fromkeys(("inter_op.simulator.MICROSECONDS", "solver.formulation._MICROSECONDS"), "a unit") | dict.fromkeys(
@@ -340,8 +339,7 @@ def rows(chosen: Sequence[Setting], names: Sequence[str]) -> Iterator[Row]:
     for setting in chosen:
         networks = {name: _of(name, known) for name in names or DEFAULT[str(setting).split(".")[0]]}
         for factor in FACTORS:
-            value = scaled(setting.value, factor)
-            if value == setting.value:
+            if (value := scaled(setting.value, factor)) == setting.value:
                 continue
             with changed(setting, value):
                 pairs = [(before, planned(step, network)) for step, network, before in networks.values()]
