@@ -47,27 +47,65 @@ predicted 13 to 20 % too low without. Three bfloat16 arrays would be queries and
 one array with the values, and the values that FlashAttention takes; nanotron's code was not read for it."""
 
 
+KEPT_WHOLE = 2
+"""Bytes of each feature of each token that a layer keeps whole on every tensor device of a host: an input of a product
+that was gathered, in bfloat16, as nanotron does unless told to gather it again (`tp_recompute_allgather`). Of the two
+that a layer gathers it is one, **fitted** to the source's memory by microbatch in stages on fewer than 256 devices: 1.2
+on 2 tensor devices, 1.5 on 4, 1.1 on 8. On 16, four stages keep 0.8 and two none, on 32 none do, nor do jobs whose
+transfers are slow: the source does not say why. One stage keeps what its plan gathers.
+
+Reference: huggingface/nanotron, src/nanotron/parallel/tensor_parallel/functional.py (`column_linear`)."""
+
+
+SUM_NBYTES = 4
+"""Bytes of a parameter that the sum of its gradients over microbatches has, in float32: whole on each device under
+ZeRO-1, which cuts optimizer state alone.
+
+Reference: huggingface/nanotron, src/nanotron/optim/gradient_accumulator.py (`FP32GradientAccumulator`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnNanotron(Configuration):
     """A configuration whose kernels one process a device starts one by one."""
 
     def answer(self) -> Answer:
         """The plan's figures, in the time of tensor devices' collectives if that is longer, with transfers of large
-        jobs and with what views keep.
+        jobs and of those that do not fit, and with what nanotron keeps beside the plan.
+
+        What does not fit as it is kept ran with less kept and slow transfers, as large jobs do, or did not run: all of
+        the source's 12 jobs with stages that fill more than 66 GiB have the time of slow transfers.
         """
         planned = Configuration.answer(self)
-        if planned.seconds is None or planned.nbytes is None:
+        if planned.seconds is None or planned.nbytes is None or planned.limit_nbytes is None:
             return planned
-        seconds = max(planned.seconds, self.collectives_seconds) + self.slow_transfers_seconds
-        return replace(planned, seconds=seconds, nbytes=planned.nbytes + self.views_nbytes)
+        nbytes = planned.nbytes + self.views_nbytes + self.whole_nbytes + self.sums_nbytes
+        seconds = max(planned.seconds, self.collectives_seconds)
+        if self.has_slow_transfers or nbytes > planned.limit_nbytes:
+            seconds += self.slow_transfers_seconds
+        return replace(planned, seconds=seconds, nbytes=nbytes)
 
     @property
     def views_nbytes(self) -> float:
         """Bytes that views keep on a device of the first stage, of every microbatch on its way."""
+        return KEPT_BY_VIEWS * self._features_in_flight / self.tensor
+
+    @property
+    def whole_nbytes(self) -> float:
+        """Bytes of gathered inputs on a device of the first of several stages, of every microbatch on its way."""
+        is_kept = 1 < self.tensor <= self.cluster.group().devices_per_host and self.pipeline > 1
+        return KEPT_WHOLE * self._features_in_flight if is_kept and not self.has_slow_transfers else 0.0
+
+    @property
+    def sums_nbytes(self) -> float:
+        """Bytes of gradients' sums on a device of the first of several stages that a plan of ZeRO-1 cuts over data.
+
+        Without tensor devices a stage's plan is that of `Zero`, which scatters gradients of every microbatch.
+        """
+        if self.zero != 1 or self.tensor > 1 or self.pipeline == 1:
+            return 0.0
         config = self.job.config
-        sequences = self.job.batch // (self.microbatches * self.data) * min(self.pipeline, self.microbatches)
-        features = sequences * config.sequence_length * config.hidden / self.tensor
-        return KEPT_BY_VIEWS * features * (self.layers[0] if self.layers else config.layers)
+        parameters = self.layers[0] * _layer_parameters(config) + config.vocab_size * config.hidden
+        return SUM_NBYTES * parameters * (1 - 1 / self.data)
 
     @property
     def collectives_seconds(self) -> float:
@@ -77,14 +115,29 @@ class OnNanotron(Configuration):
         return (self.microbatches * max(self.layers, default=0) + self._layers_behind) * each
 
     @property
+    def has_slow_transfers(self) -> bool:
+        """Whether a job is so large that its stages wait for their transfers."""
+        devices = self.cluster.n_devices
+        return self.pipeline > 1 and (devices >= 512 or (devices >= 256 and self._sequences > 1))
+
+    @property
     def slow_transfers_seconds(self) -> float:
-        """Seconds of a step that a stage waits for its transfers in large jobs."""
-        devices, sequences = self.cluster.n_devices, self.job.batch // (self.microbatches * self.data)
-        if devices < 256 or (devices < 512 and sequences == 1):
-            return 0.0
+        """Seconds of a step that a stage waits for its transfers where they are slow."""
         period = 2 * min(self.pipeline - 1, 2)  # transfers of a stage between two others, for each microbatch
         there_and_back = 2 * (self.pipeline - 1)
         return ((self.microbatches - 1) * period + there_and_back) * SLOW_TRANSFER_SECONDS
+
+    @property
+    def _sequences(self) -> int:
+        """Sequences of a microbatch on one data device."""
+        return self.job.batch // (self.microbatches * self.data)
+
+    @property
+    def _features_in_flight(self) -> int:
+        """Features of all layers of the first stage, of every token of the microbatches on their way there."""
+        config = self.job.config
+        tokens = self._sequences * min(self.pipeline, self.microbatches) * config.sequence_length
+        return tokens * config.hidden * (self.layers[0] if self.layers else config.layers)
 
     @property
     def _layers_behind(self) -> int:
@@ -117,7 +170,7 @@ def stage_layers(config: llama.Config, stages: int) -> tuple[int, ...]:
 
     Reference: nanotron, src/nanotron/models/base.py (`build_model`) and `get_block_compute_costs` of its LLaMA.
     """
-    layer = 4 * config.hidden**2 + 3 * config.hidden * config.mlp
+    layer = _layer_parameters(config)
     total = config.layers * layer + config.vocab_size * config.hidden
     counts, stage = [0] * stages, 0
     for done in range(config.layers):
@@ -128,6 +181,11 @@ def stage_layers(config: llama.Config, stages: int) -> tuple[int, ...]:
         counts[max(stage for stage, count in enumerate(counts) if count > 1)] -= 1
         counts[empty] = 1  # no planner has a stage of a head alone
     return tuple(counts)
+
+
+def _layer_parameters(config: llama.Config) -> int:
+    """The weights of a layer's products; every head has keys and values of its own."""
+    return 4 * config.hidden**2 + 3 * config.hidden * config.mlp
 
 
 def _read(lines: Sequence[Fields]) -> Iterator[Row]:

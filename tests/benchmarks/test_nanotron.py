@@ -17,7 +17,8 @@ from benchmarks.published.nanotron import (
     OnNanotron,
     stage_layers,
 )
-from benchmarks.published.planned import Job
+from benchmarks.published.planned import Configuration, Job
+from benchmarks.published.rows import Answer
 from models import llama
 from passes.cluster import parse_cluster
 
@@ -26,6 +27,15 @@ SMALL = llama.Config(
 )
 LARGE = replace(
     SMALL, vocab_size=131072, sequence_length=4096, hidden=4096, layers=32, heads=32, kv_heads=32, mlp=14336
+)
+STAGED = OnNanotron(
+    job=Job(module=nanotron_llama, config=LARGE, batch=256, precision="float32 gradients"),
+    cluster=parse_cluster("8:h100"),
+    microbatches=128,
+    data=2,
+    tensor=2,
+    pipeline=2,
+    layers=(18, 14),
 )
 
 
@@ -56,20 +66,38 @@ def test_collectives_of_the_fullest_stage_are_waited_for() -> None:
 
 
 def test_stages_of_large_jobs_wait_for_their_transfers() -> None:
-    job = Job(module=nanotron_llama, config=LARGE, batch=256, precision="float32 gradients")
-    large = OnNanotron(job=job, cluster=parse_cluster("64x8:h100"), microbatches=8, data=32, tensor=4, pipeline=4)
+    large = replace(STAGED, cluster=parse_cluster("64x8:h100"), microbatches=8, data=32, tensor=4, pipeline=4)
+    assert large.has_slow_transfers
     assert large.slow_transfers_seconds == pytest.approx((7 * 4 + 6) * SLOW_TRANSFER_SECONDS)
     in_two = replace(large, tensor=8, pipeline=2)
     assert in_two.slow_transfers_seconds == pytest.approx((7 * 2 + 2) * SLOW_TRANSFER_SECONDS)
+    assert not replace(large, tensor=16, pipeline=1).has_slow_transfers
     assert replace(large, tensor=16, pipeline=1).slow_transfers_seconds == 0.0
     halved = replace(large, cluster=parse_cluster("32x8:h100"), tensor=2)
-    assert halved.slow_transfers_seconds == 0.0
-    assert replace(halved, microbatches=4).slow_transfers_seconds > 0.0
+    assert not halved.has_slow_transfers
+    assert replace(halved, microbatches=4).has_slow_transfers
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_does_not_fit_waits_for_its_transfers(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
+    answer = Answer(seconds=1000.0, nbytes=1e9, limit_nbytes=1e12 if fits else 2e9)
+    monkeypatch.setattr(Configuration, "answer", lambda self: answer)
+    seconds = STAGED.answer().seconds
+    assert seconds == pytest.approx(1000.0 + (0 if fits else (127 * 2 + 2) * SLOW_TRANSFER_SECONDS))
 
 
 def test_views_keep_six_bytes_of_each_layer_on_its_way() -> None:
-    job = Job(module=nanotron_llama, config=LARGE, batch=256, precision="float32 gradients")
-    staged = OnNanotron(
-        job=job, cluster=parse_cluster("8:h100"), microbatches=128, data=2, tensor=2, pipeline=2, layers=(18, 14)
-    )
-    assert staged.views_nbytes == 6 * 4096 * 4096 / 2 * 18 * 2
+    assert STAGED.views_nbytes == 6 * 4096 * 4096 / 2 * 18 * 2
+
+
+def test_tensor_devices_of_a_host_keep_a_gathered_input_of_each_layer() -> None:
+    assert STAGED.whole_nbytes == 2 * 4096 * 4096 * 18 * 2
+    assert replace(STAGED, tensor=1).whole_nbytes == replace(STAGED, tensor=16).whole_nbytes == 0.0
+    assert replace(STAGED, cluster=parse_cluster("64x8:h100")).whole_nbytes == 0.0
+
+
+def test_zero_1_keeps_the_sums_of_gradients_whole() -> None:
+    sharded = replace(STAGED, zero=1, tensor=1, data=4)
+    parameters = 18 * (4 * 4096**2 + 3 * 4096 * 14336) + 131072 * 4096
+    assert sharded.sums_nbytes == 4 * parameters * 3 / 4
+    assert replace(sharded, zero=0).sums_nbytes == replace(sharded, tensor=2).sums_nbytes == 0.0
