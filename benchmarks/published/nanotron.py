@@ -64,6 +64,12 @@ ZeRO-1, which cuts optimizer state alone.
 Reference: huggingface/nanotron, src/nanotron/optim/gradient_accumulator.py (`FP32GradientAccumulator`)."""
 
 
+PARAMETER_NBYTES, STATE_NBYTES = 2, 12
+"""Bytes of a parameter in bfloat16, and of its copy and two moments in float32, which ZeRO-1 cuts over data devices.
+
+Reference: Rajbhandari et al., "ZeRO" (SC 2020), section 3.1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnNanotron(Configuration):
     """A configuration whose kernels one process a device starts one by one."""
@@ -78,11 +84,23 @@ class OnNanotron(Configuration):
         planned = Configuration.answer(self)
         if planned.seconds is None or planned.nbytes is None or planned.limit_nbytes is None:
             return planned
-        nbytes = planned.nbytes + self.views_nbytes + self.whole_nbytes + self.sums_nbytes
+        nbytes = planned.nbytes + self.moved_nbytes(planned.nbytes)
+        nbytes += self.views_nbytes + self.whole_nbytes + self.sums_nbytes
         seconds = max(planned.seconds, self.collectives_seconds)
         if self.has_slow_transfers or nbytes > planned.limit_nbytes:
             seconds += self.slow_transfers_seconds
         return replace(planned, seconds=seconds, nbytes=nbytes)
+
+    def moved_nbytes(self, nbytes: float) -> float:
+        """Bytes of the layers that nanotron's first stage has more than the plan's, which needs `nbytes`: as much for
+        each as its own have, all but the embedding with its copy, moments and gradients.
+        """
+        if not self.layers:
+            return 0.0
+        config, cuts = self.job.config, self.data if self.zero else 1
+        each = PARAMETER_NBYTES + SUM_NBYTES + STATE_NBYTES / cuts
+        embedding = each * config.vocab_size * config.hidden / self.tensor
+        return (nbytes - embedding) * (self._first_layers / self.layers[0] - 1)
 
     @property
     def views_nbytes(self) -> float:
@@ -97,14 +115,15 @@ class OnNanotron(Configuration):
 
     @property
     def sums_nbytes(self) -> float:
-        """Bytes of gradients' sums on a device of the first of several stages that a plan of ZeRO-1 cuts over data.
+        """Bytes of gradients' sums on a device of the first stage that a plan of ZeRO-1 cuts over data.
 
-        Without tensor devices a stage's plan is that of `Zero`, which scatters gradients of every microbatch.
+        Without tensor devices that is the plan of `Zero`, which scatters gradients of every microbatch.
         """
-        if self.zero != 1 or self.tensor > 1 or self.pipeline == 1:
+        if self.zero != 1 or self.tensor > 1:
             return 0.0
         config = self.job.config
-        parameters = self.layers[0] * _layer_parameters(config) + config.vocab_size * config.hidden
+        ends = 1 if self.layers else 2
+        parameters = self._first_layers * _layer_parameters(config) + ends * config.vocab_size * config.hidden
         return SUM_NBYTES * parameters * (1 - 1 / self.data)
 
     @property
@@ -137,7 +156,13 @@ class OnNanotron(Configuration):
         """Features of all layers of the first stage, of every token of the microbatches on their way there."""
         config = self.job.config
         tokens = self._sequences * min(self.pipeline, self.microbatches) * config.sequence_length
-        return tokens * config.hidden * (self.layers[0] if self.layers else config.layers)
+        return tokens * config.hidden * self._first_layers
+
+    @property
+    def _first_layers(self) -> int:
+        """Layers of nanotron's first stage."""
+        config = self.job.config
+        return nanotron_layers(config, self.pipeline)[0] if self.layers else config.layers
 
     @property
     def _layers_behind(self) -> int:
@@ -164,6 +189,17 @@ def llama_job(fields: Fields, batch: int) -> Job:
 
 
 def stage_layers(config: llama.Config, stages: int) -> tuple[int, ...]:
+    """The layers of each stage as a planner has them: nanotron's, but for stages of a head alone, which no planner has
+    and which get a layer of the fullest stage.
+    """
+    counts = list(nanotron_layers(config, stages))
+    for empty in [stage for stage, count in enumerate(counts) if not count]:
+        counts[max(stage for stage, count in enumerate(counts) if count > 1)] -= 1
+        counts[empty] = 1
+    return tuple(counts)
+
+
+def nanotron_layers(config: llama.Config, stages: int) -> tuple[int, ...]:
     """The layers of each stage: as many as it takes to go past its share of the work, the head's product among it.
 
     So the first stage has a layer more than an equal share, and keeps that of every microbatch on its way.
@@ -177,9 +213,6 @@ def stage_layers(config: llama.Config, stages: int) -> tuple[int, ...]:
         if done * layer * stages > total * (stage + 1):
             stage += 1
         counts[stage] += 1
-    for empty in [stage for stage, count in enumerate(counts) if not count]:
-        counts[max(stage for stage, count in enumerate(counts) if count > 1)] -= 1
-        counts[empty] = 1  # no planner has a stage of a head alone
     return tuple(counts)
 
 

@@ -15,6 +15,7 @@ from benchmarks.published.nanotron import (
     STAGED_HOP_SECONDS,
     START_SECONDS,
     OnNanotron,
+    nanotron_layers,
     stage_layers,
 )
 from benchmarks.published.planned import Configuration, Job
@@ -54,6 +55,15 @@ def test_nanotrons_kernels_compute_what_the_zoos_model_does() -> None:
 def test_the_first_stage_goes_past_its_share(stages: int, first: int) -> None:
     layers = stage_layers(LARGE, stages)
     assert (layers[0], sum(layers), min(layers) > 0) == (first, 32, True)
+
+
+def test_a_head_alone_leaves_the_first_stage_a_layer_more_than_the_plan_has() -> None:
+    layers = nanotron_layers(LARGE, 32)
+    assert (layers[0], layers[-1], stage_layers(LARGE, 32)) == (2, 0, (1,) * 32)
+    deep = replace(STAGED, pipeline=32, layers=(1,) * 32)
+    embedding = 131072 * 4096 / 2 * (2 + 4 + 12)
+    assert deep.moved_nbytes(embedding + 1e9) == pytest.approx(1e9)
+    assert STAGED.moved_nbytes(1e12) == 0.0
 
 
 def test_collectives_of_the_fullest_stage_are_waited_for() -> None:
@@ -100,4 +110,6 @@ def test_zero_1_keeps_the_sums_of_gradients_whole() -> None:
     sharded = replace(STAGED, zero=1, tensor=1, data=4)
     parameters = 18 * (4 * 4096**2 + 3 * 4096 * 14336) + 131072 * 4096
     assert sharded.sums_nbytes == 4 * parameters * 3 / 4
+    in_one = replace(sharded, pipeline=1, layers=())
+    assert in_one.sums_nbytes == 3 * (32 * (4 * 4096**2 + 3 * 4096 * 14336) + 2 * 131072 * 4096)
     assert replace(sharded, zero=0).sums_nbytes == replace(sharded, tensor=2).sums_nbytes == 0.0
