@@ -3,7 +3,7 @@ It knows neither graphs nor meshes.
 """
 
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Submesh, submeshes
-from passes.inter_op.makespan import named_schedule
+from passes.inter_op.makespan import NamedSchedule, named_schedule
 from passes.inter_op.partitions import even, partition
 from passes.inter_op.schedule_registry import SCHEDULES, build, is_chunked, register
 from passes.inter_op.schedules import Schedule, Task
@@ -13,6 +13,7 @@ __all__ = [
     "SCHEDULES",
     "Candidate",
     "LowerBound",
+    "NamedSchedule",
     "Partition",
     "Schedule",
     "StageCost",

@@ -2,7 +2,8 @@
 
 Of the equal blocks of a forward pass, the first two and the last two are kept, with their backward passes, weights and
 updates. Those between are left out; they must equal the second, operator by operator and operand by operand. What read
-a block that is left out reads the kept block in its place. A step where this cannot be shown has no sample.
+a block that is left out reads the kept block in its place, and sums of a number of every layer, as the norm of all
+gradients, have no terms of those. A step where this cannot be shown has no sample.
 
     step       before | 0 | 1 | 2 | ... | n-3 | n-2 | n-1 | after
     sample     before | 0 | 1 |                 n-2 | n-1 | after
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.ir import Graph, Node, StatePairs, phase
 from passes.layers.forward import forward_nodes, forward_scope
 from passes.layers.repeats import blocks
+from passes.rules import rule_of
 
 KEPT = 4
 """The number of blocks that are kept: two at each end. The ends differ from the others, and the two in the middle show
@@ -266,16 +268,20 @@ class _Matched:
 
     def without(self) -> SampleGraph | None:
         """The step without the blocks in the middle; None if an operator would read a value before it is written."""
-        graph, gone = self.graph, self.gone
-        nodes = tuple(i for i, block in enumerate(self.block_of) if block not in gone)
+        graph, gone, sums = self.graph, self.gone, _sums(self)
+        nodes = tuple(
+            i
+            for i, block in enumerate(self.block_of)
+            if block not in gone and sums.keys().isdisjoint(graph.nodes[i].outputs)
+        )
         inputs = tuple(i for i, value in enumerate(graph.inputs) if self.owner.get(value) not in gone)
         outputs = tuple(o for o, value in enumerate(graph.outputs) if self.owner.get(value) not in gone)
         entering, leaving = ({at: i for i, at in enumerate(positions)} for positions in (inputs, outputs))
         short = replace(
             graph,
-            nodes=tuple(self._kept(graph.nodes[i], self.block_of[i]) for i in nodes),
+            nodes=tuple(self._kept(graph.nodes[i], self.block_of[i], sums) for i in nodes),
             inputs=tuple(graph.inputs[i] for i in inputs),
-            outputs=tuple(graph.outputs[o] for o in outputs),
+            outputs=tuple(sums.get(graph.outputs[o], graph.outputs[o]) for o in outputs),
             input_names=tuple(graph.input_names[i] for i in inputs) if graph.input_names else (),
             output_names=tuple(graph.output_names[o] for o in outputs) if graph.output_names else (),
         )
@@ -286,11 +292,10 @@ class _Matched:
             graph=short, nodes=nodes, inputs=inputs, outputs=outputs, state_pairs=state_pairs, left_out=len(gone)
         )
 
-    def _kept(self, node: Node, block: int) -> Node:
+    def _kept(self, node: Node, block: int, sums: Mapping[int, int]) -> Node:
         """A node that stays, whose operands from blocks that go are replaced by those of blocks that stay."""
-        if not any(self.owner.get(value) in self.gone for value in node.inputs):
-            return node
-        return replace(node, inputs=tuple(self._instead(value, block) for value in node.inputs))
+        inputs = tuple(self._instead(sums.get(value, value), block) for value in node.inputs)
+        return node if inputs == node.inputs else replace(node, inputs=inputs)
 
     def _instead(self, value: int, reader: int) -> int:
         """The value of a kept block that `reader` reads in place of a value of a block that is left out.
@@ -305,3 +310,14 @@ class _Matched:
         late = producer is not None and phase(self.graph.nodes[producer]) == "backward"
         source = {first: last, last: first}.get(reader, last if late else first)
         return self.at[source, self.slots[value]]
+
+
+def _sums(matched: _Matched) -> dict[int, int]:
+    """The sums of numbers that add one of a block that is left out, with the sum before it."""
+    graph, gone, before = matched.graph, matched.gone, dict[int, int]()
+    for node, block in zip(graph.nodes, matched.block_of, strict=True):
+        rest = [value for value in node.inputs if matched.owner.get(value) not in gone]
+        reads_of_both = block not in gone and len(rest) + 1 == len(node.inputs) == 2
+        if reads_of_both and not graph.types[node.outputs[0]].shape and rule_of(node, graph).adds:
+            before[node.outputs[0]] = before.get(rest[0], rest[0])
+    return before

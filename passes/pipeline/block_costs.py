@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.inter_op import StageCost
 from passes.intra_op import assemble, best, computing, extract, pins, restrictions
-from passes.ir import PHASES, StatePairs
+from passes.ir import PHASES, StatePairs, TensorType
 from passes.pipeline.assemble import layout_cost, saved_values
 from passes.pipeline.segments import entering
 from passes.pipeline.structural_hash import structural_hash
@@ -81,11 +81,17 @@ def _chain(before: Part, part: Part, after: Part) -> StatePairs:
 
 
 def _handed(source: Part, part: Part, target: Part) -> StatePairs:
-    """(output, input) positions of what a part gets from one neighbour and gives to the other; none unless they fit."""
+    """(output, input) positions of what a part gets from one neighbour and gives to the other; none unless they fit.
+
+    What one of them has and the other has nothing like, as statistics that a neighbour collects, is not handed on.
+    """
+    types = part.graph.types
     inputs, outputs = ({v: i for i, v in enumerate(values)} for values in (part.graph.inputs, part.graph.outputs))
     taken = [v for v in part.boundary_values if v in inputs and v in source.graph.outputs]
     given = [v for v in part.boundary_values if v in outputs and v in target.graph.inputs]
-    if [part.graph.types[v] for v in taken] != [part.graph.types[v] for v in given]:
+    both = {types[v] for v in taken} & {types[v] for v in given}
+    taken, given = ([v for v in values if types[v] in both] for values in (taken, given))
+    if [types[v] for v in given] != [types[v] for v in taken]:
         return ()
     return tuple((outputs[theirs], inputs[ours]) for theirs, ours in zip(given, taken, strict=True))
 
@@ -96,7 +102,7 @@ PriceRequest = tuple[Block, Mesh, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _First:
-    """The first block of a kind; `nbytes` is what stays between microbatches, `state_nbytes` that without the batch.
+    """The first block of a kind; `nbytes` is what stays between microbatches, `state` has the arrays without the batch.
 
     `kept_nbytes` is what the forward of a microbatch keeps for its backward.
     """
@@ -104,7 +110,7 @@ class _First:
     block: Block
     grouping: Grouping
     nbytes: int
-    state_nbytes: int
+    state: tuple[TensorType, ...]
     kept_nbytes: int
 
 
@@ -221,9 +227,9 @@ class BlockCosts:
             )
         return self._one_device_seconds[key] / n_devices, self._first(block).nbytes / n_devices
 
-    def state_nbytes(self, block: Block) -> int:
-        """Bytes of what a block reads that is no batch, all of it: weights and their optimizer's state."""
-        return self._first(block).state_nbytes
+    def state_nbytes(self, block: Block, parts: int) -> int:
+        """The least bytes of one device of a block's weights and their optimizer's state, cut over so many devices."""
+        return _least_nbytes(self._first(block).state, parts)
 
     def kept_nbytes(self, block: Block) -> int:
         """Bytes that the forward of a microbatch keeps for its backward, all devices together and no copies."""
@@ -240,16 +246,14 @@ class BlockCosts:
     def _first(self, block: Block) -> _First:
         if block.kind not in self._firsts:
             part, graph = block.part, block.part.graph
-            inputs, rows = (
-                [value for value in graph.inputs if value not in part.boundary_values],
-                microbatch_stacks(graph),
-            )
+            inputs = [value for value in graph.inputs if value not in part.boundary_values]
+            rows = microbatch_stacks(graph)
             summed = [value for value in graph.nodes[part.loop].outputs if value not in part.boundary_values]
             self._firsts[block.kind] = _First(
                 block=block,
                 grouping=group(graph),
                 nbytes=sum(graph.types[value].nbytes for value in (*inputs, *summed)),
-                state_nbytes=sum(graph.types[value].nbytes for value in inputs if value not in rows),
+                state=tuple(graph.types[value] for value in inputs if value not in rows),
                 kept_nbytes=sum(part.body.types[value].nbytes for value in saved_values(part)),
             )
         return self._firsts[block.kind]
@@ -299,6 +303,9 @@ class BlockCosts:
         assembly = self.restrict(assembly) if self.restrict else assembly
         options = replace(self.options, gap=max(self.options.gap, ROUGH))
         most = cutoff * part.scan.length
+        least = math.fsum(float(node_seconds.min()) for node_seconds in assembly.problem.seconds)
+        if least >= most:  # without any resharding
+            return None, least
         answer = solve(assembly.problem, options, most, close=False)
         if answer.bound >= most:
             return None, answer.bound
@@ -308,6 +315,13 @@ class BlockCosts:
         compute = assembly.root.compute_seconds(answer.choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}
         return _price(block, layout, resharder, schedule, seconds), answer.bound
+
+
+@cache
+def _least_nbytes(arrays: tuple[TensorType, ...], parts: int) -> int:
+    """Bytes of one device of arrays that are cut over so many where these divide one of their dimensions."""
+    cut = [any(size % parts == 0 for size in array.shape) for array in arrays]
+    return sum(array.nbytes // parts if is_cut else array.nbytes for array, is_cut in zip(arrays, cut, strict=True))
 
 
 def _price(

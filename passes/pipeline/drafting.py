@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from passes import inter_op
 from passes.cluster import Cluster
@@ -14,8 +15,10 @@ from passes.inter_op import Candidate, Partition, Submesh, build, is_chunked
 from passes.intra_op import named, pins, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
-from passes.pipeline.drafts import Draft, DraftSearch, Shape, by_hand, drafted, first_of_each, shape_of
+from passes.pipeline.drafts import DraftSearch
+from passes.pipeline.prefetch import price_layers
 from passes.pipeline.samples import ANCHORS, anchors, near, sampled
+from passes.pipeline.shapes import Draft, Shape, by_hand, drafted, first_of_each, shape_of
 from passes.pipeline.stage_table import LEAST_GAIN, StageCostTable
 from passes.pipeline.step_blocks import Sample
 from passes.progress import SearchContext
@@ -153,7 +156,7 @@ class Drafting:
                 n_stages=[n for n in range(2, self.layers + 1) if not self.counts or n in self.counts],
                 idle=False,
                 lower_bound=self.table.bounds.of_layers,
-                prefetch=self.table.expect,
+                prefetch=partial(price_layers, self.table),
                 context=replace(context, cutoff=self._whole_seconds(search.cutoff / (1 + search.least_gain))),
             )
         except OverBudgetError:

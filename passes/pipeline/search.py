@@ -18,7 +18,8 @@ from passes.errors import PlanningError
 from passes.intra_op import pins
 from passes.pipeline.block_costs import BlockCosts
 from passes.pipeline.drafting import CLOSE, MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
-from passes.pipeline.drafts import Draft, DraftSearch, evenly, first_of_each
+from passes.pipeline.drafts import DraftSearch
+from passes.pipeline.shapes import Draft, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample, StepBlocks

@@ -10,8 +10,9 @@ from passes.cluster import Cluster
 from passes.errors import InternalError
 from passes.inter_op import StageCost, is_chunked
 from passes.intra_op import pins
+from passes.pipeline import prefetch
 from passes.pipeline.assemble import assemble_pipeline, restated
-from passes.pipeline.drafts import Draft
+from passes.pipeline.shapes import Draft
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, SearchContext
 from passes.solver import SolverOptions
@@ -102,7 +103,9 @@ class StagePlans:
         count, shape, table = draft.microbatches, draft.shape, draft.table
         ends = (*shape.begins[1:], len(table.step.cuts(count).blocks))
         sizes = [shape.devices[stage % len(shape.devices)] for stage in range(len(ends))]
-        laid_out = [table.near(*run, count) for run in zip(shape.begins, ends, sizes, strict=True)]
+        runs = list(zip(shape.begins, ends, sizes, strict=True))
+        prefetch.price_near(table, runs, count)
+        laid_out = [table.near(*run, count) for run in runs]
         self._report_stage(0, len(ends))
         alike: list[object] = [
             (part.graph.fingerprint, part.state_pairs, part.donated, tuple(meshes), self._pins(part))

@@ -85,8 +85,8 @@ class StageCostTable:
         heaviest_block, least = ((heaviest, 1),), math.inf
         for place, n in enumerate(sizes := sorted(n_devices)):
             if place % TOGETHER == 0:
-                firsts = [self._order(heaviest_block, size)[0][1] for size in sizes[place : place + TOGETHER]]
-                self._price_all([entry for mesh in firsts for entry in self._requests(heaviest_block, mesh)])
+                firsts = [self.order(heaviest_block, size)[0][1] for size in sizes[place : place + TOGETHER]]
+                self.price_all([entry for mesh in firsts for entry in self.requests(heaviest_block, mesh)])
             stage = self._best(heaviest_block, n, count, math.inf)
             seconds = n * stage.period(count) if stage else math.inf
             least = min(least, seconds)
@@ -106,37 +106,7 @@ class StageCostTable:
         """The stage of some blocks, as `candidate` has that of layers."""
         return self._best(self.step.counted(begin, end, microbatches), n_devices, microbatches, cutoff)
 
-    def expect(self, expected: Sequence[tuple[int, int, Submesh, int]], seconds: float = math.inf) -> None:
-        """Prices at once what `candidate` is going to ask for, one thing after the other, for each of these.
-
-        That is for steps of less than so many seconds.
-        """
-        runs = [
-            (self.step.in_layers(first, last, count), submesh.n_devices, count, seconds / count)
-            for first, last, submesh, count in expected
-        ]
-        meshes = [[mesh for _, mesh in self._order(chosen, n_devices)] for chosen, n_devices, *_ in runs]
-        for most in (1, None):  # the heaviest may be too much
-            self._price_all(
-                [
-                    request
-                    for (chosen, *_, cutoff), (mesh, *_) in zip(runs, meshes, strict=True)
-                    for request in self._requests(chosen, mesh, cutoff)[: most if math.isfinite(cutoff) else None]
-                ]
-            )
-        ahead: list[PriceRequest] = []
-        for (chosen, n_devices, count, cutoff), (first, *others) in zip(runs, meshes, strict=True):
-            costs = self._costs(chosen, first, cutoff)
-            period = Candidate.together(costs, first).period(count) if costs else 0.0
-            if period > self._good_enough(chosen, n_devices):
-                ahead += [
-                    request
-                    for mesh in others
-                    for request in self._requests(chosen, mesh, period / (1 + LEAST_GAIN))[:1]
-                ]
-        self._price_all(ahead)
-
-    def _order(self, chosen: Sequence[Counted], n_devices: int) -> list[tuple[int, Mesh]]:
+    def order(self, chosen: Sequence[Counted], n_devices: int) -> list[tuple[int, Mesh]]:
         """The meshes by number, in the order in which they are tried: those first on which all is priced already."""
 
         def order(numbered: tuple[int, Mesh]) -> tuple[bool, bool, float, int, int]:
@@ -147,21 +117,21 @@ class StageCostTable:
 
         return sorted(enumerate(self.bounds.meshes_of(n_devices)), key=order)
 
-    def _good_enough(self, chosen: Sequence[Counted], n_devices: int) -> float:
+    def good_enough(self, chosen: Sequence[Counted], n_devices: int) -> float:
         """The period, in seconds of a microbatch, at which no other mesh is tried."""
         least = math.fsum(n * self.block_costs.least(block, self.cluster, n_devices)[0] for block, n in chosen)
         return least * (1 + LEAST_GAIN)
 
     def _best(self, chosen: Sequence[Counted], n_devices: int, microbatches: int, cutoff: float) -> Candidate | None:
         """The stage of so many blocks of some kinds on its best mesh, as `candidate` has that of layers."""
-        meshes = self._order(chosen, n_devices)
+        meshes = self.order(chosen, n_devices)
         n_first = max(1, sum(self.bounds.is_priced(chosen, mesh) for _, mesh in meshes))
         best: tuple[float, int, Candidate] | None = None
         for place, (number, mesh) in enumerate(meshes):
             bound = best[0] / (1 + LEAST_GAIN) if best else cutoff  # what another mesh must stay below to be worth it
             if place == n_first:
-                self._look_ahead(chosen, [mesh for _, mesh in meshes[n_first:]], bound)
-            costs = self._costs(chosen, mesh, bound)
+                self.price_all(self.ahead(chosen, [mesh for _, mesh in meshes[n_first:]], bound))
+            costs = self.costs(chosen, mesh, bound)
             if costs is None:
                 continue
             stage = Candidate.together(costs, mesh)
@@ -171,34 +141,37 @@ class StageCostTable:
             if best is None or (period, number) < best[:2]:
                 best = period, number, stage
                 self._winners[n_devices] = mesh
-            if period <= self._good_enough(chosen, n_devices):
+            if period <= self.good_enough(chosen, n_devices):
                 break
         return best[2] if best else None
 
     def near(self, begin: int, end: int, n_devices: int, microbatches: int) -> tuple[Mesh, ...]:
         """The meshes that suit some blocks nearly as well as the best; the others are priced for it, if need be."""
-        chosen, meshes = self.step.counted(begin, end, microbatches), self.bounds.meshes_of(n_devices)
+        chosen, meshes = self.step.counted(begin, end, microbatches), self.by_wins(n_devices)
         best, periods = math.inf, list[tuple[float, Mesh]]()
-        meshes = sorted(meshes, key=lambda mesh: mesh != self._winners.get(n_devices))
         for place, mesh in enumerate(meshes):
             if place == 1:
-                self._look_ahead(chosen, meshes[1:], (1 + PRICE_TOLERANCE) * best)
-            costs = self._costs(chosen, mesh, (1 + PRICE_TOLERANCE) * best)
+                self.price_all(self.ahead(chosen, meshes[1:], (1 + PRICE_TOLERANCE) * best))
+            costs = self.costs(chosen, mesh, (1 + PRICE_TOLERANCE) * best)
             if costs is not None:
                 periods.append((Candidate.together(costs, mesh).period(microbatches), mesh))
                 best = min(best, periods[-1][0])
         return tuple(mesh for period, mesh in periods if period <= (1 + PRICE_TOLERANCE) * best)
 
-    def _look_ahead(self, chosen: Sequence[Counted], meshes: Sequence[Mesh], cutoff: float) -> None:
-        """Prices the first of the blocks that have no price on each mesh, all at once."""
-        self._price_all([request for mesh in meshes for request in self._requests(chosen, mesh, cutoff)[:1]])
+    def by_wins(self, n_devices: int) -> list[Mesh]:
+        """The meshes of so many devices, first the one that won last."""
+        return sorted(self.bounds.meshes_of(n_devices), key=lambda mesh: mesh != self._winners.get(n_devices))
 
-    def _costs(self, chosen: Sequence[Counted], mesh: Mesh, cutoff: float) -> list[tuple[StageCost, int]] | None:
+    def ahead(self, chosen: Sequence[Counted], meshes: Sequence[Mesh], cutoff: float) -> list[PriceRequest]:
+        """The first of the blocks that have no price on each mesh, to be priced all at once."""
+        return [request for mesh in meshes for request in self.requests(chosen, mesh, cutoff)[:1]]
+
+    def costs(self, chosen: Sequence[Counted], mesh: Mesh, cutoff: float) -> list[tuple[StageCost, int]] | None:
         """The price of each kind of block; None if one cannot be on the mesh, or if their period exceeds `cutoff`."""
-        while requests := self._requests(chosen, mesh, cutoff):
+        while requests := self.requests(chosen, mesh, cutoff):
             heaviest_first = math.isfinite(cutoff) and len(requests) == len(chosen)
             now = requests[:1] if heaviest_first else requests
-            self._price_all(now)
+            self.price_all(now)
             if not all(self.block_costs.is_known(block, mesh) for block, _, _ in now):
                 return None
         spent = math.fsum(n * self.bounds.of_block(block, mesh)[1] for block, n in chosen)
@@ -207,7 +180,7 @@ class StageCostTable:
         costs = ((self.block_costs.price(block, mesh), n) for block, n in chosen)
         return [(cost, n) for cost, n in costs if cost]
 
-    def _requests(self, chosen: Sequence[Counted], mesh: Mesh, cutoff: float = math.inf) -> list[PriceRequest]:
+    def requests(self, chosen: Sequence[Counted], mesh: Mesh, cutoff: float = math.inf) -> list[PriceRequest]:
         """The blocks without a price, heaviest first, with the period that each may have; none if it is too much."""
         floors = [(n * self.bounds.of_block(block, mesh)[1], block, n) for block, n in chosen]
         spent = math.fsum(period for period, _, _ in floors)
@@ -218,7 +191,7 @@ class StageCostTable:
         )
         return [(block, mesh, (cutoff * SLACK - spent + period) / n) for period, block, n in unpriced]
 
-    def _price_all(self, requests: Sequence[PriceRequest]) -> None:
+    def price_all(self, requests: Sequence[PriceRequest]) -> None:
         missing = self.block_costs.missing(requests)
         for _, mesh, _ in missing:
             self.on_price(mesh)
@@ -227,9 +200,10 @@ class StageCostTable:
             self.bounds.n_prices += len(missing)
             self.on_price(None)
 
-    def state_nbytes(self, begin: int, end: int, microbatches: int) -> int:
-        """Bytes of the weights of some blocks and of their optimizer's state, all of it."""
-        return sum(n * self.block_costs.state_nbytes(block) for block, n in self.step.counted(begin, end, microbatches))
+    def state_nbytes(self, begin: int, end: int, microbatches: int, parts: int) -> int:
+        """The least bytes of one device of the weights of some blocks and of their optimizer's state, cut so often."""
+        chosen = self.step.counted(begin, end, microbatches)
+        return sum(n * self.block_costs.state_nbytes(block, parts) for block, n in chosen)
 
     def kept_nbytes(self, begin: int, end: int, n_devices: int, microbatches: int) -> int:
         """Bytes of one device that the forward of a microbatch keeps at least; from a sample in no more of them."""

@@ -81,7 +81,7 @@ def _reached(graph: Graph, loop: int, named: Iterable[int]) -> Iterator[int]:
 
 def _with_makers(graph: Graph, index: int | None, done: set[int]) -> Iterator[int]:
     """A node after the makers of what it reads, in the order of its operands, without those that are done."""
-    stack = [] if index is None else [index]
+    stack = [] if index is None or index in done else [index]
     while stack:
         makers = [graph.producers.get(value) for value in graph.nodes[stack[-1]].inputs]
         missing = [maker for maker in makers if maker is not None and maker not in done]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from passes.inter_op import StageCost, Transfer
 from passes.plan.json import Fields, as_object, number
 from passes.plan.parts import Alternative, LayerCost, Solution
 
@@ -88,4 +89,35 @@ def layers_from_json(entries: Sequence[object]) -> tuple[LayerCost, ...]:
             live_nbytes=layer.int("live_nbytes"),
         )
         for layer in fields
+    )
+
+
+def stage_costs_from_json(entries: Sequence[object]) -> tuple[StageCost, ...]:
+    """The costs of a pipeline's stages that JSON data describe."""
+    return tuple(_stage_cost(as_object(entry, f"costs[{i}]")) for i, entry in enumerate(entries))
+
+
+def _stage_cost(fields: Fields) -> StageCost:
+    def half(name: str) -> float | None:
+        return None if fields.of(name) is None else fields.float(name)
+
+    return StageCost(
+        forward_seconds=fields.float("forward_seconds"),
+        backward_seconds=fields.float("backward_seconds"),
+        input_gradient_seconds=half("input_gradient_seconds"),
+        weight_gradient_seconds=half("weight_gradient_seconds"),
+        finish_seconds=fields.float("finish_seconds"),
+        in_flight_nbytes=fields.int("in_flight_nbytes"),
+        persistent_nbytes=fields.int("persistent_nbytes"),
+        working_nbytes=fields.int("working_nbytes"),
+        finish_nbytes=fields.int("finish_nbytes"),
+    )
+
+
+def transfers_from_json(entries: Sequence[object]) -> tuple[Transfer, ...]:
+    """The seconds between a pipeline's stages that JSON data describe."""
+    read = [as_object(entry, f"transfers[{i}]") for i, entry in enumerate(entries)]
+    return tuple(
+        Transfer(forward_seconds=fields.float("forward_seconds"), backward_seconds=fields.float("backward_seconds"))
+        for fields in read
     )

@@ -11,7 +11,17 @@ from typing import Self, TypeVar, cast
 
 from passes.cluster import Cluster, Collective
 from passes.errors import PlanMismatchError, PlanningError, explain
-from passes.inter_op import Schedule, StageCost, Task, Timeline, Transfer, peaks, simulate
+from passes.inter_op import (
+    NamedSchedule,
+    Schedule,
+    StageCost,
+    Task,
+    Timeline,
+    Transfer,
+    named_schedule,
+    peaks,
+    simulate,
+)
 from passes.inter_op import build as build_schedule
 from passes.ir import Graph, StatePairs
 from passes.plan import account
@@ -153,20 +163,20 @@ class PipelinePlan(AnyPlan):
     def shape(self) -> str:
         return f"{len(self.stages)} stages"
 
-    @property
-    def step_seconds(self) -> float:
+    @cached_property
+    def step_seconds(self) -> float:  # pyright: ignore[reportIncompatibleMethodOverride] # simulated once
         """Predicted seconds of one step."""
-        return self.timeline.seconds
+        return _step_seconds(self)
 
     @property
     def bubble(self) -> float:
         """The share of all device seconds in which a stage waits."""
         return self.timeline.bubble
 
-    @property
-    def peak_nbytes(self) -> int:
+    @cached_property
+    def peak_nbytes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] # simulated once
         """Predicted peak bytes on the fullest device."""
-        return max(self.timeline.peak_nbytes)
+        return _without_timeline(self).peak_nbytes(self.costs)
 
     @property
     def nbytes(self) -> Mapping[str, int]:  # pyright: ignore[reportIncompatibleVariableOverride] # a field of others
@@ -230,6 +240,16 @@ class PipelinePlan(AnyPlan):
         if operators:
             all_tables.extend(table for plan in self.stages for table in plan.tables(operators=True))
         return tuple(all_tables)
+
+
+def _without_timeline(plan: PipelinePlan) -> NamedSchedule:
+    """The schedule of a plan, which says seconds and bytes sooner than its timeline does."""
+    return named_schedule(plan.schedule_name, len(plan.stages), plan.microbatches, plan.chunks)
+
+
+def _step_seconds(plan: PipelinePlan) -> float:
+    device = plan.cluster.group().device
+    return _without_timeline(plan).seconds(plan.costs, plan.transfers, device.dispatch_seconds, device.send_overlap)
 
 
 def _of_another_program(plan: PipelinePlan, graph: Graph) -> PlanMismatchError:
@@ -335,10 +355,8 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
         microbatches=how.int("microbatches"),
         firsts=numbers(how, "firsts"),
         stages=tuple(Plan.from_json(stage) for stage in read.list("stages")),
-        costs=tuple(_cost(plan_json.as_object(c, f"costs[{i}]")) for i, c in enumerate(read.list("costs"))),
-        transfers=tuple(
-            _transfer(plan_json.as_object(t, f"transfers[{i}]")) for i, t in enumerate(read.list("transfers"))
-        ),
+        costs=account.stage_costs_from_json(read.list("costs")),
+        transfers=account.transfers_from_json(read.list("transfers")),
         sent_nbytes=numbers(how, "sent_nbytes"),
         input_names=texts("input_names"),
         output_names=texts("output_names"),
@@ -370,24 +388,3 @@ def plan_from_json(data: object) -> AnyPlan:
     """The plan that JSON data describe, of one program or of a pipeline. Raises PlanningError."""
     kind = PipelinePlan if "pipeline" in plan_json.as_object(data, "the plan").data else Plan
     return kind.from_json(data)
-
-
-def _cost(fields: Fields) -> StageCost:
-    def half(name: str) -> float | None:
-        return None if fields.of(name) is None else fields.float(name)
-
-    return StageCost(
-        forward_seconds=fields.float("forward_seconds"),
-        backward_seconds=fields.float("backward_seconds"),
-        input_gradient_seconds=half("input_gradient_seconds"),
-        weight_gradient_seconds=half("weight_gradient_seconds"),
-        finish_seconds=fields.float("finish_seconds"),
-        in_flight_nbytes=fields.int("in_flight_nbytes"),
-        persistent_nbytes=fields.int("persistent_nbytes"),
-        working_nbytes=fields.int("working_nbytes"),
-        finish_nbytes=fields.int("finish_nbytes"),
-    )
-
-
-def _transfer(fields: Fields) -> Transfer:
-    return Transfer(forward_seconds=fields.float("forward_seconds"), backward_seconds=fields.float("backward_seconds"))

@@ -1,6 +1,7 @@
 """Deep steps are searched on abridged ones, and nothing but time is lost by it."""
 
 import functools
+import math
 from copy import copy
 from dataclasses import replace
 
@@ -18,11 +19,12 @@ from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
 from passes.intra_op import layouts
 from passes.layers import KEPT, blocks, in_blocks, sample_graph
-from passes.pipeline import Sample, StagedSearch, body_of
+from passes.pipeline import Sample, StagedSearch, body_of, prefetch
 from passes.pipeline import search as staged
 from passes.pipeline.drafting import Drafting
 from passes.pipeline.samples import finest, sampled
 from passes.pipeline.stage_plans import StagePlans
+from passes.pipeline.structural_hash import structural_hash
 from passes.planners import Auto
 from passes.progress import SearchContext
 from passes.solver import SolverOptions
@@ -44,8 +46,11 @@ def language_model(module, layers=LAYERS):
     return traced_step(loss, params, batch, optax.adamw(1e-3))
 
 
-def mlp(activations, *, skip=False, shared=False):
-    """Layers named so that the tenth comes second; `skip` hands the first result on to all, `shared` one weight."""
+def mlp(activations, *, skip=False, shared=False, statistics=False, optimizer=None):
+    """Layers named so that the tenth comes second; `skip` hands the first result on to all, `shared` one weight.
+
+    With `statistics`, the end of the step reads a vector of every layer.
+    """
     struct = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     names = [f"layer_{i}" for i in range(1 if shared else len(activations))]
     params = {name: {"w": struct, "b": jax.ShapeDtypeStruct((128,), jnp.float32)} for name in names}
@@ -53,14 +58,16 @@ def mlp(activations, *, skip=False, shared=False):
     def loss(params, batch):
         x, y = batch
         first = x = jnp.tanh(x)
+        seen = []
         for i, activation in enumerate(activations):
             own = params[names[0 if shared else i]]
             x = activation(x @ own["w"] + own["b"])
             x = x + first if skip else x
-        return jnp.mean((x - y) ** 2)
+            seen += [x.sum(1)] if statistics else []
+        return jnp.mean((x - y) ** 2) + sum(jnp.mean(vector) for vector in seen)
 
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
-    return traced_step(loss, params, (x, x), optax.sgd(0.1, momentum=0.9))
+    return traced_step(loss, params, (x, x), optimizer or optax.sgd(0.1, momentum=0.9))
 
 
 def structs_of(traced):
@@ -143,6 +150,66 @@ def test_the_order_of_names_does_not_matter():
     state = {found.graph.types[found.graph.inputs[i]] for _, i in found.state_pairs}
     assert len(found.state_pairs) < len(traced.state_pairs)
     assert state == {traced.graph.types[traced.graph.inputs[i]] for _, i in traced.state_pairs}
+
+
+def test_sums_over_all_layers_have_no_terms_of_those_left_out():
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    traced = mlp([jax.nn.relu] * 12, optimizer=clipped)
+    found = sample_graph(traced.graph, traced.state_pairs)
+    assert found is not None
+    found.graph.verify()
+
+    def sums(graph):
+        return sum(node.primitive == "add" and not graph.types[node.outputs[0]].shape for node in graph.nodes)
+
+    assert sums(traced.graph) - sums(found.graph) == 2 * found.left_out  # of a weight and a bias
+
+
+def test_the_last_layer_of_many_is_like_the_others():
+    """Its neighbour reads a vector of it, which that of no other layer does."""
+    traced = mlp([jax.nn.relu] * 12, statistics=True)
+    short = sampled(whole_step(traced), 4, 4)
+    assert short.left_out
+    kinds = [block.kind for block in searching(traced, {4: short}, 4).table.step.blocks(4)]
+    assert max(map(kinds.count, kinds)) >= KEPT - 1
+
+
+@pytest.mark.slow
+def test_the_order_of_what_a_loop_reads_does_not_matter():
+    traced, graph = language_model(gpt), in_four(gpt).graph
+    for part in cut(graph, in_blocks(body_of(graph), 4).firsts, traced.state_pairs).parts:
+        loop, fixed = part.graph.nodes[part.loop], part.scan.constants
+        body = loop.subgraphs[0]
+        turned_body = replace(body, inputs=(*body.inputs[:fixed][::-1], *body.inputs[fixed:]))
+        turned = replace(loop, inputs=(*loop.inputs[:fixed][::-1], *loop.inputs[fixed:]), subgraphs=(turned_body,))
+        nodes = (*part.graph.nodes[: part.loop], turned, *part.graph.nodes[part.loop + 1 :])
+        assert loop.inputs[:fixed] != turned.inputs[:fixed]
+        other = replace(part, graph=replace(part.graph, nodes=nodes))
+        assert structural_hash(other, ()) == structural_hash(part, ())
+
+
+@pytest.mark.slow
+def test_prices_found_ahead_are_those_found_one_by_one():
+    traced = language_model(gpt)
+    tables = [searching(traced, {4: sample(gpt)}, 4).table for _ in range(2)]
+    ends = len(tables[0].step.blocks(4))
+    stages = [(0, ends // 2, 2), (ends // 2, ends, 2)]
+    prefetch.price_stages(tables[0], [(stage, math.inf) for stage in stages], 4)
+    solved = tables[0].block_costs.solved
+    found, expected = ([table.stage(*stage, 4, math.inf) for stage in stages] for table in tables)
+    assert found == expected
+    assert tables[0].block_costs.solved == solved > 0
+    prefetch.price_near(tables[0], stages, 4)
+    assert [tables[0].near(*stage, 4) for stage in stages] == [tables[1].near(*stage, 4) for stage in stages]
+
+
+@pytest.mark.slow
+def test_state_is_cut_where_the_devices_divide_it():
+    table = searching(language_model(gpt), {4: sample(gpt)}, 4).table
+    blocks_of_step = table.step.blocks(4)
+    whole, halves, elevenths = (sum(table.block_costs.state_nbytes(b, n) for b in blocks_of_step) for n in (1, 2, 11))
+    assert halves < whole / 2 * 1.01
+    assert elevenths == whole  # no dimension of a tiny GPT is a multiple of 11
 
 
 def test_one_block_that_differs_is_enough():

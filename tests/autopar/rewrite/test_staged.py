@@ -17,8 +17,9 @@ from passes.errors import OverBudgetError
 from passes.inter_op import SCHEDULES, is_chunked
 from passes.intra_op import layouts
 from passes.pipeline import StagedSearch, layers_of, samples_of
-from passes.pipeline.drafts import Draft, DraftSearch, Shape
+from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.samples import anchors, near
+from passes.pipeline.shapes import Draft, Shape
 from passes.pipeline.stage_bytes import least_bytes, partly_priced
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.workers import WorkerPool

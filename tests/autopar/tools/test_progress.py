@@ -23,7 +23,8 @@ from autopar.tools.cli import main
 from passes.errors import OverBudgetError
 from passes.intra_op import VariantSearch
 from passes.ir import Graph
-from passes.pipeline.drafts import Draft, DraftSearch
+from passes.pipeline.drafts import DraftSearch
+from passes.pipeline.shapes import Draft
 from passes.plan import Plan
 from passes.progress import Deadline, Report, SearchContext
 from passes.step import Step, Variant

@@ -7,7 +7,8 @@ import pytest
 
 from passes.inter_op import SCHEDULES, LowerBound, StageCost, Transfer, build, is_chunked, named_schedule, simulate
 from passes.inter_op.schedules import in_flight
-from passes.pipeline.drafts import Shape, least_seconds
+from passes.pipeline.draft_prices import least_seconds
+from passes.pipeline.shapes import Shape
 from tests.sample import some
 
 

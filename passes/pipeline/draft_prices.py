@@ -1,0 +1,170 @@
+"""The prices of pipelines before any stage of them is planned: bounds on what a shape takes, and drafts of it.
+
+A pipeline of p groups in m microbatches takes, with the floors c_j of stages (forward and backward of a microbatch),
+P_g of all stages of a group with their share of the end of a step, and transfers x_j onward and y_j back, at least
+
+    max over g of  sum over j < g of (c_j + x_j + y_j) + m sum over stages of g of c      a backward being one task
+    max over g of  sum over j < g of x_j + m P_g
+
+for a group begins when the first microbatch has come to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+
+from passes.cluster import HostGroup, boundary_seconds
+from passes.inter_op import LowerBound, StageCost, Transfer, build, named_schedule
+from passes.pipeline import prefetch
+from passes.pipeline.lower_bounds import SLACK
+from passes.pipeline.shapes import Draft, Shape
+from passes.pipeline.stage_bytes import least_bytes
+from passes.pipeline.stage_table import StageCostTable
+
+
+def least_seconds(
+    bounds: Sequence[LowerBound], transfers: Sequence[Transfer], shape: Shape, microbatches: int, split: bool
+) -> float:
+    """The least seconds that a shape takes; with the backward `split` nothing need follow a group's last task."""
+    groups, before, onward, least = len(shape.devices), 0.0, 0.0, 0.0
+    for group in range(groups):
+        of_group = bounds[group::groups]
+        busy, period = sum(bound.seconds for bound in of_group), sum(bound.period for bound in of_group)
+        least = max(least, onward + microbatches * period, before + microbatches * busy)
+        if group + 1 < groups:
+            hop = transfers[group]
+            onward += hop.forward_seconds
+            before += hop.forward_seconds
+            before += 0.0 if split else hop.backward_seconds + bounds[group].seconds
+    return least
+
+
+@cache
+def splits_backward(schedule: str) -> bool:
+    """Whether a schedule has halves of the backward."""
+    return any(task.kind == "weight_gradient" for task in build(schedule, 1, 1).groups[0])
+
+
+def runs_of(shape: Shape, table: StageCostTable, microbatches: int) -> list[tuple[int, int, int]]:
+    """The first block of each stage, the one after its last, and its devices."""
+    ends = (*shape.begins[1:], len(table.step.cuts(microbatches).blocks))
+    sizes = (shape.devices[stage % len(shape.devices)] for stage in range(len(ends)))
+    return list(zip(shape.begins, ends, sizes, strict=True))
+
+
+def priced_drafts(
+    shape: Shape, table: StageCostTable, count: int, schedules: Sequence[str], cutoff: float, most_nbytes: float
+) -> list[Draft] | None:
+    """The shape in so many microbatches under each of these schedules by which it takes less than `cutoff` seconds.
+
+    None once it is seen that it needs more than `most_nbytes` of a device under each of them.
+    """
+    runs, transfers = runs_of(shape, table, count), transfers_of(shape, table, count, count)
+    scheduled = {name: named_schedule(name, len(shape.begins), count, shape.chunks) for name in schedules}
+    least = [least_bytes(table, *run, count) for run in runs]
+
+    def fits(costs: Mapping[int, StageCost]) -> bool:
+        stages = [costs.get(stage, nbytes) for stage, nbytes in enumerate(least)]
+        return any(tasks.peak_nbytes(stages) <= most_nbytes for tasks in scheduled.values())
+
+    costs = _costs(shape, table, count, transfers, splits_backward(schedules[0]), cutoff, fits)
+    if costs is None or len(costs) < len(runs):
+        return None if costs else []
+    device = table.cluster.group().device
+    drafts: list[Draft] = []
+    for name, tasks in scheduled.items():
+        seconds = tasks.seconds(costs, transfers, device.dispatch_seconds, device.send_overlap)
+        nbytes = tasks.peak_nbytes(costs)
+        draft = Draft(shape=shape, microbatches=count, schedule=name, seconds=seconds, peak_nbytes=nbytes, table=table)
+        drafts += [draft] if seconds < cutoff else []
+    return drafts
+
+
+def _costs(
+    shape: Shape,
+    table: StageCostTable,
+    microbatches: int,
+    transfers: Sequence[Transfer],
+    split: bool,
+    cutoff: float,
+    fits: Callable[[Mapping[int, StageCost]], bool],
+) -> list[StageCost] | None:
+    """The cost of each stage; None once a stage cannot be had, or all that is known of them takes `cutoff` seconds.
+
+    Stages of the group that has most to do are priced first: a pipeline that takes too long is mostly seen to there.
+    Each may take what the others of its group leave. Those priced so far where they are seen not to fit.
+    """
+    runs, groups = runs_of(shape, table, microbatches), len(shape.devices)
+    costs: dict[int, StageCost] = {}
+
+    def least() -> list[LowerBound]:
+        """The least that each stage takes, by what is known of it."""
+        bounds = [table.bounds.of_blocks(*run, microbatches) for run in runs]
+        for stage, cost in costs.items():
+            busy = cost.forward_seconds + cost.backward_seconds
+            bounds[stage] = LowerBound(busy, cost.period(microbatches), 0.0)
+        return bounds
+
+    bounds = least()
+    if least_seconds(bounds, transfers, shape, microbatches, split) >= cutoff:
+        return None
+    order = _heaviest_first(bounds, groups)
+    period = cutoff / microbatches
+    prefetch.price_stages(
+        table, [(runs[stage], _allowed(bounds, groups, stage, period)) for stage in order], microbatches
+    )
+    for stage in order:
+        bounds = least()
+        if least_seconds(bounds, transfers, shape, microbatches, split) >= cutoff:
+            return None
+        cost = table.stage(*runs[stage], microbatches, _allowed(bounds, groups, stage, period))
+        if cost is None:
+            return None
+        is_new = cost not in costs.values()
+        costs[stage] = cost
+        if is_new and len(costs) < len(runs) and not fits(costs):
+            return list(costs.values())
+    if least_seconds(least(), transfers, shape, microbatches, split) >= cutoff:
+        return None
+    return [costs[stage] for stage in range(len(runs))]
+
+
+def price_deciding(shape: Shape, tables: Sequence[StageCostTable], microbatches: int, cutoff: float) -> None:
+    """Prices at once what decides in each of these tables whether the shape takes less than `cutoff` seconds."""
+    groups, stages = len(shape.devices), list[tuple[StageCostTable, prefetch.Blocks, float]]()
+    for table in tables:
+        runs = runs_of(shape, table, microbatches)
+        bounds = [table.bounds.of_blocks(*run, microbatches) for run in runs]
+        stage = _heaviest_first(bounds, groups)[0]
+        stages.append((table, runs[stage], _allowed(bounds, groups, stage, cutoff / microbatches)))
+    prefetch.price_first(stages, microbatches)
+
+
+def _heaviest_first(bounds: Sequence[LowerBound], groups: int) -> list[int]:
+    """The stages, first those of the group that has most to do."""
+    periods = [bound.period for bound in bounds]
+    return sorted(range(len(bounds)), key=lambda stage: (-sum(periods[stage % groups :: groups]), stage))
+
+
+def _allowed(bounds: Sequence[LowerBound], groups: int, stage: int, period: float) -> float:
+    """The period in seconds that a stage may have where its group has that one: what the others leave."""
+    others = sum(bound.period for bound in bounds[stage % groups :: groups]) - bounds[stage].period
+    return SLACK * (period - others)
+
+
+def transfers_of(shape: Shape, table: StageCostTable, known: int, microbatches: int) -> list[Transfer]:
+    """The transfers between stages, in as many microbatches as a sample has, or in proportion in others."""
+    hosts, places = table.cluster.group(), shape.places()
+    edges = [table.step.edge_nbytes(block, known) * known // microbatches for block in shape.begins[1:]]
+    return [
+        _transfer(hosts, here, there, nbytes) for (here, there), nbytes in zip(pairwise(places), edges, strict=True)
+    ]
+
+
+def _transfer(hosts: HostGroup, here: range, there: range, nbytes: int) -> Transfer:
+    return Transfer(
+        forward_seconds=boundary_seconds(hosts, here, there, nbytes),
+        backward_seconds=boundary_seconds(hosts, there, here, nbytes),
+    )

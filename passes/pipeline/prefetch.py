@@ -1,0 +1,85 @@
+"""Prices that a search is going to ask for one by one, found at once, so that processes share the work.
+
+Each would be bounded by those before it: a few of those that are found here would not have been needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from passes.inter_op import Candidate, Submesh
+from passes.pipeline.block_costs import PriceRequest
+from passes.pipeline.stage_table import LEAST_GAIN, PRICE_TOLERANCE, StageCostTable
+from passes.pipeline.step_blocks import Counted
+
+Blocks = tuple[int, int, int]
+"""The first block of a stage, the one after its last, and its devices."""
+
+_Run = tuple[Sequence[Counted], int, int, float]
+"""Blocks on so many devices in so many microbatches, and the period in seconds that they must stay below."""
+
+
+def price_layers(
+    table: StageCostTable, layers: Sequence[tuple[int, int, Submesh, int]], seconds: float = math.inf
+) -> None:
+    """Finds what `table.candidate` asks for, given each of these, for steps of less than so many seconds."""
+    runs: list[_Run] = [
+        (table.step.in_layers(first, last, count), submesh.n_devices, count, seconds / count)
+        for first, last, submesh, count in layers
+    ]
+    _price(table, runs, (1, None))  # the heaviest block may be too much
+
+
+def price_stages(table: StageCostTable, stages: Sequence[tuple[Blocks, float]], microbatches: int) -> None:
+    """Finds what `table.stage` asks for, given each of these stages with its cutoff."""
+    runs: list[_Run] = [
+        (table.step.counted(begin, end, microbatches), n_devices, microbatches, cutoff)
+        for (begin, end, n_devices), cutoff in stages
+    ]
+    _price(table, runs, (None,))
+
+
+def price_first(stages: Sequence[tuple[StageCostTable, Blocks, float]], microbatches: int) -> None:
+    """Finds what `stage` of each of these tables, all of the same block costs, asks for first, given its cutoff."""
+    requests: list[PriceRequest] = []
+    for table, (begin, end, n_devices), cutoff in stages:
+        chosen = table.step.counted(begin, end, microbatches)
+        (_, mesh), *_ = table.order(chosen, n_devices)
+        requests += table.requests(chosen, mesh, cutoff)[: 1 if math.isfinite(cutoff) else None]
+    if requests:
+        stages[0][0].price_all(requests)
+        for table, *_ in stages[1:]:
+            table.bounds.n_prices += len(requests)
+
+
+def price_near(table: StageCostTable, stages: Sequence[Blocks], microbatches: int) -> None:
+    """Finds what `table.near` asks for, given each of these stages, whose best mesh is known."""
+    requests: list[PriceRequest] = []
+    for begin, end, n_devices in stages:
+        chosen = table.step.counted(begin, end, microbatches)
+        first, *others = table.by_wins(n_devices)
+        costs = table.costs(chosen, first, math.inf)
+        period = Candidate.together(costs, first).period(microbatches) if costs else math.inf
+        requests += table.ahead(chosen, others, (1 + PRICE_TOLERANCE) * period)
+    table.price_all(requests)
+
+
+def _price(table: StageCostTable, runs: Sequence[_Run], rounds: Sequence[int | None]) -> None:
+    """Prices runs on the mesh of each that is tried first, so many blocks in each round, and then on the others."""
+    meshes = [[mesh for _, mesh in table.order(chosen, n_devices)] for chosen, n_devices, *_ in runs]
+    for most in rounds:
+        table.price_all(
+            [
+                request
+                for (chosen, *_, cutoff), (mesh, *_) in zip(runs, meshes, strict=True)
+                for request in table.requests(chosen, mesh, cutoff)[: most if math.isfinite(cutoff) else None]
+            ]
+        )
+    requests: list[PriceRequest] = []
+    for (chosen, n_devices, count, cutoff), (first, *others) in zip(runs, meshes, strict=True):
+        costs = table.costs(chosen, first, cutoff)
+        period = Candidate.together(costs, first).period(count) if costs else 0.0
+        if period > table.good_enough(chosen, n_devices):
+            requests += table.ahead(chosen, others, period / (1 + LEAST_GAIN))
+    table.price_all(requests)
