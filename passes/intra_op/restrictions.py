@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 from typing import cast
@@ -277,6 +277,17 @@ def megatron(
         return spec.local_nbytes(types[value[1]], assembly.mesh) if value in state else 0.0
 
     return restricted(assembly, allows, allows_input, allows_port, nbytes_of=nbytes_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """The restriction of `megatron` along axes of these names, the empty name for no axis."""
+
+    data: str
+    tensor: str
+
+    def __call__(self, assembly: Assembly) -> Assembly:
+        return megatron(assembly, self.data, self.tensor)
 
 
 def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:

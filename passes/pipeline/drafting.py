@@ -12,7 +12,7 @@ from passes import inter_op
 from passes.cluster import Cluster
 from passes.errors import OverBudgetError, PlanningError
 from passes.inter_op import Candidate, Partition, Submesh, build, is_chunked
-from passes.intra_op import named, pins, restrictions
+from passes.intra_op import pins, restrictions, unnamed
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
 from passes.pipeline.drafts import DraftSearch
@@ -190,9 +190,11 @@ class Drafting:
     def _megatron_table(self, size: int, tensor: int) -> StageCostTable:
         """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
         if (size, tensor) not in self._megatron_tables:
-            forbidden = self.table.meshes(size)[0].forbidden
-            mesh = pins.without(named(self.cluster, ("data", size // tensor), ("tensor", tensor)), forbidden)
-            block_costs = self.table.block_costs.restricted(restrictions.megatron)
+            meshes, data = self.table.bounds.meshes_of(size), size // tensor
+            mine = unnamed(self.cluster, tuple(n for n in (data, tensor) if n > 1))
+            mesh = next((mesh for mesh in meshes if mesh.sizes == mine.sizes), pins.without(mine, meshes[0].forbidden))
+            along = restrictions.Along(mesh.axes[0] if data > 1 else "", mesh.axes[-1] if tensor > 1 else "")
+            block_costs = self.table.block_costs.restricted(along)
             self._megatron_tables[size, tensor] = self.table.restricted(block_costs, lambda _: [mesh])
         return self._megatron_tables[size, tensor]
 
