@@ -14,6 +14,7 @@ from passes.memory.gpu_layouts import viewed
 from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
+from passes.memory.reassociation import reassociated
 from passes.memory.split_products import Weights, split
 
 
@@ -25,7 +26,9 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
     return partial(xla.temporaries, compiler)
 
 
-def _combined(operations: Sequence[Operation], weights: Weights) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+def _combined(
+    operations: Sequence[Operation], outputs: Sequence[int], weights: Weights
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with transposes for products as views, products split and collectives combined.
 
     A scatter is fused with what it reads, and then makes a new array, as a sum does: it is not in place any more. The
@@ -33,6 +36,7 @@ def _combined(operations: Sequence[Operation], weights: Weights) -> tuple[tuple[
     """
     sums = [(o.kind, o.name[:7]) in (("update", "scatter"), ("opaque", "window")) for o in operations]
     fused = [o._replace(kind="reduce") if s else o for o, s in zip(operations, sums, strict=True)]
-    changed, place = split(viewed(fused), weights)
-    joined, moved = combined(changed)
-    return joined, tuple(moved[p] for p in place)
+    summed, at = reassociated(fused, outputs)
+    changed, place = split(viewed(summed), weights)
+    joined, moved = combined(changed, [place[at[o]] for o in outputs])
+    return joined, tuple(moved[place[p]] for p in at)
