@@ -12,11 +12,11 @@ AllReduceCombiner and ReduceScatterCombiner, and AllReduceContiguous, with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from passes.memory.all_reduces import in_order, join
-from passes.memory.fusion import post_order
+from passes.memory.fusion import Kernel, post_order
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_tasks import beside
 from passes.memory.operations import Operation
@@ -25,14 +25,22 @@ COMBINED_NBYTES = 30 * 2**20
 COMBINED = 256
 """The bytes and the number of tensors that are sent as one at most."""
 
+Fuse = Callable[[Sequence[Operation], Sequence[int]], tuple[Kernel, ...]]
+"""Fuses a program, given its outputs, into kernels."""
+
 KINDS = ("all_gather", "all_reduce", "reduce_scatter")
 """The kinds of collectives that are combined, in the order in which that is done."""
 
 
-def combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
-    """The operations with collectives combined, in a valid order, and the new position of each old one."""
+def combined(
+    operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse = fuse
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """The operations with collectives combined, in a valid order, and the new position of each old one.
+
+    The order is that of the kernels that the compiler `fuse`s them into.
+    """
     joined = list(operations)
-    for part in _parts(operations, outputs):
+    for part in _parts(operations, outputs, fuse):
         if operations[part[0]].name == "all_reduce":
             _lay_out(joined, part)
         else:
@@ -40,12 +48,12 @@ def combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[t
     return in_order(operations, joined)
 
 
-def _parts(operations: Sequence[Operation], outputs: Sequence[int]) -> Iterator[list[int]]:
+def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) -> Iterator[list[int]]:
     """The collectives that are sent as one, two or more."""
     every = [i for i, o in enumerate(operations) if o.kind == "collective" and o.name in KINDS]
     if len(every) < 2:
         return
-    kernels, behind = _as_kernels(operations, outputs), _behind(operations, every)
+    kernels, behind = _as_kernels(operations, outputs, fuse), _behind(operations, every)
     bits = {m: 1 << bit for bit, m in enumerate(every)}
     for kind in KINDS:
         place = post_order(kernels, outputs)
@@ -64,7 +72,7 @@ def _parts(operations: Sequence[Operation], outputs: Sequence[int]) -> Iterator[
                 members.sort(key=place.__getitem__)
 
 
-def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int]) -> list[Operation]:
+def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) -> list[Operation]:
     """The operations, each with what its kernel reads as operands, those that have none left out.
 
     Where a kernel takes in what makes an operand, what that reads is listed last: so long sums end up backwards.

@@ -233,6 +233,7 @@ def test_a_tanh_is_written_once_for_two_readers_and_a_root_computed_in_both() ->
 
     assert 1 in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5))}
     assert 1 not in {kernel.operation for kernel in fuse(chain("sqrt"), (4, 5))}
+    assert 1 not in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5), costly_nbytes=1)}
 
 
 @pytest.mark.parametrize(("tokens", "waits"), [(2048, True), (256, False)])
