@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from passes.memory.operations import Operation
 
 
-def combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+def combined(operations: Sequence[Operation], _: Sequence[int] = ()) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with all-reduces combined, in a valid order, and the new position of each old one."""
     joined = list(operations)
     for members in groups(operations, lambda o: (o.tag, o.dtype) if o.name == "all_reduce" else None):

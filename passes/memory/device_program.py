@@ -49,8 +49,9 @@ Inside = Callable[[int, Placement, Mapping[int, object]], Mapping[int, int]]
 returns the ranks of the ports that they read, in the order in which they do."""
 
 
-Combine = Callable[[Sequence[Operation]], tuple[tuple[Operation, ...], tuple[int, ...]]]
-"""Combines the collectives of a program: its operations in a valid order, and the new position of each old one."""
+Combine = Callable[[Sequence[Operation], Sequence[int]], tuple[tuple[Operation, ...], tuple[int, ...]]]
+"""Combines the collectives of a program, given its outputs: its operations in a valid order, and the new position of
+each old one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ def lower(
     operations, moved = lowering.operations.every, list[int]()
     if interface.repeated:
         operations, moved = _hoisted(operations, {lowering.entered[position] for position in interface.fixed}, outputs)
-    operations, place = context.combine(operations)
+    operations, place = context.combine(operations, outputs)
     entered = [place[o] for o in lowering.entered]
     return DeviceProgram(
         operations=operations,

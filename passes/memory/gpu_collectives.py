@@ -1,58 +1,151 @@
 """The collectives of a program as XLA's GPU compiler joins them, up to 30 MiB at a time.
 
-All-reduces of one dtype are laid side by side first, reduced in that place, and cut apart by what reads them;
-all-gathers and reduce-scatters are sent together from where they are.
+They are joined in the order in which the outputs come to them: the first one that is not joined yet begins, and the
+next ones follow until one is too many, or waits for one that is there. All-reduces of one dtype are laid side by side
+first, reduced in that place, and cut apart by what reads them; all-gathers and reduce-scatters are sent together from
+where they are.
 
-Reference: XLA's AllReduceCombiner, AllGatherCombiner, ReduceScatterCombiner and AllReduceContiguous, with
+Reference: CombineInstructionsByKey of xla/service/collective_combiner_utils.h under AllGatherCombiner,
+AllReduceCombiner and ReduceScatterCombiner, and AllReduceContiguous, with
 `xla_gpu_all_reduce_combine_threshold_bytes` and its like at their defaults, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
-from passes.memory.all_reduces import groups, in_order, join
+from passes.memory.all_reduces import in_order, join
+from passes.memory.fusion import Kernel, post_order
+from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_tasks import beside
 from passes.memory.operations import Operation
 
 COMBINED_NBYTES = 30 * 2**20
 COMBINED = 256
 """The bytes and the number of tensors that are sent as one at most."""
 
+Fuse = Callable[[Sequence[Operation], Sequence[int]], tuple[Kernel, ...]]
+"""Fuses a program, given its outputs, into kernels."""
 
-def combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
-    """The operations with collectives combined, in a valid order, and the new position of each old one."""
+KINDS = ("all_gather", "all_reduce", "reduce_scatter")
+"""The kinds of collectives that are combined, in the order in which that is done."""
+
+
+def combined(
+    operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse = fuse
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """The operations with collectives combined, in a valid order, and the new position of each old one.
+
+    The order is that of the kernels that the compiler `fuse`s them into.
+    """
     joined = list(operations)
-    for members in groups(operations, _key):
-        for part in _parts(operations, members):
-            if len(part) > 1 and operations[part[0]].name == "all_reduce":
-                _lay_out(joined, part)
-            elif len(part) > 1:
-                join(joined, part)
+    for part in _parts(operations, outputs, fuse):
+        if operations[part[0]].name == "all_reduce":
+            _lay_out(joined, part)
+        else:
+            join(joined, part)
     return in_order(operations, joined)
+
+
+def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) -> Iterator[list[int]]:
+    """The collectives that are sent as one, two or more."""
+    every = [i for i, o in enumerate(operations) if o.kind == "collective" and o.name in KINDS]
+    if len(every) < 2:
+        return
+    kernels, behind = _as_kernels(operations, outputs, fuse), _behind(operations, every)
+    bits = {m: 1 << bit for bit, m in enumerate(every)}
+    for kind in KINDS:
+        place = post_order(kernels, outputs)
+        members = [m for m in every if place[m] >= 0 and operations[m].name == kind]
+        members.sort(key=place.__getitem__)
+        while members:
+            part = _first(operations, members, behind, bits)
+            members = [m for m in members if m not in part]
+            if len(part) == 1:
+                continue
+            yield part
+            before = _wait(behind, bits, part)
+            join(kernels, part)
+            if any(bits[m] & before for m in members):  # those come to be visited earlier
+                place = post_order(kernels, outputs)
+                members.sort(key=place.__getitem__)
+
+
+def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) -> list[Operation]:
+    """The operations, each with what its kernel reads as operands, those that have none left out.
+
+    Where a kernel takes in what makes an operand, what that reads is listed last: so long sums end up backwards.
+
+    Reference: HloFusionInstruction::FuseInstruction, as of jaxlib 0.10.
+    """
+    every = fuse(operations, outputs)
+    written, before = {kernel.operation for kernel in every}, beside(operations, every)
+    kernels: list[Operation] = []
+    for index, operation in enumerate(operations):
+        listed = dict.fromkeys(operation.operands) if index in written else {}
+        pending, met = list(listed), set(listed)
+        for o in pending:
+            if o not in written:
+                del listed[o]
+                appended = [below for below in dict.fromkeys(operations[o].operands) if below not in met]
+                met.update(appended)
+                pending.extend(appended)
+                listed.update(dict.fromkeys(appended))
+        kernels.append(operation._replace(operands=(*listed, *before.get(index, ()))))
+    return kernels
+
+
+def _behind(operations: Sequence[Operation], members: Sequence[int]) -> dict[int, int]:
+    """The members that each member waits for, as bits by position."""
+    bits = {m: 1 << bit for bit, m in enumerate(members)}
+    waits: list[int] = []
+    for operation in operations:
+        mask = 0
+        for o in operation.operands:
+            mask |= waits[o] | bits.get(o, 0)
+        waits.append(mask)
+    return {m: waits[m] for m in members}
+
+
+def _wait(behind: dict[int, int], bits: Mapping[int, int], part: Sequence[int]) -> int:
+    """The bits of a part and of what it waits for; collectives that wait for some of it wait for all that now."""
+    joint = sum(bits[m] for m in part)
+    before = joint
+    for m in part:
+        before |= behind[m]
+    for m, mask in behind.items():
+        if mask & joint or m in part:
+            behind[m] = mask | before
+    return before
+
+
+def _first(
+    operations: Sequence[Operation], members: Sequence[int], behind: Mapping[int, int], bits: Mapping[int, int]
+) -> list[int]:
+    """The first members that are sent as one."""
+    part, joint, nbytes, key = (
+        [members[0]],
+        bits[members[0]],
+        operations[members[0]].nbytes,
+        _key(operations[members[0]]),
+    )
+    for m in members[1:]:
+        if _key(operations[m]) != key or operations[m].nbytes > COMBINED_NBYTES:
+            continue
+        nbytes += operations[m].nbytes
+        if nbytes > COMBINED_NBYTES or behind[m] & joint or len(part) == COMBINED:
+            break
+        part.append(m)
+        joint |= bits[m]
+    return part
 
 
 def _key(operation: Operation) -> object:
     """The key of collectives that may be one."""
-    if operation.name == "all_reduce":
-        return operation.tag, operation.dtype
-    if operation.name in ("all_gather", "reduce_scatter"):
+    if operation.name == "all_gather":
         return cast("tuple[object, ...]", operation.tag)[:3]
-    return None
-
-
-def _parts(operations: Sequence[Operation], members: Sequence[int]) -> Iterator[list[int]]:
-    """The members in parts that are sent as one."""
-    part: list[int] = []
-    nbytes = 0
-    for member in members:
-        if part and (nbytes + operations[member].nbytes > COMBINED_NBYTES or len(part) == COMBINED):
-            yield part
-            part, nbytes = [], 0
-        part.append(member)
-        nbytes += operations[member].nbytes
-    if part:
-        yield part
+    return cast("tuple[object, ...]", operation.tag)[:3], operation.dtype
 
 
 def _lay_out(operations: list[Operation], members: Sequence[int]) -> None:

@@ -1,11 +1,11 @@
 """The time of kernels and collectives, as the scheduler of XLA's GPU compiler estimates it.
 
 For Hopper and newer it has estimates in microseconds: of kernels by the bytes that they read and write, of products by
-a table of measurements, of collectives by another. For what came before it has three sizes, whatever the shapes.
+a table of measurements, of collectives by another. For what came before it has none, and hides no latency.
 
-Reference: XLA's SolLatencyEstimator, MatmulInterpolator and CollectiveInterpolator, and GpuLatencyEstimator, as of
-jaxlib 0.10. The numbers here were fitted to what SolLatencyEstimator logs of the steps of `benchmarks.compilers` on
-eight H100: most products are within a third of it, collectives from 8 MB within a tenth.
+Reference: XLA's SolLatencyEstimator, MatmulInterpolator and CollectiveInterpolator, as of jaxlib 0.10. The numbers here
+were fitted to what SolLatencyEstimator logs of the steps of `benchmarks.compilers` on eight H100: most products are
+within a third of it, collectives from 8 MB within a tenth.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from typing import cast
 
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_tasks import LOOPS
 from passes.memory.operations import Operation, Shape
 
-LIBRARY, LOOP, KERNEL, COLLECTIVE = 1000.0, 1000.0, 1.0, 5000.0
-"""The sizes of a convolution by a library, of a loop over elements, of any other kernel, and of a collective: XLA's
-`kMediumCost`, `kLowCost` and `kHighLatency`. They have no unit; a name costs nothing."""
+KERNEL = 1.0
+"""The cost of what takes hardly any time, the start and the end of a collective: XLA's `kLowCost`."""
 
 LIBRARY_MICROSECONDS = 10.0
-"""A convolution by a library, which is not estimated: a hundredth of `LIBRARY`, as in XLA."""
+"""A convolution by a library, which is not estimated: a hundredth of XLA's `kMediumCost`, as there."""
 
 NBYTES_PER_MICROSECOND = 3.35e6
 """Of the memory of an H100, whose data sheet says so."""
@@ -37,14 +35,6 @@ FLOAT32_FLOPS_PER_MICROSECOND = 1.18e7
 
 SENT_MICROSECONDS, SENT_NBYTES_PER_MICROSECOND = 30.0, 4.3e5
 """The start of a collective, and the bytes that it sends and receives: fitted, see above."""
-
-
-def size(kernel: Kernel, operations: Sequence[Operation]) -> float:
-    """The size of a kernel on GPUs before Hopper."""
-    operation = operations[kernel.operation]
-    if operation.name == "convolution":
-        return LIBRARY
-    return LOOP if operation.kind in LOOPS else KERNEL
 
 
 def microseconds(kernel: Kernel, operations: Sequence[Operation]) -> float:

@@ -43,9 +43,14 @@ H100, whose cores start 33e12 a second while memory moves 3.35e12 bytes. It is m
 is written once for both of its readers (jaxlib 0.10); of exponentials and roots it is units."""
 
 
-def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
-    """The kernels of a program, in the order of its operations, without those that no output needs."""
-    fusion = _Fusion(operations, frozenset(outputs))
+def fuse(
+    operations: Sequence[Operation], outputs: Iterable[int], *, costly_nbytes: int = COSTLY_NBYTES
+) -> tuple[Kernel, ...]:
+    """The kernels of a program, in the order of its operations, without those that no output needs.
+
+    A costly operation takes as long as memory takes for `costly_nbytes` an element.
+    """
+    fusion = _Fusion(operations, frozenset(outputs), costly_nbytes)
     fusion.decide()
     return kernels_of(operations, fusion.written)
 
@@ -56,8 +61,8 @@ class _Fusion:
     What is read by something `fixed`, a product or a collective or a bitcast that one reads, has to be there.
     """
 
-    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int]) -> None:
-        self.operations, self.outputs = operations, outputs
+    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], costly_nbytes: int) -> None:
+        self.operations, self.outputs, self.costly_nbytes = operations, outputs, costly_nbytes
         self.sizes = [operation.nbytes for operation in operations]
         self.readers: list[list[int]] = [[] for _ in operations]
         self.needed = bytearray(len(operations))
@@ -111,7 +116,7 @@ class _Fusion:
         """Bytes that memory moves while a kernel computes an operation and what it alone follows from."""
         work, operation = 0, self.operations[index]
         while operation.kind in FUSIBLE:
-            work += COSTLY_NBYTES * operation.size if operation.name in COSTLY else 0
+            work += self.costly_nbytes * operation.size if operation.name in COSTLY else 0
             if len(operation.operands) != 1 or len(self.readers[index := operation.operands[0]]) > 1:
                 break
             operation = self.operations[index]

@@ -4,7 +4,8 @@ A collective is two tasks, from the first of which to the second it is under way
 is known by a name of its own, as elements of tuples are, and so is what a product reads. A kernel that makes
 little of a large array is one with the first of the array's other readers, and stands just before it: so the loss of
 each token is there when the gradient of the logits is, and nothing keeps the logits longer. An array that memory moves
-before a kernel has started is read once more: kernels stay apart.
+before a kernel has started is read once more: kernels stay apart. A number that is made of what a collective sends, as
+the loss is, is made with what else is, however small that is.
 
 Reference: XLA's async collectives and MultiOutputFusion for GPUs, as of jaxlib 0.10.
 """
@@ -79,7 +80,7 @@ class Tasks:
 def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
     """The tasks of a program, each behind what it reads; the last reads all outputs."""
     operations, tasks = program.operations, Tasks()
-    before = _beside(operations, kernels)
+    before = beside(operations, kernels)
     task_of: dict[int, int] = {}
     for kernel in kernels:
         made, operation = kernel.operation, operations[kernel.operation]
@@ -104,21 +105,26 @@ def _is_name(operation: Operation, kernel: Kernel) -> bool:
     return operation.kind in (*SOURCES, "part", "result") or (operation.kind, operation.shape) == ("opaque", (0,))
 
 
-def _beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, list[int]]:
-    """The kernels that make little of a large array, by the first of its other readers, which comes later."""
+def beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, list[int]]:
+    """The kernels that make little of a large array, or a number of what a collective sends, by the first of its other
+    readers, which comes later.
+    """
     readers: dict[int, list[int]] = {}
     for kernel in kernels:
         for read in kernel.reads:
             readers.setdefault(read, []).append(kernel.operation)
-    beside: dict[int, list[int]] = {}
+    before: dict[int, list[int]] = {}
     for array, siblings in readers.items():
-        if operations[array].nbytes < LAUNCH_NBYTES:
+        described = operations[array]
+        if described.nbytes < LAUNCH_NBYTES and described.kind != "collective":
             continue
-        little = [o for o in siblings if _makes_little(operations[o], operations[array])]
+        little = [o for o in siblings if _makes_little(operations[o], described)]
+        if described.nbytes < LAUNCH_NBYTES:
+            little = [o for o in little if operations[o].size == 1]
         others = [o for o in siblings if o not in little and operations[o].kind != "loop"]
-        if others and (before := [o for o in little if o < min(others)]):
-            beside.setdefault(min(others), []).extend(before)
-    return beside
+        if others and (earlier := [o for o in little if o < min(others)]):
+            before.setdefault(min(others), []).extend(earlier)
+    return before
 
 
 def _makes_little(made: Operation, read: Operation) -> bool:

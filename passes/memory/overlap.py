@@ -15,7 +15,11 @@ prefers, in this order:
 So what only later collectives need, as the products that make gradients of weights do, fills the time of those that are
 under way, and all that those products read is in memory until then.
 
-Reference: XLA's LatencyHidingScheduler with GpuAsyncTracker, and ReadySetLt, as of jaxlib 0.10.
+GPUs before Hopper keep the order that it starts from: XLA's option for this is off by default, and it puts it on where
+it has measured times, which is from Hopper on.
+
+Reference: XLA's LatencyHidingScheduler with GpuAsyncTracker, and ReadySetLt, and SolLatencyEstimator's
+IsSupportedForModule, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from collections.abc import Sequence
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_costs import COLLECTIVE, KERNEL, collective_microseconds, microseconds, size
+from passes.memory.gpu_costs import KERNEL, collective_microseconds, microseconds
 from passes.memory.gpu_schedules import ordered
 from passes.memory.gpu_tasks import Role, Tasks, tasks_of
 
@@ -37,28 +41,27 @@ Kind = tuple[float, int, int]
 and the arrays that have no other reader."""
 
 
-def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, in_time: bool = True) -> list[int]:
+def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, hides: bool = True) -> list[int]:
     """The operations that kernels write, in the order in which they run; inputs come first.
 
-    The scheduler estimates times where `in_time`, sizes where not.
+    The latency of collectives is hidden only where the compiler `hides` it.
     """
     tasks = tasks_of(program, kernels)
-    costs, latencies = _estimates(program, kernels, tasks, in_time=in_time)
-    hidden = _Backwards(tasks, ordered(program, kernels, tasks), costs, latencies).run()
-    made = [tasks.operations[task] for task in hidden if tasks.roles[task] != Role.END]
+    order = ordered(program, kernels, tasks)
+    if hides:
+        order = _Backwards(tasks, order, *_estimates(program, kernels, tasks)).run()
+    made = [tasks.operations[task] for task in order if tasks.roles[task] != Role.END]
     inputs = [o for o in made if o >= 0 and program.operations[o].kind == "input"]
     return [*inputs, *(o for o in made if o >= 0 and program.operations[o].kind != "input")]
 
 
-def _estimates(
-    program: DeviceProgram, kernels: Sequence[Kernel], tasks: Tasks, *, in_time: bool
-) -> tuple[list[float], list[float]]:
+def _estimates(program: DeviceProgram, kernels: Sequence[Kernel], tasks: Tasks) -> tuple[list[float], list[float]]:
     """The cost of each task, and the latency from each start of a collective to its end."""
     operations, by_operation = program.operations, {kernel.operation: kernel for kernel in kernels}
     costs, latencies = [0.0] * len(tasks), [0.0] * len(tasks)
     for task, (o, role) in enumerate(zip(tasks.operations, tasks.roles, strict=True)):
         if role == Role.RUN:
-            costs[task] = (microseconds if in_time else size)(by_operation[o], operations)
+            costs[task] = microseconds(by_operation[o], operations)
         elif role in (Role.START, Role.END):
             costs[task] = KERNEL
         if role == Role.END:
@@ -66,7 +69,7 @@ def _estimates(
             results = [tasks.operations[reader] for reader in tasks.readers[task]]
             moved = [o, *by_operation[o].reads, *(r for r in results if r >= 0 and operations[r].kind == "result")]
             nbytes = sum(operations[m].nbytes for m in moved)
-            latencies[start] = collective_microseconds(nbytes) if in_time else COLLECTIVE
+            latencies[start] = collective_microseconds(nbytes)
     return costs, latencies
 
 

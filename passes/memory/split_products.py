@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import cast
 
 from passes.ir import item_nbytes
+from passes.memory.gpu_fusion import COSTLY_NBYTES
 from passes.memory.operations import Operation, Shape
 
 TILE = 128
@@ -28,18 +29,23 @@ SPLITS = tuple(2**power for power in range(12))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """A GPU's multiprocessors, and XLA's weights of memory traffic, of the sum's traffic, and of its launch; that of a
-    flop is 100. XLA schedules what runs there `in_time` from Hopper on, by sizes before.
+    flop is 100. From Hopper on there is arithmetic on bfloat16, and XLA hides the latency of collectives.
+    A costly operation on an element, as a tanh is, takes as long as memory takes for `costly_nbytes`.
     """
 
     cores: int
     memory: float
     sum_memory: float
     sum_launch: float
-    in_time: bool = True
+    from_hopper: bool = True
+    costly_nbytes: int = COSTLY_NBYTES
 
 
 FLOP = 100.0
 """The weight of a flop beside `Weights`: XLA's `compute_cost_weight`, equal for all generations."""
+
+A100_COSTLY_NBYTES = 12
+"""Sixty instructions on A100, whose cores start 9.75e12 a second while memory moves 2.04e12 bytes."""
 
 _AMPERE = (0.0666955, 467.815, 5.65307e7)
 _HOPPER = (0.194136, 193.1384, 4.36e7)
@@ -49,14 +55,15 @@ _BLACKWELL = (0.0848863, 189.711, 1.21563e8)
 
 def _weights(cores: int, numbers: tuple[float, float, float]) -> Weights:
     memory, sum_memory, sum_launch = numbers
-    in_time = numbers != _AMPERE
-    return Weights(cores=cores, memory=memory, sum_memory=sum_memory, sum_launch=sum_launch, in_time=in_time)
+    return Weights(
+        cores=cores, memory=memory, sum_memory=sum_memory, sum_launch=sum_launch, from_hopper=numbers != _AMPERE
+    )
 
 
 WEIGHTS: Mapping[str, Weights] = MappingProxyType(
     {
         "v100": _weights(80, _AMPERE),
-        "a100": _weights(108, _AMPERE),
+        "a100": replace(_weights(108, _AMPERE), costly_nbytes=A100_COSTLY_NBYTES),
         "h100": _weights(132, _HOPPER),
         "h200": _weights(132, _HOPPER),
         "b200": _weights(148, _BLACKWELL),

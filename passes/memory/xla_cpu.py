@@ -15,7 +15,7 @@ from passes.memory.liveness import schedule
 from passes.memory.operations import Operation
 
 
-def _combined(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+def _combined(operations: Sequence[Operation], _: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations laid out and all-reduces combined, and the new position of each old one."""
     changed, place = laid_out(operations)
     joined, moved = combined(changed)

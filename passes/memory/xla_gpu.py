@@ -1,5 +1,6 @@
 """XLA's GPU compiler: matrices read by rows or by columns, small products in parts, collectives combined up to a size,
-and gradients of weights computed behind the collectives that they do not have to wait for.
+and gradients of weights computed behind the collectives that they do not have to wait for. GPUs before Hopper compute
+in float32 what they cannot in bfloat16, and wait for collectives.
 """
 
 from __future__ import annotations
@@ -8,31 +9,40 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 from passes.memory import xla
-from passes.memory.gpu_collectives import combined
+from passes.memory.gpu_collectives import Fuse, combined
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_layouts import viewed
+from passes.memory.gpu_widening import widened
 from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
+from passes.memory.reassociation import reassociated
 from passes.memory.split_products import Weights, split
 
 
 @cache
 def model(weights: Weights) -> Callable[..., Temporaries]:
     """The model of the compiler for a GPU of these weights."""
-    order = partial(schedule, in_time=weights.in_time)
-    compiler = xla.Compiler(combine=partial(_combined, weights=weights), fuse=fuse, schedule=order, settles=True)
+    order = partial(schedule, hides=weights.from_hopper)
+    fusing = partial(fuse, costly_nbytes=weights.costly_nbytes)
+    combine = partial(_combined, weights=weights, fuse=fusing)
+    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order, settles=True)
     return partial(xla.temporaries, compiler)
 
 
-def _combined(operations: Sequence[Operation], weights: Weights) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+def _combined(
+    operations: Sequence[Operation], outputs: Sequence[int], weights: Weights, fuse: Fuse
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with transposes for products as views, products split and collectives combined.
 
     A scatter is fused with what it reads, and then makes a new array, as a sum does: it is not in place any more. The
-    maximum of a window is a sum, too: what counts its places is computed in the kernel that compares.
+    maximum of a window is a sum, too: what counts its places is computed in the kernel that compares. What a GPU
+    has no arithmetic for is in float32.
     """
     sums = [(o.kind, o.name[:7]) in (("update", "scatter"), ("opaque", "window")) for o in operations]
     fused = [o._replace(kind="reduce") if s else o for o, s in zip(operations, sums, strict=True)]
-    changed, place = split(viewed(fused), weights)
-    joined, moved = combined(changed)
-    return joined, tuple(moved[p] for p in place)
+    wide, first = (fused, range(len(fused))) if weights.from_hopper else widened(fused)
+    summed, at = reassociated(wide, [first[o] for o in outputs])
+    changed, place = split(viewed(summed), weights)
+    joined, moved = combined(changed, [place[at[first[o]]] for o in outputs], fuse)
+    return joined, tuple(moved[place[at[p]]] for p in first)

@@ -15,6 +15,7 @@ from passes.memory.gpu_tasks import tasks_of
 from passes.memory.liveness import lifetimes
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
+from passes.memory.reassociation import reassociated
 from passes.memory.split_products import WEIGHTS, split
 from passes.memory.xla_cpu import temporaries
 from passes.placement import resharding_plan
@@ -122,7 +123,7 @@ def test_all_reduces_are_laid_side_by_side_up_to_a_size() -> None:
     large = (COMBINED_NBYTES // 4 // 3,)
     values = [operation("input", shape=large, tag=i) for i in range(5)]
     sent = [reduced(i, shape=large) for i in range(5)]
-    operations, place = combined([*values, *sent])
+    operations, place = combined([*values, *sent], range(5, 10))
     joined = [o for o in operations if o.kind == "collective"]
     assert sorted(o.size // large[0] for o in joined) == [2, 3]
     assert all(o.nbytes <= COMBINED_NBYTES for o in joined)
@@ -131,12 +132,59 @@ def test_all_reduces_are_laid_side_by_side_up_to_a_size() -> None:
         assert all(o < index for o in held.operands)
 
 
+def test_collectives_are_combined_as_outputs_come_to_them_and_long_sums_backwards() -> None:
+    """What is taken in lists its operands last: a, b and c of (a + b) + c are c, a, b, of which two are sent as one."""
+    large = (COMBINED_NBYTES // 4 // 2,)
+    values = [operation("input", shape=large, tag=i) for i in range(3)]
+    sent = [operation("collective", i, shape=large, tag=("reduce_scatter", ("x",), "add")) for i in range(3)]
+    numbers = [operation("reduce", 3 + i, shape=(), name="reduce-sum") for i in range(3)]
+    total = [operation("elementwise", 6, 7, shape=(), name="add"), operation("elementwise", 9, 8, shape=(), name="add")]
+    operations, place = combined([*values, *sent, *numbers, *total], (10,))
+    assert [operations[p].kind for p in place[3:6]] == ["result", "collective", "result"]
+
+
+def test_a_collective_that_waits_for_another_ends_its_group() -> None:
+    values = [operation("input", shape=TABLE, tag=i) for i in range(2)]
+    behind = operation("elementwise", 2, shape=TABLE, name="negate")
+    operations, place = combined([*values, reduced(0), behind, reduced(3), reduced(1)], (4, 5))
+    assert [operations[place[o]].kind for o in (2, 4, 5)] == ["collective", "rearrange", "rearrange"]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_two_gradients_of_a_table_are_added_before_they_are_sent(elsewhere: bool) -> None:
+    """In the dtype that they are added in; not if something else reads one of them."""
+    narrow = [Operation("input", (), TABLE, "bfloat16", -1, tag=i) for i in range(2)]
+    sent = [Operation("collective", (i,), TABLE, "bfloat16", -1, tag=("all_reduce", ("x",), "add")) for i in range(2)]
+    wide = [operation("elementwise", 2 + i, shape=TABLE, name="convert bfloat16") for i in range(2)]
+    total = operation("elementwise", 4, 5, shape=TABLE, name="add")
+    operations, place = reassociated([*narrow, *sent, *wide, total], (6, 2) if elsewhere else (6,))
+    assert operations[place[6]].name == ("add" if elsewhere else "all_reduce")
+    assert operations[place[6]].dtype == "float32"
+    for index, held in enumerate(operations):
+        assert all(o < index for o in held.operands)
+
+
+def test_the_loss_of_what_a_collective_sends_is_there_when_the_gradient_is() -> None:
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        reduced(0),
+        operation("input", shape=TABLE, tag=2),
+        reduced(2),
+        operation("elementwise", 1, 3, shape=TABLE, name="subtract"),
+        operation("reduce", 4, shape=(), name="reduce-sum"),
+        operation("elementwise", 1, shape=TABLE, name="negate"),
+        operation("dot", 6, 6, shape=TABLE, tag=MATRIX),
+    )
+    operations, _ = combined(every, (7, 5))
+    assert [o.name for o in operations].count("all_reduce") == 1
+
+
 def test_all_gathers_of_any_dtype_are_sent_together_from_where_they_are() -> None:
     def gathered(operand: int, dtype: str) -> Operation:
         return Operation("collective", (operand,), TABLE, dtype, -1, tag=("all_gather", ("x",), "", 0, -1))
 
     values = [operation("input", tag=i) for i in range(2)]
-    operations, place = combined([*values, gathered(0, "float32"), gathered(1, "bfloat16")])
+    operations, place = combined([*values, gathered(0, "float32"), gathered(1, "bfloat16")], (2, 3))
     assert [o.kind for o in operations].count("collective") == 1
     assert [operations[p].kind for p in place[2:]] == ["result", "result"]
 
@@ -185,6 +233,7 @@ def test_a_tanh_is_written_once_for_two_readers_and_a_root_computed_in_both() ->
 
     assert 1 in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5))}
     assert 1 not in {kernel.operation for kernel in fuse(chain("sqrt"), (4, 5))}
+    assert 1 not in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5), costly_nbytes=1)}
 
 
 @pytest.mark.parametrize(("tokens", "waits"), [(2048, True), (256, False)])

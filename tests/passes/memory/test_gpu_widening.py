@@ -1,0 +1,78 @@
+"""Arithmetic on bfloat16 where a GPU has none: what is computed in float32, and what is rounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.cluster import parse_cluster
+from passes.memory import xla_gpu
+from passes.memory.gpu_schedules import ordered
+from passes.memory.gpu_tasks import Role, tasks_of
+from passes.memory.gpu_widening import widened
+from passes.memory.operations import Operation
+from passes.memory.overlap import schedule
+from passes.memory.split_products import weights_of
+from tests.passes.memory.device_programs import TABLE, drawn
+from tests.passes.memory.test_xla_gpu import MATRIX, kernels_of
+
+
+def narrow(kind: str, *operands: int, name: str = "", tag: object = None) -> Operation:
+    """An operation of bfloat16."""
+    return Operation(kind, operands, TABLE, "bfloat16", -1, tag=tag if tag is not None else (name or kind,))  # type: ignore[arg-type]
+
+
+def test_what_is_added_and_multiplied_stays_wide_in_between() -> None:
+    every = [
+        narrow("input", tag=0),
+        narrow("elementwise", 0, 0, name="add"),
+        narrow("elementwise", 1, 0, name="multiply"),
+        narrow("dot", 2, 2, tag=MATRIX),
+    ]
+    operations, place = widened(every)
+    product = operations[place[3]]
+    assert (product.kind, product.dtype) == ("dot", "bfloat16")
+    (rounded,) = {operations[o].name for o in product.operands}
+    assert rounded == "convert float32"
+    multiplied = operations[operations[place[2]].operands[0]]
+    assert [operations[o].name for o in multiplied.operands] == ["add", "convert bfloat16"]
+    assert multiplied.dtype == "float32"
+
+
+@pytest.mark.parametrize("name", ["maximum", "negate", "select", "exponential"])
+def test_what_is_compared_or_moved_stays_narrow(name: str) -> None:
+    every = [narrow("input", tag=0), narrow("elementwise", 0, name=name)]
+    assert widened(every) == (every, [0, 1])
+
+
+def test_what_is_rounded_and_widened_again_is_what_it_was_before() -> None:
+    again = Operation("elementwise", (1,), TABLE, "float32", -1, tag=("convert bfloat16",))
+    operations, place = widened([narrow("input", tag=0), narrow("elementwise", 0, 0, name="add"), again])
+    assert (operations[place[2]].name, operations[place[2]].dtype) == ("add", "float32")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_operation_is_behind_what_it_reads_and_as_large_as_it_was(seed: int) -> None:
+    every = [o._replace(dtype="bfloat16") if o.kind != "literal" else o for o in drawn(seed).operations]
+    operations, place = widened(every)
+    assert all(o < index for index, held in enumerate(operations) for o in held.operands)
+    assert [operations[p].shape for p in place] == [o.shape for o in every]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_latencies_are_not_hidden_before_hopper(seed: int) -> None:
+    program = drawn(seed)
+    kernels = list(kernels_of(program).values())
+    tasks = tasks_of(program, kernels)
+    made = [tasks.operations[task] for task in ordered(program, kernels, tasks) if tasks.roles[task] != Role.END]
+    is_input = [o >= 0 and program.operations[o].kind == "input" for o in made]
+    listed = [o for o, source in zip(made, is_input, strict=True) if o >= 0 and not source]
+    assert schedule(program, kernels, hides=False)[sum(is_input) :] == listed
+
+
+def test_generations_differ() -> None:
+    ampere, hopper = (weights_of(parse_cluster(f"8:{kind}").group().device.name) for kind in ("a100-80g", "h100"))
+    assert ampere is not None
+    assert hopper is not None
+    assert (ampere.from_hopper, hopper.from_hopper) == (False, True)
+    assert ampere.costly_nbytes > hopper.costly_nbytes
+    assert xla_gpu.model(ampere) is not xla_gpu.model(hopper)
