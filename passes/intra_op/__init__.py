@@ -9,7 +9,7 @@ from passes.intra_op.flops import product_flops, slow_dtype
 from passes.intra_op.layer_costs import layer_costs
 from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.mesh_search import MeshSearch, best
-from passes.intra_op.meshes import for_constraints, layouts, named, unnamed
+from passes.intra_op.meshes import for_constraints, layouts, named
 from passes.intra_op.offloading import away
 from passes.intra_op.roles import in_forward
 from passes.intra_op.variants import MOST_OPERATORS, VariantSearch
@@ -35,5 +35,4 @@ __all__ = [
     "product_flops",
     "restrictions",
     "slow_dtype",
-    "unnamed",
 ]

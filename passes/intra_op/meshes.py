@@ -15,7 +15,7 @@ from passes.sharding import boundaries
 
 def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
     """The meshes over the first devices of a cluster, one for each way to lay them out that differs there."""
-    return [unnamed(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
+    return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
 
 
 def for_constraints(graph: Graph, cluster: Cluster, max_axes: int) -> list[Mesh]:
@@ -25,11 +25,11 @@ def for_constraints(graph: Graph, cluster: Cluster, max_axes: int) -> list[Mesh]
     needed, size = boundaries_of(graph), cluster.n_devices
     if needed <= {1, size}:
         return []
-    meshes = [unnamed(cluster, sizes) for sizes in shapes(size, max_axes=max_axes)]
+    meshes = [_mesh(cluster, sizes) for sizes in shapes(size, max_axes=max_axes)]
     edges = sorted({1, size, *needed}, reverse=True)
     coarsest = tuple(outer // inner for outer, inner in pairwise(edges) if outer % inner == 0)
     fitting = [mesh for mesh in meshes if needed <= boundaries(mesh)]
-    return fitting or [unnamed(cluster, coarsest)] if math.prod(coarsest) == size else meshes
+    return fitting or [_mesh(cluster, coarsest)] if math.prod(coarsest) == size else meshes
 
 
 def allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
@@ -56,8 +56,7 @@ def allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
     return [Mesh(axes=names, sizes=sizes, cluster=same[0].cluster)]
 
 
-def unnamed(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
-    """The mesh of axes of these sizes, whose names say nothing."""
+def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
     names = ("x", "y", "z", *(f"x{number}" for number in range(3, len(sizes))))
     return Mesh(axes=names[: len(sizes)], sizes=sizes, cluster=cluster)
 

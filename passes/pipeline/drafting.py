@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from passes import inter_op
-from passes.cluster import Cluster
+from passes.cluster import Cluster, Mesh
 from passes.errors import OverBudgetError, PlanningError
 from passes.inter_op import Candidate, Partition, Submesh, build, is_chunked
-from passes.intra_op import pins, restrictions, unnamed
+from passes.intra_op import pins, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
 from passes.pipeline.drafts import DraftSearch
@@ -191,8 +191,9 @@ class Drafting:
         """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
         if (size, tensor) not in self._megatron_tables:
             meshes, data = self.table.bounds.meshes_of(size), size // tensor
-            mine = unnamed(self.cluster, tuple(n for n in (data, tensor) if n > 1))
-            mesh = next((mesh for mesh in meshes if mesh.sizes == mine.sizes), pins.without(mine, meshes[0].forbidden))
+            sizes = tuple(n for n in (data, tensor) if n > 1)
+            mine = Mesh(axes=("x", "y")[: len(sizes)], sizes=sizes, cluster=self.cluster)
+            mesh = next((mesh for mesh in meshes if mesh.sizes == sizes), pins.without(mine, meshes[0].forbidden))
             along = restrictions.Along(mesh.axes[0] if data > 1 else "", mesh.axes[-1] if tensor > 1 else "")
             block_costs = self.table.block_costs.restricted(along)
             self._megatron_tables[size, tensor] = self.table.restricted(block_costs, lambda _: [mesh])
