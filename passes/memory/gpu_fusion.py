@@ -132,13 +132,21 @@ class _Fusion:
 
 
 def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple[Kernel, ...]:
-    """The kernels of the operations that are `written`, by flags, each with what it reads."""
+    """The kernels of the operations that are `written`, by flags, each with what it reads.
+
+    XLA writes a softmax beside its exponents: what reads a sum is not written over what was summed.
+    """
     kernels: list[Kernel] = []
+    summed: dict[int, frozenset[int]] = {}
     for index in range(len(operations)):
         if written[index]:
             reads = _reads(operations, written, index)
             ordered = tuple(sorted(reads))
             over = tuple(o for o in ordered if reads[o] and operations[o].kind not in RENAMED)
+            if operations[index].kind == "reduce":
+                summed[index] = frozenset(reads)
+            elif sums := [summed[o] for o in ordered if o in summed]:
+                over = tuple(o for o in over if not any(o in below for below in sums))
             kernels.append(Kernel(operation=index, reads=ordered, over=over))
     return tuple(kernels)
 

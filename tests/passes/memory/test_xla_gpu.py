@@ -101,6 +101,19 @@ def test_a_long_sum_of_parts_is_written_for_sums_and_not_for_loops() -> None:
     assert 1 in {k.operation for k in fuse((*parts, operation("reduce", 1, name="reduce-sum")), (2,))}
 
 
+def test_what_was_summed_is_not_written_over_by_what_reads_the_sum() -> None:
+    """A softmax: its exponents and their sum are read once more."""
+    scores = [operation("input", shape=TABLE, tag=0), operation("dot", 0, 0, shape=TABLE, tag=MATRIX)]
+    total = operation("reduce", 1, shape=TABLE[:1], name="reduce-sum")
+    spread = operation("broadcast", 2, shape=TABLE, name="broadcast")
+    shares = operation("elementwise", 1, 3, shape=TABLE, name="divide")
+    twice = operation("elementwise", 1, shape=TABLE, name="negate")
+    softmax = {k.operation: k for k in fuse((*scores, total, spread, shares), (4,))}
+    assert 1 in softmax[4].reads
+    assert 1 not in softmax[4].over
+    assert 1 in {k.operation: k for k in fuse((*scores, twice), (2,))}[2].over
+
+
 def reduced(*operands: int, shape: tuple[int, ...] = TABLE, axes: str = "x") -> Operation:
     return operation("collective", *operands, shape=shape, tag=("all_reduce", (axes,), "add"))
 
