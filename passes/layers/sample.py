@@ -313,11 +313,14 @@ class _Matched:
 
 
 def _sums(matched: _Matched) -> dict[int, int]:
-    """The sums of numbers that add one of a block that is left out, with the sum before it."""
+    """The sums of numbers that add one of a block that is left out, with the sum before it.
+
+    What adds within a block that equals others, as a loss that each hands on, is no such sum.
+    """
     graph, gone, before = matched.graph, matched.gone, dict[int, int]()
     for node, block in zip(graph.nodes, matched.block_of, strict=True):
         rest = [value for value in node.inputs if matched.owner.get(value) not in gone]
-        reads_of_both = block not in gone and len(rest) + 1 == len(node.inputs) == 2
+        reads_of_both = not 0 < block < matched.last and len(rest) + 1 == len(node.inputs) == 2
         if reads_of_both and not graph.types[node.outputs[0]].shape and rule_of(node, graph).adds:
             before[node.outputs[0]] = before.get(rest[0], rest[0])
     return before

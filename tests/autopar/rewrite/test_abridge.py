@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar.frontend import trace
 from autopar.rewrite import step_of
-from models import gpt, llama
+from models import gpt, llama, moe
 from passes import inter_op
 from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
@@ -163,6 +163,18 @@ def test_sums_over_all_layers_have_no_terms_of_those_left_out():
         return sum(node.primitive == "add" and not graph.types[node.outputs[0]].shape for node in graph.nodes)
 
     assert sums(traced.graph) - sums(found.graph) == 2 * found.left_out  # of a weight and a bias
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [gpt, llama, moe])
+def test_deep_models_are_abridged_whatever_sums_they_have(module):
+    """A mixture's blocks hand on the sum of their losses; the norm of all gradients is a sum over every layer."""
+    config = replace(module.Config.tiny(), layers=4 * LAYERS)
+    params = jax.eval_shape(lambda: module.init(config, jax.random.key(0)))
+    batch = jax.eval_shape(lambda: module.example_batch(config, 16, jax.random.key(0)))
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    traced = traced_step(lambda params, batch: module.loss(config, params, batch), params, batch, clipped)
+    assert sampled(whole_step(traced), 4, 4).left_out
 
 
 def test_the_last_layer_of_many_is_like_the_others():
