@@ -53,8 +53,8 @@ def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) 
     every = [i for i, o in enumerate(operations) if o.kind == "collective" and o.name in KINDS]
     if len(every) < 2:
         return
-    kernels, behind = _as_kernels(operations, outputs, fuse), _behind(operations, every)
     bits = {m: 1 << bit for bit, m in enumerate(every)}
+    kernels, behind = _as_kernels(operations, outputs, fuse), _behind(operations, bits)
     for kind in KINDS:
         place = post_order(kernels, outputs)
         members = [m for m in every if place[m] >= 0 and operations[m].name == kind]
@@ -96,16 +96,15 @@ def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int], fuse: F
     return kernels
 
 
-def _behind(operations: Sequence[Operation], members: Sequence[int]) -> dict[int, int]:
-    """The members that each member waits for, as bits by position."""
-    bits = {m: 1 << bit for bit, m in enumerate(members)}
+def _behind(operations: Sequence[Operation], bits: Mapping[int, int]) -> dict[int, int]:
+    """The members that each member waits for, as their bits."""
     waits: list[int] = []
     for operation in operations:
         mask = 0
         for o in operation.operands:
             mask |= waits[o] | bits.get(o, 0)
         waits.append(mask)
-    return {m: waits[m] for m in members}
+    return {m: waits[m] for m in bits}
 
 
 def _wait(behind: dict[int, int], bits: Mapping[int, int], part: Sequence[int]) -> int:
@@ -124,12 +123,8 @@ def _first(
     operations: Sequence[Operation], members: Sequence[int], behind: Mapping[int, int], bits: Mapping[int, int]
 ) -> list[int]:
     """The first members that are sent as one."""
-    part, joint, nbytes, key = (
-        [members[0]],
-        bits[members[0]],
-        operations[members[0]].nbytes,
-        _key(operations[members[0]]),
-    )
+    first = operations[members[0]]
+    part, joint, nbytes, key = [members[0]], bits[members[0]], first.nbytes, _key(first)
     for m in members[1:]:
         if _key(operations[m]) != key or operations[m].nbytes > COMBINED_NBYTES:
             continue

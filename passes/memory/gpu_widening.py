@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from passes.memory.gpu_fusion import ELEMENTWISE
 from passes.memory.operations import Operation
 
 NARROW, WIDE = "bfloat16", "float32"
 NATIVE = frozenset("abs checked copy exponential log masked maximum minimum negate reduce-precision select xor".split())
 """Operations on elements that Ampere computes in bfloat16, beside comparisons and conversions."""
-
-ELEMENTWISE = frozenset({"elementwise", "expensive"})
 
 
 def widened(operations: Sequence[Operation]) -> tuple[list[Operation], list[int]]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
+from passes.memory.gpu_fusion import ELEMENTWISE
 from passes.memory.operations import Operation
 
 
@@ -27,7 +28,7 @@ def reassociated(operations: Sequence[Operation], outputs: Sequence[int]) -> tup
         operand, conversion = changed[index], None
         if not alone[index]:
             return None
-        if operand.kind in ("elementwise", "expensive") and operand.name.startswith("convert "):
+        if operand.kind in ELEMENTWISE and operand.name.startswith("convert "):
             (index,), conversion = operand.operands, operand
             operand = changed[index]
         return (operand, conversion) if alone[index] and operand.name == "all_reduce" else None

@@ -12,6 +12,7 @@ from passes.inter_op import StageCost, is_chunked
 from passes.intra_op import pins
 from passes.pipeline import prefetch
 from passes.pipeline.assemble import assemble_pipeline, restated
+from passes.pipeline.draft_prices import runs_of
 from passes.pipeline.shapes import Draft
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, SearchContext
@@ -100,13 +101,11 @@ class StagePlans:
 
         Those with a limit need at most so many bytes, equal ones the least of these; None where one cannot.
         """
-        count, shape, table = draft.microbatches, draft.shape, draft.table
-        ends = (*shape.begins[1:], len(table.step.cuts(count).blocks))
-        sizes = [shape.devices[stage % len(shape.devices)] for stage in range(len(ends))]
-        runs = list(zip(shape.begins, ends, sizes, strict=True))
+        count, table = draft.microbatches, draft.table
+        runs = runs_of(draft.shape, table, count)
         prefetch.price_near(table, runs, count)
         laid_out = [table.near(*run, count) for run in runs]
-        self._report_stage(0, len(ends))
+        self._report_stage(0, len(runs))
         alike: list[object] = [
             (part.graph.fingerprint, part.state_pairs, part.donated, tuple(meshes), self._pins(part))
             for part, meshes in zip(parts, laid_out, strict=True)
