@@ -129,6 +129,7 @@ class BlockCosts:
     restriction: restrictions.Restriction | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     pool: WorkerPool | None = None
+    n_prices: int = 0
     _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
     _bounds: dict[tuple[str, Mesh], float] = field(default_factory=dict[tuple[str, Mesh], float])
@@ -184,6 +185,7 @@ class BlockCosts:
     def price_all(self, requests: Sequence[PriceRequest]) -> None:
         """Finds the prices that are not known yet, each as `price` does, sharing the work."""
         missing = self.missing(requests)
+        self.n_prices += len(missing)
         # Whoever does it, the first block of a kind is priced: others may have their operators in another order.
         tasks = [(self._first(block).block, mesh, cutoff) for block, mesh, cutoff in missing]
         for (block, mesh, _), (cost, bound) in zip(missing, self._shared("cost", tasks), strict=True):
@@ -301,12 +303,10 @@ class BlockCosts:
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
         assembly = assemble(graph, mesh, first.grouping, resharder, block.all_pairs, regather=False)
         assembly = self.restrict(assembly) if self.restrict else assembly
-        options = replace(self.options, gap=max(self.options.gap, ROUGH))
-        most = cutoff * part.scan.length
-        least = math.fsum(float(node_seconds.min()) for node_seconds in assembly.problem.seconds)
+        most, least = cutoff * part.scan.length, math.fsum(float(s.min()) for s in assembly.problem.seconds)
         if least >= most:  # without any resharding
             return None, least
-        answer = solve(assembly.problem, options, most, close=False)
+        answer = solve(assembly.problem, replace(self.options, gap=max(self.options.gap, ROUGH)), most, close=False)
         if answer.bound >= most:
             return None, answer.bound
         layout = assembly.layout(answer.choice)

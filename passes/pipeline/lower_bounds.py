@@ -59,7 +59,7 @@ class _RunBound:
 
 @dataclass(slots=True, kw_only=True)
 class BlockBounds:
-    """Lower bounds on the cost of stages of a step, by the `n_prices` prices of its blocks that there are so far.
+    """Lower bounds on the cost of stages of a step, by the prices of its blocks that there are so far.
 
     What is not priced is bounded from three sides: operators cut over the devices, without any communication; the same
     block in fewer microbatches, since smaller ones save nothing; and the same block on fewer devices, since twice as
@@ -70,11 +70,15 @@ class BlockBounds:
     cluster: Cluster
     meshes: Callable[[int], Sequence[Mesh]]
     block_costs: BlockCosts
-    n_prices: int = 0
     _by_size: dict[tuple[int, int], LayerBounds] = field(default_factory=dict[tuple[int, int], LayerBounds])
     _spent: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict[tuple[str, int], tuple[int, float]])
     _laid_out: dict[int, Sequence[Mesh]] = field(default_factory=dict[int, Sequence[Mesh]])
     _runs: dict[tuple[Kinds, int], _RunBound] = field(default_factory=dict[tuple[Kinds, int], "_RunBound"])
+
+    @property
+    def n_prices(self) -> int:
+        """The number of prices found so far: bounds of as many are still what they were."""
+        return self.block_costs.n_prices
 
     def of_layers(self, first: int, last: int, submesh: Submesh, microbatches: int) -> LowerBound:
         """A lower bound on the cost of these layers as a stage, on its best mesh; it rises as blocks are priced."""

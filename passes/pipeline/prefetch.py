@@ -6,7 +6,6 @@ Each would be bounded by those before it: a few of those that are found here wou
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 from passes.inter_op import Candidate, Submesh
@@ -43,17 +42,14 @@ def price_stages(table: StageCostTable, stages: Sequence[tuple[Blocks, float]], 
 
 def price_first(stages: Sequence[tuple[StageCostTable, Blocks, float]], microbatches: int) -> None:
     """Finds what `stage` of each of these tables of one step asks for first, given its cutoff."""
-    by_costs: dict[int, list[tuple[StageCostTable, list[PriceRequest]]]] = defaultdict(list)
+    by_costs: dict[int, tuple[StageCostTable, list[PriceRequest]]] = {}
     for table, (begin, end, n_devices), cutoff in stages:
         chosen = table.step.counted(begin, end, microbatches)
         (_, mesh), *_ = table.order(chosen, n_devices)
-        requests = table.requests(chosen, mesh, cutoff)[: 1 if math.isfinite(cutoff) else None]
-        by_costs[id(table.block_costs)].append((table, requests))
-    for tables in by_costs.values():
-        requests = [request for _, of_table in tables for request in of_table]
-        tables[0][0].price_all(requests)
-        for table, _ in tables[1:]:
-            table.bounds.n_prices += len(requests)
+        _, requests = by_costs.setdefault(id(table.block_costs), (table, []))
+        requests += table.requests(chosen, mesh, cutoff)[: 1 if math.isfinite(cutoff) else None]
+    for table, requests in by_costs.values():
+        table.price_all(requests)
 
 
 def price_near(table: StageCostTable, stages: Sequence[Blocks], microbatches: int) -> None:

@@ -197,7 +197,6 @@ class StageCostTable:
             self.on_price(mesh)
         if missing:
             self.block_costs.price_all(missing)
-            self.bounds.n_prices += len(missing)
             self.on_price(None)
 
     def state_nbytes(self, begin: int, end: int, microbatches: int, parts: int) -> int:

@@ -44,6 +44,7 @@ def test_what_has_no_price_takes_no_less_than_what_lies_between_its_neighbours_p
         return exact, exact
 
     costs: Any = SimpleNamespace(
+        n_prices=len(priced),
         is_known=lambda block, mesh: block.count in priced,
         lower_bound=lower_bound,
         least=lambda block, cluster, n_devices: (0.0, 7.0),
