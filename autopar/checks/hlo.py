@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from autopar.checks.hlo_groups import participants, spanned_axes
+from autopar.checks.hlo_loops import HEADER, Loops
 from passes.errors import InternalError
 from passes.ir import TensorType
 
@@ -63,9 +64,7 @@ _KINDS = {
 _MENTION = re.compile(r" (?:ragged-)?(?:all-(?:reduce|gather|to-all)|reduce-scatter|collective-)[\w-]*\(")
 _ASSIGNMENT = re.compile(r"\s*(?:ROOT )?%?[\w.\-]+ = ")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
-_HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) [({]")
 _CALLEES = re.compile(r"(?:body|condition|to_apply|calls|_computations?)=(?:\{([^}]*)\}|%?([\w.\-]+))")
-_TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 
 _CHAIN = re.compile(r'frontend_attributes=\{[^}]*chain_id="(\d+)"')
 """The number of a collective that XLA:TPU runs in pieces, each of which names it."""
@@ -155,14 +154,14 @@ def instructions(hlo_text: str) -> Iterator[tuple[str, int]]:
     executions = _executions(_scan(lines)[1])
     computation = ""
     for line in lines:
-        if line.endswith("{") and (header := _HEADER.match(line)):
+        if line.endswith("{") and (header := HEADER.match(line)):
             computation = header[1]
         elif computation:
             yield line, executions(computation)
 
 
 def _scan(
-    lines: Iterable[str],
+    lines: Sequence[str],
 ) -> tuple[list[tuple[tuple[str, str], str]], Mapping[str, list[tuple[str, int]]]]:
     """Each line that mentions a collective, with its computation's name and header, and each computation's (caller,
     trip count)s.
@@ -170,17 +169,18 @@ def _scan(
     mentions: list[tuple[tuple[str, str], str]] = []
     callers: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     computation = heading = ""
+    loops = Loops(lines)
     for line in lines:
-        if line.endswith("{") and (header := _HEADER.match(line)):
+        if line.endswith("{") and (header := HEADER.match(line)):
             computation, heading = header[1], line
             continue
         called = line.partition(", metadata=")[0]
         if _MENTION.search(called):
             mentions.append(((computation, heading), line))
-        trips = _TRIPS.search(line) if " while(" in called else None
+        trips = loops.trips(line, computation) if " while(" in called else 1
         for several, single in _CALLEES.findall(called):
             for callee in several.split(",") if several else (single,):
-                callers[callee.strip().removeprefix("%")].append((computation, int(trips[1]) if trips else 1))
+                callers[callee.strip().removeprefix("%")].append((computation, trips))
     return mentions, callers
 
 

@@ -3,11 +3,12 @@
     padded      a reduce-scatter with room for what does not divide evenly, and permutes that realign its pieces
     halves      an all-reduce as a reduce-scatter and an all-gather
     as a sum    an all-gather or a reduce-scatter as an all-reduce of the whole array
+    narrowed    a tensor sent before it is widened, in half the bytes: a gradient in bfloat16 and not in float32
     ring        an all-gather or reduce-scatter as permutes from neighbour to neighbour (collective matmul)
     combined    several tensors of one kind sent as one, or one in parts: as many bytes along the same axes
 
 What is left then is compared by kind and axes: bytes beyond the plan are unplanned, bytes that never go are missing.
-XLA:GPU combines; XLA:TPU makes all five. Checked on jax 0.10.2 with jax-cuda12-pjrt 0.10.2 and libtpu 0.0.42.1.
+XLA:GPU combines; XLA:TPU makes all six. Checked on jax 0.10.2 with jax-cuda12-pjrt 0.10.2 and libtpu 0.0.42.1.
 
 Reference: XLA, `AllReduceCombiner`, `AllGatherCombiner` and `ReduceScatterCombiner`; the pieces of XLA:TPU's
 asynchronous collectives and its padded reduce-scatters are read as one in autopar/checks/hlo.py.
@@ -16,14 +17,18 @@ asynchronous collectives and its padded reduce-scatters are read as one in autop
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 Key = tuple[str, tuple[str, ...], str, int]
 """The kind, axes, dtype and bytes that equal collectives share."""
 
 Sort = tuple[str, tuple[str, ...]]
 """The kind and axes under which bytes are compared."""
+
+NARROWER: Mapping[str, tuple[str, ...]] = MappingProxyType({"float32": ("bfloat16", "float16")})
+"""The dtypes of half the width in which a tensor may have been computed, before it is widened."""
 
 PADDING = 0.5
 """The share of a result that may be padding."""
@@ -57,8 +62,8 @@ class Moved:
 class Undoing:
     """The planned and compiled tensors beside each other while rewrites are undone.
 
-    `planned` and `compiled` are those that nothing accounts for yet; `rewritten` says which rewrite accounted for the
-    tensors of a key, `accounted` how many compiled bytes stand for planned ones of a sort.
+    `planned` and `compiled` are those that nothing accounts for yet, `sent` the keys of both; `rewritten` says which
+    rewrite accounted for the tensors of a key, `accounted` how many compiled bytes stand for planned ones of a sort.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Undoing:
         same = planned & compiled
         self.all_planned = planned
         self.planned, self.compiled = planned - same, compiled - same
+        self.sent = frozenset(same)
         self.padded = set(padded)
         self.ranks = ranks
         self.rewritten: dict[Key, str] = {}
@@ -83,6 +89,7 @@ class Undoing:
         """Accounts for what rewrites explain."""
         self._padded()
         self._halves()
+        self._narrowed()
         self._sums()
         self._rings()
         for sort in sorted({key[:2] for key in (*self.planned, *self.compiled)}):
@@ -133,16 +140,28 @@ class Undoing:
     def _sums(self) -> None:
         """A planned all-gather or reduce-scatter for an all-reduce of the whole array, of which zeros or most are left.
 
-        It moves more than was planned, which the rewrite's name is there to say.
+        It moves more than was planned, which the rewrite's name is there to say. Those that were not sent at all come
+        first: fewer of the others may be repeated ones sent once.
         """
-        for target in sorted(self.planned, key=lambda key: -key[3]):
+        for target in sorted(self.planned, key=lambda key: (key in self.sent, -key[3])):
             kind, axes, dtype, nbytes = target
             if kind not in ("all_gather", "reduce_scatter"):
                 continue
             whole = nbytes if kind == "all_gather" else self.ranks(axes) * nbytes
-            summed = ("all_reduce", axes, dtype, whole)
-            if count := min(self.planned[target], self.compiled[summed]):
-                self._account(target, [(summed, count)], count, "as a sum")
+            for sent, share in ((dtype, 1), *((narrow, 2) for narrow in NARROWER.get(dtype, ()))):
+                summed = ("all_reduce", axes, sent, whole // share)
+                if count := min(self.planned[target], self.compiled[summed]):
+                    self._account(target, [(summed, count)], count, "as a sum" if share == 1 else "as a narrow sum")
+
+    def _narrowed(self) -> None:
+        """A planned tensor for one of half as wide a dtype, whose bytes are those that are sent."""
+        for target in sorted(self.planned, key=lambda key: -key[3]):
+            kind, axes, dtype, nbytes = target
+            for narrow in NARROWER.get(dtype, ()):
+                sent = (kind, axes, narrow, nbytes // 2)
+                if count := min(self.planned[target], self.compiled[sent]):
+                    self._account(target, [(sent, count)], count, "narrowed")
+                    self.accounted[target[:2]] -= count * (nbytes - sent[3])
 
     def _rings(self) -> None:
         """A planned all-gather or reduce-scatter for the permutes of its pieces, whole or in halves both ways."""

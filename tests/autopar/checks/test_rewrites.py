@@ -146,3 +146,30 @@ def test_programs_count_as_often_as_a_step_runs_them(plan: autopar.Plan):
     text = line("f32[256]", "all-reduce", "to_apply=%add")
     assert compare(plan, (("all_reduce", "float32", 1024, 3),), text, runs=3).rows[0].compiled == 3
     assert not compare(plan, (("all_reduce", "float32", 1024, 3),), text, runs=4).ok
+
+
+NARROWER = {
+    "narrowed": ("all_gather", 4096, "all-gather", 2048),
+    "as a narrow sum": ("reduce_scatter", 512, "all-reduce", 4096),
+}
+
+
+@pytest.mark.parametrize("case", NARROWER)
+def test_what_is_sent_before_it_is_widened_is_known(plan: autopar.Plan, case: str):
+    kind, nbytes, opcode, compiled_nbytes = NARROWER[case]
+    text = line("bf16[1024]", opcode, "dimensions={0}")
+    verification = compare(plan, ((kind, "float32", compiled_nbytes if case == "narrowed" else nbytes, 1),), text)
+    verification.check()
+    (moved,) = verification.moved
+    assert moved.rewrites == (case,)
+    assert moved.compiled_nbytes == (2048 if case == "narrowed" else nbytes)
+    assert not compare(plan, ((kind, "float32", 3 * nbytes, 1),), text).ok
+    assert not compare(plan, ((kind, "float64", 2 * nbytes, 1),), text).ok
+
+
+def test_sums_stand_for_scatters_before_they_stand_for_gathers_that_may_be_sent_once(plan: autopar.Plan):
+    planned = (("all_gather", "float32", 8192, 2), ("reduce_scatter", "float32", 1024, 1))
+    gather, total = line("f32[2048]", "all-gather", "dimensions={0}"), line("f32[2048]", "all-reduce", "to_apply=%add")
+    verification = compare(plan, planned, f"{gather}\n{total}")
+    verification.check()
+    assert {m.kind: m.rewrites for m in verification.moved} == {"all_gather": (), "reduce_scatter": ("as a sum",)}
