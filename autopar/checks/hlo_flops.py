@@ -78,15 +78,15 @@ def _windows(line: str) -> Iterator[tuple[int, int, int, int]]:
 
 
 _DEFAULTS = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
-"""What a window has where its text does not say."""
+"""The values of a window where its text has none."""
 
 
 @lru_cache(maxsize=1024)
 def _meetings(
     operand: int, kernel: int, result: int, stride: int, padding: int, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """How many pairs of an element of the result and one of the kernel there are, without those that read nothing where
-    the operand is dilated or one element.
+    """The pairs of an element of the result and one of the kernel, without those that read nothing where the operand is
+    dilated or one element.
     """
     if lhs_dilation == 1 < operand:
         return result * kernel

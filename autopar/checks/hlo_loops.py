@@ -1,4 +1,4 @@
-"""How often the loops of a compiled program run, read from its optimized HLO text.
+"""The number of times that the loops of a compiled program run, read from its optimized HLO text.
 
 XLA's CPU and GPU compilers write it beside a loop. Its TPU compiler does not: there it follows from the loop's
 condition, which compares a counter with a number, and from what the counter begins at and is raised by.
@@ -63,7 +63,7 @@ class Loops:
         return 1 if start is None or not step else max(0, -(-(end - start) // step))
 
     def _step(self, body: str, counter: int) -> int | None:
-        """What a loop's body adds to its counter."""
+        """The number that a loop's body adds to its counter; None if it is not a constant."""
         root = self._root(body)
         raised = self._in(body).get(root.operands[counter]) if root is not None and root.opcode == "tuple" else None
         if raised is None or raised.opcode != "add":

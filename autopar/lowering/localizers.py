@@ -5,6 +5,7 @@ Each is one function of a cut node and this device's pieces of its operands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -107,7 +108,7 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     clamps = _mode(cut) in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
     mine, is_outside = _shifted(cut, indices, numbers.start_index_map, slices, clamps=clamps)
     dropping: dict[str, Any] = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
-    (gathered,) = rebind(cut, (_settled(source), mine), slice_sizes=sizes, **dropping)
+    (gathered,) = rebind(cut, (_settled(source, mine), mine), slice_sizes=sizes, **dropping)
     if _mode(cut) != GatherScatterMode.FILL_OR_DROP:
         return (gathered,)
     is_first = piece_index(selected, cut.mesh, cut.coordinate) == 0
@@ -127,16 +128,17 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     extents = iter(updates.shape[d] for d in numbers.update_window_dims)
     window = [1 if d in single else next(extents) for d in range(target.ndim)]
     mine, _ = _shifted(cut, indices, indexed, window, clamps=_mode(cut) == GatherScatterMode.CLIP)
-    return rebind(cut, (_settled(target), mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
+    return rebind(cut, (_settled(target, mine), mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
 
 
-def _settled(piece: jax.Array) -> jax.Array:
-    """A piece that XLA takes as it is.
+def _settled(piece: jax.Array, indices: jax.Array) -> jax.Array:
+    """A piece that XLA takes as it is, where there is a single index.
 
-    Where it sees how the piece was sliced, and a single index, XLA turns both into one slice and forgets that the inner
-    one clamps: an index beyond the piece then reads and writes the wrong rows (openxla/xla#49121, jax-ml/jax#40849).
+    Where it sees how the piece was sliced, XLA turns both into one slice then and forgets that the inner one clamps: an
+    index beyond the piece reads and writes the wrong rows (openxla/xla#49121, jax-ml/jax#40849). With several there is
+    no slice. A barrier keeps a scatter's zeros in memory, as large as the logits where labels are scattered.
     """
-    return lax.optimization_barrier(piece)
+    return lax.optimization_barrier(piece) if math.prod(indices.shape[:-1]) == 1 else piece
 
 
 def _shifted(

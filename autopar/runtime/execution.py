@@ -24,7 +24,7 @@ from autopar.runtime.argument_groups import Groups, grouped
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.donation import reused
 from autopar.runtime.executable import Executable
-from autopar.runtime.footprint import CPU, Limit, needed_nbytes
+from autopar.runtime.footprint import CPU, Limit, needed_nbytes, temporaries_nbytes
 from autopar.runtime.moves import Moves
 from autopar.runtime.program import Donation
 from autopar.runtime.transforms import own_function, transformable
@@ -355,7 +355,7 @@ def memory_table(plan: Plan, analysis: Any) -> Table:
     pairs = {
         "arguments": (arguments, analysis.argument_size_in_bytes),
         "outputs": (outputs, analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
-        "temporaries": (plan.peak_nbytes - arguments - outputs, analysis.temp_size_in_bytes),
+        "temporaries": (plan.peak_nbytes - arguments - outputs, temporaries_nbytes(plan, analysis)),
     }
     pairs["peak"] = (plan.peak_nbytes, sum(xla for _, xla in pairs.values()))
     return Table(

@@ -4,5 +4,16 @@ scheduling and packing.
 
 from passes.memory.accounting import gradient_nbytes, margin_of, model_of, peak
 from passes.memory.holders import PERSISTENT, Holder, Memory, Temporaries
+from passes.memory.xla_tpu import is_tpu
 
-__all__ = ["PERSISTENT", "Holder", "Memory", "Temporaries", "gradient_nbytes", "margin_of", "model_of", "peak"]
+__all__ = [
+    "PERSISTENT",
+    "Holder",
+    "Memory",
+    "Temporaries",
+    "gradient_nbytes",
+    "is_tpu",
+    "margin_of",
+    "model_of",
+    "peak",
+]

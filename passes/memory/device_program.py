@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import cast
 
 from passes.cluster import Mesh
 from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
@@ -15,7 +13,7 @@ from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
 from passes.memory.dtype_widening import round_to, to_xla_widened
 from passes.memory.lowering_rules import BARRIER, to_xla
-from passes.memory.operations import Operation, Operations, settled, widen
+from passes.memory.operations import Operation, Operations, widen
 from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, replicated
@@ -41,8 +39,6 @@ IN_PLACE = frozenset({"literal", "bitcast", "broadcast", "iota", "transpose"})
 FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "update"})
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
-INDEXED: Mapping[str, str] = MappingProxyType({"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"})
-"""The numbers of the dimensions that a primitive selects along, by the beginning of its name."""
 
 Inside = Callable[[int, Placement, Mapping[int, object]], Mapping[int, int]]
 """The handler of a control node's bodies, given its index, its placement and the numbers that its ports hold. It
@@ -58,7 +54,6 @@ each old one."""
 class Context:
     """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, what combines
     its collectives, and whether convolutions in bodies are transposed into the layout of a kernel as others are.
-    A piece that is indexed behind a barrier is in memory if the compiler `settles` it.
     """
 
     rules: Sequence[ShardingRule]
@@ -67,7 +62,6 @@ class Context:
     inside: Inside
     combine: Combine = combined
     canonical_bodies: bool = True
-    settles: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +270,6 @@ class _Lowering:
                 operations = self._held(node.outputs, operations)
         else:
             operands, results = self._operands(node, placement), self._results(node, rule, placement)
-            if self.context.settles and _indexes_piece(node, placement):
-                operands[0] = settled(self.operations, operands[0])
             self.operations.value = node.outputs[0] if node.outputs else -1
             self.operations.is_fused = any(type.fused for type in results)
             if placement.bodies and index in self.context.controls:
@@ -351,15 +343,6 @@ class _Lowering:
             )
             for position, type in enumerate(results)
         ]
-
-
-def _indexes_piece(node: Node, placement: Placement) -> bool:
-    """Whether a gather or a scatter selects along a dimension that is cut: its piece stands behind a barrier then."""
-    selected = INDEXED.get(node.primitive.partition("-")[0])
-    if selected is None:
-        return False
-    numbers = cast("Mapping[str, Sequence[int]]", node.params["dimension_numbers"])
-    return any(placement.operands[0].dims[d] for d in numbers[selected])
 
 
 def _needed(graph: Graph) -> set[int]:

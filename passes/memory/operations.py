@@ -317,16 +317,6 @@ def _scattered(operations: Operations, summands: Sequence[int], type: TensorType
     return None
 
 
-def settled(operations: Operations, operation: int) -> int:
-    """The operation behind a barrier of its own, where it is in memory; other readers compute it themselves."""
-    source = operations[operation]
-    if source.kind == "elementwise":
-        tag = (source.name, "settled")
-        operation = operations.add(source.kind, source.operands, source.shape, source.dtype, tag)
-    (behind,) = operations.barrier((operation,))
-    return behind
-
-
 def is_number(number: object, value: float) -> bool:
     """Whether a literal is this number."""
     return isinstance(number, int | float) and float(number) == value

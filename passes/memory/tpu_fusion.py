@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from passes.ir import item_nbytes
+from passes.memory import windows
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import ELEMENTWISE, FUSIBLE, kernels_of
 from passes.memory.operations import Operation
 
-GOES_ON = frozenset({*ELEMENTWISE, "bitcast", "transpose"})
+GOES_ON = frozenset({*ELEMENTWISE, "bitcast"})
 """Kinds that a product goes on with."""
 
 TAKES_IN = frozenset({*FUSIBLE, "reduce", "dot"}) - {"gather"}
@@ -27,7 +29,53 @@ PLACED_FIRST = frozenset({"update", "gather"})
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
-    return kernels_of(operations, _Fusion(operations, frozenset(outputs)).written)
+    changed = _rewritten(operations)
+    return kernels_of(changed, _Fusion(changed, frozenset(outputs)).written)
+
+
+def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations as TPUs have them: the scatter to the choice of each window is one, one that scatters a single
+    number into every row compares and selects, and what is widened for a gather is so for nothing else.
+    """
+    changed = list(operations)
+    for choice, rows in windows.sources(operations).items():
+        (scatter,) = (i for i, o in enumerate(changed) if o.kind == "update" and o.operands[2:] == (rows,))
+        image, source = changed[choice].operands[0], changed[rows].operands[0]
+        operands = (_before(changed, image, "pad"), _before(changed, source, "bitcast"))
+        changed[scatter] = changed[scatter]._replace(kind="opaque", operands=operands)
+    gathered = {o.operands[0] for o in changed if o.kind == "gather"}
+    for index, operation in enumerate(changed):
+        if operation.kind == "update" and _scatters_numbers(changed, operation):
+            changed[index] = operation._replace(kind="elementwise")
+        elif operation.kind in ELEMENTWISE:
+            operands = (
+                changed[o].operands[0] if o in gathered and _widens(changed, o) else o for o in operation.operands
+            )
+            changed[index] = operation._replace(operands=tuple(operands))
+    return changed
+
+
+def _before(operations: Sequence[Operation], index: int, kind: str) -> int:
+    """The operand of an operation if that is of a kind or has its name, else the operation itself."""
+    operation = operations[index]
+    return operation.operands[0] if kind in (operation.kind, operation.name) else index
+
+
+def _scatters_numbers(operations: Sequence[Operation], operation: Operation) -> bool:
+    """Whether a scatter has one number for every row of what it changes."""
+    if not operation.name.startswith("scatter") or len(operation.operands) < 3:
+        return False
+    rows = operations[operation.operands[2]].shape
+    sizes = [(row, size) for row, size in zip(rows, operation.shape, strict=False) if row != size]
+    return len(rows) == len(operation.shape) and len(sizes) == 1 and sizes[0][0] == 1
+
+
+def _widens(operations: Sequence[Operation], index: int) -> bool:
+    """Whether an operation only converts to a wider dtype, which its readers do for themselves."""
+    operation = operations[index]
+    if not operation.name.startswith("convert"):
+        return False
+    return item_nbytes(operation.dtype) > item_nbytes(operations[operation.operands[0]].dtype)
 
 
 def is_product(operation: Operation) -> bool:
@@ -57,7 +105,7 @@ class _Fusion:
         for index, operation in enumerate(self.operations):
             if is_product(operation):
                 products[index] = index
-            elif operation.kind in GOES_ON:
+            elif operation.kind in GOES_ON and not (len(self.readers[index]) > 1 and _widens(self.operations, index)):
                 alone = [o for o in operation.operands if products[o] >= 0 and self._goes_on(o, index)]
                 products[index] = products[alone[0]] if alone else -1
         return products

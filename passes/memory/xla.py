@@ -38,9 +38,9 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
-    bytes of an array as it is `stored`, those that fit on the chip itself, whether convolutions in bodies of loops and
-    branches are transposed into the layout of a kernel, as those outside are, and whether it keeps barriers until
-    then.
+    bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it, and
+    whether convolutions in bodies of loops and branches are transposed into the layout of a kernel, as those outside
+    are.
     """
 
     combine: Combine
@@ -48,8 +48,8 @@ class Compiler:
     schedule: Callable[[DeviceProgram, Sequence[Kernel]], list[int]]
     stored: Callable[[Operation], int] = elements_nbytes
     on_chip_nbytes: int = 0
+    gaps: Callable[[Sequence[Span]], int] = gaps_nbytes
     canonical_bodies: bool = True
-    settles: bool = False
 
 
 def temporaries(
@@ -73,7 +73,7 @@ def temporaries(
     return Temporaries(
         where=run.sources[busiest],
         holders=tuple(_holder(span) for span in spans if span.first <= busiest <= span.last),
-        gaps_nbytes=gaps_nbytes(spans),
+        gaps_nbytes=compiler.gaps(spans),
         over_time=tuple(np.maximum.reduceat(live, run.begins[:-1]).tolist()),
     )
 
@@ -148,7 +148,6 @@ class _Region:
             inside=self._inside,
             combine=self.compiler.combine,
             canonical_bodies=self.compiler.canonical_bodies,
-            settles=self.compiler.settles,
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)

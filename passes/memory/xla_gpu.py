@@ -26,7 +26,7 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
     order = partial(schedule, hides=weights.from_hopper)
     fusing = partial(fuse, costly_nbytes=weights.costly_nbytes)
     combine = partial(_combined, weights=weights, fuse=fusing)
-    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order, settles=True)
+    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order)
     return partial(xla.temporaries, compiler)
 
 

@@ -12,6 +12,7 @@ from passes.memory.all_reduces import combined
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
 from passes.memory.holders import Temporaries
+from passes.memory.packing import gaps_as_they_come
 from passes.memory.tpu_fusion import fuse
 
 ON_CHIP_NBYTES: Mapping[str, int] = MappingProxyType(
@@ -42,7 +43,12 @@ def model(device: str) -> Callable[..., Temporaries]:
     """The model of the compiler for a TPU of this name."""
     room = int(TEMPORARIES * ON_CHIP_NBYTES[device])
     compiler = xla.Compiler(
-        combine=combined, fuse=fuse, schedule=schedule, stored=tpu_layouts.stored, on_chip_nbytes=room
+        combine=combined,
+        fuse=fuse,
+        schedule=schedule,
+        stored=tpu_layouts.stored,
+        on_chip_nbytes=room,
+        gaps=gaps_as_they_come,
     )
     return partial(xla.temporaries, compiler)
 

@@ -1,4 +1,4 @@
-"""How often loops run, where the compiler's text does not say: from their counters."""
+"""Trip counts of loops, where the compiler does not write them: from their counters."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_layouts import viewed
 from passes.memory.gpu_schedules import arrays_of, depth_first, greedy, live_nbytes, ordered, post_order, spread
 from passes.memory.gpu_tasks import Role, Tasks, tasks_of
-from passes.memory.operations import Operation, Operations, settled
+from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
-from tests.passes.memory.device_programs import ROWS, TABLE, drawn, operation, program
+from tests.passes.memory.device_programs import TABLE, drawn, operation, program
 
 SEEDS = range(60)
 SQUARE = (1024, 1024)
@@ -159,17 +159,3 @@ def test_convolutions_take_images_in_any_order_and_what_is_gathered_once() -> No
     changed = viewed(every)
     assert [changed[o].kind for o in (1, 4, 5)] == ["bitcast", "transpose", "bitcast"]
     assert changed[5].operands == (4,)
-
-
-def test_a_settled_piece_is_in_memory_and_only_its_own_name_is_written_over() -> None:
-    operations = Operations()
-    narrow = operations.add("input", (), TABLE, "bfloat16", 0)
-    wide = operations.converted(narrow, "float32")
-    piece = settled(operations, wide)
-    summed = operations.add("reduce", (wide,), ROWS, "float32", ("reduce-sum", 0))
-    added = operations.add("elementwise", (piece, piece), TABLE, "float32", "add")
-    kernels = {kernel.operation: kernel for kernel in fuse(operations.every, (summed, added))}
-    assert kernels[summed].reads == (narrow,)
-    assert wide not in kernels
-    assert kernels[added].reads == (piece,)
-    assert kernels[added].over == ()

@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.memory.packing import Span, gaps_nbytes, heap_nbytes, live_nbytes
+from passes.memory.packing import Span, gaps_as_they_come, gaps_nbytes, heap_nbytes, live_nbytes
 
 SPANS = st.lists(
     st.builds(
@@ -59,3 +59,17 @@ def test_of_equal_buffers_the_one_of_least_rank_is_placed_first():
         return gaps_nbytes([Span(2, 3, 5, rank=first), Span(2, 1, 3, rank=last), *others])
 
     assert (gaps(0, 4), gaps(4, 0)) == (1, 0)
+
+
+@given(SPANS)
+def test_placing_as_they_come_is_one_of_the_orders(spans: list[Span]):
+    ordered = sorted(spans, key=lambda span: (span.first, -span.nbytes))
+    assert live_nbytes(spans) + gaps_as_they_come(spans) == heap_nbytes(ordered)
+
+
+def test_a_large_buffer_that_comes_late_finds_no_room_between_those_that_stay():
+    """A vector that stays lies where the two buffers before it were, and 5 find no room of 6 that is in one piece."""
+    spans = [Span(3, 0, 2), Span(1, 1, 9), Span(3, 2, 4), Span(5, 5, 6)]
+    assert live_nbytes(spans) == 7
+    assert gaps_as_they_come(spans) == 2
+    assert gaps_nbytes(spans) == 0

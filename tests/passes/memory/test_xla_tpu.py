@@ -7,11 +7,14 @@ import random
 import pytest
 
 from passes.cluster import parse_cluster
+from passes.ir import Node, TensorType
 from passes.memory.accounting import model_of, nbytes_in
 from passes.memory.on_chip import off_chip
+from passes.memory.operations import Kind, Operation, Operations
 from passes.memory.packing import Span
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_layouts import nbytes, stored
+from passes.memory.windows import selected
 from passes.memory.xla_tpu import ON_CHIP_NBYTES, schedule
 from passes.placement import resharding_plan
 from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARDER, whole
@@ -83,6 +86,80 @@ def test_what_normalises_is_computed_again_in_every_product_that_reads_it() -> N
     )
     kernels = {kernel.operation: kernel.reads for kernel in fuse(every, (4, 5))}
     assert kernels == {0: (), 1: (0,), 4: (0, 1), 5: (0, 1)}
+
+
+def narrow(kind: Kind, *operands: int, shape: tuple[int, ...] = TABLE, name: str = "") -> Operation:
+    """An operation of bfloat16."""
+    return operation(kind, *operands, shape=shape, name=name)._replace(dtype="bfloat16")
+
+
+def test_a_product_ends_before_it_is_transposed() -> None:
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        operation("dot", 0, 0, shape=TABLE),
+        operation("transpose", 1, shape=TABLE[::-1]),
+        operation("elementwise", 2, shape=TABLE[::-1], name="select"),
+        operation("reduce", 3, name="reduce-max"),
+        operation("reduce", 3, name="reduce-sum"),
+    )
+    assert {kernel.operation for kernel in fuse(every, (4, 5))} == {0, 1, 4, 5}
+
+
+def test_a_product_of_several_readers_is_kept_in_its_own_dtype() -> None:
+    """As scores of which the maximum is taken: each reader widens them for itself."""
+    every = (
+        narrow("input"),
+        narrow("dot", 0, 0),
+        operation("elementwise", 1, shape=TABLE, name="convert bfloat16"),
+        operation("reduce", 2, name="reduce-max"),
+        operation("reduce", 2, name="reduce-sum"),
+    )
+    kernels = {kernel.operation: kernel.reads for kernel in fuse(every, (3, 4))}
+    assert kernels == {0: (), 1: (0,), 3: (1,), 4: (1,)}
+
+
+def test_what_is_gathered_from_is_in_memory_and_read_by_nothing_else() -> None:
+    """As logits of which each token's label is taken: softmax reads them as the product made them."""
+    every = (
+        narrow("input"),
+        narrow("dot", 0, 0),
+        operation("elementwise", 1, shape=TABLE, name="convert bfloat16"),
+        operation("input", shape=(*TABLE[:1], 1), tag=1),
+        operation("gather", 2, 3, shape=(*TABLE[:1], 1)),
+        operation("expensive", 2, shape=TABLE, name="exponential"),
+        operation("reduce", 5, name="reduce-sum"),
+    )
+    kernels = {kernel.operation: kernel.reads for kernel in fuse(every, (4, 6))}
+    assert kernels == {0: (), 1: (0,), 2: (1,), 3: (), 4: (2, 3), 6: (1,)}
+
+
+def test_a_number_for_every_row_is_selected_and_rows_are_scattered() -> None:
+    """As the gradient of each token's label is, and as that of an embedding is."""
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        operation("input", shape=(*TABLE[:1], 1), tag=1),
+        operation("input", shape=TABLE, tag=2),
+        operation("update", 0, 1, 1, shape=TABLE, name="scatter-add"),
+        operation("dot", 3, 3, shape=TABLE),
+        operation("update", 0, 1, 2, shape=TABLE, name="scatter-add"),
+        operation("dot", 5, 5, shape=TABLE, name="another"),
+    )
+    kernels = {kernel.operation: kernel.reads for kernel in fuse(every, (4, 6))}
+    assert kernels[4] == (0, 1)
+    assert kernels[6] == (5,)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_one_kernel_scatters_to_the_choice_of_each_window(padding: int) -> None:
+    operations = Operations()
+    source = operations.add("input", (), (4, 4), "float32", 0)
+    image = operations.add("input", (), (8, 8), "float32", 1)
+    params = {"padding": ((padding, 0), (padding, 0))}
+    node = Node(primitive="select_and_scatter_add", inputs=(0, 1), outputs=(2,), params=params)
+    (result,) = selected(operations, node, (source, image), [TensorType(shape=(8, 8), dtype="float32")])
+    kernels = [kernel.reads for kernel in fuse(operations.every, (result,)) if kernel.reads]
+    assert kernels[0] == (source, image)
+    assert len(kernels) == 1 + padding  # what was padded is cut off
 
 
 @pytest.mark.parametrize("seed", SEEDS)
