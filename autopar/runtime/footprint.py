@@ -27,12 +27,13 @@ def temporaries_nbytes(plan: Plan, analysis: Any) -> int:
     """The bytes of a device that temporaries take by XLA's `memory_analysis()`.
 
     Its TPU compiler counts the gaps between them twice, as its own account of buffers shows (libtpu 0.0.42, option
-    `xla_dump_to`): they take the mean of that and of what lives at once.
+    `xla_dump_to`): they take the mean of that and of what lives at once. Where more lives at once, that is on the chip.
     """
     nbytes: int = analysis.temp_size_in_bytes
     if not is_tpu(plan.mesh.cluster.group().device) or not analysis.peak_memory_in_bytes:
         return nbytes
-    return (nbytes + analysis.peak_memory_in_bytes - _permanent_nbytes(analysis)) // 2
+    live_nbytes = analysis.peak_memory_in_bytes - _permanent_nbytes(analysis)
+    return nbytes - max(0, nbytes - live_nbytes) // 2
 
 
 def _permanent_nbytes(analysis: Any) -> int:

@@ -47,9 +47,11 @@ _OFF_TPU = MappingProxyType(
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
 )
-"""What libtpu reads from the environment when it starts, in place of asking a server that only TPU machines have."""
+"""What libtpu reads from the environment when it starts, in place of asking a server that only TPU machines have; and
+that other processes may have it too, for nothing runs."""
 
 
 def topology(cluster: str | os.PathLike[str] | Cluster) -> tuple[Device, ...]:

@@ -11,11 +11,12 @@ from passes.ir import Node, TensorType
 from passes.memory.accounting import model_of, nbytes_in
 from passes.memory.on_chip import off_chip
 from passes.memory.operations import Kind, Operation, Operations
+from passes.memory.overlap import schedule
 from passes.memory.packing import Span
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_layouts import nbytes, stored
 from passes.memory.windows import selected
-from passes.memory.xla_tpu import ON_CHIP_NBYTES, schedule
+from passes.memory.xla_tpu import ON_CHIP_NBYTES
 from passes.placement import resharding_plan
 from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARDER, whole
 from tests.passes.memory.device_programs import TABLE, drawn, operation
@@ -55,7 +56,7 @@ def test_kernels_read_what_is_in_memory_and_run_after_it(seed: int) -> None:
     program = drawn(seed)
     kernels = {kernel.operation: kernel for kernel in fuse(program.operations, program.outputs)}
     assert set(program.outputs) <= kernels.keys()
-    order = schedule(program, list(kernels.values()))
+    order = schedule(program, list(kernels.values()), hides=False)
     at = {operation: position for position, operation in enumerate(order)}
     for kernel in kernels.values():
         assert set(kernel.over) <= set(kernel.reads)
