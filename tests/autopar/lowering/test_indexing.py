@@ -1,4 +1,4 @@
-"""Rows of a table whose rows are cut: of each index the device that has its row reads or writes it, in bounds or not."""
+"""Rows of a table that is cut by rows: whichever device has a row reads or writes it, in bounds or not."""
 
 from __future__ import annotations
 
