@@ -77,6 +77,7 @@ ANY_NBYTES = 10**15
 class Compiled:
     """A step as an accelerator's compiler made it: bytes of one device, tensors sent, flops and seconds.
 
+    `temporaries_nbytes` are as the compiler reports them, and `peak_nbytes` what a device needs (`needed_nbytes`).
     `unplanned` are tensors beyond the plan; `cycle_seconds` follow from the compiler's own cycles, 0 where it has none.
     """
 

@@ -16,7 +16,6 @@ import autopar
 from autopar import DataParallel, GPipe, Megatron, Pipeline, Zero
 from autopar.frontend import trace
 from autopar.runtime import limit_of, pipeline_nbytes
-from autopar.runtime.footprint import compiled_nbytes
 from passes import memory
 from passes.cluster import local_cluster, parse_cluster
 from passes.errors import OverBudgetError
@@ -132,7 +131,7 @@ FUNCTIONS = {
 def test_what_is_compiled_keeps_the_limit_or_an_error_says_so(name: str, dtype: str):
     given = jax.ShapeDtypeStruct((64, 64), dtype), jax.ShapeDtypeStruct((256, 64), dtype)
     free = autopar.parallelize(FUNCTIONS[name], planner=DataParallel(), devices=jax.devices()[:2])
-    needed, planned = compiled_nbytes(free.lower(*given).compile().memory_analysis()), free.plan(*given).peak_nbytes
+    needed, planned = free.lower(*given).compile().needed_nbytes, free.plan(*given).peak_nbytes
     assert nbytes_kept(free.replan(memory_limit=max(needed, planned)), given) == needed
     limit = min(needed, planned) - 1  # by one count or by both it is too little
     if planned <= needed - 1:
@@ -145,7 +144,8 @@ def test_what_is_compiled_keeps_the_limit_or_an_error_says_so(name: str, dtype: 
 
 
 def nbytes_kept(step: Any, given: Any) -> int:
-    return compiled_nbytes(step.lower(*given).compile().memory_analysis())
+    needed: int = step.lower(*given).compile().needed_nbytes
+    return needed
 
 
 def underestimate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_search_tries_again_for_as_much_less_as_xla_needed_more(monkeypatch: p
     assert lowered.plan == first
     again = lowered.compile()
     assert again.plan != first
-    assert compiled_nbytes(again.memory_analysis()) <= 0.9 * needed
+    assert again.needed_nbytes <= 0.9 * needed
     assert limited.plan(*given) == again.plan
     assert_close(limited(*given), jax.jit(step)(*given), 1e-5)
     called = free.replan(memory_limit=int(0.9 * needed))

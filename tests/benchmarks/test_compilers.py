@@ -15,12 +15,11 @@ from benchmarks.compilers import RESULTS, TARGETS, arguments, clock_of, digest_o
 KEPT = load(RESULTS)
 
 
-def test_every_kept_program_of_a_gpu_sends_what_was_planned() -> None:
-    assert len(KEPT) > 10
+def test_every_kept_program_sends_what_was_planned() -> None:
+    assert {entry.target for entry in KEPT.values()} >= {"h100", "a100", "v5e:2x4"}
     for entry in KEPT.values():
-        if not clock_of(entry.target):
-            assert entry.unplanned == entry.missing == 0, entry.key
-        assert entry.peak_nbytes >= entry.temporaries_nbytes
+        assert entry.unplanned == entry.missing == 0, entry.key
+        assert entry.peak_nbytes >= entry.arguments_nbytes
         assert entry.versions.get("jax")
 
 
