@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from passes.ir import item_nbytes
 from passes.memory import windows
+from passes.memory.conversions import sliced_first, widens
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import ELEMENTWISE, FUSIBLE, kernels_of
 from passes.memory.operations import Operation
@@ -30,8 +30,9 @@ PLACED_FIRST = frozenset({"update", "gather"})
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
-    changed = _rewritten(operations)
-    return kernels_of(changed, _Fusion(changed, frozenset(outputs)).written)
+    returned = frozenset(outputs)
+    changed = _rewritten(sliced_first(operations, returned))
+    return kernels_of(changed, _Fusion(changed, returned).written)
 
 
 def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
@@ -50,7 +51,7 @@ def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
         elif operation.kind == "update" and _scatters_numbers(operations, operation):
             changed[index] = operation._replace(kind="elementwise")
         elif operation.kind in ELEMENTWISE and not gathered.isdisjoint(operands):
-            narrow = (operations[o].operands[0] if o in gathered and _widens(operations, o) else o for o in operands)
+            narrow = (operations[o].operands[0] if o in gathered and widens(operations, o) else o for o in operands)
             changed[index] = operation._replace(operands=tuple(narrow))
     return changed
 
@@ -68,14 +69,6 @@ def _scatters_numbers(operations: Sequence[Operation], operation: Operation) -> 
     rows = operations[operation.operands[2]].shape
     sizes = [(row, size) for row, size in zip(rows, operation.shape, strict=False) if row != size]
     return len(rows) == len(operation.shape) and len(sizes) == 1 and sizes[0][0] == 1
-
-
-def _widens(operations: Sequence[Operation], index: int) -> bool:
-    """Whether an operation only converts to a wider dtype, which its readers do for themselves."""
-    operation = operations[index]
-    if not operation.name.startswith("convert"):
-        return False
-    return item_nbytes(operation.dtype) > item_nbytes(operations[operation.operands[0]].dtype)
 
 
 def is_product(operation: Operation) -> bool:
@@ -105,7 +98,7 @@ class _Fusion:
         for index, operation in enumerate(self.operations):
             if is_product(operation):
                 products[index] = index
-            elif operation.kind in GOES_ON and not (len(self.readers[index]) > 1 and _widens(self.operations, index)):
+            elif operation.kind in GOES_ON and not (len(self.readers[index]) > 1 and widens(self.operations, index)):
                 alone = [o for o in operation.operands if products[o] >= 0 and self._goes_on(o, index)]
                 products[index] = products[alone[0]] if alone else -1
         return products

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 from passes.memory import xla
+from passes.memory.conversions import sliced_first
 from passes.memory.gpu_collectives import Fuse, combined
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_layouts import viewed
@@ -40,7 +41,8 @@ def _combined(
     has no arithmetic for is in float32.
     """
     sums = [(o.kind, o.name[:7]) in (("update", "scatter"), ("opaque", "window")) for o in operations]
-    fused = [o._replace(kind="reduce") if s else o for o, s in zip(operations, sums, strict=True)]
+    sliced = sliced_first(operations, outputs)
+    fused = [o._replace(kind="reduce") if s else o for o, s in zip(sliced, sums, strict=True)]
     wide, first = (fused, range(len(fused))) if weights.from_hopper else widened(fused)
     summed, at = reassociated(wide, [first[o] for o in outputs])
     changed, place = split(viewed(summed), weights)
