@@ -22,7 +22,7 @@ from passes.memory.split_products import weights_of
 from passes.placement import Grouping, Layout, ReshardingPlan
 from passes.sharding import ShardingSpec
 
-GPU_MARGIN, TPU_MARGIN = 0.042, 0.15
+GPU_MARGIN, TPU_MARGIN = 0.08, 0.15
 """The shares by which compiled peaks are above predicted ones, at most, in 95 % of the steps of 100 MB and more that
 `python -m benchmarks.compilers` compiled, which fails where they are more: what a plan on paper leaves free of its
 limit. On CPUs a program is compiled before it runs, and planned again where it needs more."""

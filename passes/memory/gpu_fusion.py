@@ -134,7 +134,8 @@ class _Fusion:
 def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple[Kernel, ...]:
     """The kernels of the operations that are `written`, by flags, each with what it reads.
 
-    XLA writes a softmax beside its exponents: what reads a sum is not written over what was summed.
+    XLA writes a softmax beside its exponents: what reads a sum is not written over what was summed. It scatters into
+    the array itself.
     """
     kernels: list[Kernel] = []
     summed: dict[int, frozenset[int]] = {}
@@ -142,7 +143,8 @@ def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple
         if written[index]:
             reads = _reads(operations, written, index)
             ordered = tuple(sorted(reads))
-            over = tuple(o for o in ordered if reads[o] and operations[o].kind not in RENAMED)
+            into = operations[index].operands[:1] if operations[index].name.startswith("scatter") else ()
+            over = tuple(o for o in ordered if (reads[o] or o in into) and operations[o].kind not in RENAMED)
             if operations[index].kind == "reduce":
                 summed[index] = frozenset(reads)
             elif sums := [summed[o] for o in ordered if o in summed]:

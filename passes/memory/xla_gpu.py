@@ -36,7 +36,7 @@ def _combined(
 ) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with transposes for products as views, products split and collectives combined.
 
-    A scatter is fused with what it reads, and then makes a new array, as a sum does: it is not in place any more. The
+    A scatter is fused with what it reads, as a sum is, and written over the array that it adds to. The
     maximum of a window is a sum, too: what counts its places is computed in the kernel that compares. What a GPU
     has no arithmetic for is in float32.
     """
