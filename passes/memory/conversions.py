@@ -8,7 +8,7 @@ Reference: the HLO that XLA:GPU of jaxlib 0.10 and libtpu 0.0.42 make of languag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from passes.ir import item_nbytes
 from passes.memory.operations import Operation
@@ -22,7 +22,7 @@ def widens(operations: Sequence[Operation], index: int) -> bool:
     return item_nbytes(operation.dtype) > item_nbytes(operations[operation.operands[0]].dtype)
 
 
-def sliced_first(operations: Sequence[Operation], outputs: Sequence[int] | frozenset[int]) -> list[Operation]:
+def sliced_first(operations: Sequence[Operation], outputs: Iterable[int]) -> list[Operation]:
     """The operations with each slice of what is widened, if nothing else is read of it, before the widening."""
     readers = Counter(o for operation in operations for o in set(operation.operands))
     changed, returned = list(operations), frozenset(outputs)

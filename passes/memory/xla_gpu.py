@@ -36,9 +36,9 @@ def _combined(
 ) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with transposes for products as views, products split and collectives combined.
 
-    A scatter is fused with what it reads, as a sum is, and written over the array that it adds to. The
-    maximum of a window is a sum, too: what counts its places is computed in the kernel that compares. What a GPU
-    has no arithmetic for is in float32.
+    A scatter is fused with what it reads, as a sum is, and written over the array that it adds to. The maximum of a
+    window is a sum, too: what counts its places is computed in the kernel that compares. What a GPU has no arithmetic
+    for is in float32.
     """
     sums = [(o.kind, o.name[:7]) in (("update", "scatter"), ("opaque", "window")) for o in operations]
     sliced = sliced_first(operations, outputs)
