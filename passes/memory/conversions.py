@@ -17,7 +17,7 @@ from passes.memory.operations import Operation
 def widens(operations: Sequence[Operation], index: int) -> bool:
     """Whether an operation only converts to a wider dtype."""
     operation = operations[index]
-    if not operation.name.startswith("convert"):
+    if not operation.is_conversion:
         return False
     return item_nbytes(operation.dtype) > item_nbytes(operations[operation.operands[0]].dtype)
 

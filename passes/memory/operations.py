@@ -84,6 +84,11 @@ class Operation(NamedTuple):
         return str(tag[0]) if tag else ""
 
     @property
+    def is_conversion(self) -> bool:
+        """Whether this converts an array to another dtype."""
+        return self.kind in ("elementwise", "expensive") and self.name.startswith("convert ")
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 
@@ -221,7 +226,7 @@ class Operations:
             return self.reshape(operation, after)
         if source.kind == "dot" and source.tag == BY_COLUMNS:
             return self.add("dot", source.operands[::-1], after, source.dtype, BY_COLUMNS)
-        if self._is_rounding(source) and self._is_written_either_way(source.operands[0]):
+        if source.is_conversion and self._is_written_either_way(source.operands[0]):
             below, type = self.transpose(source.operands[0], permutation), TensorType(shape=after, dtype=source.dtype)
             return self.elementwise(source.name, (below,), type, expensive=source.kind == "expensive")
         if source.kind == "transpose":
@@ -229,14 +234,10 @@ class Operations:
             return self.transpose(source.operands[0], [before[d] for d in permutation])
         return self.add("transpose", (operation,), after, source.dtype, tuple(permutation))
 
-    def _is_rounding(self, described: Operation) -> bool:
-        """Whether an operation converts an array to another dtype."""
-        return described.kind in ("elementwise", "expensive") and described.name.startswith("convert ")
-
     def _is_written_either_way(self, operation: int) -> bool:
         """Whether an operation is a product of columns with columns, converted or not."""
         described = self.every[operation]
-        while self._is_rounding(described):
+        while described.is_conversion:
             described = self.every[described.operands[0]]
         return described.kind == "dot" and described.tag == BY_COLUMNS
 

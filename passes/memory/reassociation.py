@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
-from passes.memory.gpu_fusion import ELEMENTWISE
 from passes.memory.operations import Operation
 
 
@@ -28,7 +27,7 @@ def reassociated(operations: Sequence[Operation], outputs: Sequence[int]) -> tup
         operand, conversion = changed[index], None
         if not alone[index]:
             return None
-        if operand.kind in ELEMENTWISE and operand.name.startswith("convert "):
+        if operand.is_conversion:
             (index,), conversion = operand.operands, operand
             operand = changed[index]
         return (operand, conversion) if alone[index] and operand.name == "all_reduce" else None

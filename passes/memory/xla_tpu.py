@@ -34,7 +34,7 @@ ON_CHIP_NBYTES: Mapping[str, int] = MappingProxyType(
 TEMPORARIES = 0.4
 """The share of that memory which temporaries fill in the model. The rest has kernels' own blocks and operands that are
 fetched ahead of them. A share of the chip's memory, chosen among three settings on 28 steps of 0.2 to 7 GB on v5e: with
-0.5 peaks are 1.6 % lower in the mean, with 0.3 1.4 % higher (benchmarks.compilers)."""
+0.5 peaks are 1.8 % lower in the mean, with 0.3 2.3 % higher (benchmarks.compilers)."""
 
 
 def is_tpu(device: DeviceSpec) -> bool:
