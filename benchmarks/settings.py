@@ -84,7 +84,6 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "planners.infeasible._MOST": "only what a message proposes",
     "planners.manual.LARGE": "only where a warning begins",
     "planners.manual.WORTHWHILE": "only of plans by hand",
-    "sharding.resharding._CACHED": "what is found does not depend on it, only how it is computed",
     "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",
     "solver.search._GAP": "varied as `SolverOptions.gap`",
     "solver.search._RADIUS": "varied as `SolverOptions.tie_radius`",

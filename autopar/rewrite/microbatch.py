@@ -222,15 +222,15 @@ class OnTime:
                 return self._once(array)
             case "all_reduce":
                 # Independent microbatches: each stands for all of them.
-                return array * np.asarray(self.planned.count, array.dtype)
+                return lax.mul(array, np.asarray(self.planned.count, array.dtype))
             case _:
                 raise InternalError(f"{step} between microbatches")
 
     def _once(self, array: jax.Array) -> jax.Array:
         """Summands of `array`: all of it in the first microbatch, or equal shares of independent ones."""
         if self.coupling == "independent" and jnp.issubdtype(array.dtype, np.inexact):
-            return array / np.asarray(self.planned.count, array.dtype)
-        return jnp.where(self.index == 0, array, jnp.zeros_like(array))
+            return lax.div(array, np.asarray(self.planned.count, array.dtype))
+        return lax.select(lax.eq(self.index, np.int32(0)), array, jnp.zeros_like(array))
 
 
 def _add(total: jax.Array, summand: jax.Array) -> jax.Array:

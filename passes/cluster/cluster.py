@@ -151,6 +151,10 @@ class Cluster:
     name: str
     groups: tuple[HostGroup, ...]
 
+    def __hash__(self) -> int:
+        """A hash of the name, which tells most clusters apart: they are keys of many tables."""
+        return hash(self.name)
+
     @property
     def n_devices(self) -> int:
         return sum(group.n_devices for group in self.groups)

@@ -96,10 +96,11 @@ def bounds_with(periods: Floats, latencies: Floats, places: Places) -> Floats:
         onward = np.maximum(periods[:, first, first + 1 :, None], latency).min((0, 1))
         remaining[:, first] = onward[places.ends]
     bounds = np.full_like(periods, math.inf)
-    for entry in zip(*(axis.tolist() for axis in np.nonzero(np.isfinite(periods))), strict=True):
-        choice, first, last = entry
-        onward = sums[first] + np.maximum(periods[entry], latencies[entry] + remaining[choice, last])
-        bounds[entry] = np.maximum(slowest[first], onward).min()
+    for choice, first in np.argwhere(np.isfinite(periods).any(2)).tolist():
+        lasts = np.flatnonzero(np.isfinite(periods[choice, first]))
+        stages = np.s_[choice, first, lasts, None]
+        onward = sums[first] + np.maximum(periods[stages], latencies[stages] + remaining[choice, lasts])
+        bounds[choice, first, lasts] = np.maximum(slowest[first], onward).min(1)
     return bounds
 
 

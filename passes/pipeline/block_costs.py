@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Self
 
 from passes.cluster import Cluster, Mesh
@@ -112,6 +112,16 @@ class _First:
     nbytes: int
     state: tuple[TensorType, ...]
     kept_nbytes: int
+    _cut_nbytes: dict[int, int] = field(default_factory=dict[int, int])
+
+    def state_nbytes(self, parts: int) -> int:
+        """Bytes of one device of the state, cut over so many where these divide one dimension of an array."""
+        if parts not in self._cut_nbytes:
+            cut = [any(size % parts == 0 for size in array.shape) for array in self.state]
+            self._cut_nbytes[parts] = sum(
+                array.nbytes // parts if is_cut else array.nbytes for array, is_cut in zip(self.state, cut, strict=True)
+            )
+        return self._cut_nbytes[parts]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -231,7 +241,7 @@ class BlockCosts:
 
     def state_nbytes(self, block: Block, parts: int) -> int:
         """The least bytes of one device of a block's weights and their optimizer's state, cut over so many devices."""
-        return _least_nbytes(self._first(block).state, parts)
+        return self._first(block).state_nbytes(parts)
 
     def kept_nbytes(self, block: Block) -> int:
         """Bytes that the forward of a microbatch keeps for its backward, all devices together and no copies."""
@@ -315,13 +325,6 @@ class BlockCosts:
         compute = assembly.root.compute_seconds(answer.choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}
         return _price(block, layout, resharder, schedule, seconds), answer.bound
-
-
-@cache
-def _least_nbytes(arrays: tuple[TensorType, ...], parts: int) -> int:
-    """Bytes of one device of arrays that are cut over so many where these divide one of their dimensions."""
-    cut = [any(size % parts == 0 for size in array.shape) for array in arrays]
-    return sum(array.nbytes // parts if is_cut else array.nbytes for array, is_cut in zip(arrays, cut, strict=True))
 
 
 def _price(

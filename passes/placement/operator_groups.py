@@ -283,11 +283,13 @@ class _Grouper:
 
         target.factor_classes |= {member: moved(classes) for member, classes in source.factor_classes.items()}
         for value, classes in source.value_classes.items():
-            for theirs, ours in zip(
-                moved(classes), target.value_classes.setdefault(value, moved(classes)), strict=True
-            ):
+            known = target.value_classes.get(value)
+            if known is None:
+                target.value_classes[value] = moved(classes)
+                continue
+            for theirs, ours in zip(classes, known, strict=True):
                 if theirs >= 0 and ours >= 0:
-                    target.unite(theirs, ours)
+                    target.unite(theirs + offset, ours)
         target.members.extend(source.members)
         target.inputs.extend(source.inputs)
         self.home.update(dict.fromkeys((*written, *source.inputs), host))

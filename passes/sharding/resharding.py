@@ -37,9 +37,6 @@ benchmarks.settings` shows that plans hardly depend on it."""
 _INSTANT = 1e-12
 """Seconds that nothing takes: what is sent in less is as good as sent."""
 
-_CACHED = 1 << 16
-"""Numbers that fit a processor's cache."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -382,11 +379,8 @@ def _single(spec: ShardingSpec, axes: tuple[str, ...], rank: int) -> list[Step]:
 
 
 def _shortest(total: Seconds) -> Seconds:
-    """The shortest paths between all pairs, by repeated min-plus squaring; blocks of rows keep to the cache."""
-    count = max(1, _CACHED // total.size)
-    while True:
-        blocks = [total[first : first + count] for first in range(0, len(total), count)]
-        through = np.concatenate([np.min(rows[:, :, None] + total, axis=1) for rows in blocks])
-        if np.array_equal(through, total):
-            return total
-        total = through
+    """The shortest paths between all pairs, by way of the first placements, one more in each round (Floyd-Warshall)."""
+    through = np.empty_like(total)
+    for middle in range(len(total)):
+        np.minimum(total, np.add(total[:, middle, None], total[middle], out=through), out=total)
+    return total
