@@ -11,6 +11,7 @@ import pytest
 from benchmarks.published import nanotron_llama
 from benchmarks.published.nanotron import (
     HOP_SECONDS,
+    NANOTRON,
     SLOW_TRANSFER_SECONDS,
     STAGED_HOP_SECONDS,
     START_SECONDS,
@@ -19,7 +20,7 @@ from benchmarks.published.nanotron import (
     stage_layers,
 )
 from benchmarks.published.planned import Configuration, Job
-from benchmarks.published.rows import Answer
+from benchmarks.published.rows import Answer, Fields
 from models import llama
 from passes.cluster import parse_cluster
 
@@ -113,3 +114,39 @@ def test_zero_1_keeps_the_sums_of_gradients_whole() -> None:
     in_one = replace(sharded, pipeline=1, layers=())
     assert in_one.sums_nbytes == 3 * (32 * (4 * 4096**2 + 3 * 4096 * 14336) + 2 * 131072 * 4096)
     assert replace(sharded, zero=0).sums_nbytes == replace(sharded, tensor=2).sums_nbytes == 0.0
+
+
+def _line(tensor: int, stages: int, data: int, micro: int, count: int, peak: float | None, zero: int = 0) -> Fields:
+    """A line of the source, of an 8B; without a peak it has no result."""
+    sizes = {"vocab": 131072, "seq_len": 4096, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 32, "ffn": 14336}
+    cuts = {"tp": tensor, "pp": stages, "dp": data, "zero_stage": zero, "num_gpus": tensor * stages * data}
+    batch = {"microbatch_seqs": micro, "grad_accum": count, "global_batch_seqs": micro * count * data}
+    words = {"model": "8B", "tied_embeddings": "no", "status": "measured" if peak else "no_result"}
+    figures = {"tokens_per_s": "1e5" if peak else "", "peak_mem_GB": str(peak or "")}
+    return words | figures | {name: str(value) for name, value in (sizes | cuts | batch).items()}
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (_line(1, 8, 1, 1, 256, 62.5), None),  # alone it ran, so copies need no more
+        (_line(1, 8, 1, 1, 256, 77.0), True),  # hardly
+        (_line(1, 8, 1, 1, 4, 62.5), True),  # fewer microbatches on their way
+        (_line(2, 8, 1, 1, 256, 62.5), True),  # weights are cut
+        (_line(1, 4, 1, 1, 256, 62.5), True),  # other stages are not compared
+        (_line(1, 8, 2, 1, 128, 54.4, zero=1), True),  # nor other ZeRO
+    ],
+)
+def test_no_result_is_out_of_memory_unless_what_needs_no_less_ran(other: Fields, expected: bool | None) -> None:
+    failed, ran = NANOTRON.read([_line(1, 8, 8, 1, 32, None), other])
+    assert failed.out_of_memory is expected
+    assert ran.out_of_memory is False
+
+
+def test_state_that_zero_cuts_over_more_devices_needs_less() -> None:
+    lines = [
+        _line(1, 4, 8, 1, 32, None, zero=1),
+        _line(1, 4, 4, 1, 64, 60.0, zero=1),
+        _line(1, 4, 2, 1, 128, None, zero=1),
+    ]
+    assert [row.out_of_memory for row in NANOTRON.read(lines)] == [None, False, True]
