@@ -231,12 +231,12 @@ def _needs_no_less(other: Fields, fields: Fields) -> bool:
     alike = all(other[name] == fields[name] for name in ("model", "seq_len", "pp", "zero_stage"))
     cuts = ("tp", "dp") if whole(fields, "zero_stage") else ("tp",)
     is_filled = whole(other, "grad_accum") >= min(whole(fields, "grad_accum"), whole(fields, "pp"))
-    is_whole = all(whole(other, name) <= whole(fields, name) for name in cuts)
-    return alike and is_filled and is_whole and whole(other, "microbatch_seqs") >= whole(fields, "microbatch_seqs")
+    is_no_finer = all(whole(other, name) <= whole(fields, name) for name in cuts)
+    return alike and is_filled and is_no_finer and whole(other, "microbatch_seqs") >= whole(fields, "microbatch_seqs")
 
 
 def _ran_out(fields: Fields, ran: Sequence[Fields]) -> bool | None:
-    """Whether a configuration ran out of memory; None where it failed otherwise, as one that `ran` needs no less."""
+    """Whether a configuration ran out of memory; None where not: one of those that `ran` needs no less."""
     if fields["status"] != "no_result":
         return False
     return None if any(_needs_no_less(other, fields) for other in ran) else True
