@@ -379,7 +379,7 @@ def _single(spec: ShardingSpec, axes: tuple[str, ...], rank: int) -> list[Step]:
 
 
 def _shortest(total: Seconds) -> Seconds:
-    """The shortest paths between all pairs, by way of the first placements, one more in each round (Floyd-Warshall)."""
+    """The shortest paths between all pairs, written over the single steps (Floyd-Warshall)."""
     through = np.empty_like(total)
     for middle in range(len(total)):
         np.minimum(total, np.add(total[:, middle, None], total[middle], out=through), out=total)
