@@ -22,6 +22,14 @@ def widens(operations: Sequence[Operation], index: int) -> bool:
     return item_nbytes(operation.dtype) > item_nbytes(operations[operation.operands[0]].dtype)
 
 
+def narrows(operations: Sequence[Operation], index: int) -> bool:
+    """Whether an operation only converts to a narrower dtype."""
+    operation = operations[index]
+    if not operation.is_conversion:
+        return False
+    return item_nbytes(operation.dtype) < item_nbytes(operations[operation.operands[0]].dtype)
+
+
 def sliced_first(operations: Sequence[Operation], outputs: Iterable[int]) -> list[Operation]:
     """The operations with each slice of what is widened, if nothing else is read of it, before the widening."""
     readers = Counter(o for operation in operations for o in set(operation.operands))

@@ -56,7 +56,7 @@ class Temporaries:
     """The bytes that a step needs on one device beside arguments and outputs, by a compiler's model.
 
     `holders` are live together at the busiest moment, which is at the source line `where`; `gaps_nbytes` are lost
-    between them; `over_time` are live bytes as each kernel runs, gaps left out, [kernels].
+    between them and in tables of copies; `over_time` are live bytes as each kernel runs, gaps left out, [kernels].
     """
 
     where: str

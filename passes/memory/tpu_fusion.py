@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from passes.memory import windows
-from passes.memory.conversions import sliced_first, widens
+from passes.memory.conversions import narrows, sliced_first, widens
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import ELEMENTWISE, FUSIBLE, kernels_of
 from passes.memory.operations import Operation
@@ -28,11 +28,14 @@ PLACED_FIRST = frozenset({"update", "gather"})
 """Kinds whose first operand has to be there, and whose others are computed as they are read."""
 
 
-def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
-    """The kernels of a program, in the order of its operations, without those that no output needs."""
+def fuse(operations: Sequence[Operation], outputs: Iterable[int], *, narrowed: bool = False) -> tuple[Kernel, ...]:
+    """The kernels of a program, in the order of its operations, without those that no output needs.
+
+    What several kernels read of an array that is in memory in a wider dtype is written if it shall be `narrowed`.
+    """
     returned = frozenset(outputs)
     changed = _rewritten(sliced_first(operations, returned))
-    return kernels_of(changed, _Fusion(changed, returned).written)
+    return kernels_of(changed, _Fusion(changed, returned, narrowed=narrowed).written)
 
 
 def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
@@ -79,7 +82,7 @@ def is_product(operation: Operation) -> bool:
 class _Fusion:
     """The readers of each operation and the product that it ends, -1 for none; `written` have a place in memory."""
 
-    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int]) -> None:
+    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], *, narrowed: bool) -> None:
         self.operations, self.outputs = operations, outputs
         self.readers: list[list[int]] = [[] for _ in operations]
         needed = bytearray(len(operations))
@@ -90,7 +93,9 @@ class _Fusion:
                 for o in dict.fromkeys(operation.operands):
                     self.readers[o].append(index)
         self.products = self._products()
-        self.written = bytearray(needed[i] and not self._is_fused(i) for i in range(len(operations)))
+        self.written = bytearray(len(operations))
+        for i in range(len(operations)):
+            self.written[i] = needed[i] and (not self._is_fused(i) or (narrowed and self._is_narrowed(i)))
 
     def _products(self) -> list[int]:
         """The product whose result each operation is alone in reading, after any number of steps."""
@@ -118,6 +123,23 @@ class _Fusion:
             (reader, *others) = self.readers[index]
             return not others and (self.products[reader] == product or self.operations[reader].kind == "reduce")
         return operation.kind in FUSIBLE - {"gather"} and all(self._takes_in(r, index) for r in self.readers[index])
+
+    def _is_narrowed(self, index: int) -> bool:
+        """Whether several kernels read an operation that alone narrows what another wrote."""
+        operation = self.operations[index]
+        if not narrows(self.operations, index) or len(self.readers[index]) < 2:
+            return False
+        wide = self.operations[operation.operands[0]]
+        above = [operation.operands[0]]
+        while above:
+            source = above.pop()
+            made = self.operations[source]
+            if self.written[source]:
+                if made.kind != "input" and made.dtype == wide.dtype and made.size == operation.size:
+                    return True
+            elif made.kind in FUSIBLE:
+                above.extend(o for o in made.operands if self.operations[o].size == operation.size)
+        return False
 
     def _takes_in(self, reader: int, index: int) -> bool:
         operation = self.operations[reader]

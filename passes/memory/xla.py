@@ -38,9 +38,9 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
-    bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it, and
-    whether convolutions in bodies of loops and branches are transposed into the layout of a kernel, as those outside
-    are.
+    bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it and the
+    `alignment` of each, the bytes of the table with which an array is copied to the chip, and whether convolutions in
+    bodies of loops and branches are transposed into the layout of a kernel, as those outside are.
     """
 
     combine: Combine
@@ -49,6 +49,8 @@ class Compiler:
     stored: Callable[[Operation], int] = elements_nbytes
     on_chip_nbytes: int = 0
     gaps: Callable[[Sequence[Span]], int] = gaps_nbytes
+    alignment: int = ALIGNMENT
+    table_nbytes: int = 0
     canonical_bodies: bool = True
 
 
@@ -64,7 +66,7 @@ def temporaries(
     """The bytes that the compiled step needs beside arguments and outputs."""
     region = _Region(compiler, graph, grouping, mesh, layout, reshardings)
     run = region.run(replace(WHOLE, carried=in_place))
-    spans = [_aligned(span) for span in unplaced(run.spans, region.places(run, in_place))]
+    spans = [_aligned(span, compiler.alignment) for span in unplaced(run.spans, region.places(run, in_place))]
     spans = off_chip(spans, len(run.sources), compiler.on_chip_nbytes)
     if not spans:
         return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
@@ -73,7 +75,7 @@ def temporaries(
     return Temporaries(
         where=run.sources[busiest],
         holders=tuple(_holder(span) for span in spans if span.first <= busiest <= span.last),
-        gaps_nbytes=compiler.gaps(spans),
+        gaps_nbytes=compiler.gaps(spans) + compiler.table_nbytes * (len(graph.inputs) + len(spans)),
         over_time=tuple(np.maximum.reduceat(live, run.begins[:-1]).tolist()),
     )
 
@@ -93,8 +95,8 @@ def _holder(span: Span) -> Holder:
     return region.holder(program, readers, buffer, span.nbytes)
 
 
-def _aligned(span: Span) -> Span:
-    return span._replace(nbytes=-(-span.nbytes // ALIGNMENT) * ALIGNMENT)
+def _aligned(span: Span, alignment: int) -> Span:
+    return span._replace(nbytes=-(-span.nbytes // alignment) * alignment)
 
 
 def _inside(span: Span, moment: int, operations: int) -> Span:

@@ -31,6 +31,16 @@ ON_CHIP_NBYTES: Mapping[str, int] = MappingProxyType(
 )
 """The bytes of vector memory of a core in which the compiler keeps arrays (jax/_src/pallas/mosaic/tpu_info.py)."""
 
+SPLIT = frozenset({"tpu-v5p"})
+"""TPUs whose two cores share every kernel: either has half of a result in its own memory, so all results lie beside the
+chip, from where they are copied to both. An array that is read in a narrower dtype more than once is then written in
+it. (TPU v4 does so as well, but libtpu compiles for either core of it alone.)"""
+
+SPLIT_ALIGNMENT = 16 * 2**10
+"""Bytes of which every place in the memory of such a TPU is a multiple, the tables of what is copied to its cores
+included: one for every argument and every result. (Offsets that libtpu 0.0.42 writes with `xla_dump_to`; of 15 steps,
+which had 69 to 583 copies, this counts 0.6 to 1.4 times as many.)"""
+
 TEMPORARIES = 0.4
 """The share of that memory which temporaries fill in the model. The rest has kernels' own blocks and operands that are
 fetched ahead of them. A share of the chip's memory, chosen among three settings on 28 steps of 0.2 to 7 GB on v5e: with
@@ -45,13 +55,15 @@ def is_tpu(device: DeviceSpec) -> bool:
 @cache
 def model(device: str) -> Callable[..., Temporaries]:
     """The model of the compiler for a TPU of this name."""
-    room = int(TEMPORARIES * ON_CHIP_NBYTES[device])
+    split = device in SPLIT
     compiler = xla.Compiler(
         combine=combined,
-        fuse=fuse,
+        fuse=partial(fuse, narrowed=split),
         schedule=partial(schedule, hides=False),
         stored=tpu_layouts.stored,
-        on_chip_nbytes=room,
+        on_chip_nbytes=0 if split else int(TEMPORARIES * ON_CHIP_NBYTES[device]),
         gaps=gaps_as_they_come,
+        alignment=SPLIT_ALIGNMENT if split else tpu_layouts.ALIGNMENT,
+        table_nbytes=SPLIT_ALIGNMENT if split else 0,
     )
     return partial(xla.temporaries, compiler)

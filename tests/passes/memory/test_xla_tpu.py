@@ -16,13 +16,14 @@ from passes.memory.packing import Span
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_layouts import nbytes, stored
 from passes.memory.windows import selected
-from passes.memory.xla_tpu import ON_CHIP_NBYTES
+from passes.memory.xla_tpu import ON_CHIP_NBYTES, SPLIT_ALIGNMENT
 from passes.placement import resharding_plan
 from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARDER, whole
 from tests.passes.memory.device_programs import TABLE, drawn, operation
 
 SEEDS = range(50)
 V5E = parse_cluster("8:tpu-v5e").group().device
+V5P = parse_cluster("8:tpu-v5p").group().device
 
 STORED = {
     ((1024,), "float32"): 4096,
@@ -184,3 +185,33 @@ def test_what_is_small_has_no_place_beside_the_chip() -> None:
     step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
     assert model_of(V5E)(*step).holders == ()
     assert set(ON_CHIP_NBYTES) >= {"tpu-v5e", "tpu-v5p", "tpu-v6e"}
+
+
+def test_two_cores_read_what_one_wrote_in_the_narrower_dtype() -> None:
+    """As softmax's weights, of which the exponentials are in memory: the products of both passes read them."""
+    every = (
+        narrow("input"),
+        operation("dot", 0, 0, shape=TABLE),
+        operation("reduce", 1, name="reduce-sum"),
+        operation("broadcast", 2, shape=TABLE, tag=(0,)),
+        operation("elementwise", 1, 3, shape=TABLE, name="divide"),
+        narrow("elementwise", 4, name="convert float32"),
+        narrow("dot", 5, 0),
+        narrow("dot", 0, 5, name="backward"),
+    )
+    assert [kernel.operation for kernel in fuse(every, (6, 7))] == [0, 1, 2, 6, 7]
+    assert [kernel.operation for kernel in fuse(every, (6, 7), narrowed=True)] == [0, 1, 2, 5, 6, 7]
+    read_once = (*every[:7], narrow("dot", 0, 6, name="backward"))
+    assert [kernel.operation for kernel in fuse(read_once, (7,), narrowed=True)] == [0, 1, 2, 6, 7]
+    an_input = (operation("input", shape=TABLE, tag=0), narrow("elementwise", 0, name="convert float32"))
+    products = (narrow("dot", 1, 1), narrow("dot", 1, 1, name="backward"))
+    assert [kernel.operation for kernel in fuse((*an_input, *products), (2, 3), narrowed=True)] == [0, 2, 3]
+
+
+def test_results_of_two_cores_lie_beside_the_chip_with_a_table_for_each_copy() -> None:
+    layout = whole()
+    step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
+    split = model_of(V5P)(*step)
+    assert split.holders
+    assert all(holder.nbytes % SPLIT_ALIGNMENT == 0 for holder in split.holders)
+    assert split.gaps_nbytes >= SPLIT_ALIGNMENT * (len(GRAPH.inputs) + len(split.holders))
