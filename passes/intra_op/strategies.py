@@ -289,9 +289,9 @@ class _Pricing:
         rows = member_flops[:, None] / self.tabulator.pieces(self.space.cuts)
         for position, member in enumerate(self.members):
             if is_slowed(member.rule, mesh):
-                rows[position] = [
-                    local_flops(member.rule, assignments[position], mesh) for assignments in self.space.assignments
-                ]
+                assignments = [assignments[position] for assignments in self.space.assignments]
+                known = {assignment: local_flops(member.rule, assignment, mesh) for assignment in set(assignments)}
+                rows[position] = [known[assignment] for assignment in assignments]
         return _added(rows * again[:, None])
 
     def _nbytes(self) -> Floats:

@@ -83,23 +83,29 @@ class Drafting:
     def draft(self, search: DraftSearch, context: SearchContext) -> None:
         """Adds all that is worth planning to the search, and the partition that is the best by its prices if it may be.
 
-        Pipelines by hand come first, since what they take bounds the partition; then its stages in numbers of
-        microbatches near to its own; what does not fit is tried with the weights of every submesh cut as Megatron
-        does. Raises the interruption that ended the search for a partition.
+        Pipelines by hand come first, of a large step also near the best of them, since what they take bounds the
+        partition; then its stages in numbers of microbatches near to its own; what does not fit is tried with the
+        weights of every submesh cut as Megatron does. Raises the interruption that ended the search for a partition.
         """
         first = ANCHORS[-1 if self.is_large else 1]
         is_tight = self.is_large and search.is_tight(self.cluster.n_devices)
         self._by_hand(search, first, *([max(self._near(first))] if is_tight else []))
+        if self.is_large:
+            self._by_hand(search, self._best_count(search))
         partition = self._partition(search, context)
         if partition is not None:
             search.take(drafted(self.table, partition))
             context.raise_if_interrupted()
-        fits = [draft for draft in search.drafts if draft.peak_nbytes <= search.limit]
-        base = min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
+        base = self._best_count(search)
         if partition is not None:
             shape = shape_of(self.table, partition, partition.microbatches)
             search.add((shape, n) for n in self._near(base))
         self._by_hand(search, base)
+
+    def _best_count(self, search: DraftSearch) -> int:
+        """The microbatches of the fastest draft that fits, or the most that are sampled."""
+        fits = [draft for draft in search.drafts if draft.peak_nbytes <= search.limit]
+        return min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
 
     def of_least_memory(self) -> list[Draft]:
         """Drafts by hand that are not said to fit, those first that need least."""
