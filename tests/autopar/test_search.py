@@ -1,6 +1,7 @@
 """What the search finds on clusters that are not here: textbook plans where they are best, never anything dearer."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import autopar
 from models import gpt
+from passes.pipeline.drafting import Drafting
 from passes.solver import SolverOptions
 from tests.sample import slow
 
@@ -165,3 +167,28 @@ def test_state_comes_back_where_it_was():
 def test_what_cannot_be_planned_says_what_to_change(planner, message):
     with pytest.raises(autopar.PlanningError, match=message):
         plan(SMALL, 12, planner)
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_pipelines_by_hand_near_the_best_bound_the_partition_of_a_large_step(monkeypatch, is_large):
+    """GPT-1T was cut below 296 s, which 12 stages take, where 128 take 96 in more microbatches."""
+    calls, best = [], []
+    by_hand, partition = Drafting._by_hand, Drafting._partition
+
+    def record_by_hand(self, search, *bases):
+        calls.append(bases)
+        by_hand(self, search, *bases)
+        best.append(self._best_count(search))
+
+    def record_partition(self, search, context):
+        calls.append(("partition",))
+        return partition(self, search, context)
+
+    monkeypatch.setattr(Drafting, "is_large", property(lambda _: is_large))
+    monkeypatch.setattr(Drafting, "_by_hand", record_by_hand)
+    monkeypatch.setattr(Drafting, "_partition", record_partition)
+    config = replace(SMALL, layers=4)
+    plan.__wrapped__(config, 256, autopar.Auto(pipeline=True, layers=4), "2x1:v100-16g")
+    before = calls[: next(i for i, call in enumerate(calls) if call[0] == "partition")]
+    assert len(before) == (2 if is_large else 1)
+    assert before[1:] == ([(best[0],)] if is_large else [])
