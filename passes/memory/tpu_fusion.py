@@ -129,16 +129,18 @@ class _Fusion:
         operation = self.operations[index]
         if not narrows(self.operations, index) or len(self.readers[index]) < 2:
             return False
-        wide = self.operations[operation.operands[0]]
-        above = [operation.operands[0]]
+        wide = self.operations[operation.operands[0]].dtype
+        above, seen = [operation.operands[0]], set[int]()
         while above:
             source = above.pop()
             made = self.operations[source]
-            if self.written[source]:
-                if made.kind != "input" and made.dtype == wide.dtype and made.size == operation.size:
-                    return True
-            elif made.kind in FUSIBLE:
-                above.extend(o for o in made.operands if self.operations[o].size == operation.size)
+            if source in seen or made.size != operation.size:
+                continue
+            seen.add(source)
+            if not self.written[source]:
+                above.extend(made.operands if made.kind in FUSIBLE else ())
+            elif made.kind != "input" and made.dtype == wide:
+                return True
         return False
 
     def _takes_in(self, reader: int, index: int) -> bool:

@@ -215,3 +215,15 @@ def test_results_of_two_cores_lie_beside_the_chip_with_a_table_for_each_copy() -
     assert split.holders
     assert all(holder.nbytes % SPLIT_ALIGNMENT == 0 for holder in split.holders)
     assert split.gaps_nbytes >= SPLIT_ALIGNMENT * (len(GRAPH.inputs) + len(split.holders))
+
+
+def test_what_narrows_is_found_above_many_diamonds_at_once() -> None:
+    every = [narrow("input"), operation("dot", 0, 0, shape=TABLE), operation("reduce", 1, name="reduce-sum")]
+    for _ in range(60):  # 2^60 ways up
+        every.append(operation("elementwise", len(every) - 1 if len(every) > 3 else 1, 1, shape=TABLE, name="add"))
+        every.append(operation("elementwise", len(every) - 1, len(every) - 2, shape=TABLE, name="multiply"))
+    every.append(narrow("elementwise", len(every) - 1, name="convert float32"))
+    narrowed = len(every) - 1
+    every += [narrow("dot", narrowed, 0), narrow("dot", 0, narrowed, name="backward")]
+    kernels = fuse(every, (2, narrowed + 1, narrowed + 2), narrowed=True)
+    assert narrowed in {kernel.operation for kernel in kernels}
