@@ -12,8 +12,9 @@ once. Equal operator groups of one program or of several share a table as long a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -272,11 +273,16 @@ class _Pricing:
         device = mesh.cluster.group().device
         for position, member in enumerate(self.members):
             if is_ordered(member.rule, device):
-                total += [
-                    rearranging_seconds(member.rule, member.reads, assignments[position], mesh)
-                    for assignments in self.space.assignments
-                ]
+                total += self._of_assignments(
+                    position, partial(rearranging_seconds, member.rule, member.reads, mesh=mesh)
+                )
         return total
+
+    def _of_assignments(self, position: int, number_of: Callable[[Assignment], float]) -> list[float]:
+        """A number for one member's assignment in every strategy; most strategies share it with others."""
+        assignments = [assignments[position] for assignments in self.space.assignments]
+        numbers = {assignment: number_of(assignment) for assignment in set(assignments)}
+        return [numbers[assignment] for assignment in assignments]
 
     def _dtype(self) -> str:
         """The dtype in which the first member computes: that of its first operand or, without one, of its result."""
@@ -289,9 +295,7 @@ class _Pricing:
         rows = member_flops[:, None] / self.tabulator.pieces(self.space.cuts)
         for position, member in enumerate(self.members):
             if is_slowed(member.rule, mesh):
-                assignments = [assignments[position] for assignments in self.space.assignments]
-                known = {assignment: local_flops(member.rule, assignment, mesh) for assignment in set(assignments)}
-                rows[position] = [known[assignment] for assignment in assignments]
+                rows[position] = self._of_assignments(position, partial(local_flops, member.rule, mesh=mesh))
         return _added(rows * again[:, None])
 
     def _nbytes(self) -> Floats:

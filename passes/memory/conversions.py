@@ -16,18 +16,20 @@ from passes.memory.operations import Operation
 
 def widens(operations: Sequence[Operation], index: int) -> bool:
     """Whether an operation only converts to a wider dtype."""
-    operation = operations[index]
-    if not operation.is_conversion:
-        return False
-    return item_nbytes(operation.dtype) > item_nbytes(operations[operation.operands[0]].dtype)
+    return _gained_nbytes(operations, index) > 0
 
 
 def narrows(operations: Sequence[Operation], index: int) -> bool:
     """Whether an operation only converts to a narrower dtype."""
+    return _gained_nbytes(operations, index) < 0
+
+
+def _gained_nbytes(operations: Sequence[Operation], index: int) -> int:
+    """The bytes that a conversion adds to each element, 0 for any other operation."""
     operation = operations[index]
     if not operation.is_conversion:
-        return False
-    return item_nbytes(operation.dtype) < item_nbytes(operations[operation.operands[0]].dtype)
+        return 0
+    return item_nbytes(operation.dtype) - item_nbytes(operations[operation.operands[0]].dtype)
 
 
 def sliced_first(operations: Sequence[Operation], outputs: Iterable[int]) -> list[Operation]:

@@ -3,7 +3,7 @@
 A product or a convolution takes in whatever lies before it elementwise, and so does every sum: normalisation, softmax
 and activations are computed again wherever they are read, forward and backward. It also goes on with what alone reads
 its result, up to the first array that has several readers: that one is written, in place of the product, but what only
-widens it is computed by each of them.
+widens it is computed by each of them. Where two cores share kernels, what narrows it for several of them is written.
 
 Reference: convolution fusions in the HLO that libtpu 0.0.42 makes of transformers; TPU fusion is not published.
 """

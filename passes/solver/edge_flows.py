@@ -131,9 +131,7 @@ class Shapes:
         joint_numbers = [numbers.setdefault(name, len(numbers)) for name in (*leaving.tolist(), *arriving.tolist())]
         joint = np.array(joint_numbers, dtype=np.intp)
         first, last = joint[: rows.size], joint[rows.size :]
-        inner = np.ones(columns.size, dtype=np.bool_)
-        if through is not None:
-            inner = (arriving[:, None] == through).any(axis=1)
+        inner = np.ones(columns.size, dtype=np.bool_) if through is None else (arriving[:, None] == through).any(axis=1)
         matrix = edge.seconds[rows[:, None], columns]
         before, after = direct(matrix, first, last, inner)
         at = np.concatenate([first[at_source], last[at_target], first[before], last[after]])

@@ -190,5 +190,4 @@ def test_pipelines_by_hand_near_the_best_bound_the_partition_of_a_large_step(mon
     config = replace(SMALL, layers=4)
     plan.__wrapped__(config, 256, autopar.Auto(pipeline=True, layers=4), "2x1:v100-16g")
     before = calls[: next(i for i, call in enumerate(calls) if call[0] == "partition")]
-    assert len(before) == (2 if is_large else 1)
     assert before[1:] == ([(best[0],)] if is_large else [])
