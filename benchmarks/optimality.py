@@ -22,7 +22,7 @@ from rich.table import Table
 import autopar
 from benchmarks.child import Child, CrashError
 from benchmarks.networks import Design, drawn
-from benchmarks.proof import EXACT, problems, proven, size
+from benchmarks.proof import EXACT, Proof, problems, proven, size
 from passes.cluster import parse_cluster
 from passes.solver import SolverOptions
 from passes.text import quantities
@@ -126,7 +126,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--proof",
         default="untied",
         metavar="WAY",
-        help="untied; or a solver of PuLP, such as highs or cbc, for what is left open then (default: %(default)s)",
+        help="untied; a solver of PuLP, such as highs or cbc, for what is left open then; or none, for plans and the "
+        "bounds that they print alone (default: %(default)s)",
     )
     parser.add_argument(
         "--proof-seconds", default=60.0, type=float, metavar="S", help="of that solver, a mesh (default: %(default)s)"
@@ -145,7 +146,11 @@ def proof_of(design: Design, cluster: str, proof: str = "untied", proof_seconds:
     plan = cast("autopar.Plan", step.plan(network.state, network.batch))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     given = list(problems(traced, parse_cluster(cluster)))
-    proof_found = proven(given, plan.solution.objective, None if proof == "untied" else proof, proof_seconds)
+    proof_found = (
+        Proof(objective=plan.solution.objective, bound=plan.solution.bound, way="none")
+        if proof == "none"
+        else proven(given, plan.solution.objective, None if proof == "untied" else proof, proof_seconds)
+    )
     largest = max(map(size, given), key=lambda problem_size: problem_size.strategies)
     return Held(
         nodes=largest.nodes,

@@ -63,6 +63,15 @@ def test_plans_are_what_they_say(design, cluster, way):
     assert one.excess <= one.gap + proof.EXACT
 
 
+def test_a_plan_without_a_proof_is_held_against_its_own_bound(monkeypatch):
+    design, cluster = drawn(3, 0), CLUSTERS[0]
+    monkeypatch.setattr(optimality, "proven", lambda *_: pytest.fail("a proof was asked for"))
+    alone = proof_of(design, cluster, "none")
+    assert (alone.way, alone.known, alone.least) == ("none", alone.objective, alone.bound)
+    assert alone.violations == []
+    assert replace(alone, status="optimal", bound=alone.objective / 2).violations != []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(30))
 def test_random_plans_are_what_they_say(fresh_seed, number):
