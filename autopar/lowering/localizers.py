@@ -184,12 +184,18 @@ def _fill(value: Any, dtype: Any) -> Any:
 
 @localizes("conv_general_dilated")
 def _(cut: Cut, operands: Arrays) -> Arrays:
-    """Groups are cut with the left side's features or batch, whichever they divide."""
+    return rebind(cut, operands, **group_counts(cut, operands))
+
+
+def group_counts(cut: Cut, operands: Arrays) -> dict[str, int]:
+    """The numbers of groups of a convolution of these pieces, by the names of its parameters.
+
+    Groups are cut with the left side's features or batch, whichever they divide.
+    """
     batch, feature = cut.params["dimension_numbers"].lhs_spec[:2]
     shape, local = cut.operands[0].shape, operands[0].shape
     counts = {"feature_group_count": feature, "batch_group_count": batch}
-    changed = {name: cut.params[name] * local[d] // shape[d] for name, d in counts.items() if cut.params[name] > 1}
-    return rebind(cut, operands, **changed)
+    return {name: cut.params[name] * local[d] // shape[d] for name, d in counts.items() if cut.params[name] > 1}
 
 
 @localizes("random_bits")

@@ -52,8 +52,8 @@ each old one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, what combines
-    its collectives, and whether convolutions in bodies are transposed into the layout of a kernel as others are.
+    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, and what
+    combines its collectives.
     """
 
     rules: Sequence[ShardingRule]
@@ -61,7 +61,6 @@ class Context:
     mesh: Mesh
     inside: Inside
     combine: Combine = combined
-    canonical_bodies: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class Interface:
 
     Inputs `sliced` are slices of a stack, outputs `stacked` are written into one, `numbers` are what inputs hold in
     every element, output o takes the place of input `carried[o]`. In a body that is `repeated`, inputs `fixed` are the
-    same in every iteration. The entry computation of a program is no body.
+    same in every iteration.
     """
 
     sliced: frozenset[int] = frozenset()
@@ -79,7 +78,6 @@ class Interface:
     fixed: tuple[int, ...] = ()
     carried: Mapping[int, int] = field(default_factory=dict[int, int])
     repeated: bool = False
-    is_body: bool = False
 
 
 WHOLE = Interface()
@@ -99,7 +97,6 @@ def interface_of(body: Body, control: Control, known: Mapping[int, object]) -> I
         fixed=tuple(sorted(entering[port] for port in fixed)),
         carried={position: entering[port] for position, port in enumerate(body.outputs) if port in entering},
         repeated=body.share == 1,
-        is_body=True,
     )
 
 
@@ -109,7 +106,6 @@ def lower(
     """The program of a graph, or of the body of a loop or branch."""
     layout = shared(layout)
     lowering = _Lowering(graph, context, reshardings.same)
-    lowering.operations.canonical_convolutions = context.canonical_bodies or not interface.is_body
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
         lowering.enter(value, spec, sliced=position in interface.sliced, number=interface.numbers.get(position))
     for value in graph.constants:
@@ -145,7 +141,8 @@ def _hoisted(
 ) -> tuple[list[Operation], list[int]]:
     """The operations of a loop with those that are the `same` in every iteration as inputs, and those inputs' numbers.
 
-    What is left in place reads what was moved out, as a transposed view of a gathered weight does.
+    What is left in place reads what was moved out, as a transposed view of a gathered weight does. Where a transpose
+    reads what was widened for a convolution, XLA widens it afterwards, and so moves both.
 
     Reference: XLA's WhileLoopInvariantCodeMotion, which the CPU compiler runs without a limit on sizes.
     """
@@ -153,7 +150,9 @@ def _hoisted(
     for index, operation in enumerate(operations):
         if operation.kind not in FIXTURES and same.issuperset(operation.operands):
             same.add(index)
-            if operation.kind not in IN_PLACE and operation.name not in ("slice", "reverse"):
+            is_view = operation.kind in IN_PLACE or operation.name in ("slice", "reverse")
+            is_widened = operation.kind == "transpose" and operations[operation.operands[0]].is_conversion
+            if is_widened or not is_view:
                 moved.add(index)
     replaced, read, remaining = list(operations), set(outputs), set[int]()
     for index in reversed(range(len(operations))):

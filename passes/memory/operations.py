@@ -107,7 +107,6 @@ class Operations:
 
     Those that are fused (`TensorType.fused`) take no memory. Arithmetic on the dtypes `widened` is done in wider ones.
     What they make in the middle of a primitive is `rounded_to` a dtype, if that is narrower than the one computed in.
-    With `canonical_convolutions`, operands and results of convolutions are transposed into the layout of a kernel.
     """
 
     def __init__(self, widened: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -121,7 +120,6 @@ class Operations:
         self.at = self.value = -1
         self.is_fused = False
         self.rounded_to = ""
-        self.canonical_convolutions = True
 
     def __getitem__(self, operation: int) -> Operation:
         return self.every[operation]

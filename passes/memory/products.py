@@ -60,10 +60,10 @@ def convolution(
     (type,), count = results, cast("int", node.params["batch_group_count"])
     numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
     if count == 1 or operations[operands[0]].shape[numbers["lhs_spec"][0]] > count:
-        return [_convolved(operations, numbers, count, operands, type)]
+        return [_convolved(operations, numbers, operands, type)]
     across = numbers["out_spec"][0]
     pairs = replace(type, shape=(*type.shape[:across], count, *type.shape[across + 1 :]))
-    made = _convolved(operations, numbers, 1, operands, pairs)
+    made = _convolved(operations, numbers, operands, pairs)
     masked = operations.elementwise("select", (made,), pairs)
     shape = (*type.shape[:across], *type.shape[across + 1 :])
     reduced = operations.add("reduce", (masked,), shape, type.dtype, ("reduce-sum", (across,)))
@@ -71,35 +71,23 @@ def convolution(
 
 
 def _convolved(
-    operations: Operations, numbers: Mapping[str, Shape], groups: int, operands: Sequence[int], type: TensorType
+    operations: Operations, numbers: Mapping[str, Shape], operands: Sequence[int], type: TensorType
 ) -> int:
     """The operation of a convolution: batch first and features last, and any other layout is copied.
 
-    That is how XLA's library wants them. Its CPU compiler lays out only those of the entry computation so: one in the
-    body of a loop or branch is computed as it is, the groups of a batch in a dimension of their own.
+    That is how XLA's library wants them. Its CPU compiler lays out only those of the entry computation so; in the body
+    of a loop the programs of `autopar.lowering` do.
 
     Reference: XLA's ConvCanonicalization (xla/service/cpu/conv_canonicalization.cc), as of jaxlib 0.10.
     """
-    tag = ("convolution", operations.at)
-    if not operations.canonical_convolutions:
-        dims = (numbers["lhs_spec"][0], numbers["rhs_spec"][0])
-        read = [_grouped(operations, o, d, groups) for o, d in zip(operands, dims, strict=True)]
-        return operations.add("opaque", read, type.shape, type.dtype, tag)
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
     first, last, *between = numbers["out_spec"]
     lhs = operations.transpose(operands[0], (batch, *spatial, feature))
     rhs = operations.transpose(operands[1], (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
-    convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, tag)
+    convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
     return operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))
-
-
-def _grouped(operations: Operations, operation: int, dimension: int, groups: int) -> int:
-    """The operation with a dimension parted into groups and their elements."""
-    shape = operations[operation].shape
-    parts = (groups, shape[dimension] // groups) if groups > 1 else (shape[dimension],)
-    return operations.reshape(operation, (*shape[:dimension], *parts, *shape[dimension + 1 :]))
 
 
 def _folded(

@@ -39,8 +39,7 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
     bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it and the
-    `alignment` of each, the bytes of the table with which an array is copied to the chip, and whether convolutions in
-    bodies of loops and branches are transposed into the layout of a kernel, as those outside are.
+    `alignment` of each, and the bytes of the table with which an array is copied to the chip.
     """
 
     combine: Combine
@@ -51,7 +50,6 @@ class Compiler:
     gaps: Callable[[Sequence[Span]], int] = gaps_nbytes
     alignment: int = ALIGNMENT
     table_nbytes: int = 0
-    canonical_bodies: bool = True
 
 
 def temporaries(
@@ -149,7 +147,6 @@ class _Region:
             mesh=self.mesh,
             inside=self._inside,
             combine=self.compiler.combine,
-            canonical_bodies=self.compiler.canonical_bodies,
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)

@@ -22,6 +22,6 @@ def _combined(operations: Sequence[Operation], _: Sequence[int]) -> tuple[tuple[
     return joined, tuple(moved[p] for p in place)
 
 
-COMPILER = xla.Compiler(combine=_combined, fuse=fuse, schedule=schedule, canonical_bodies=False)
+COMPILER = xla.Compiler(combine=_combined, fuse=fuse, schedule=schedule)
 temporaries = partial(xla.temporaries, COMPILER)
 """The bytes that a compiled step needs beside arguments and outputs (`passes.memory.accounting.Model`)."""

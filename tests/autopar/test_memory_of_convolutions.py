@@ -31,6 +31,11 @@ def strided(weights: Any, x: jax.Array) -> jax.Array:
     return convolved(jax.nn.relu(convolved(x, weights[0], 2)), weights[1])
 
 
+def widened(weights: Any, x: jax.Array) -> jax.Array:
+    y = jax.nn.relu(jax.lax.conv_transpose(x, weights[0], (2, 2), "SAME"))
+    return jax.lax.conv_transpose(y, weights[1], (2, 2), "SAME")
+
+
 def grouped(weights: Any, x: jax.Array) -> jax.Array:
     return convolved(jax.nn.relu(convolved(x, weights[0])), weights[1][:, :, :8], groups=4)
 
@@ -74,11 +79,15 @@ def error(network: Callable[[Any, jax.Array], jax.Array], planner: str, dtype: s
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("planner", "count"), [("dp", None), ("dp", 2), ("megatron", None), ("auto", None)])
-def test_a_convolution_is_laid_out_for_the_library_in_the_entry_computation_only(
-    planner: str, count: int | None, dtype: str
-):
-    """Whatever it computes in: in the loop of microbatches it takes its operands as they are."""
+def test_a_convolution_is_laid_out_for_the_library(planner: str, count: int | None, dtype: str):
+    """Whatever it computes in, and in the loop of microbatches as well: there the program does it, not XLA."""
     assert error(strided, planner, dtype, count) == pytest.approx(0, abs=0.005)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("planner", ["dp", "auto"])
+def test_a_transposed_convolution_is_held_as_elsewhere_in_the_loop_of_microbatches(planner: str, dtype: str):
+    assert error(widened, planner, dtype, 2) == pytest.approx(0, abs=0.005)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -93,8 +102,7 @@ def test_windows_are_reduced_as_xla_reduces_them(
     assert error(network, "dp", dtype, count) == pytest.approx(0, abs=0.005)
 
 
-def test_groups_of_a_batch_are_parted_in_the_loop_of_microbatches():
-    """What another kernel reads whole is written once more for a convolution that has them in a dimension."""
+def test_groups_are_held_as_elsewhere_in_the_loop_of_microbatches():
     assert error(grouped, "dp", "float32", None) == pytest.approx(0, abs=0.005)
     assert error(grouped, "dp", "float32", 2) == pytest.approx(0, abs=0.05)
 

@@ -1,0 +1,111 @@
+"""Gradients of convolutions inside a loop and outside: `python -m benchmarks.convolutions --help`.
+
+XLA:CPU brings operands into the order of its library's convolutions in the entry computation alone. In the body of a
+loop it computes those in another order, as gradients are, element by element; planned programs order them themselves.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from benchmarks.baselines import sharded
+from benchmarks.equality import difference
+from benchmarks.timing import interleaved, ratio
+from benchmarks.trainings import Training
+from benchmarks.zoo import placed, planned
+
+BOUND = 1e-5
+"""The largest relative difference of the gradients."""
+
+LAYOUTS = {"features last": ("NHWC", "HWIO", "NHWC"), "features first": ("NCHW", "OIHW", "NCHW")}
+"""Where a layout has the features: behind the pixels, as the library, or before them."""
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convolutions",
+        description="Time the gradients of two convolutions under data parallelism, all images at once and in a loop "
+        "over parts of them, by jit and by autopar's program.",
+    )
+    parser.add_argument("--devices", type=int, default=8, metavar="N")
+    parser.add_argument("--images", type=int, default=64, metavar="N")
+    parser.add_argument("--pixels", type=int, default=16, metavar="N", help="of an image's side")
+    parser.add_argument("--channels", type=int, default=16, metavar="N")
+    parser.add_argument("--parts", type=int, nargs="+", default=(1, 4), metavar="N", help="1: no loop")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="steps of each, in turn")
+    return parser.parse_args(argv)
+
+
+def training(layout: tuple[str, str, str], images: int, pixels: int, channels: int, parts: int) -> Training:
+    """A step that moves two kernels by the gradients of a sum of squares, summed over parts of the images."""
+    sizes = {"N": images, "C": channels, "H": pixels, "W": pixels}
+    window = {"O": channels, "I": channels, "H": 3, "W": 3}
+
+    def loss(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+        for kernel in kernels:
+            x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout))
+        return jnp.sum(x**2)
+
+    def step(kernels: list[jax.Array], batch: dict[str, jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        def part_added(sums: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+            value, gradients = jax.value_and_grad(loss)(kernels, x)
+            return jax.tree.map(jnp.add, sums, gradients), value
+
+        x = batch["images"]
+        sums = jax.tree.map(jnp.zeros_like, kernels)
+        if parts == 1:
+            sums, value = part_added(sums, x)
+        else:
+            pieces = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+            sums, values = lax.scan(part_added, sums, pieces)
+            value = values.sum()
+        return jax.tree.map(lambda w, g: w - 1e-6 * g, kernels, sums), value
+
+    draw = np.random.default_rng(0).normal
+    shape, kernel = tuple(sizes[d] for d in layout[0]), tuple(window[d] for d in layout[1])
+    kernels = [jnp.asarray(draw(scale=0.1, size=kernel), "float32") for _ in range(2)]
+    return Training(step=step, state=kernels, batch={"images": jnp.asarray(draw(size=shape), "float32")})
+
+
+def row(name: str, parts: int, args: argparse.Namespace) -> tuple[tuple[str, ...], float]:
+    """The cells of a layout in so many parts, and the largest relative difference."""
+    case = training(LAYOUTS[name], args.images, args.pixels, args.channels, parts)
+    by_jit = jax.jit(case.step)(case.state, case.batch)
+    compiled = planned(case, f"{args.devices}:cpu", autopar.DataParallel())
+    worst = difference(compiled(jax.tree.map(jnp.copy, case.state), case.batch), by_jit)
+    runners = {
+        "jit": sharded(case, compiled.input_shardings[0], compiled.output_shardings),
+        "autopar": placed(compiled, case),
+    }
+    seconds = interleaved(runners, args.rounds)
+    median, (low, high) = ratio(seconds, "autopar", "jit")
+    times = (f"{np.median(seconds[runner]) * 1e3:.2f} ms" for runner in runners)
+    return (name, str(parts), *times, f"{median:.2f}", f"{low:.2f}-{high:.2f}", f"{worst:.0e}"), worst
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; 1 where results differ."""
+    args = arguments(list(argv) if argv is not None else None)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    shown = Table(title=f"two convolutions and their gradients on {args.devices} devices", title_justify="left")
+    for name in ("layout", "parts", "jit", "autopar", "ratio", "95 %", "differs"):
+        shown.add_column(name, justify="right")
+    results = [row(name, parts, args) for name in LAYOUTS for parts in args.parts]
+    for cells, _ in results:
+        shown.add_row(*cells)
+    Console().print(shown)
+    return any(worst > BOUND for _, worst in results)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
