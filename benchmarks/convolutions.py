@@ -6,7 +6,6 @@ loop it computes those in another order, as gradients are, element by element; p
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -70,9 +70,7 @@ def convolution(
     return [operations.reshape(reduced, type.shape)]
 
 
-def _convolved(
-    operations: Operations, numbers: Mapping[str, Shape], operands: Sequence[int], type: TensorType
-) -> int:
+def _convolved(operations: Operations, numbers: Mapping[str, Shape], operands: Sequence[int], type: TensorType) -> int:
     """The operation of a convolution: batch first and features last, and any other layout is copied.
 
     That is how XLA's library wants them. Its CPU compiler lays out only those of the entry computation so; in the body
