@@ -27,8 +27,8 @@ from autopar.frontend import Body, Traced
 from autopar.jax_compat import Device
 from autopar.lowering import localize
 from autopar.lowering.control import bind_control
+from autopar.lowering.convolutions import CONVOLUTION, bind_in_order
 from autopar.lowering.localize import Arrays, Cut
-from autopar.lowering.localizers import group_counts
 from autopar.plan import partition_specs
 from passes.cluster import CPU, Axes, Mesh
 from passes.ir import Graph, Phase, TensorType, phase
@@ -173,8 +173,8 @@ class OnPieces:
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
         if "add" in cut.rule.joins and not cut.is_whole:
             return (_sum(cut, operands[0]),)
-        if cut.node.primitive == "conv_general_dilated" and self.planned.cluster.group().device.name == CPU:
-            return _convolved(cut, operands)
+        if cut.node.primitive == CONVOLUTION and self.planned.cluster.group().device.name == CPU:
+            return bind_in_order(cut, operands)
         return localize.bind(cut, operands)
 
     def move(self, array: jax.Array, move: Resharding) -> jax.Array:
@@ -195,23 +195,6 @@ def _sum(cut: Cut, piece: jax.Array) -> jax.Array:
     single = {d for d, extent in enumerate(piece.shape) if extent == 1}
     (total,) = localize.rebind(cut, (piece,), axes=tuple(sorted(single.union(cut.params["axes"]))))
     return total.reshape(cut.local_shape())
-
-
-def _convolved(cut: Cut, operands: Arrays) -> Arrays:
-    """The convolution of pieces that are brought into the order of a kernel: batch first, features last.
-
-    XLA:CPU (jaxlib 0.10.2) does so in the entry computation alone. In the body of a loop it computes any other order
-    element by element, and gradients take 4 to 6 times as long: `python -m benchmarks.convolutions`.
-    """
-    numbers = cut.params["dimension_numbers"]
-    (batch, feature, *spatial), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
-    first, last, *between = numbers.out_spec
-    lhs, rhs = lax.transpose(operands[0], (batch, *spatial, feature)), lax.transpose(operands[1], (*window, into, out))
-    rank, inner = lhs.ndim, tuple(range(1, lhs.ndim - 1))
-    ordered = type(numbers)((0, rank - 1, *inner), (rank - 1, rank - 2, *range(rank - 2)), (0, rank - 1, *inner))
-    counts = group_counts(cut, operands)
-    (result,) = localize.rebind(cut, (lhs, rhs), dimension_numbers=ordered, **counts)
-    return (lax.transpose(result, tuple(np.argsort((first, *between, last)).tolist())),)
 
 
 def walk(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from passes.cluster import Mesh
+from passes.cluster import CPU, Mesh
 from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
 from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
@@ -169,7 +169,8 @@ class _Lowering:
 
     def __init__(self, graph: Graph, context: Context, same: Mapping[int, int]) -> None:
         self.graph, self.context, self.same = graph, context, same
-        self.operations = Operations(context.mesh.cluster.group().device.widened)
+        device = context.mesh.cluster.group().device
+        self.operations = Operations(device.widened, frames_images=device.name == CPU)
         self.home: dict[int, ShardingSpec] = {}
         self.made: dict[int, int] = {}
         self.moved: dict[tuple[int, ShardingSpec, Phase], int] = {}

@@ -107,10 +107,12 @@ class Operations:
 
     Those that are fused (`TensorType.fused`) take no memory. Arithmetic on the dtypes `widened` is done in wider ones.
     What they make in the middle of a primitive is `rounded_to` a dtype, if that is narrower than the one computed in.
+    With `frames_images`, those smaller than the kernel of a convolution get zeros around them first.
     """
 
-    def __init__(self, widened: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, widened: Mapping[str, str] = MappingProxyType({}), *, frames_images: bool = False) -> None:
         self.widened = widened
+        self.frames_images = frames_images
         self.every: list[Operation] = []
         self.known: dict[tuple[object, ...], int] = {}
         self.wide: dict[tuple[int, Shape, tuple[int, ...] | None], int] = {}
@@ -142,8 +144,13 @@ class Operations:
         return self.add("literal", (), (), dtype, (type(value).__name__, value))
 
     def barrier(self, operations: Sequence[int]) -> list[int]:
-        """The operations behind an optimization barrier, which all pass at once; nothing is shared across it."""
+        """The operations behind an optimization barrier, which all pass at once; nothing is shared across it.
+
+        Several pass it as one tuple, which is made before and taken apart behind it.
+        """
         tag = ("barrier", len(self.every))
+        if len(operations) == 1 and (source := self.every[operations[0]]).kind != "literal":
+            return [self.add("part", operations, source.shape, source.dtype, tag)]
         passed_on = [(o, self.every[o]) for o in operations]
         joined = self.add("opaque", (o for o, source in passed_on if source.kind != "literal"), (0,), "bool", tag)
         passed = self.add("opaque", (joined,), (0,), "bool", tag)

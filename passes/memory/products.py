@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from passes.ir import Node, TensorType
 from passes.memory.operations import Operations, Shape, widen
+from passes.rules import is_small_image, taps
 
 
 def _as_sent(operations: Operations, operand: int) -> int:
@@ -60,32 +61,57 @@ def convolution(
     (type,), count = results, cast("int", node.params["batch_group_count"])
     numbers = cast("Mapping[str, Shape]", node.params["dimension_numbers"])
     if count == 1 or operations[operands[0]].shape[numbers["lhs_spec"][0]] > count:
-        return [_convolved(operations, numbers, operands, type)]
+        return [_convolved(operations, node.params, operands, type)]
     across = numbers["out_spec"][0]
     pairs = replace(type, shape=(*type.shape[:across], count, *type.shape[across + 1 :]))
-    made = _convolved(operations, numbers, operands, pairs)
+    made = _convolved(operations, node.params, operands, pairs)
     masked = operations.elementwise("select", (made,), pairs)
     shape = (*type.shape[:across], *type.shape[across + 1 :])
     reduced = operations.add("reduce", (masked,), shape, type.dtype, ("reduce-sum", (across,)))
     return [operations.reshape(reduced, type.shape)]
 
 
-def _convolved(operations: Operations, numbers: Mapping[str, Shape], operands: Sequence[int], type: TensorType) -> int:
+def _convolved(operations: Operations, params: Mapping[str, object], operands: Sequence[int], type: TensorType) -> int:
     """The operation of a convolution: batch first and features last, and any other layout is copied.
 
     That is how XLA's library wants them. Its CPU compiler lays out only those of the entry computation so; in the body
-    of a loop the programs of `autopar.lowering` do.
+    of a loop the programs of `autopar.lowering.convolutions` do, which put zeros around small images, too.
 
     Reference: XLA's ConvCanonicalization (xla/service/cpu/conv_canonicalization.cc), as of jaxlib 0.10.
     """
+    numbers = cast("Mapping[str, Shape]", params["dimension_numbers"])
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
     first, last, *between = numbers["out_spec"]
     lhs = operations.transpose(operands[0], (batch, *spatial, feature))
     rhs = operations.transpose(operands[1], (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
+    if operations.frames_images and is_small_image(operations[lhs].shape[1:-1], operations[rhs].shape[:-2]):
+        lhs, rhs = _framed(operations, params, lhs, rhs, shape[1:-1])
     convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
     return operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))
+
+
+def _framed(
+    operations: Operations, params: Mapping[str, object], images: int, kernel: int, result: Shape
+) -> tuple[int, int]:
+    """The operations of a small image with zeros around it, behind a barrier, and of the part of the kernel for it."""
+    read, weights = operations[images], operations[kernel]
+    met = taps(params, read.shape[1:-1], weights.shape[:-2], result)
+    apart = cast("Shape", params["lhs_dilation"])
+    pixels = zip(read.shape[1:-1], met, apart, strict=True)
+    extents = [(size - 1) * between + 1 + sum(each.padding) for size, each, between in pixels]
+    zero = operations.literal(0.0, read.dtype)
+    shape = (read.shape[0], *extents, read.shape[-1])
+    padded = operations.add("rearrange", (images, zero), shape, read.dtype, ("pad", operations.at))
+    if operations.rounded_to:
+        padded = operations.converted(padded, operations.rounded_to)
+    (framed,) = operations.barrier((padded,))
+    framed = widen(operations, framed)
+    kept = (*(each.last - each.first + 1 for each in met), *weights.shape[-2:])
+    if kept != weights.shape:
+        kernel = operations.add("rearrange", (kernel,), kept, weights.dtype, ("slice", operations.at))
+    return framed, kernel
 
 
 def _folded(

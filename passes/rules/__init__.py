@@ -16,6 +16,7 @@ from passes.rules import (
     window,
 )
 from passes.rules.added_nodes import barrier, sum_of
+from passes.rules.convolution import Taps, is_small_image, taps
 from passes.rules.effects import makes_the_same
 from passes.rules.pinned import boundaries_of, pinned_mesh
 from passes.rules.registry import (
@@ -40,6 +41,7 @@ __all__ = [
     "Assignment",
     "Factor",
     "ShardingRule",
+    "Taps",
     "Types",
     "barrier",
     "boundaries_of",
@@ -47,6 +49,7 @@ __all__ = [
     "canonical",
     "define",
     "in_order",
+    "is_small_image",
     "known_primitives",
     "made_anywhere",
     "makes_the_same",
@@ -55,6 +58,7 @@ __all__ = [
     "rule_of",
     "rules_of",
     "sum_of",
+    "taps",
 ]
 
 RULES = (convolution, effects, elementwise, indexing, libraries, linalg, pinned, random, reduction, shape, window)

@@ -8,8 +8,8 @@ Convolution semantics for feature and batch groups, which are contiguous and out
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from passes.ir import Node
@@ -46,6 +46,42 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         light=False,
     )
     return replace(base, localized=True, window=max(1.0, window))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taps:
+    """The taps from `first` to `last` of one dimension of a kernel, and the `padding` of the image that they need."""
+
+    first: int
+    last: int
+    padding: tuple[int, int]
+
+
+def is_small_image(image: Sequence[int], kernel: Sequence[int]) -> bool:
+    """Whether an image has fewer pixels along a dimension than a kernel has taps."""
+    return any(pixels < count for pixels, count in zip(image, kernel, strict=True))
+
+
+def taps(
+    params: Mapping[str, object], image: Sequence[int], kernel: Sequence[int], result: Sequence[int]
+) -> tuple[Taps, ...]:
+    """The taps of each spatial dimension that meet a pixel at some place, by the convolution's `params`; all, if none
+    does. Extents are those of the image, the kernel and the result.
+    """
+    paddings = cast("Sequence[tuple[int, int]]", params["padding"])
+    strides, apart, between = (
+        cast("Sequence[int]", params[name]) for name in ("window_strides", "lhs_dilation", "rhs_dilation")
+    )
+    met: list[Taps] = []
+    for d, (before, after) in enumerate(paddings):
+        dilated = (image[d] - 1) * apart[d] + 1
+        first = max(0, -(((result[d] - 1) * strides[d] - before) // between[d]))
+        last = min(kernel[d] - 1, (dilated - 1 + before) // between[d])
+        if first > last:
+            first, last = 0, kernel[d] - 1
+        cut = (before - first * between[d], after - (kernel[d] - 1 - last) * between[d])
+        met.append(Taps(first=first, last=last, padding=cut))
+    return tuple(met)
 
 
 def _placed(spec: tuple[int, ...], labels: tuple[Hashable, Hashable]) -> list[Hashable]:

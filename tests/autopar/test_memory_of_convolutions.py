@@ -59,6 +59,11 @@ def mean(weights: Any, x: jax.Array) -> jax.Array:
     return convolved(jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), weights[1])
 
 
+def of_small_images(weights: Any, x: jax.Array) -> jax.Array:
+    y = jax.nn.relu(convolved(x[:, :2, :2], weights[0]))
+    return convolved(jax.nn.relu(convolved(y, weights[1])), weights[1])
+
+
 def error(network: Callable[[Any, jax.Array], jax.Array], planner: str, dtype: str, count: int | None) -> float:
     """The error of the prediction of a training step, as a share of what XLA reports."""
 
@@ -100,6 +105,17 @@ def test_windows_are_reduced_as_xla_reduces_them(
     it reads itself.
     """
     assert error(network, "dp", dtype, count) == pytest.approx(0, abs=0.005)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("planner", "count"), [("dp", None), ("megatron", None), ("auto", None)])
+def test_a_small_image_is_held_with_the_zeros_around_it(planner: str, count: int | None, dtype: str):
+    assert error(of_small_images, planner, dtype, count) == pytest.approx(0, abs=0.005)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.01), ("bfloat16", 0.15)])
+def test_small_images_of_microbatches(dtype: str, bound: float):
+    assert 0 <= error(of_small_images, "dp", dtype, 2) <= bound
 
 
 def test_groups_are_held_as_elsewhere_in_the_loop_of_microbatches():

@@ -110,6 +110,48 @@ def test_strides_dilations_and_groups_in_a_loop(options: dict[str, Any], groups:
     assert all(map(in_order, found))
 
 
+SMALL: tuple[tuple[tuple[int, int], tuple[int, int], dict[str, Any]], ...] = (
+    ((1, 1), (3, 3), {}),
+    ((2, 2), (3, 3), {}),
+    ((2, 9), (3, 5), {}),
+    ((2, 3), (7, 7), {"window_strides": (2, 1)}),
+    ((2, 2), (3, 3), {"padding": ((2, 1), (1, 2)), "lhs_dilation": (2, 2)}),
+    ((2, 3), (4, 2), {"padding": ((4, 3), (5, 4)), "rhs_dilation": (2, 3)}),
+    ((3, 4), (2, 5), {"padding": ((-1, 0), (3, 1))}),
+    ((1, 1), (2, 2), {"padding": ((4, 0), (4, 0)), "window_strides": (6, 6)}),
+)
+"""Images, kernels that are larger than these along a dimension, and how they are applied."""
+
+
+@pytest.mark.parametrize("layouts", [LAST[2], FIRST[2]], ids=str)
+@pytest.mark.parametrize(("image", "kernel", "options"), SMALL, ids=str)
+def test_an_image_smaller_than_the_kernel_gets_zeros_around_it(
+    image: tuple[int, int], kernel: tuple[int, int], options: dict[str, Any], layouts: tuple[str, str, str]
+):
+    draw = np.random.default_rng(3).normal
+    sizes = {"N": 8, "C": 3, "H": image[0], "W": image[1]}
+    window = {"O": 4, "I": 3, "H": kernel[0], "W": kernel[1]}
+    with jax.enable_x64(True):
+        x = jnp.asarray(draw(size=[sizes[d] for d in layouts[0]]), "float64")
+        weights = jnp.asarray(draw(size=[window[d] for d in layouts[1]]), "float64")
+        step = step_of(convolved(layouts, **options), loop=False)
+        held(step, x, weights, autopar.DataParallel(), batch_argnums=0)
+        parallel = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:cpu", batch_argnums=0)
+        applied = [shapes for shapes in extents(jax.make_jaxpr(parallel)(x, weights).jaxpr)]
+    assert applied
+    assert all(pixels >= count for shapes in applied for pixels, count in zip(*shapes, strict=True))
+
+
+def extents(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The pixels of the image and the taps of the kernel of every convolution of a program whose features are last."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "conv_general_dilated":
+            images, kernel = (v.aval.shape for v in equation.invars)
+            yield images[1:-1], kernel[:-2]
+        for inner in jex_core.jaxprs_in_params(equation.params):
+            yield from extents(inner)
+
+
 def test_microbatches_and_rows_that_vmap_adds():
     layouts = MIXED[2]
     one = convolved(layouts)

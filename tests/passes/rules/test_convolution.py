@@ -1,0 +1,41 @@
+"""Taps of kernels that meet a pixel, held against trying every place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from passes.rules import is_small_image, taps
+
+
+def tried(image: int, kernel: int, stride: int, padding: tuple[int, int], apart: int, between: int) -> set[int]:
+    """The taps that meet a pixel somewhere."""
+    dilated = (image - 1) * apart + 1
+    places = (dilated + sum(padding) - (kernel - 1) * between - 1) // stride + 1
+    positions = ((tap, place * stride - padding[0] + tap * between) for tap in range(kernel) for place in range(places))
+    return {tap for tap, position in positions if 0 <= position < dilated}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_taps_that_meet_the_image_between_its_dilated_ends(seed: int):
+    rng = np.random.default_rng(seed)
+    image, kernel = int(rng.integers(1, 6)), int(rng.integers(1, 8))
+    stride, apart, between = (int(rng.integers(1, 4)) for _ in range(3))
+    padding = int(rng.integers(0, 6)), int(rng.integers(0, 6))
+    dilated, span = (image - 1) * apart + 1, (kernel - 1) * between + 1
+    places = (dilated + sum(padding) - span) // stride + 1
+    if places < 1:
+        pytest.skip("no place for the kernel")
+    params = {"padding": (padding,), "window_strides": (stride,), "lhs_dilation": (apart,), "rhs_dilation": (between,)}
+    (met,) = taps(params, (image,), (kernel,), (places,))
+    needed = tried(image, kernel, stride, padding, apart, between)
+    assert needed <= set(range(met.first, met.last + 1))
+    if stride == 1 and needed:
+        assert (met.first, met.last) == (min(needed), max(needed))
+    span_kept = (met.last - met.first) * between + 1
+    assert (dilated + sum(met.padding) - span_kept) // stride + 1 == places
+
+
+def test_an_image_is_small_beside_a_kernel_that_is_larger_along_a_dimension():
+    assert is_small_image((2, 9), (3, 3))
+    assert not is_small_image((3, 3), (3, 3))
