@@ -27,7 +27,7 @@ from autopar.frontend import Body, Traced
 from autopar.jax_compat import Device
 from autopar.lowering import localize
 from autopar.lowering.control import bind_control
-from autopar.lowering.convolutions import CONVOLUTION, bind_in_order
+from autopar.lowering.convolutions import bind_in_order
 from autopar.lowering.localize import Arrays, Cut
 from autopar.plan import partition_specs
 from passes.cluster import CPU, Axes, Mesh
@@ -173,7 +173,7 @@ class OnPieces:
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
         if "add" in cut.rule.joins and not cut.is_whole:
             return (_sum(cut, operands[0]),)
-        if cut.node.primitive == CONVOLUTION and self.planned.cluster.group().device.name == CPU:
+        if cut.rule.convolves and self.planned.cluster.group().device.name == CPU:
             return bind_in_order(cut, operands)
         return localize.bind(cut, operands)
 

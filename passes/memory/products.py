@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from passes.ir import Node, TensorType
 from passes.memory.operations import Operations, Shape, widen
-from passes.rules import is_small_image, taps
+from passes.rules import small_image_taps
 
 
 def _as_sent(operations: Operations, operand: int) -> int:
@@ -86,7 +86,7 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
     rhs = operations.transpose(operands[1], (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
-    if operations.frames_images and is_small_image(operations[lhs].shape[1:-1], operations[rhs].shape[:-2]):
+    if operations.frames_images:
         lhs, rhs = _framed(operations, params, lhs, rhs, shape[1:-1])
     convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
     return operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))
@@ -95,9 +95,13 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
 def _framed(
     operations: Operations, params: Mapping[str, object], images: int, kernel: int, result: Shape
 ) -> tuple[int, int]:
-    """The operations of a small image with zeros around it, behind a barrier, and of the part of the kernel for it."""
+    """The operations of images and kernel; of a small image with zeros around it, behind a barrier, and of the part of
+    the kernel for it.
+    """
     read, weights = operations[images], operations[kernel]
-    met = taps(params, read.shape[1:-1], weights.shape[:-2], result)
+    met = small_image_taps(params, read.shape[1:-1], weights.shape[:-2], result)
+    if not met:
+        return images, kernel
     apart = cast("Shape", params["lhs_dilation"])
     pixels = zip(read.shape[1:-1], met, apart, strict=True)
     extents = [(size - 1) * between + 1 + sum(each.padding) for size, each, between in pixels]

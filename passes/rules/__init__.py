@@ -16,7 +16,7 @@ from passes.rules import (
     window,
 )
 from passes.rules.added_nodes import barrier, sum_of
-from passes.rules.convolution import Taps, is_small_image, taps
+from passes.rules.convolution import small_image_taps
 from passes.rules.effects import makes_the_same
 from passes.rules.pinned import boundaries_of, pinned_mesh
 from passes.rules.registry import (
@@ -41,7 +41,6 @@ __all__ = [
     "Assignment",
     "Factor",
     "ShardingRule",
-    "Taps",
     "Types",
     "barrier",
     "boundaries_of",
@@ -49,7 +48,6 @@ __all__ = [
     "canonical",
     "define",
     "in_order",
-    "is_small_image",
     "known_primitives",
     "made_anywhere",
     "makes_the_same",
@@ -57,8 +55,8 @@ __all__ = [
     "replicate",
     "rule_of",
     "rules_of",
+    "small_image_taps",
     "sum_of",
-    "taps",
 ]
 
 RULES = (convolution, effects, elementwise, indexing, libraries, linalg, pinned, random, reduction, shape, window)

@@ -45,7 +45,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         flops=2.0 * results[0].size * window * kernel[kernel_in],
         light=False,
     )
-    return replace(base, localized=True, window=max(1.0, window))
+    return replace(base, localized=True, convolves=True, window=max(1.0, window))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +57,17 @@ class Taps:
     padding: tuple[int, int]
 
 
-def is_small_image(image: Sequence[int], kernel: Sequence[int]) -> bool:
-    """Whether an image has fewer pixels along a dimension than a kernel has taps."""
-    return any(pixels < count for pixels, count in zip(image, kernel, strict=True))
-
-
-def taps(
+def small_image_taps(
     params: Mapping[str, object], image: Sequence[int], kernel: Sequence[int], result: Sequence[int]
 ) -> tuple[Taps, ...]:
     """The taps of each spatial dimension that meet a pixel at some place, by the convolution's `params`; all, if none
     does. Extents are those of the image, the kernel and the result.
+
+    Nothing for an image that has as many pixels along each dimension as the kernel has taps: XLA:CPU's library
+    convolves that as it is.
     """
+    if all(pixels >= count for pixels, count in zip(image, kernel, strict=True)):
+        return ()
     paddings = cast("Sequence[tuple[int, int]]", params["padding"])
     strides, apart, between = (
         cast("Sequence[int]", params[name]) for name in ("window_strides", "lhs_dilation", "rhs_dilation")

@@ -53,6 +53,7 @@ class ShardingRule:
     `places`           parameters that say where each operand lives, which the plan does
     `casts`            the result is the operand in another dtype
     `permutes`         the result is the operand in another order, which a product reads and writes as it likes
+    `convolves`        its operands are images and a kernel, whose order in memory and sizes matter on CPUs
     `accumulates`      it adds up cotangents of one value, in whatever order
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
@@ -77,6 +78,7 @@ class ShardingRule:
     places: tuple[str, ...] = ()
     casts: bool = False
     permutes: bool = False
+    convolves: bool = False
     accumulates: bool = False
 
     @property

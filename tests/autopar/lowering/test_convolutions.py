@@ -137,7 +137,7 @@ def test_an_image_smaller_than_the_kernel_gets_zeros_around_it(
         step = step_of(convolved(layouts, **options), loop=False)
         held(step, x, weights, autopar.DataParallel(), batch_argnums=0)
         parallel = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:cpu", batch_argnums=0)
-        applied = [shapes for shapes in extents(jax.make_jaxpr(parallel)(x, weights).jaxpr)]
+        applied = list(extents(jax.make_jaxpr(parallel)(x, weights).jaxpr))
     assert applied
     assert all(pixels >= count for shapes in applied for pixels, count in zip(*shapes, strict=True))
 

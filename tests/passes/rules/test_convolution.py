@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.rules import is_small_image, taps
+from passes.rules import small_image_taps
 
 
 def tried(image: int, kernel: int, stride: int, padding: tuple[int, int], apart: int, between: int) -> set[int]:
@@ -19,7 +19,8 @@ def tried(image: int, kernel: int, stride: int, padding: tuple[int, int], apart:
 @pytest.mark.parametrize("seed", range(200))
 def test_the_taps_that_meet_the_image_between_its_dilated_ends(seed: int):
     rng = np.random.default_rng(seed)
-    image, kernel = int(rng.integers(1, 6)), int(rng.integers(1, 8))
+    image = int(rng.integers(1, 6))
+    kernel = image + int(rng.integers(1, 5))
     stride, apart, between = (int(rng.integers(1, 4)) for _ in range(3))
     padding = int(rng.integers(0, 6)), int(rng.integers(0, 6))
     dilated, span = (image - 1) * apart + 1, (kernel - 1) * between + 1
@@ -27,7 +28,7 @@ def test_the_taps_that_meet_the_image_between_its_dilated_ends(seed: int):
     if places < 1:
         pytest.skip("no place for the kernel")
     params = {"padding": (padding,), "window_strides": (stride,), "lhs_dilation": (apart,), "rhs_dilation": (between,)}
-    (met,) = taps(params, (image,), (kernel,), (places,))
+    (met,) = small_image_taps(params, (image,), (kernel,), (places,))
     needed = tried(image, kernel, stride, padding, apart, between)
     assert needed <= set(range(met.first, met.last + 1))
     if stride == 1 and needed:
@@ -36,6 +37,8 @@ def test_the_taps_that_meet_the_image_between_its_dilated_ends(seed: int):
     assert (dilated + sum(met.padding) - span_kept) // stride + 1 == places
 
 
-def test_an_image_is_small_beside_a_kernel_that_is_larger_along_a_dimension():
-    assert is_small_image((2, 9), (3, 3))
-    assert not is_small_image((3, 3), (3, 3))
+def test_an_image_is_small_if_the_kernel_is_larger_along_a_dimension():
+    same: dict[str, object] = {"padding": ((1, 1), (1, 1))}
+    same |= dict.fromkeys(("window_strides", "lhs_dilation", "rhs_dilation"), (1, 1))
+    assert len(small_image_taps(same, (2, 9), (3, 3), (2, 9))) == 2
+    assert small_image_taps(same, (3, 9), (3, 3), (3, 9)) == ()
