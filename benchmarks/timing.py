@@ -6,18 +6,24 @@ from benchmarks.one_device import Pairs, Runner
 
 WARM_UP = 2
 
+TURN = 2
+"""Steps of a turn, of which the last counts: the first finds other programs' arrays in the caches, as no step of a
+training does but its first."""
+
 Seconds = dict[str, tuple[float, ...]]
 
 
 def interleaved(
     runners: Mapping[str, Runner], rounds: int, *, warm_up: int = WARM_UP, tick: Callable[[], None] = lambda: None
 ) -> Seconds:
-    """Seconds of each runner's steps, one a round; every other round goes backwards. `tick` hears of each round."""
+    """Seconds of each runner's steps, one a round, after `TURN` less one of its own; every other round goes backwards.
+    `tick` hears of each round.
+    """
     names = list(runners)
     seconds_of: dict[str, list[float]] = {name: [] for name in names}
     for i in range(-warm_up, rounds):
         for name in names if i % 2 == 0 else reversed(names):
-            seconds = runners[name].seconds()
+            *_, seconds = (runners[name].seconds() for _ in range(TURN))
             if i >= 0:
                 seconds_of[name].append(seconds)
         tick()

@@ -19,6 +19,10 @@ from passes.cluster import Mesh
 REPEATS = 5
 """Runs of a chain, of which the fastest counts: what disturbs one can only lengthen it."""
 
+LONGER = 3
+"""A chain is run so many times as long, too, and the difference is that of the operations: a call by itself takes as
+long as many small ones."""
+
 ARRAYS = 16
 """Arrays that a copy or collective is measured on in turn: 8 devices hold 128 MiB of 1 MiB each, which few caches do;
 smaller ones may stay in one, as in a program."""
@@ -46,14 +50,19 @@ def seconds(
     dtype: Any = "float32",
     others: Others = lambda x: (),
 ) -> float:
-    """Least seconds of one operation of a chain, run by every device on its own array."""
+    """Seconds of one operation of a chain, run by every device on its own array; what a call takes is no part of it."""
     clock, cores = clock_of(devices)
 
-    def chain(x: jax.Array) -> jax.Array:
-        weights = others(x)
-        return lax.fori_loop(0, times, lambda _, y: operation(y, *weights).astype(y.dtype), x)
+    def least(count: int) -> float:
+        def chain(x: jax.Array) -> jax.Array:
+            weights = others(x)
+            return lax.fori_loop(0, count, lambda _, y: operation(y, *weights).astype(y.dtype), x)
 
-    return min(_spent(chain, shape, mesh, devices, dtype, clock)) / cores / times
+        return min(_spent(chain, shape, mesh, devices, dtype, clock))
+
+    short, long = least(times), least(LONGER * times)
+    more = (LONGER - 1) * times
+    return (long - short if long > short else long * more / (LONGER * times)) / cores / more
 
 
 def apart_seconds(operation: Operation, shape: tuple[int, ...], mesh: Mesh, devices: Sequence[Device]) -> float:
