@@ -43,6 +43,11 @@ H100, whose cores start 33e12 a second while memory moves 3.35e12 bytes. It is m
 is written once for both of its readers (jaxlib 0.10); of exponentials and roots it is units."""
 
 
+OPERANDS = 96
+"""Arrays that XLA lets a kernel read and write at most (MaxOperandsAndOutputsPerFusion in gpu_fusible.h, as of jaxlib
+0.10): so what becomes one number, as a norm of all gradients does, is not computed again by each of more kernels."""
+
+
 def fuse(
     operations: Sequence[Operation], outputs: Iterable[int], *, costly_nbytes: int = COSTLY_NBYTES
 ) -> tuple[Kernel, ...]:
@@ -98,6 +103,8 @@ class _Fusion:
         if any(self.fixed[reader] or self._is_place(index, reader) for reader in self.readers[index]):
             return False
         if operation.name == SUM and any(self.operations[root].kind not in FUSIBLE for root in roots):
+            return False
+        if operation.size == 1 and len(roots) > OPERANDS:
             return False
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
             return True

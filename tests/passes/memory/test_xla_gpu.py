@@ -10,7 +10,7 @@ from passes.memory.accounting import model_of
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_collectives import COMBINED_NBYTES, combined
-from passes.memory.gpu_fusion import FUSIBLE, fuse
+from passes.memory.gpu_fusion import FUSIBLE, OPERANDS, fuse
 from passes.memory.gpu_tasks import tasks_of
 from passes.memory.liveness import lifetimes
 from passes.memory.operations import Operation
@@ -99,6 +99,20 @@ def test_a_long_sum_of_parts_is_written_for_sums_and_not_for_loops() -> None:
     loop = operation("elementwise", 1, shape=TABLE, name="negate")
     assert 1 not in {k.operation for k in fuse((*parts, loop), (2,))}
     assert 1 in {k.operation for k in fuse((*parts, operation("reduce", 1, name="reduce-sum")), (2,))}
+
+
+@pytest.mark.parametrize(("readers", "written"), [(OPERANDS, False), (OPERANDS + 1, True)])
+def test_a_sum_of_numbers_is_not_computed_again_by_more_kernels_than_one_has_operands(
+    readers: int, written: bool
+) -> None:
+    """As a norm of all gradients is, which every update reads: each would go through the whole sum."""
+    numbers = [Operation("input", (), (), "float32", -1, tag=i) for i in range(3)]
+    total = [operation("elementwise", 0, 1, shape=()), operation("elementwise", 3, 2, shape=())]
+    updates = [operation("elementwise", 4, name=f"scaled {i}", shape=TABLE) for i in range(readers)]
+    kernels = {k.operation: k for k in fuse((*numbers, *total, *updates), range(5, 5 + readers))}
+    assert (4 in kernels) == written
+    assert 3 not in kernels  # one kernel reads it
+    assert set(kernels[5].reads) == ({4} if written else {0, 1, 2})
 
 
 def test_what_was_summed_is_not_written_over_by_what_reads_the_sum() -> None:
