@@ -380,9 +380,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.compare:
         console.print(*(result.comparison for result in results), sep="\n\n", end="\n\n", soft_wrap=True)
     console.print(
-        f"{args.pairs} rounds in turn after {WARM_UP}, float32, SGD with momentum; ratios are of neighbouring steps, "
-        f"with their bootstrap interval. {DEVICES} virtual devices share {os.cpu_count()} cores; load "
-        f"{os.getloadavg()[0]:.1f}."
+        f"{args.pairs} rounds in turn after {WARM_UP}, each step after one of its own, float32, SGD with momentum; "
+        f"ratios are of neighbouring steps, with their bootstrap interval. {DEVICES} virtual devices share "
+        f"{os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}."
     )
     if not args.executions:
         console.print(
