@@ -23,7 +23,7 @@ from passes.errors import ClusterError, PlanningError
 from passes.planners import Auto, Planned, Planner, PlanOptions, limit_nbytes
 from passes.progress import Report, silent
 from passes.step import Step
-from passes.transforms import Coupling, Kept
+from passes.transforms import KEPT, Coupling, Kept
 
 Arriving = Literal["moved", "keep"]
 """The fate of arrays that come placed: they are moved to where the plan reads them, or planned around."""
@@ -191,6 +191,18 @@ def checked_coupling(coupling: Any) -> Coupling:
     return coupling
 
 
+def checked_remat(remat: Any) -> Kept | tuple[Kept, ...] | None:
+    """The policy of all layers, or one for each: what they keep for the backward pass. Raises ArgumentError."""
+    if remat is None or (isinstance(remat, str) and remat in KEPT):
+        return remat
+    names: tuple[Any, ...] = tuple(remat) if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,)
+    if not all(isinstance(name, str) and name in KEPT for name in names):
+        rule = f"a layer keeps one of {', '.join(KEPT)} for its backward pass"
+        remedy = "write, say, remat='inputs' for what jax.checkpoint does, a name for each layer, or leave it out"
+        raise ArgumentError(explain(f"remat={remat!r:.60}", rule, "", remedy))
+    return names
+
+
 def checked_placed(placed: Any) -> Arriving:
     """The fate of arrays that come placed. Raises ArgumentError."""
     if placed not in ("moved", "keep"):
@@ -252,7 +264,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "microbatches": checked_microbatches,
         "microbatch_semantics": checked_coupling,
         "memory_limit": checked_limit,
-        "remat": lambda remat: remat,
+        "remat": checked_remat,
         "cache": checked_cache,
         "calibration": checked_calibration,
         "progress": checked_progress,

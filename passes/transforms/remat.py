@@ -66,7 +66,8 @@ def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
     firsts = layers(graph)
     if len(firsts) != len(kept):
         rule = f"the forward pass has {len(firsts)} layers, and what each keeps is to be said"
-        raise PlanningError(explain(f"recomputation for {len(kept)} layers", rule, "", "plan again"))
+        remedy = "give as many names, or one for all; of a plan in a file, plan again"
+        raise PlanningError(explain(f"recomputation for {len(kept)} layers", rule, "", remedy))
     around = {loop.forward: loop for loop in loops(graph)}
     if firsts and around.keys() >= set(firsts):
         return _looped(graph, [(around[first], choice) for first, choice in zip(firsts, kept, strict=True)])

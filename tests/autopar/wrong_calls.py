@@ -199,6 +199,10 @@ CALLS = {
         "here(step, devices=8)",
         "here(step, devices=['cpu:0']).plan(PARAMS, BATCH)",
         "here(step, devices=jax.devices()[:2] * 2).plan(PARAMS, BATCH)",
+        "here(step, remat=True)",
+        "here(step, remat='all')",
+        "here(step, remat=['inputs', None])",
+        "here(step, remat=['inputs'] * 9).plan(PARAMS, BATCH)",
     ],
     "planners": [
         "here(step, planner='dp').plan(PARAMS, BATCH)",
