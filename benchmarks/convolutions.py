@@ -14,12 +14,8 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
-import autopar
-from benchmarks.baselines import sharded
-from benchmarks.equality import difference
-from benchmarks.timing import interleaved, ratio
+from benchmarks.beside_jit import beside_jit
 from benchmarks.trainings import Training
-from benchmarks.zoo import placed, planned
 
 BOUND = 1e-5
 """The largest relative difference of the gradients."""
@@ -78,17 +74,8 @@ def training(layout: tuple[str, str, str], images: int, pixels: int, channels: i
 def row(name: str, parts: int, args: argparse.Namespace) -> tuple[tuple[str, ...], float]:
     """The cells of a layout in so many parts, and the largest relative difference."""
     case = training(LAYOUTS[name], args.images, args.pixels, args.channels, parts)
-    by_jit = jax.jit(case.step)(case.state, case.batch)
-    compiled = planned(case, f"{args.devices}:cpu", autopar.DataParallel())
-    worst = difference(compiled(jax.tree.map(jnp.copy, case.state), case.batch), by_jit)
-    runners = {
-        "jit": sharded(case, compiled.input_shardings[0], compiled.output_shardings),
-        "autopar": placed(compiled, case),
-    }
-    seconds = interleaved(runners, args.rounds)
-    median, (low, high) = ratio(seconds, "autopar", "jit")
-    times = (f"{np.median(seconds[runner]) * 1e3:.2f} ms" for runner in runners)
-    return (name, str(parts), *times, f"{median:.2f}", f"{low:.2f}-{high:.2f}", f"{worst:.0e}"), worst
+    cells, worst = beside_jit(case, args.devices, args.rounds)
+    return (name, str(parts), *cells), worst
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,12 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import autopar
-from benchmarks.baselines import sharded
-from benchmarks.equality import difference
-from benchmarks.timing import interleaved, ratio
+from benchmarks.beside_jit import beside_jit
 from benchmarks.trainings import Training
-from benchmarks.zoo import placed, planned
 
 BOUND = 1e-6
 """The largest relative difference of the gradients."""
@@ -56,17 +52,8 @@ def training(rows: int, heads: int, tokens: int) -> Training:
 def row(rows: int, args: argparse.Namespace) -> tuple[tuple[str, ...], float]:
     """The cells of so many rows a device, and the largest relative difference."""
     case = training(rows * args.devices, max(1, args.heads // rows), args.tokens)
-    by_jit = jax.jit(case.step)(case.state, case.batch)
-    compiled = planned(case, f"{args.devices}:cpu", autopar.DataParallel())
-    worst = difference(compiled(jnp.zeros(()), case.batch), by_jit)
-    runners = {
-        "jit": sharded(case, compiled.input_shardings[0], compiled.output_shardings),
-        "autopar": placed(compiled, case),
-    }
-    seconds = interleaved(runners, args.rounds)
-    median, (low, high) = ratio(seconds, "autopar", "jit")
-    times = (f"{np.median(seconds[name]) * 1e3:.2f} ms" for name in runners)
-    return (str(rows), *times, f"{median:.2f}", f"{low:.2f}-{high:.2f}", f"{worst:.0e}"), worst
+    cells, worst = beside_jit(case, args.devices, args.rounds)
+    return (str(rows), *cells), worst
 
 
 def main(argv: Sequence[str] | None = None) -> int:

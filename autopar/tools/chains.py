@@ -61,8 +61,9 @@ def seconds(
         return min(_spent(chain, shape, mesh, devices, dtype, clock))
 
     short, long = least(times), least(LONGER * times)
-    more = (LONGER - 1) * times
-    return (long - short if long > short else long * more / (LONGER * times)) / cores / more
+    if long <= short:  # noise hides the difference
+        return long / cores / (LONGER * times)
+    return (long - short) / cores / ((LONGER - 1) * times)
 
 
 def apart_seconds(operation: Operation, shape: tuple[int, ...], mesh: Mesh, devices: Sequence[Device]) -> float:

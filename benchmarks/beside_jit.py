@@ -1,0 +1,31 @@
+"""A step data parallel on virtual CPU devices, by autopar's program and by `jax.jit` under the same placements."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from benchmarks.baselines import sharded
+from benchmarks.equality import difference
+from benchmarks.timing import interleaved, ratio
+from benchmarks.trainings import Training
+from benchmarks.zoo import placed, planned
+
+
+def beside_jit(case: Training, devices: int, rounds: int) -> tuple[tuple[str, ...], float]:
+    """The cells of a table (median steps by jit and by autopar, their ratio, its interval, the largest relative
+    difference of results), and that difference.
+    """
+    by_jit = jax.jit(case.step)(case.state, case.batch)
+    compiled = planned(case, f"{devices}:cpu", autopar.DataParallel())
+    worst = difference(compiled(jax.tree.map(jnp.copy, case.state), case.batch), by_jit)
+    runners = {
+        "jit": sharded(case, compiled.input_shardings[0], compiled.output_shardings),
+        "autopar": placed(compiled, case),
+    }
+    seconds = interleaved(runners, rounds)
+    median, (low, high) = ratio(seconds, "autopar", "jit")
+    times = (f"{np.median(seconds[runner]) * 1e3:.2f} ms" for runner in runners)
+    return (*times, f"{median:.2f}", f"{low:.2f}-{high:.2f}", f"{worst:.0e}"), worst
