@@ -89,23 +89,26 @@ class Messages:
 
     def run(self, passes: int) -> None:
         """Makes `passes` passes over the nodes, forward and back."""
+        beliefs = self._beliefs()
         for turn in reversed(range(passes)):
-            self._pass(backward=bool(turn % 2))
+            self._pass(beliefs, backward=bool(turn % 2))
 
-    def _pass(self, *, backward: bool) -> None:
+    def _pass(self, beliefs: Sequence[Floats], *, backward: bool) -> None:
+        """Passes messages on in one direction and adds what each says anew to the beliefs."""
         sent, around = self.sent, self.behind if backward else self.ahead
-        beliefs = self.beliefs()
         order = range(len(beliefs) - 1, -1, -1) if backward else range(len(beliefs))
         for node in order:
-            node_share = beliefs[node] * self.shares[node]
+            node_share, sorted_by = beliefs[node] * self.shares[node], None
             for onward in around[node]:
-                class_minima = np.minimum.reduceat(node_share[onward.order], onward.first)
+                if onward.order is not sorted_by:
+                    class_minima = np.minimum.reduceat(node_share[onward.order], onward.first)
+                    sorted_by = onward.order
                 message = np.minimum.reduce(onward.seconds + (class_minima - sent[onward.back]), axis=1)
                 message -= np.minimum.reduce(message)
                 beliefs[onward.node] += (message - sent[onward.there])[onward.other]
                 sent[onward.there] = message
 
-    def beliefs(self) -> list[Floats]:
+    def _beliefs(self) -> list[Floats]:
         """The costs of every node's strategies, with all messages."""
         beliefs = [costs.copy() for costs in self.costs]
         for direction in (self.ahead, self.behind):
