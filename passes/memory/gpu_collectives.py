@@ -125,7 +125,7 @@ def _first(
     """The first members that are sent as one."""
     first = operations[members[0]]
     part, joint, nbytes, key = [members[0]], bits[members[0]], first.nbytes, _key(first)
-    for m in members[1:]:
+    for m in members[1:] if nbytes <= COMBINED_NBYTES else ():
         if _key(operations[m]) != key or operations[m].nbytes > COMBINED_NBYTES:
             continue
         nbytes += operations[m].nbytes

@@ -63,7 +63,8 @@ def fuse(
 class _Fusion:
     """The kernels that read each operation, from the last to the first; `written` are those with a place in memory.
 
-    What is read by something `fixed`, a product or a collective or a bitcast that one reads, has to be there.
+    What is read by something `fixed`, a product or a collective or a bitcast that one reads, has to be there, and so do
+    the `places` that updates and scatters begin with.
     """
 
     def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], costly_nbytes: int) -> None:
@@ -71,12 +72,15 @@ class _Fusion:
         self.sizes = [operation.nbytes for operation in operations]
         self.readers: list[list[int]] = [[] for _ in operations]
         self.needed = bytearray(len(operations))
+        self.places: set[int] = set()
         for index in reversed(range(len(operations))):
             operation = operations[index]
             if index in outputs or operation.kind == "input" or self.readers[index]:
                 self.needed[index] = True
                 for o in operation.operands:
                     self.readers[o].append(index)
+                if operation.kind == "update" or operation.name.startswith("scatter"):
+                    self.places.add(operation.operands[0])
         self.written = bytearray(len(operations))
         self.fixed = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
@@ -100,11 +104,11 @@ class _Fusion:
             return True
         if operation.kind not in FUSIBLE or index in self.outputs or not roots:
             return False
-        if any(self.fixed[reader] or self._is_place(index, reader) for reader in self.readers[index]):
+        if index in self.places or any(self.fixed[reader] for reader in self.readers[index]):
             return False
         if operation.name == SUM and any(self.operations[root].kind not in FUSIBLE for root in roots):
             return False
-        if operation.size == 1 and len(roots) > OPERANDS:
+        if len(roots) > OPERANDS and operation.size == 1:
             return False
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
             return True
@@ -113,11 +117,6 @@ class _Fusion:
         again = len(roots) * (read + work)
         once = read + work + self.sizes[index] + len(roots) * self.sizes[index]
         return again <= once + LAUNCH_NBYTES
-
-    def _is_place(self, index: int, reader: int) -> bool:
-        """Whether a reader begins with an operation's array, as an update or a scatter does with its first operand."""
-        operation = self.operations[reader]
-        return (operation.kind == "update" or operation.name.startswith("scatter")) and operation.operands[0] == index
 
     def _work_nbytes(self, index: int) -> int:
         """Bytes that memory moves while a kernel computes an operation and what it alone follows from."""
