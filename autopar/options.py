@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
 from types import MappingProxyType
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self, SupportsIndex, TypedDict
 
 import numpy as np
 
@@ -145,8 +146,10 @@ def _takes(plan: Callable[..., Any], *args: object, **kwargs: object) -> bool:
 
 def checked_microbatches(microbatches: Any) -> int | None:
     """The number of microbatches, None where none is given. Raises ArgumentError."""
-    if microbatches is None or (type(microbatches) is int and microbatches >= 1):
-        return microbatches
+    if microbatches is None:
+        return None
+    if isinstance(microbatches, SupportsIndex) and not isinstance(microbatches, bool) and index(microbatches) >= 1:
+        return index(microbatches)
     rule = "the batch is computed in a whole number of microbatches, 1 or more"
     raise ArgumentError(explain(f"microbatches={microbatches!r:.60}", rule, "", "leave it out for 1"))
 

@@ -85,8 +85,8 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "planners.manual.LARGE": "only where a warning begins",
     "planners.manual.WORTHWHILE": "only of plans by hand",
     "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",
-    "solver.search._GAP": "varied as `SolverOptions.gap`",
-    "solver.search._RADIUS": "varied as `SolverOptions.tie_radius`",
+    "solver.options.GAP": "varied as `SolverOptions.gap`",
+    "solver.options.RADIUS": "varied as `SolverOptions.tie_radius`",
 }  # fmt: skip
 """Numbers that are not varied, and why."""
 

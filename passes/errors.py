@@ -56,9 +56,7 @@ class OverBudgetError(PlanningError):
     @property
     def leanest(self) -> object:
         """The former name of `least_memory_plan`."""
-        warnings.warn(
-            "OverBudgetError.least_memory_plan is called least_memory_plan now", DeprecationWarning, stacklevel=2
-        )
+        warnings.warn("OverBudgetError.leanest is called least_memory_plan now", DeprecationWarning, stacklevel=2)
         return self.least_memory_plan
 
 

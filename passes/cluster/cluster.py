@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Literal, Self, cast, get_args
 
 from passes.errors import ClusterError, close, explain
@@ -33,6 +33,11 @@ two devices share 2, 1 or none. A torus: the devices of all hosts in a grid, nea
 whole pod's 16 wraps around, or, of 4, every multiple of it."""
 
 WIRINGS: tuple[Wiring, ...] = get_args(Wiring)
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+"""The kinds of collectives."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 HOST_BYTES_PER_SECOND = 12e9
 """What PCI Express 3 x16 gives, of 15.75 GB/s."""
@@ -139,6 +144,12 @@ class HostGroup:
         """The part of a host's link that so many of its devices reach over their adapters, of which there is one."""
         return min(1.0, max(1, devices * self.adapters // self.devices_per_host) / self.adapters)
 
+    def with_devices(self, per_host: int) -> HostGroup:
+        """The hosts with so many devices each: some of these keep their part of the adapters and of what they reach."""
+        adapters = max(1, self.adapters * min(per_host, self.devices_per_host) // self.devices_per_host)
+        inter = replace(self.inter, bytes_per_second=self.inter.bytes_per_second * adapters / self.adapters)
+        return replace(self, devices_per_host=per_host, adapters=adapters, inter=inter)
+
     @property
     def n_devices(self) -> int:
         return self.hosts * self.devices_per_host
@@ -242,7 +253,9 @@ class _Fields:
         """A number above 0 and at most 1."""
         value = self.at_least_0(name, default)
         if not 0 < value <= 1:
-            raise self.wrong(name, "should be above 0 and at most 1", "give the part of the bandwidth that is left")
+            raise self.wrong(
+                name, "should be above 0 and at most 1", "give the part of the bandwidth that one array reaches"
+            )
         return value
 
     def part(self, name: str) -> float:
@@ -309,8 +322,11 @@ def _wiring(read: _Fields) -> Wiring:
 
 
 def _measured(read: _Fields) -> Measured:
+    kind = read.text("kind")
+    if kind not in KINDS:
+        raise read.wrong("kind", f"should be one of: {', '.join(KINDS)}", close(kind, KINDS) or "leave it out")
     return Measured(
-        kind=read.text("kind"),
+        kind=kind,
         ranks=read.count("ranks"),
         alpha_seconds=read.at_least_0("alpha_seconds"),
         bytes_per_second=read.rate("bytes_per_second"),

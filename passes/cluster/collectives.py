@@ -32,16 +32,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.cluster.cluster import Link
+from passes.cluster.cluster import Kind, Link
 from passes.cluster.mesh import Group, Mesh
 from passes.text import quantities
-
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
 
 Floats = NDArray[np.float64]
 

@@ -97,7 +97,8 @@ def _expanded(data: object) -> object:
 def _expanded_group(group: object) -> object:
     if not isinstance(group, dict) or not isinstance(name := cast(Json, group).get("device"), str):
         return cast(object, group)
-    table = asdict(host_spec(name).cluster(1).group())
+    per_host = cast(Json, group).get("devices_per_host")
+    table = asdict(host_spec(name).cluster(1, per_host if isinstance(per_host, int) and per_host > 0 else None).group())
     return {**table, **cast(Json, group), "device": table["device"]}
 
 

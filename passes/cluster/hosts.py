@@ -17,7 +17,7 @@ from passes.cluster.links import (
 )
 
 MATMUL_EFFICIENCY = 0.80
-"""Where it was not measured: the median of where it was (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
+"""Where it was not measured: the median of five others (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
 
 
 HALF_INNER = 64.0
@@ -54,11 +54,14 @@ class HostSpec:
     wiring: Wiring = "switch"
 
     def cluster(self, hosts: int, devices_per_host: int | None = None, name: str = "") -> Cluster:
-        """The cluster of `hosts` such hosts, named `2x8:h100` unless `name` is given."""
+        """The cluster of `hosts` such hosts, named `2x8:h100` unless `name` is given.
+
+        Of hosts with fewer devices than usual, each device keeps its part of the adapters and of what they reach.
+        """
         per_host = devices_per_host or self.devices_per_host
-        group = HostGroup(
+        whole = HostGroup(
             hosts=hosts,
-            devices_per_host=per_host,
+            devices_per_host=self.devices_per_host,
             device=self.device,
             intra=self.intra,
             inter=self.inter,
@@ -66,7 +69,7 @@ class HostSpec:
             wiring=self.wiring,
         )
         text = f"{per_host}:{self.device.name}" if hosts == 1 else f"{hosts}x{per_host}:{self.device.name}"
-        return Cluster(name=name or text, groups=(group,))
+        return Cluster(name=name or text, groups=(whole.with_devices(per_host),))
 
 
 def virtual_cpu(cores: int, memory_nbytes: int, devices: int) -> DeviceSpec:

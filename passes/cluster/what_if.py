@@ -22,7 +22,7 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     per_host = group.devices_per_host if hosts else devices
     hosts = hosts or 1
     name = f"{hosts}x{per_host}:{group.device.name}" if hosts > 1 else f"{per_host}:{group.device.name}"
-    return replace(cluster, name=name, groups=(replace(group, hosts=hosts, devices_per_host=per_host),))
+    return replace(cluster, name=name, groups=(replace(group, hosts=hosts).with_devices(per_host),))
 
 
 def slower_device(device: DeviceSpec, compute: float) -> DeviceSpec:

@@ -124,7 +124,8 @@ class Problem:
     def schedule_groups(self, capacities: Floats) -> dict[tuple[float, ...], dict[int, list[str]]]:
         """The schedules by number of stages, grouped so that one dynamic program serves each group.
 
-        The room is that of a stage with none to come, one to come, ..., rounded up to one of `rooms`, if there is one.
+        The room is that of a stage with none to come, one to come, ..., rounded up to one of `capacities`, if there
+        is one.
         """
         profiles: list[tuple[tuple[float, ...], str]] = []
         for n_stages in reversed(self.numbers):

@@ -35,23 +35,28 @@ def register(name: str) -> Callable[[SomeBuilder], SomeBuilder]:
 
 def is_chunked(name: str) -> bool:
     """Whether a schedule puts several stages on each device group. Raises PlanningError for an unknown name."""
-    return build(name, 2, 2).name != name
+    return "chunks" in inspect.signature(_builder(name)).parameters
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule of that name. Raises PlanningError for an unknown name, or chunks where it has no use for them."""
-    builder = SCHEDULES.get(name)
-    if builder is None:
-        choices = f"known are {', '.join(SCHEDULES)}"
-        raise PlanningError(
-            explain(f"schedule {name!r}", "is not known", choices, close(name, SCHEDULES) or "pick one")
-        )
-    if "chunks" in inspect.signature(builder).parameters:
+    builder = _builder(name)
+    if is_chunked(name):
         return builder(stages, microbatches, chunks=chunks)
     if chunks != 1:
         rule = f"puts 1 stage on each device group, not {chunks}"
         raise PlanningError(explain(f"schedule {name!r}", rule, "", "leave out the chunks, or use 'interleaved'"))
     return builder(stages, microbatches)
+
+
+def _builder(name: str) -> Builder:
+    """The function that makes the schedule of that name. Raises PlanningError for an unknown name."""
+    if name not in SCHEDULES:
+        choices = f"known are {', '.join(SCHEDULES)}"
+        raise PlanningError(
+            explain(f"schedule {name!r}", "is not known", choices, close(name, SCHEDULES) or "pick one")
+        )
+    return SCHEDULES[name]
 
 
 @register("gpipe")

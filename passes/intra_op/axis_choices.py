@@ -174,7 +174,7 @@ class Walker:
     def walks(self, choice: AxisChoice) -> Iterator[Walk]:
         """The walks of one choice: with partial values reduced as late as possible, and at forks if that reduces fewer.
 
-        None where an axis that should stay partial is reduced inside: without it the choice does the same.
+        There is no walk where an axis that should stay partial is reduced inside: without it the choice does the same.
         """
         late = self._walk(choice, {})
         early = self._walk(choice, forks) if late is not None and (forks := self._forks(late)) else None

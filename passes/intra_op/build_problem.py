@@ -224,7 +224,7 @@ class _Builder:
     ) -> ControlJoin:
         """The nodes of a loop's or branch's ports, and the subproblems of its bodies.
 
-        Nor is what the program hands on from ports as it is: another stage may read it after each iteration.
+        A sum stays partial in a port, unless the program hands it on: another stage may read that in each iteration.
         """
         ports = {s: port_placements(port, self.resharder) for s, port in enumerate(control.ports)}
         sites = {s: self._chosen(port.type, ports[s]) for s, port in enumerate(control.ports) if not port.stacked}

@@ -10,6 +10,7 @@ from passes.gc_pause import without_gc
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import model_flops
+from passes.intra_op.offloading import away, offloaded_nbytes, transfer_seconds
 from passes.ir import PHASES, Graph, Phase, StatePairs
 from passes.memory import peak
 from passes.placement import Grouping, Occurrence, ReshardingPlan, group, occurrences, resharding_plan
@@ -82,25 +83,26 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     sent = collectives_of(graph, reshardings, mesh)
     memory = peak(graph, grouping, mesh, layout, reshardings, state_pairs, donated or (False,) * len(graph.inputs))
     nbytes = {cause: size for cause, size in memory.nbytes.items() if size}
-    away = {cause: size for cause, size in plan.nbytes.items() if cause == "offloaded"}
+    host_nbytes = offloaded_nbytes(graph, layout, plan.offloaded, mesh)
+    if elsewhere := away(host_nbytes):
+        nbytes["optimizer state"] -= elsewhere
     compute = compute_seconds(graph, grouping, mesh, layout)
     computing = {name: compute[name] for name in PHASES if name in compute}
     computing = plan.computing if _alike(computing, plan.computing) else computing
     plan = replace(plan, computing=computing, flops=model_flops(graph, grouping))
     moving, moved = move_seconds(graph, reshardings, resharder)
-    offload_seconds = {cause: spent for cause, spent in plan.seconds.items() if cause == "offload"}
+    offload_seconds = {"offload": transfer_seconds(host_nbytes, mesh)} if plan.offloaded else {}
     seconds = {"compute": sum(compute.values()), **offload_seconds, **moving}
-    if _alike(seconds, plan.seconds) and sent == plan.collectives and nbytes | away == plan.nbytes:
+    if _alike(seconds, plan.seconds) and sent == plan.collectives and nbytes == plan.nbytes:
         return replace(plan, counted_for="") if plan.is_stale else plan
     solution = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
-    report = MemoryReport.of(memory)
     return replace(
         plan,
         collectives=sent,
         seconds=seconds,
         phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
-        nbytes=nbytes | away,
-        memory=report.less(-sum(away.values())) if away else report,
+        nbytes=nbytes,
+        memory=MemoryReport.of(memory).less(elsewhere),
         solution=solution,
         counted_for="",
     )

@@ -16,7 +16,7 @@ from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import extract_plan
 from passes.intra_op.memory_budgets import live
 from passes.intra_op.memory_limit import Point
-from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
+from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, transfer_seconds
 from passes.intra_op.peak_node import NodePath, peak_node
 from passes.intra_op.pins import arriving
 from passes.intra_op.restrictions import Restriction
@@ -149,11 +149,11 @@ class MeshProblems:
     def _peak(self, solved: Solved, choice: Sequence[int]) -> Point:
         graph, grouping, mesh = self.graph, self.grouping, solved.assembly.mesh
         layout = solved.assembly.layout(choice)
-        schedule = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.regather)
+        reshardings = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.regather)
         donated = self.donated or (False,) * len(graph.inputs)
-        memory = peak(graph, grouping, mesh, layout, schedule, self.state_pairs, donated)
+        memory = peak(graph, grouping, mesh, layout, reshardings, self.state_pairs, donated)
         elsewhere = away(offloaded_nbytes(graph, layout, self.offloaded, mesh))
-        return Point(at=peak_node(graph, grouping, mesh, layout, schedule), nbytes=memory.peak_nbytes - elsewhere)
+        return Point(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes - elsewhere)
 
     def look(self, solved: Solved, limit: float) -> None:
         """Notes the peak node of an answer that needs more than the limit, if none was looked at yet."""
@@ -183,13 +183,12 @@ class MeshProblems:
         if not self.offloaded:
             return plan
         host_nbytes = offloaded_nbytes(self.graph, plan.layout, self.offloaded, plan.mesh)
-        rate = plan.cluster.group().device.host_bytes_per_second
         # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
         state = plan.nbytes["optimizer state"] - away(host_nbytes)
         return replace(
             plan,
             offloaded=self.offloaded,
-            seconds={**plan.seconds, "offload": 2 * sum(host_nbytes) / rate},
+            seconds={**plan.seconds, "offload": transfer_seconds(host_nbytes, plan.mesh)},
             nbytes={**plan.nbytes, "optimizer state": state},
             memory=plan.memory and plan.memory.less(away(host_nbytes)),
         )

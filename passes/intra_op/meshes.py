@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise, permutations
 
 from passes.cluster import Cluster, Mesh, shapes
 from passes.errors import PlanningError, explain
@@ -14,8 +14,13 @@ from passes.sharding import boundaries
 
 
 def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
-    """The meshes over the first devices of a cluster, one for each way to lay them out that differs there."""
-    return [_mesh(cluster, sizes) for sizes in _distinct(cluster, shapes(n_devices, max_axes=max_axes))]
+    """The meshes over the first devices of a cluster, one for each way to lay them out that may be the fastest."""
+    meshes = [_mesh(cluster, sizes) for sizes in shapes(n_devices, max_axes=max_axes)]
+    if n_devices > cluster.group().devices_per_host:
+        return meshes
+    rates = [_rates(mesh) for mesh in meshes]
+    slower = {a for a, b in permutations(range(len(meshes)), 2) if _is_slower(rates[a], rates[b], equal=b < a)}
+    return [mesh for place, mesh in enumerate(meshes) if place not in slower]
 
 
 def for_constraints(graph: Graph, cluster: Cluster, max_axes: int) -> list[Mesh]:
@@ -67,8 +72,27 @@ def named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
     return Mesh(axes=tuple(name for name, _ in used), sizes=tuple(size for _, size in used), cluster=cluster)
 
 
-def _distinct(cluster: Cluster, sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """The shapes that differ on this cluster; on one host, where all distances are equal, order does not matter."""
-    if cluster.group().hosts > 1:
-        return list(sizes)
-    return list(dict.fromkeys(tuple(sorted(shape)) for shape in sizes))
+def _rates(mesh: Mesh) -> dict[tuple[int, ...], list[tuple[float, int]]]:
+    """Bytes a second and hops, those negative, of the groups along axes of these sizes, the slowest first."""
+    rates: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+    for length in range(1, len(mesh.axes) + 1):
+        for axes in combinations(mesh.axes, length):
+            group = mesh.group(axes)
+            sizes = tuple(sorted(map(mesh.axis_size, axes)))
+            rates.setdefault(sizes, []).append((group.intra.bytes_per_second, -group.hops))
+    return {sizes: sorted(each) for sizes, each in rates.items()}
+
+
+def _is_slower(
+    these: Mapping[tuple[int, ...], list[tuple[float, int]]],
+    those: Mapping[tuple[int, ...], list[tuple[float, int]]],
+    *,
+    equal: bool,
+) -> bool:
+    """Whether a mesh has the axes of another one in an order that makes no group faster, and some slower unless `equal`
+    ones will do: behind a switch all distances within a host are equal, and order is naming.
+    """
+    if these.keys() != those.keys() or (these == those and not equal):
+        return False
+    pairs = [(a, b) for sizes in these for a, b in zip(these[sizes], those[sizes], strict=True)]
+    return all(rate <= faster and hops <= fewer for (rate, hops), (faster, fewer) in pairs)

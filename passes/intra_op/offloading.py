@@ -27,6 +27,11 @@ def offloaded_nbytes(graph: Graph, layout: Layout, inputs: Sequence[int], mesh: 
     return [layout.inputs[i].local_nbytes(graph.types[graph.inputs[i]], mesh) for i in inputs]
 
 
+def transfer_seconds(nbytes: Sequence[int], mesh: Mesh) -> float:
+    """Seconds of a step in which arrays of these bytes come from the host's memory and go back."""
+    return 2 * sum(nbytes) / mesh.cluster.group().device.host_bytes_per_second
+
+
 def away(nbytes: Sequence[int]) -> int:
     """Bytes that a device is spared: two of the arrays are always there, one being updated, one on its way."""
     return max(sum(nbytes) - 2 * max(nbytes, default=0), 0)

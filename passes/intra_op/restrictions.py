@@ -62,12 +62,14 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
         size = graph.types[value].shape[batch[value]] if value in batch else 0
         if size % parts:
             name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
-            larger = -(-size // parts) * parts
-            dimension = "leading dimension" if batch[value] == 0 else "microbatches, which have a dimension"
+            count = graph.types[value].shape[0] if batch[value] else 1
+            larger = -(-size // parts) * parts * count
             along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
-            rule = f"{parts} devices on {along} do not divide its {dimension} of {size}"
+            of_each = f"rows of each of {count} microbatches, which are" if batch[value] else "leading dimension of"
+            rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
             context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
-            remedy = f"use a batch of {larger}, fewer devices or planner=Auto(), or {OTHERWISE}"
+            fewer = "fewer microbatches, " if batch[value] else ""
+            remedy = f"use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
             raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
 
 
@@ -295,7 +297,7 @@ def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[C
     if len(mesh.axes) == 1:
         yield partial(data_parallel, batch=batch), False
         yield partial(megatron, data="", tensor=mesh.axes[0], batch=batch), False
-    alike = mesh.cluster.group().hosts == 1 and len(set(mesh.sizes)) == 1  # within a host the order of axes is naming
+    alike = len({mesh.group((axis,)) for axis in mesh.axes}) == 1  # then the order of axes is naming
     for data, tensor in list(permutations(mesh.axes, 2))[: 1 if alike else None]:
         if len(mesh.axes) == 2:
             yield partial(megatron, data=data, tensor=tensor, batch=batch), False

@@ -96,9 +96,10 @@ class VariantSearch:
                 continue
             search = self.searched(step, variant)
             if not self.tried:
-                self.offloads = bool(idle_state(step.graph, step.state_pairs))
                 if (plan := search.cheapest).peak_nbytes <= self.limit:
                     return plan.of_variant(variant)
+                has_way = plan.cluster.group().device.host_bytes_per_second > 0
+                self.offloads = has_way and bool(idle_state(step.graph, step.state_pairs))
                 why = f"over the memory limit of {quantities.nbytes(self.limit)}"
                 self.met.append(_met(plan, variant, why))
             self.least_seconds = self.least_seconds or search.least_seconds

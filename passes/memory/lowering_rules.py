@@ -188,11 +188,14 @@ def _iota(operations: Operations, node: Node, operands: Sequence[int], results: 
 def _rearranged(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
-    """The operation of a rearrangement; a slice of everything is its operand."""
-    if node.primitive in SLICES and results[0].shape == operations[operands[0]].shape:
-        return list(operands[:1])
-    tag = (opcode(node), repr(node.params))
-    return [operations.add("rearrange", operands, t.shape, t.dtype, (*tag, i)) for i, t in enumerate(results)]
+    """The operations of a rearrangement, one a result; a slice of everything is its operand."""
+    tag, whole = (opcode(node), repr(node.params)), operations[operands[0]].shape
+    return [
+        operands[0]
+        if node.primitive in SLICES and type.shape == whole
+        else operations.add("rearrange", operands, type.shape, type.dtype, (*tag, i))
+        for i, type in enumerate(results)
+    ]
 
 
 def _concatenated(

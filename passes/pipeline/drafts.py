@@ -167,7 +167,7 @@ def _rescaled(shape: Shape, table: StageCostTable, microbatches: int) -> list[St
     """The bytes of stages as they are priced in the nearest number of microbatches that has some, on the leanest mesh.
 
     What a microbatch keeps is taken to shrink as it does; stages without a price count with the least that they may
-    need. None where nothing is priced in any.
+    need. Empty where nothing is priced in any.
     """
     for known in sorted(table.step.samples, key=lambda n: abs(math.log(n / microbatches))):
         runs = runs_of(shape, table, known)

@@ -2,11 +2,11 @@
 
 Files are of `passes/`:
 
-    group      light operators follow heavy ones                                    placement/operator groups.py
-    enter      bodies of loops and branches join the program by slots               ir/control.py
-    lay out    every way to arrange the devices as one or two axes                  cluster/mesh.py
-    tabulate   each operator group's legal shardings, priced; reshardings between them      intra_op/build_problem.py
-    solve      one strategy per operator group at the least total seconds                   solver/search.py
+    group      light operators follow heavy ones                                    placement/operator_groups.py
+    enter      bodies of loops and branches join the program by ports               ir/control.py
+    lay out    every way to arrange the devices as one or two axes                  intra_op/meshes.py
+    tabulate   each operator group's legal shardings, priced, and reshardings       intra_op/build_problem.py
+    solve      one strategy per operator group at the least total seconds           solver/search.py
     compare    plans by hand where a gap is left or memory binds                    intra_op/by_hand.py
     extract    placements, then the moves between them, then collectives and bytes  intra_op/extract.py
 
@@ -258,15 +258,12 @@ class Auto:
         )
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
-        """The meshes of so many devices that differ; within a host the order of axes is naming."""
+        """The meshes of so many devices that may be the fastest, or the one that was asked for."""
         forbidden = cast("tuple[str, ...]", self.forbid)
         if self.mesh:
             axes = cast("Sequence[tuple[str, int]]", self.mesh)
             return [pins.without(pins.mesh_named(cluster, axes), forbidden)]
-        meshes = [pins.without(mesh, forbidden) for mesh in layouts(cluster, n_devices, self.max_axes)]
-        if n_devices > cluster.group().devices_per_host:
-            return meshes
-        return list({tuple(sorted(mesh.sizes)): mesh for mesh in reversed(meshes)}.values())[::-1]
+        return [pins.without(mesh, forbidden) for mesh in layouts(cluster, n_devices, self.max_axes)]
 
 
 def _predictable(memory_limit: int | None, cluster: Cluster) -> float:

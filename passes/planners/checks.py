@@ -58,6 +58,13 @@ def checked_schedules(planner: str, names: Any) -> tuple[str, ...]:
     raise PlanningError(explain(f"{planner}(schedules={names!r:.60})", rule, "", meant or "leave it out for all"))
 
 
+def check_schedule(planner: str, name: Any) -> None:
+    """Raises PlanningError for what is not the name of a schedule."""
+    if not isinstance(name, str) or name not in SCHEDULES:
+        rule, remedy = f"known are {', '.join(SCHEDULES)}", close(str(name), SCHEDULES) or "leave it out"
+        raise PlanningError(explain(f"{planner}(schedule={name!r:.60})", rule, "", remedy))
+
+
 def check_solver(planner: str, solver: object) -> None:
     """Raises PlanningError for what is no SolverOptions."""
     if not isinstance(solver, SolverOptions):

@@ -143,7 +143,7 @@ def _more_memory(least: AnyPlan, limit: float, cluster: Cluster) -> str:
 
 
 def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> Iterator[str]:
-    """The fewest times as many devices that hold a plan."""
+    """The first of 2, 4 and 8 times as many devices that holds a plan, if a plan can be of other numbers of devices."""
     times = 2
     while times <= _MOST:
         larger = _times(cluster, times)
@@ -151,6 +151,8 @@ def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> I
             more = plan(larger)
         except OverBudgetError:
             more = None
+        except PlanningError:  # a mesh that the user fixed, or the program's own, takes the devices that there are
+            return
         if more is None:
             times *= 2
             continue

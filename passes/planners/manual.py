@@ -21,7 +21,14 @@ from passes.ir import Graph, StatePairs, TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
 from passes.plan import AnyPlan, Plan, load_plan
-from passes.planners.checks import check_counts, check_layers, check_optional_counts, check_solver, checked_submeshes
+from passes.planners.checks import (
+    check_counts,
+    check_layers,
+    check_optional_counts,
+    check_schedule,
+    check_solver,
+    checked_submeshes,
+)
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
 from passes.solver import SolverOptions
 from passes.step import Step, Variant
@@ -56,6 +63,10 @@ class Zero:
 
     stage: int = 3
     solver: SolverOptions = field(default_factory=SolverOptions)
+
+    def __post_init__(self) -> None:
+        restrictions.zero(self.stage)
+        check_solver("Zero", self.solver)
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
@@ -157,7 +168,12 @@ class Megatron:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
-        check_counts("Megatron", pipeline=self.pipeline, interleave=self.interleave)
+        check_counts("Megatron", data=self.data, tensor=self.tensor, pipeline=self.pipeline, interleave=self.interleave)
+        restrictions.check_optimizer_stage(self.zero)
+        check_schedule("Megatron", self.schedule)
+        if self.interleave > 1 and self.pipeline == 1:
+            rule = "interleaves the stages of a pipeline, and there is none"
+            raise PlanningError(explain(f"Megatron(interleave={self.interleave})", rule, "", "give pipeline= as well"))
         check_optional_counts("Megatron", microbatches=self.microbatches)
         check_solver("Megatron", self.solver)
 
@@ -178,7 +194,6 @@ class Megatron:
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         is_staged = self.pipeline > 1
-        restrictions.check_optimizer_stage(self.zero)
         sizes = {"data": self.data, "tensor": self.tensor}
         restrictions.check_sizes(sizes | ({"pipeline": self.pipeline} if is_staged else {}), cluster)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
@@ -225,6 +240,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         check_counts("Pipeline", stages=self.stages, microbatches=self.microbatches)
         check_counts("Pipeline", interleave=self.interleave, max_axes=self.max_axes)
+        check_schedule("Pipeline", self.schedule)
         check_layers("Pipeline", self.layers)
         check_solver("Pipeline", self.solver)
         object.__setattr__(self, "submeshes", checked_submeshes("Pipeline", self.submeshes))

@@ -60,7 +60,7 @@ class Reasons:
             f"  {_meaning(self.spec, self.type, self.mesh)}.",
             f"A step takes {quantities.seconds(self.seconds)} and {quantities.nbytes(self.peak_nbytes)} of a device.",
             _why(fits, faster, self.seconds, self.limit_nbytes),
-            *(f"  {self._against(rival)}" for rival in (*faster, *fits)[:5]),
+            *(f"  {self._against(rival)}" for rival in list(dict.fromkeys((*faster, *fits)))[:5]),
         ]
         if self.uneven:
             lines.append(f"Ruled out by divisibility: {'; '.join(self.uneven)}.")
@@ -78,7 +78,7 @@ class Reasons:
 
 
 def _why(fits: Sequence[Rival], faster: Sequence[Rival], seconds: float, limit: float) -> str:
-    if faster and any(rival.peak_nbytes > limit for rival in faster):
+    if faster and all(rival.peak_nbytes > limit for rival in faster):
         return f"What binds is memory: a device may need {quantities.nbytes(limit)}. Over that, this is faster:"
     if faster:
         return "The plan was not searched for, or was left early, or was told so: these are faster."

@@ -69,7 +69,8 @@ def parse_spec(text: str) -> ShardingSpec:
     """The spec that a text such as `[x, -] add@y` stands for, as plans store it."""
     body, _, tail = text.partition("]")
     inner = body.removeprefix("[")
-    dims = tuple(() if part == "-" else tuple(part.split("+")) for part in inner.split(", ")) if inner else ()
+    parts = [part.strip() for part in inner.split(",")] if inner.strip() else []
+    dims = tuple(() if part == "-" else tuple(part.split("+")) for part in parts)
     if not tail.strip():
         return ShardingSpec(dims=dims)
     reduction, _, axes = tail.strip().partition("@")

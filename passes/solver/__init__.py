@@ -2,8 +2,9 @@
 a bound. It knows neither graphs nor meshes.
 """
 
+from passes.solver.options import SolverOptions
 from passes.solver.problem import Budget, Edge, Floats, Indices, Memory, ShardingProblem
-from passes.solver.search import Answer, Search, SolverOptions, least_memory_choice, solve
+from passes.solver.search import Answer, Search, least_memory_choice, solve
 
 __all__ = [
     "Answer",

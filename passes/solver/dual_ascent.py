@@ -93,16 +93,15 @@ class Messages:
         for turn in reversed(range(passes)):
             self._pass(beliefs, backward=bool(turn % 2))
 
-    def _pass(self, beliefs: Sequence[Floats], *, backward: bool) -> None:
+    def _pass(self, beliefs: list[Floats], *, backward: bool) -> None:
         """Passes messages on in one direction and adds what each says anew to the beliefs."""
         sent, around = self.sent, self.behind if backward else self.ahead
         order = range(len(beliefs) - 1, -1, -1) if backward else range(len(beliefs))
         for node in order:
-            node_share, sorted_by = beliefs[node] * self.shares[node], None
+            node_share, sorted_by, class_minima = beliefs[node] * self.shares[node], None, beliefs[node]
             for onward in around[node]:
                 if onward.order is not sorted_by:
-                    class_minima = np.minimum.reduceat(node_share[onward.order], onward.first)
-                    sorted_by = onward.order
+                    sorted_by, class_minima = onward.order, np.minimum.reduceat(node_share[onward.order], onward.first)
                 message = np.minimum.reduce(onward.seconds + (class_minima - sent[onward.back]), axis=1)
                 message -= np.minimum.reduce(message)
                 beliefs[onward.node] += (message - sent[onward.there])[onward.other]

@@ -77,7 +77,7 @@ class Factors:
         reduced = problem.seconds if bound is None else bound.reduced
         reduced_seconds = [seconds[allowed] for seconds, allowed in zip(reduced, self.allowed, strict=True)]
         finite = (edge.weight * edge.seconds[np.isfinite(edge.seconds)].max(initial=0.0) for edge in problem.edges)
-        self.beyond = _BEYOND * (sum(float(np.abs(seconds).max()) for seconds in reduced_seconds) + sum(finite))
+        self.beyond = _BEYOND * (sum(float(np.abs(seconds).max()) for seconds in reduced_seconds) + sum(finite)) or 1.0
         self.groups: list[Group] = groups(problem, self.allowed, self.beyond, {} if bound is None else bound.prices)
         self.factors: list[Factor] = [Factor.of_node(node, seconds) for node, seconds in enumerate(reduced_seconds)]
         self.factors += [factor for group in self.groups for factor in group.factors]
@@ -312,7 +312,7 @@ class Beam:
 
 
 def eliminate(factors: Factors, upper: float = math.inf) -> Found:
-    """The proven optimum of a problem whose order makes at most `EXACT_ENTRIES`; None if it is not below `upper`."""
+    """The proven optimum of a problem by exact tables, whatever their size; None if it is not below `upper`."""
     tables = MiniBuckets(factors.factors, factors.order.nodes, math.inf)
     result = Beam(factors, tables, min(upper, factors.beyond), width=1).run()
     return Found(choice=result.choice, bound=min(tables.bound, upper))

@@ -46,6 +46,8 @@ from passes.solver.linear_program import Floats, Indices, LinearProgram, Outcome
 from passes.solver.problem import ShardingProblem
 
 _TOLERANCE = 1e-6
+"""Readers that differ by less agree: ten times what HiGHS keeps rows to by default."""
+
 _PASSES = 4
 _LARGE = 10_000
 """Columns from which finding prices takes less time than it saves, and how many passes find them."""

@@ -68,9 +68,9 @@ def lifted(
     times = np.bincount([merged.alike[number] for number in merged.edges], minlength=count)
     mean: list[Prices | None] = [None] * count
     for at, (rows, columns) in zip(merged.alike, prices, strict=True):
-        known_places = mean[at]
+        so_far = mean[at]
         rows, columns = rows / times[at], columns / times[at]
-        mean[at] = (rows, columns) if known_places is None else (known_places[0] + rows, known_places[1] + columns)
+        mean[at] = (rows, columns) if so_far is None else (so_far[0] + rows, so_far[1] + columns)
     prices_by_edge = {
         id(e): mean_prices
         for e, n in zip(problem.edges, merged.edges, strict=True)
@@ -110,11 +110,7 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
     """
     places = {node: at for at, node in enumerate(sorted(nodes))}
     ends, allowed = _Ends(), [np.flatnonzero(np.isfinite(problem.seconds[node])) for node in places]
-    groups, edges_by_strategy, edges = (
-        _Groups(problem, bound.budget_prices),
-        list[Way](),
-        list[tuple[Edge, Indices, Indices]](),
-    )
+    groups, ways, edges = _Groups(problem, bound.budget_prices), list[Way](), list[tuple[Edge, Indices, Indices]]()
     changed: dict[int, Sequence[Edge]] = {}
     for group, readers in problem.groups.items():
         if not any(edge.source in places and edge.target in places for edge in readers):
@@ -128,11 +124,11 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
             columns, read = ends.of(edge.after, allowed[target])
             edge_prices = bound.prices[id(edge)]
             remaining = (seconds - edge_prices[0][:, None] + edge_prices[1][None, :])[rows[:, None], columns]
-            edges_by_strategy.append(Way(source=source, target=target, made=written, read=read, seconds=remaining))
+            ways.append(Way(source=source, target=target, made=written, read=read, seconds=remaining))
             edges.append((edge, rows, columns))
     messages = Messages(
         [bound.reduced[node][node_allowed] for node, node_allowed in zip(places, allowed, strict=True)],
-        edges_by_strategy,
+        ways,
     )
     messages.run(passes)
     prices, reduced = dict(bound.prices), list(bound.reduced)

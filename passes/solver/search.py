@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError, explain
+from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.solver.clock import Clock
 from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.dominance import without_dominated
@@ -35,20 +35,12 @@ from passes.solver.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
 from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import CUTOFF
 from passes.solver.lower_bound import Bound, lifted, loose, raised
+from passes.solver.options import GAP, RADIUS, SolverOptions
 from passes.solver.problem import ShardingProblem, meet
 from passes.solver.pulp_solver import solver_named
 from passes.solver.symmetry import MergedProblem, merge_equal_nodes
 
 Status = Literal["optimal", "near optimal", "time limit"]
-
-_GAP = 1e-4
-"""The relative gap to which a problem is solved: far less than what seconds are predicted to, and most relaxations are
-tight to it, so that less saves no time (`python -m benchmarks.settings`)."""
-
-_RADIUS = 2
-"""Rounds of colour refinement after which nodes of one colour are made one: edges around a node up to which two equal
-ones see the same. On a GPT of 4 layers, tied, 1 leaves a gap that is wider by 0.004 % with 3 % less work, and 4 takes
-4 % more work and finds the same (`python -m benchmarks.settings`; `benchmarks.tying` compares tying with none)."""
 
 _PARTS = 4
 """Parts of equal nodes that budgets may treat differently. Without a budget, half and double find the same with the
@@ -107,36 +99,6 @@ class Answer:
     def is_within(self, gap: float) -> bool:
         """Whether the objective is at most this share of it above the bound."""
         return meet(self.objective, self.bound, gap)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SolverOptions:
-    """The limits of a search: a relative `gap` between answer and bound, or amounts of work.
-
-    `time_limit` in seconds of one solve is another limit, under which plans depend on the machine; None for none.
-    `tie_radius` is the rounds of colour refinement that make equal nodes one; None takes every node apart, and so does
-    a problem of up to `untied` edges: there the merged relaxation takes as long, its answers are dearer and its bound
-    is lower (`python -m benchmarks.tying`).
-
-    `solver` names any solver that PuLP finds (`"cbc"`, `"highs"`, `"gurobi"`, ...), which is then given the whole
-    integer program in the place of our own search.
-    """
-
-    solver: str | None = None
-    time_limit: float | None = None
-    gap: float = _GAP
-    tie_radius: int | None = _RADIUS
-    untied: int = 1_000
-
-    def __post_init__(self) -> None:
-        for name, value in (("gap", self.gap), ("time_limit", self.time_limit), ("tie_radius", self.tie_radius)):
-            if value is not None and not value >= 0:
-                rule = "should be a number from 0"
-                raise PlanningError(explain(f"SolverOptions({name}={value!r:.40})", rule, "", "leave it out"))
-
-    def radius(self, problem: ShardingProblem) -> int | None:
-        """The rounds that make nodes of a problem one, None where every node stays apart."""
-        return None if len(problem.edges) <= self.untied else self.tie_radius
 
 
 def solve(
@@ -227,7 +189,7 @@ class Search:
             tight = self._offer_merged(program.choice()) <= (1 + self.options.gap) * program.objective
             self.is_relaxed |= tight or not program.share_where_readers_disagree()
             enough = min((1 - self.options.gap) * self.objective, self.cutoff)
-            if self.is_relaxed or program.objective >= (1 - _GAP) * enough:  # no prices prove more than its optimum
+            if self.is_relaxed or program.objective >= (1 - GAP) * enough:  # no prices prove more than its optimum
                 self._lift(program)
         self._raise(_NEAR)
 
@@ -279,15 +241,15 @@ class Search:
             self.branch()
         if self.problem.budgets or self._is_near():
             return
-        gap_before, entries = math.inf, math.inf
-        while not self.is_closed() and self.objective < (1 - _BETTER) * gap_before:
-            gap_before, entries = self.objective, self.eliminate(_FEWER * entries)
+        objective_before, entries = math.inf, math.inf
+        while not self.is_closed() and self.objective < (1 - _BETTER) * objective_before:
+            objective_before, entries = self.objective, self.eliminate(_FEWER * entries)
 
     def eliminate(self, most: float = math.inf) -> float:
         """Fixes what prices decide, and eliminates the rest node by node if that takes `most` entries; returns them."""
         if self.best is not None:
             self.offer(self.best)
-        upper = min(self.objective, self.cutoff)
+        upper = math.inf if self.best is None else min(self.objective, self.cutoff)
         problem = self.problem if self.lower is None else self.lower.fix_strategies(self.problem, upper)
         if any(not np.isfinite(node_seconds).any() for node_seconds in problem.seconds):  # no answer is below `upper`
             self.bound = max(self.bound, upper)
@@ -367,7 +329,7 @@ def least_memory_choice(problem: ShardingProblem, options: SolverOptions | None 
     branched on.
     """
     options = options or SolverOptions()
-    merged = merge_equal_nodes(problem, _RADIUS if options.tie_radius is None else options.tie_radius, _PARTS)
+    merged = merge_equal_nodes(problem, RADIUS if options.tie_radius is None else options.tie_radius, _PARTS)
     program = StrategyProgram(merged.problem, least_memory=True)
     program.run(gap=options.gap, seconds=options.time_limit)
     if not program.has_values():

@@ -63,10 +63,10 @@ def merge_equal_nodes(problem: ShardingProblem, radius: int | None, parts: int =
     keys_of = {(place, *content): number for number, (place, content) in enumerate(_contents(merged_edges))}
     ends = [(classes[e.source], classes[e.target], key) for e, key in zip(problem.edges, keys, strict=True)]
     mapped = tuple(keys_of[places[e.group], *content] for e, content in zip(problem.edges, ends, strict=True))
-    node_seconds = colours if apart else _colours(problem, keys, 1)
+    near_colours = colours if apart else _colours(problem, keys, 1)
     member = {cls: node for node, cls in enumerate(classes)}
     known: dict[tuple[int, int, int], int] = {}
-    contents = ((node_seconds[member[s]], node_seconds[member[t]], key) for _, (s, t, key) in _contents(merged_edges))
+    contents = ((near_colours[member[s]], near_colours[member[t]], key) for _, (s, t, key) in _contents(merged_edges))
     alike = tuple(known.setdefault(content, len(known)) for content in contents)
     merged = tuple(
         replace(edge, source=source, target=target, group=place, weight=weights[place])
@@ -92,9 +92,9 @@ def _merged_budget(budget: Budget, classes: Sequence[int], places: Mapping[int, 
     copies: dict[int, dict[object, float]] = defaultdict(dict)
     for group, node_nbytes in budget.copies.items():
         if group in places:
-            nbytes_so_far = copies[places[group]]
+            copied = copies[places[group]]
             for label, size in node_nbytes.items():
-                nbytes_so_far[label] = nbytes_so_far.get(label, 0.0) + size
+                copied[label] = copied.get(label, 0.0) + size
     return Budget(nbytes=nbytes, copies=copies, limit=budget.limit)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import autopar
 from autopar.checks import verify
@@ -230,3 +231,26 @@ def test_plan_for_absent_devices_from_shapes():
     assert plan.step_seconds > 0
     with pytest.raises(autopar.DeviceError, match="16 devices"):
         step.lower(*shapes)
+
+
+@pytest.mark.parametrize(
+    "of_rows",
+    [
+        lambda h: lax.associative_scan(jnp.add, h, axis=1),
+        lambda h: jnp.concatenate([h, h[:, :0]], axis=1),
+        lambda h: jnp.concatenate(jnp.split(h, [h.shape[1]], axis=1)[::-1], axis=1),
+    ],
+    ids=["associative scan", "with nothing", "split at the end"],
+)
+def test_gradients_of_pieces_of_which_one_is_empty(of_rows: Callable[[jax.Array], jax.Array]) -> None:
+    """The first result of their `split` is as large as the operand, and there is another one."""
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(of_rows(x @ weights) ** 2)
+
+    step = jax.value_and_grad(loss)
+    keys = jax.random.split(jax.random.key(0))
+    arguments = jax.random.normal(keys[0], (8, 8)), jax.random.normal(keys[1], (16, 4, 8))
+    expected, got = jax.jit(step)(*arguments), autopar.parallelize(step)(*arguments)
+    for this, that in zip(got, expected, strict=True):
+        np.testing.assert_allclose(this, that, rtol=1e-5, atol=1e-5 * float(jnp.abs(that).max()))

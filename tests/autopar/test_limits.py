@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -253,3 +254,39 @@ def test_no_bytes_of_a_plan_are_negative_with_state_offloaded():
     assert min(plan.nbytes.values()) >= 0
     assert plan.peak_nbytes == sum(plan.nbytes.values())
     assert sum(plan.offloaded_nbytes) == there.nbytes["optimizer state"]
+
+
+def test_a_plan_with_state_on_the_host_is_the_same_read_again(tmp_path: Path) -> None:
+    """Its bytes, seconds and status are those that were planned, and it keeps the limit that it was made for."""
+    layer = {"a": jax.ShapeDtypeStruct((512, 2048), jnp.float32), "b": jax.ShapeDtypeStruct((2048, 512), jnp.float32)}
+    params = [layer] * 4
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params:
+            x = x + jnp.tanh(x @ layer["a"]) @ layer["b"]
+        return jnp.mean(x**2)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, mean, square = state
+        gradients = jax.grad(loss)(params, x)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + g, mean, gradients)
+        square = jax.tree.map(lambda v, g: 0.9 * v + g * g, square, gradients)
+        params = jax.tree.map(lambda p, m, v: p - 0.1 * m / (jnp.sqrt(v) + 1e-6), params, mean, square)
+        return params, mean, square
+
+    arguments, file = ((params,) * 3, jax.ShapeDtypeStruct((256, 512), jnp.float32)), tmp_path / "plan.json"
+    options: dict[str, Any] = {"cluster": "8:a100-80g", "donate_argnums": 0}
+    planner = autopar.Auto(memory_limit="16 MiB")
+    plan = autopar.parallelize(step, planner=planner, **options).plan(*arguments)
+    assert len(plan.offloaded) > 2
+    plan.save(file)
+    again = autopar.parallelize(step, planner=autopar.Manual(file), memory_limit="16 MiB", **options).plan(*arguments)
+    assert (again.nbytes, again.seconds, again.peak_nbytes) == (plan.nbytes, plan.seconds, plan.peak_nbytes)
+    assert again.solution.status == plan.solution.status
+
+
+def test_a_mesh_that_the_user_fixed_is_not_said_to_have_too_few_devices() -> None:
+    planner = autopar.Auto(mesh={"data": 8}, memory_limit="10 KiB")
+    with pytest.raises(OverBudgetError, match="more on each device") as error:
+        autopar.parallelize(momentum_step, planner=planner, cluster="8:a100-80g").plan(*wide())
+    assert "x 2" not in str(error.value)

@@ -49,9 +49,9 @@ def test_a_change_reaches_modules_that_import_the_setting_and_is_undone() -> Non
 
 
 def test_a_change_reaches_defaults_of_arguments_and_is_undone() -> None:
-    setting = EVERY["solver.search._GAP"]
+    setting = EVERY["solver.options.GAP"]
     with changed(setting, 0.5):
-        assert (search._GAP, SolverOptions().gap) == (0.5, 0.5)
+        assert (search.GAP, SolverOptions().gap) == (0.5, 0.5)
     assert SolverOptions().gap == setting.value
 
 

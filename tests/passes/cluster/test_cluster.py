@@ -282,3 +282,11 @@ def test_a_group_keeps_what_else_the_network_is() -> None:
 def test_no_device_of_the_table_is_congested() -> None:
     """That is a property of one cluster, on one day."""
     assert all(host_spec(name).inter.congestion == host_spec(name).intra.congestion == 0 for name in known())
+
+
+def test_a_measured_kind_that_is_none_is_named() -> None:
+    data = parse_cluster("8:a100-80g").to_json()
+    rate = {"ranks": 8, "alpha_seconds": 1e-3, "bytes_per_second": 1e6}
+    data["groups"][0]["measured"] = [{"kind": "allreduce", **rate}]  # pyright: ignore
+    with pytest.raises(ClusterError, match="did you mean 'all_reduce'"):
+        Cluster.from_json(data)

@@ -67,10 +67,16 @@ def group_of(text: str, sizes: tuple[int, ...], *axes: int) -> Group:
     ],
 )
 def test_groups_share_a_hosts_link(sizes: tuple[int, ...], axes: tuple[int, ...], share: float) -> None:
-    group = group_of("2x4:a100-80g" if math.prod(sizes) == 8 else "2x2:a100-80g", sizes, *axes)
-    assert group.inter.bytes_per_second == pytest.approx(
-        share * parse_cluster("1:a100-80g").group().inter.bytes_per_second
-    )
+    name = "2x4:a100-80g" if math.prod(sizes) == 8 else "2x2:a100-80g"
+    whole = parse_cluster(name).group().inter.bytes_per_second
+    assert group_of(name, sizes, *axes).inter.bytes_per_second == pytest.approx(share * whole)
+
+
+def test_devices_of_part_of_a_host_reach_their_part_of_its_adapters() -> None:
+    """A pair of devices is as fast across hosts of one device each as it is beside seven others."""
+    alone, beside = group_of("2x1:h100", (2,), 0), group_of("2x8:h100", (2, 8), 0)
+    assert alone.inter.bytes_per_second == pytest.approx(beside.inter.bytes_per_second)
+    assert parse_cluster("2x4:h100").group().adapters == 4
 
 
 @pytest.mark.parametrize(("sizes", "axis", "links"), [((8,), 0, 6), ((2, 4), 1, 4), ((4, 2), 1, 1), ((2, 4), 0, 1)])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from passes.errors import PlanningError
-from passes.inter_op import SCHEDULES, Schedule, Task, build, register, schedule_registry
+from passes.inter_op import SCHEDULES, Schedule, Task, build, is_chunked, register, schedule_registry
 from passes.inter_op.schedule_registry import eager_one_f_one_b, gpipe, interleaved, one_f_one_b, zero_bubble_h1
 from passes.inter_op.schedules import Kind, in_flight, order, play
 
@@ -318,3 +318,15 @@ def test_users_add_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build("mine", 2, 3).name == "mine"
     with pytest.raises(PlanningError, match="'mine': is in the table"):
         register("mine")(gpipe)
+
+
+def test_a_schedule_has_several_stages_on_a_group_if_it_takes_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(stages: int, microbatches: int) -> Schedule:
+        return build("1f1b", stages, microbatches)
+
+    def chunked(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+        return replace(build("interleaved", stages, microbatches, chunks), name="chunked")
+
+    monkeypatch.setitem(SCHEDULES, "plain", plain)
+    monkeypatch.setitem(SCHEDULES, "chunked", chunked)
+    assert [is_chunked(name) for name in ("plain", "chunked", "1f1b", "interleaved")] == [False, True, False, True]

@@ -7,7 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from passes.cluster import parse_cluster
 from passes.errors import PlanningError
+from passes.intra_op import layouts
 from passes.intra_op.pins import checked_mesh, checked_pins, matching, path_of
 from passes.sharding import parse_spec
 
@@ -227,3 +229,17 @@ def test_stages_are_searched_in_the_number_asked_for_around_pins_and_forbidden_k
         assert len(names) == 4
         assert all(placed(plan)[name] == "[-, x]" for name in names) or not all(cut)
         assert "all_to_all" not in kinds(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("6:v100-16g", [(6,), (3, 2)]),  # 0 and 1, 2, 3 share links, pairs across do not
+        ("8:v100-16g", [(8,), (2, 4)]),
+        ("8:h100", [(8,), (2, 4)]),
+        ("12:tpu-v5p", [(12,), (2, 6), (4, 3)]),
+    ],
+)
+def test_axes_within_a_host_are_in_the_order_that_may_be_fastest(text: str, shapes: list[tuple[int, ...]]) -> None:
+    cluster = parse_cluster(text)
+    assert {mesh.sizes for mesh in layouts(cluster, cluster.n_devices, 2)} == set(shapes)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanningError
-from passes.planners import Auto, GPipe, Megatron, Pipeline
+from passes.planners import Auto, GPipe, Megatron, Pipeline, Zero
 from passes.planners.checks import checked_schedules, checked_submeshes
 from passes.solver import SolverOptions
 
@@ -41,6 +41,15 @@ from passes.solver import SolverOptions
         (GPipe, {"stages": 2, "microbatches": 2, "submeshes": "22"}, "GPipe(submeshes='22'): these are the devices"),
         (Megatron, {"data": 2, "tensor": 2, "pipeline": 0}, "Megatron(pipeline=0): should be a whole number from 1"),
         (Megatron, {"data": 2, "tensor": 2, "microbatches": 0}, "Megatron(microbatches=0): should be"),
+        (Megatron, {"data": 0, "tensor": 2}, "Megatron(data=0): should be a whole number from 1"),
+        (Megatron, {"data": 2, "tensor": 2, "zero": 3}, "Megatron(zero=3): beside tensors"),
+        (Megatron, {"data": 2, "tensor": 2, "schedule": "1f2b"}, "did you mean '1f1b'?"),
+        (Megatron, {"data": 2, "tensor": 2, "interleave": 2}, "Megatron(interleave=2): interleaves the stages of a"),
+        (Pipeline, {"stages": 2, "microbatches": 2, "schedule": "2f2b"}, "Pipeline(schedule='2f2b'): known are gpipe"),
+        (Zero, {"stage": 4}, "Zero(stage=4): ZeRO has stages 1, 2 and 3"),
+        (SolverOptions, {"gap": "1%"}, "SolverOptions(gap='1%'): should be a number from 0"),
+        (SolverOptions, {"tie_radius": 1.5}, "SolverOptions(tie_radius=1.5): should be a whole number from 0"),
+        (SolverOptions, {"untied": None}, "SolverOptions(untied=None): should be a whole number from 0"),
         (SolverOptions, {"gap": -1}, "SolverOptions(gap=-1): should be a number from 0"),
         (SolverOptions, {"time_limit": math.nan}, "SolverOptions(time_limit=nan): should be a number from 0"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from passes.cluster import Cluster, Mesh, collectives, parse_cluster
 from passes.errors import InternalError
 from passes.ir import TensorType
-from passes.sharding import Behind, Resharder, ShardingSpec, Step, replicated
+from passes.sharding import Behind, Resharder, ShardingSpec, Step, parse_spec, replicated
 
 
 def rearranging(cluster: Cluster) -> Cluster:
@@ -280,3 +280,9 @@ def test_what_others_remember_of_a_mesh_is_made_once() -> None:
     resharder = Resharder(TWO_AXES)
     assert (resharder.kept(make), resharder.kept(make)) == (7, 7)
     assert made == [resharder]
+
+
+@pytest.mark.parametrize("text", ["[-,x]", "[ -, x ]", "[-, x]"])
+def test_a_spec_is_read_with_and_without_spaces(text: str) -> None:
+    assert parse_spec(text) == parse_spec("[-, x]")
+    assert parse_spec("[-,x]").dims == ((), ("x",))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from passes.errors import PlanningError
-from passes.solver import Budget, clock
+from passes.solver import Budget, clock, solve
 from passes.solver.budget_rows import BudgetRows
 from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.edge_flows import direct
@@ -106,3 +106,27 @@ def test_a_clock_counts_what_it_is_told_and_not_what_lies_between(monkeypatch: p
     assert search.is_late
     assert search.remaining == 0.1
     assert clock.Clock(None).remaining is None
+
+
+LEGAL = [seed for seed in range(20) if seed not in (11, 16, 19)]
+"""Seeds of random problems that have an answer."""
+
+
+@pytest.mark.parametrize("seed", LEGAL)
+def test_a_cutoff_that_nothing_meets_leaves_an_answer(seed: int) -> None:
+    problem = random_problem(np.random.default_rng(seed))
+    best = solve(problem)
+    answer = solve(problem, cutoff=best.objective / 2)
+    assert answer.objective >= best.objective
+    assert np.isfinite(answer.objective)
+
+
+@pytest.mark.parametrize("seed", LEGAL)
+def test_a_problem_without_costs_has_an_answer(seed: int) -> None:
+    problem = random_problem(np.random.default_rng(seed))
+    free = replace(
+        problem,
+        seconds=tuple(np.where(np.isfinite(s), 0.0, s) for s in problem.seconds),
+        edges=tuple(replace(e, seconds=np.where(np.isfinite(e.seconds), 0.0, e.seconds)) for e in problem.edges),
+    )
+    assert solve(free, cutoff=0.0).objective == 0.0
