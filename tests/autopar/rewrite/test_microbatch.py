@@ -323,3 +323,22 @@ def test_statistics_that_were_taken_before_the_gradient_are_refused_by_name():
 
     with pytest.raises(PlanningError, match=r"(?s)before all of it is there.*taken for the batch: x float32\[8,4\]"):
         autopar.parallelize(step, cluster="2:a100-80g", microbatches=2).plan(jnp.ones((4, 4)), jnp.ones((8, 4)))
+
+
+def test_complex_weights_of_two_real_arrays_add_up():
+    """The gradient of each is the real part of a complex sum over microbatches."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        weight = params["real"] + 1j * params["imaginary"]
+        return jnp.sum(jnp.abs(jnp.fft.fft(x) @ weight) ** 2)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradients), value
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"real": jax.random.normal(keys[0], (8, 4)), "imaginary": jax.random.normal(keys[1], (8, 4))}
+    arguments = params, jax.random.normal(keys[2], (32, 8))
+    for planner in (autopar.Auto(), autopar.DataParallel()):
+        got = autopar.parallelize(step, planner=planner, microbatches=2)(*arguments)
+        assert_close(got, jax.jit(step)(*arguments), 1e-5)
