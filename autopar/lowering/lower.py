@@ -175,6 +175,8 @@ class OnPieces:
             return (_sum(cut, operands[0]),)
         if cut.rule.convolves and self.planned.cluster.group().device.name == CPU:
             return bind_in_order(cut, operands)
+        if cut.rule.in_rows and self.planned.cluster.group().device.name == CPU:
+            return tuple(map(_in_rows, localize.bind(cut, tuple(map(_in_rows, operands)))))
         return localize.bind(cut, operands)
 
     def move(self, array: jax.Array, move: Resharding) -> jax.Array:
@@ -184,6 +186,15 @@ class OnPieces:
 
     def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
         return _keep(array, spec.partial, self.planned) if spec.partial else array
+
+
+def _in_rows(array: jax.Array) -> jax.Array:
+    """The array, in memory row after row.
+
+    XLA:CPU (jaxlib 0.10.2) gives a Fourier transform the order that a collective beside it has, and then refuses to run
+    it: "IsMonotonicWithDim0Major" in fft_thunk.cc.
+    """
+    return lax.optimization_barrier(array.reshape(-1)).reshape(array.shape)
 
 
 def _sum(cut: Cut, piece: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node, TensorType
@@ -85,7 +86,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     points = size_of(lengths)
     batch = operands[0].rank - len(lengths)
     count = size_of(operands[0].shape[:batch])
-    return _in_batches(batch, operands, results, 5.0 * count * points * math.log2(max(points, 2)))
+    base = _in_batches(batch, operands, results, 5.0 * count * points * math.log2(max(points, 2)))
+    return replace(base, in_rows=True)
 
 
 def _in_batches(batch: int, operands: Types, results: Types, flops: float) -> ShardingRule:

@@ -54,6 +54,7 @@ class ShardingRule:
     `casts`            the result is the operand in another dtype
     `permutes`         the result is the operand in another order, which a product reads and writes as it likes
     `convolves`        its operands are images and a kernel, whose order in memory and sizes matter on CPUs
+    `in_rows`          on CPUs its arrays lie row after row, whatever order a neighbour would have them in
     `accumulates`      it adds up cotangents of one value, in whatever order
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
@@ -79,6 +80,7 @@ class ShardingRule:
     casts: bool = False
     permutes: bool = False
     convolves: bool = False
+    in_rows: bool = False
     accumulates: bool = False
 
     @property

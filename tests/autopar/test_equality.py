@@ -254,3 +254,18 @@ def test_gradients_of_pieces_of_which_one_is_empty(of_rows: Callable[[jax.Array]
     expected, got = jax.jit(step)(*arguments), autopar.parallelize(step)(*arguments)
     for this, that in zip(got, expected, strict=True):
         np.testing.assert_allclose(this, that, rtol=1e-5, atol=1e-5 * float(jnp.abs(that).max()))
+
+
+def test_fourier_transforms_beside_collectives():
+    """A layer in the frequencies, whose transforms XLA:CPU would have in the order that collectives want."""
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        frequencies = jnp.einsum("bxyi,ioxy->bxyo", jnp.fft.rfft2(x, axes=(1, 2)), weights + 0j)
+        return jnp.mean((jnp.fft.irfft2(frequencies, s=(8, 8), axes=(1, 2)) - x) ** 2)
+
+    step = jax.value_and_grad(loss)
+    arguments = jnp.full((4, 4, 8, 5), 0.1), jax.random.normal(jax.random.key(0), (8, 8, 8, 4))
+    expected = jax.jit(step)(*arguments)
+    for planner in (autopar.Megatron(data=2, tensor=4), autopar.Auto()):
+        for this, that in zip(autopar.parallelize(step, planner=planner)(*arguments), expected, strict=True):
+            np.testing.assert_allclose(this, that, rtol=1e-5, atol=1e-5 * float(jnp.abs(that).max()))

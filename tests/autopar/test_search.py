@@ -161,7 +161,6 @@ def test_state_comes_back_where_it_was():
     [
         (autopar.DataParallel(), "do not divide its leading"),
         (autopar.Megatron(data=3, tensor=2), "has 8"),
-        (autopar.Zero(4), "stages 1, 2 and 3"),
     ],
 )
 def test_what_cannot_be_planned_says_what_to_change(planner, message):
