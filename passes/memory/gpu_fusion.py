@@ -27,6 +27,10 @@ TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
 SUM = "sum"
 """The name of the sum of a product's parts, which no other sum computes where it reads it."""
 
+COPY = "copy in another order"
+"""The name of what brings dimensions into another order in memory: it reads element by element, and so it is written
+where it has more than one reader, or what follows from it alone is."""
+
 LAUNCH_NBYTES = 3 * 2**20
 """The bytes that memory moves while a kernel starts: about a microsecond on H100."""
 
@@ -110,6 +114,8 @@ class _Fusion:
             return False
         if len(roots) > OPERANDS and operation.size == 1:
             return False
+        if len(roots) > 1 and self._is_copied(index):
+            return False
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
             return True
         read = sum(self._source_nbytes(o) for o in set(operation.operands))
@@ -117,6 +123,14 @@ class _Fusion:
         again = len(roots) * (read + work)
         once = read + work + self.sizes[index] + len(roots) * self.sizes[index]
         return again <= once + LAUNCH_NBYTES
+
+    def _is_copied(self, index: int) -> bool:
+        """Whether an operation follows from a copy in another order alone."""
+        while (operation := self.operations[index]).kind in FUSIBLE and len(operation.operands) == 1:
+            if operation.name == COPY:
+                return True
+            (index,) = operation.operands
+        return False
 
     def _work_nbytes(self, index: int) -> int:
         """Bytes that memory moves while a kernel computes an operation and what it alone follows from."""

@@ -3,7 +3,8 @@
 A collective is two tasks, from the first of which to the second it is under way. What kernels of loops and sums make
 is known by a name of its own, as elements of tuples are, and so is what a product reads. A kernel that makes
 little of a large array is one with the first of the array's other readers, and stands just before it: so the loss of
-each token is there when the gradient of the logits is, and nothing keeps the logits longer. An array that memory moves
+each token is there when the gradient of the logits is, and nothing keeps the logits longer. A copy in another order is
+made by the kernel that makes another array of that size of the same. An array that memory moves
 before a kernel has started is read once more: kernels stay apart. A number that is made of what a collective sends, as
 the loss is, is made with what else is, however small that is.
 
@@ -15,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_fusion import LAUNCH_NBYTES
+from passes.memory.gpu_fusion import COPY, LAUNCH_NBYTES
 from passes.memory.operations import Operation
 
 LITTLE = 16
@@ -107,7 +109,7 @@ def _is_name(operation: Operation, kernel: Kernel) -> bool:
 
 def beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, list[int]]:
     """The kernels that make little of a large array, or a number of what a collective sends, by the first of its other
-    readers, which comes later.
+    readers, which comes later; and copies of an array by the next that makes as much of it and does not wait for them.
     """
     readers: dict[int, list[int]] = {}
     for kernel in kernels:
@@ -124,7 +126,25 @@ def beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[i
         others = [o for o in siblings if o not in little and operations[o].kind != "loop"]
         if others and (earlier := [o for o in little if o < min(others)]):
             before.setdefault(min(others), []).extend(earlier)
+        alike = [o for o in others if operations[o].kind in LOOPS and operations[o].size == described.size]
+        for first, second in pairwise(sorted(alike)):
+            if operations[first].name == COPY != operations[second].name and not _waits(kernels, second, first):
+                before.setdefault(second, []).append(first)
     return before
+
+
+def _waits(kernels: Sequence[Kernel], kernel: int, other: int) -> bool:
+    """Whether a kernel comes after another one, by the operations that they write, in every order."""
+    reads = {kernel.operation: kernel.reads for kernel in kernels}
+    pending, seen = [kernel], {kernel}
+    while pending:
+        for read in reads[pending.pop()]:
+            if read == other:
+                return True
+            if read > other and read not in seen:
+                seen.add(read)
+                pending.append(read)
+    return False
 
 
 def _makes_little(made: Operation, read: Operation) -> bool:

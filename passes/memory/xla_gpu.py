@@ -13,6 +13,7 @@ from passes.memory.conversions import sliced_first
 from passes.memory.gpu_collectives import Fuse, combined
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_layouts import viewed
+from passes.memory.gpu_orders import copied
 from passes.memory.gpu_widening import widened
 from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
@@ -34,7 +35,7 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
 def _combined(
     operations: Sequence[Operation], outputs: Sequence[int], weights: Weights, fuse: Fuse
 ) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
-    """The operations with transposes for products as views, products split and collectives combined.
+    """The operations with transposes for products as views or copies, products split and collectives combined.
 
     A scatter is fused with what it reads, as a sum is, and written over the array that it adds to. The maximum of a
     window is a sum, too: what counts its places is computed in the kernel that compares. What a GPU has no arithmetic
@@ -45,6 +46,7 @@ def _combined(
     fused = [o._replace(kind="reduce") if s else o for o, s in zip(sliced, sums, strict=True)]
     wide, first = (fused, range(len(fused))) if weights.from_hopper else widened(fused)
     summed, at = reassociated(wide, [first[o] for o in outputs])
-    changed, place = split(viewed(summed), weights)
-    joined, moved = combined(changed, [place[at[first[o]]] for o in outputs], fuse)
-    return joined, tuple(moved[place[at[p]]] for p in first)
+    ordered, beside = copied(summed)
+    changed, place = split(viewed(ordered), weights)
+    joined, moved = combined(changed, [place[beside[at[first[o]]]] for o in outputs], fuse)
+    return joined, tuple(moved[place[beside[at[p]]]] for p in first)

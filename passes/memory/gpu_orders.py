@@ -1,0 +1,149 @@
+"""The order of dimensions in memory that XLA's GPU compiler gives to what is computed from a product, element by element.
+
+A transpose of a product is only read in another order: what follows element by element lies in memory as the product
+does. A product that reads it wants the dimensions that it takes for one beside each other and in order; where they are
+not, it reads a copy. Scores of attention whose queries share keys are such: their softmax is made once in the order in
+which values are weighted, and once more, for the backward pass, in that in which gradients of values are summed.
+
+Reference: XLA's LayoutAssignment, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+from passes.memory.gpu_fusion import COPY, ELEMENTWISE
+from passes.memory.operations import Operation, Shape
+
+
+def copied(operations: Sequence[Operation]) -> tuple[list[Operation], list[int]]:
+    """The operations with copies of what products cannot read as it lies, and the new position of each old one."""
+    return _Orders(operations).run()
+
+
+class _Orders:
+    """The dimensions of operations from the slowest in memory to the fastest, where they are not in that order.
+
+    `laid` are results of products that are copied into the order of what is computed from them and from others.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = operations
+        self.orders: dict[int, Shape] = {}
+        self.laid: set[int] = set()
+        self.readers: dict[int, list[int]] = {}
+        for index, operation in enumerate(operations):
+            for o in set(operation.operands):
+                self.readers.setdefault(o, []).append(index)
+
+    def run(self) -> tuple[list[Operation], list[int]]:
+        for index, operation in enumerate(self.operations):
+            if operation.kind == "transpose":
+                self._begin(index)
+            elif operation.kind in ELEMENTWISE:
+                self._follow(index)
+        changed, place = list[Operation](), list[int]()
+        laid: dict[int, int] = {}
+        for index, operation in enumerate(self.operations):
+            reads_order = index in self.orders and operation.kind in ELEMENTWISE
+            operands = [laid.get(o, place[o]) if reads_order else place[o] for o in operation.operands]
+            moved = operation._replace(operands=tuple(operands))
+            (source, *_) = operation.operands or (-1,)
+            if source in self.orders and operation.kind == "transpose":
+                moved = self._transposed(index, moved)
+            elif source in self.orders and operation.kind in ("bitcast", "dot"):
+                moved = moved._replace(operands=tuple(self._read(index, o, place, changed) for o in operation.operands))
+            place.append(len(changed))
+            changed.append(moved)
+            if index in self.laid:
+                laid[index] = len(changed)
+                changed.append(_copy(operation, place[index]))
+        return changed, place
+
+    def _begin(self, index: int) -> None:
+        """The order of a transpose of a product that is read element by element, if products could not read it."""
+        operation = self.operations[index]
+        order = cast("Shape", operation.tag)
+        inverse = tuple(order.index(d) for d in range(len(order)))
+        moved = [d for d in inverse if operation.shape[d] > 1]
+        fixed = next((n for n, (d, e) in enumerate(zip(moved, sorted(moved), strict=True)) if d != e), len(moved))
+        if not fixed or len(moved) - fixed < 3 or self._product(operation.operands[0]) < 0:
+            return
+        if all(self.operations[reader].kind in ELEMENTWISE for reader in self.readers.get(index, ())):
+            self.orders[index] = inverse
+
+    def _product(self, index: int) -> int:
+        """The product of which an operation is another view, -1 for anything else."""
+        while self.operations[index].kind == "bitcast":
+            (index,) = self.operations[index].operands
+        return index if self.operations[index].kind == "dot" else -1
+
+    def _follow(self, index: int) -> None:
+        """The order of an operation on elements: that of its operands, of which products are copied into it."""
+        operation = self.operations[index]
+        alike = [o for o in operation.operands if self.operations[o].shape == operation.shape]
+        orders = {self.orders[o] for o in alike if o in self.orders}
+        if len(orders) != 1:
+            return
+        (order,) = orders
+        pending, behind, products = [o for o in alike if o not in self.orders], set[int](), set[int]()
+        while pending:
+            other = pending.pop()
+            described = self.operations[other]
+            if described.kind in ("broadcast", "literal", "iota") or described.shape != operation.shape:
+                continue
+            if described.kind in ELEMENTWISE:
+                behind.add(other)
+                pending.extend(o for o in described.operands if o not in behind and o not in self.orders)
+            elif self._product(other) >= 0:
+                products.add(other)
+            else:
+                return  # an argument, say, lies as it lies
+        self.orders |= dict.fromkeys((index, *behind), order)
+        self.laid |= products
+
+    def _transposed(self, index: int, moved: Operation) -> Operation:
+        """A transpose of what lies in an order: another view of it where its products read that, else a copy."""
+        order = cast("Shape", moved.tag)
+        lies = tuple(order.index(d) for d in self.orders[self.operations[index].operands[0]])
+        if all(self._is_read(reader, index, lies) for reader in self.readers.get(index, ())):
+            return moved._replace(kind="bitcast")
+        return moved._replace(kind="rearrange", tag=(COPY, order))
+
+    def _read(self, reader: int, operand: int, place: Sequence[int], changed: list[Operation]) -> int:
+        """The new position of what a product, or another view, reads: a copy if it cannot read it as it lies."""
+        order = self.orders.get(operand)
+        if order is None or self._is_read(reader, operand, order):
+            return place[operand]
+        changed.append(_copy(self.operations[operand], place[operand]))
+        return len(changed) - 1
+
+    def _is_read(self, reader: int, read: int, lies: Shape) -> bool:
+        """Whether all products that read an operation, itself or as another view, take it as it lies."""
+        operation, shape = self.operations[reader], self.operations[read].shape
+        if operation.kind == "bitcast":
+            return all(self._merges(behind, reader, shape, lies) for behind in self.readers.get(reader, ()))
+        return self._merges(reader, read, shape, lies)
+
+    def _merges(self, reader: int, read: int, shape: Shape, lies: Shape) -> bool:
+        """Whether a product takes dimensions of a shape, which lie in an order, for its batch, rows and columns."""
+        product = self.operations[reader]
+        if product.kind != "dot" or not isinstance(product.tag, tuple) or product.tag[:1] != ("merged",):
+            return False
+        *batch, rows, columns = self.operations[read].shape
+        sorts, dims = list[list[int]](), iter(range(len(shape)))
+        for size in (math.prod(batch), rows, columns):
+            sort = list[int]()
+            while math.prod(shape[d] for d in sort) < size:
+                sort.append(next(dims))
+            sorts.append([d for d in sort if shape[d] > 1])
+        first, second, third = sorts
+        wide = [d for d in lies if shape[d] > 1]
+        return wide in ([*first, *second, *third], [*first, *third, *second])
+
+
+def _copy(operation: Operation, at: int) -> Operation:
+    """A copy of the operation at a new position, in another order of its dimensions."""
+    return operation._replace(kind="rearrange", operands=(at,), tag=(COPY, operation.kind, operation.tag), value=-1)
