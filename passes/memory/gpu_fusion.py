@@ -3,17 +3,20 @@
 Products, sums, collectives and loops write what they make. What lies between them, elementwise or rearranged, is
 computed again in every kernel that reads it where that moves no more bytes than to write it once and read it in each,
 a launch counted as the bytes that memory moves in that time: so softmax and normalisation leave no copies in a wider
-type behind, and small programs hardly any.
+type behind, and small programs hardly any. A sum of columns has few blocks, which read slowly: what it adds up is written
+first where that is less than what it follows from. Longer columns are added in parts, and parts in many blocks.
 
 Reference: XLA's PriorityFusion and GpuPerformanceModel, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from passes.memory.fusion import Kernel
-from passes.memory.operations import Operation
+from passes.memory.operations import Operation, Shape
 
 FUSIBLE = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
@@ -46,6 +49,10 @@ COSTLY_NBYTES = 6
 H100, whose cores start 33e12 a second while memory moves 3.35e12 bytes. It is more than 4 bytes, for a tanh of bfloat16
 is written once for both of its readers (jaxlib 0.10); of exponentials and roots it is units."""
 
+
+COLUMN = 4096
+"""Elements of a column that XLA adds up in one go: tiles of 128 by warps of 32 (ReductionDimensionRaceFreeBound in
+reduction_utils.cc, as of jaxlib 0.10); TreeReductionRewriter cuts longer ones."""
 
 OPERANDS = 96
 """Arrays that XLA lets a kernel read and write at most (MaxOperandsAndOutputsPerFusion in gpu_fusible.h, as of jaxlib
@@ -116,6 +123,8 @@ class _Fusion:
             return False
         if len(roots) > 1 and self._is_copied(index):
             return False
+        if len(roots) == 1 and _adds_columns(*roots, self.operations) and operation.kind in ELEMENTWISE:
+            return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
             return True
         read = sum(self._source_nbytes(o) for o in set(operation.operands))
@@ -149,6 +158,16 @@ class _Fusion:
             index = operation.operands[0]
             least = min(least, self.sizes[index])
         return 0 if self.operations[index].kind in ("literal", "iota") else least
+
+
+def _adds_columns(index: int, operations: Sequence[Operation]) -> bool:
+    """Whether an operation adds up along other dimensions than the last, in one go."""
+    operation = operations[index]
+    if operation.kind != "reduce" or not operation.name.startswith("reduce-") or not isinstance(operation.tag, tuple):
+        return False
+    _, added = cast("tuple[str, Shape]", operation.tag)
+    shape = operations[operation.operands[0]].shape
+    return len(shape) - 1 not in added and math.prod(shape[d] for d in added) <= COLUMN
 
 
 def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple[Kernel, ...]:
