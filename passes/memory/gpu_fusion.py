@@ -3,8 +3,8 @@
 Products, sums, collectives and loops write what they make. What lies between them, elementwise or rearranged, is
 computed again in every kernel that reads it where that moves no more bytes than to write it once and read it in each,
 a launch counted as the bytes that memory moves in that time: so softmax and normalisation leave no copies in a wider
-type behind, and small programs hardly any. A sum of columns has few blocks, which read slowly: what it adds up is written
-first where that is less than what it follows from. Longer columns are added in parts, and parts in many blocks.
+type behind, and small programs hardly any. A sum of columns has few blocks, which read slowly: what it adds up is
+written first where that is less than what it follows from. Longer columns are added in parts, by many blocks.
 
 Reference: XLA's PriorityFusion and GpuPerformanceModel, as of jaxlib 0.10.
 """

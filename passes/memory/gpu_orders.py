@@ -1,4 +1,4 @@
-"""The order of dimensions in memory that XLA's GPU compiler gives to what is computed from a product, element by element.
+"""The order in memory that XLA's GPU compiler gives to the dimensions of what is computed of a product's elements.
 
 A transpose of a product is only read in another order: what follows element by element lies in memory as the product
 does. A product that reads it wants the dimensions that it takes for one beside each other and in order; where they are

@@ -13,8 +13,8 @@ Reference: XLA's async collectives and MultiOutputFusion for GPUs, as of jaxlib 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
 
@@ -82,9 +82,11 @@ class Tasks:
 def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
     """The tasks of a program, each behind what it reads; the last reads all outputs."""
     operations, tasks = program.operations, Tasks()
-    before = beside(operations, kernels)
+    before, together = beside(operations, kernels), copies(operations, kernels)
+    for copy, other in together.items():
+        before.setdefault(other, []).append(copy)
     task_of: dict[int, int] = {}
-    for kernel in kernels:
+    for kernel in _at_once(kernels, together, before):
         made, operation = kernel.operation, operations[kernel.operation]
         reads = [task_of[r] for r in dict.fromkeys((*before.get(made, ()), *kernel.reads))]
         if operation.kind == "dot":
@@ -109,7 +111,7 @@ def _is_name(operation: Operation, kernel: Kernel) -> bool:
 
 def beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, list[int]]:
     """The kernels that make little of a large array, or a number of what a collective sends, by the first of its other
-    readers, which comes later; and copies of an array by the next that makes as much of it and does not wait for them.
+    readers, which comes later.
     """
     readers: dict[int, list[int]] = {}
     for kernel in kernels:
@@ -126,11 +128,50 @@ def beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[i
         others = [o for o in siblings if o not in little and operations[o].kind != "loop"]
         if others and (earlier := [o for o in little if o < min(others)]):
             before.setdefault(min(others), []).extend(earlier)
-        alike = [o for o in others if operations[o].kind in LOOPS and operations[o].size == described.size]
-        for first, second in pairwise(sorted(alike)):
-            if operations[first].name == COPY != operations[second].name and not _waits(kernels, second, first):
-                before.setdefault(second, []).append(first)
     return before
+
+
+def copies(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, int]:
+    """The kernels that copy an array in another order -> the next that makes as much of it and does not wait for them:
+    one kernel makes both.
+    """
+    readers: dict[int, list[int]] = {}
+    for kernel in kernels:
+        made = operations[kernel.operation]
+        for read in kernel.reads:
+            if made.kind in LOOPS and made.size == operations[read].size:
+                readers.setdefault(read, []).append(kernel.operation)
+    together: dict[int, int] = {}
+    for siblings in readers.values():
+        for first, second in pairwise(siblings):
+            if operations[first].name == COPY != operations[second].name and not _waits(kernels, second, first):
+                together[first] = second
+    return together
+
+
+def _at_once(
+    kernels: Sequence[Kernel], together: Mapping[int, int], before: Mapping[int, Sequence[int]]
+) -> list[Kernel]:
+    """The kernels in an order in which each comes behind what it reads and what is `before` it, those made `together`
+    with others reading what these read as well.
+    """
+    if not together:
+        return list(kernels)
+    known = {kernel.operation: kernel for kernel in kernels}
+    for copy, other in together.items():
+        reads = dict.fromkeys((*known[copy].reads, *known[other].reads))
+        known[copy] = replace(known[copy], reads=tuple(reads))
+    ordered: dict[int, Kernel] = {}
+    for kernel in kernels:
+        pending = [kernel.operation]
+        while pending:
+            made = pending[-1]
+            waiting = [o for o in (*before.get(made, ()), *known[made].reads) if o not in ordered]
+            if waiting:
+                pending.append(waiting[0])
+            else:
+                ordered[pending.pop()] = known[made]
+    return list(ordered.values())
 
 
 def _waits(kernels: Sequence[Kernel], kernel: int, other: int) -> bool:
