@@ -50,6 +50,9 @@ H100, whose cores start 33e12 a second while memory moves 3.35e12 bytes. It is m
 is written once for both of its readers (jaxlib 0.10); of exponentials and roots it is units."""
 
 
+ADDED = frozenset({"reduce-sum", "reduce-prod", "reduce-max", "reduce-min", "reduce-and", "reduce-or"})
+"""Reductions along whole dimensions."""
+
 COLUMN = 4096
 """Elements of a column that XLA adds up in one go: tiles of 128 by warps of 32 (ReductionDimensionRaceFreeBound in
 reduction_utils.cc, as of jaxlib 0.10); TreeReductionRewriter cuts longer ones."""
@@ -123,7 +126,7 @@ class _Fusion:
             return False
         if len(roots) > 1 and self._is_copied(index):
             return False
-        if len(roots) == 1 and _adds_columns(*roots, self.operations) and operation.kind in ELEMENTWISE:
+        if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
             return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
             return True
@@ -163,7 +166,7 @@ class _Fusion:
 def _adds_columns(index: int, operations: Sequence[Operation]) -> bool:
     """Whether an operation adds up along other dimensions than the last, in one go."""
     operation = operations[index]
-    if operation.kind != "reduce" or not operation.name.startswith("reduce-") or not isinstance(operation.tag, tuple):
+    if operation.kind != "reduce" or operation.name not in ADDED:
         return False
     _, added = cast("tuple[str, Shape]", operation.tag)
     shape = operations[operation.operands[0]].shape

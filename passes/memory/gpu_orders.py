@@ -63,13 +63,13 @@ class _Orders:
         return changed, place
 
     def _begin(self, index: int) -> None:
-        """The order of a transpose of a product that is read element by element, if products could not read it."""
+        """The order of a transpose of products side by side that is read element by element."""
         operation = self.operations[index]
         order = cast("Shape", operation.tag)
         inverse = tuple(order.index(d) for d in range(len(order)))
         moved = [d for d in inverse if operation.shape[d] > 1]
         fixed = next((n for n, (d, e) in enumerate(zip(moved, sorted(moved), strict=True)) if d != e), len(moved))
-        if not fixed or len(moved) - fixed < 3 or self._product(operation.operands[0]) < 0:
+        if not fixed or fixed == len(moved) or self._product(operation.operands[0]) < 0:
             return
         if all(self.operations[reader].kind in ELEMENTWISE for reader in self.readers.get(index, ())):
             self.orders[index] = inverse
@@ -130,7 +130,7 @@ class _Orders:
     def _merges(self, reader: int, read: int, shape: Shape, lies: Shape) -> bool:
         """Whether a product takes dimensions of a shape, which lie in an order, for its batch, rows and columns."""
         product = self.operations[reader]
-        if product.kind != "dot" or not isinstance(product.tag, tuple) or product.tag[:1] != ("merged",):
+        if (product.kind, product.name) != ("dot", "merged"):
             return False
         *batch, rows, columns = self.operations[read].shape
         sorts, dims = list[list[int]](), iter(range(len(shape)))

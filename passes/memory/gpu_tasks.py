@@ -85,6 +85,9 @@ def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
     before, together = beside(operations, kernels), copies(operations, kernels)
     for copy, other in together.items():
         before.setdefault(other, []).append(copy)
+        for kernel in kernels:
+            if copy in kernel.reads:
+                before.setdefault(kernel.operation, []).append(other)
     task_of: dict[int, int] = {}
     for kernel in _at_once(kernels, together, before):
         made, operation = kernel.operation, operations[kernel.operation]

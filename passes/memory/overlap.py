@@ -44,11 +44,11 @@ and the arrays that have no other reader."""
 def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, hides: bool = True) -> list[int]:
     """The operations that kernels write, in the order in which they run; inputs come first.
 
-    The latency of collectives is hidden only where the compiler `hides` it.
+    The latency of collectives is hidden only where there are any and the compiler `hides` it.
     """
     tasks = tasks_of(program, kernels)
     order = ordered(program, kernels, tasks)
-    if hides:
+    if hides and Role.START in tasks.roles:
         order = _Backwards(tasks, order, *_estimates(program, kernels, tasks)).run()
     made = [tasks.operations[task] for task in order if tasks.roles[task] != Role.END]
     inputs = [o for o in made if o >= 0 and program.operations[o].kind == "input"]

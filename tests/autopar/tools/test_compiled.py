@@ -8,16 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import autopar
+from autopar.runtime import needed_nbytes
 from autopar.tools import topologies
 from autopar.tools.cli import main
 from autopar.tools.compiled import judge
 from autopar.tools.gpu_targets import GPU_TARGETS
 from autopar.tools.topologies import EXTRAS, torus
 from benchmarks.trainings import MODELS, make_state, make_step
+from models import layers
 from passes.cluster import parse_cluster
 from passes.cluster.accelerators import TABLE
 
@@ -37,6 +40,30 @@ def pooled(x: jax.Array) -> jax.Array:
     """The sum of squares of the maxima of windows."""
     windows = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     return (windows**2).sum()
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("cluster", ["1:a100-80g", "1:h100"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_attention_with_shared_keys_on_a_gpu(cluster: str, group: int) -> None:
+    """Its weights lie in another order than gradients of values are summed in, so they are made again for these, and
+    gradients of weights are brought into that order.
+    """
+    width, tokens, heads, features = 256, 256, 4, 64
+    shapes = dict.fromkeys(("key", "value"), (width, heads, features)) | {"query": (width, heads, group, features)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    causal = np.tril(np.ones((tokens, tokens), bool))
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        query = jnp.einsum("btw,whgf->bthgf", x, weights["query"])
+        key, value = (jnp.einsum("btw,whf->bthf", x, weights[name]) for name in ("key", "value"))
+        return jnp.sum(layers.attend(query, key, value, causal).astype(jnp.float32) ** 2)
+
+    step = autopar.parallelize(jax.grad(loss), devices=autopar.topology(parse_cluster(cluster)), cluster=cluster)
+    x = jax.ShapeDtypeStruct((16, tokens, width), "bfloat16")
+    compiled = step.lower(weights, x).compile()
+    needed = needed_nbytes(compiled.plan, compiled.memory_analysis())
+    assert 0.95 < compiled.plan.peak_nbytes / needed < 1.05
 
 
 @needs_gpu_compiler

@@ -15,8 +15,9 @@ ROWS, TABLE = (64,), (64, 96)
 def operation(
     kind: Kind, *operands: int, shape: tuple[int, ...] = ROWS, name: str = "", tag: object = None
 ) -> Operation:
-    """An operation of float32; `name` is its opcode."""
-    return Operation(kind, operands, shape, "float32", -1, tag=tag if tag is not None else (name or kind,))
+    """An operation of float32; `name` is its opcode. What is reduced is a table, along its last dimension."""
+    along: tuple[object, ...] = ((1,),) if kind == "reduce" else ()
+    return Operation(kind, operands, shape, "float32", -1, tag=tag if tag is not None else (name or kind, *along))
 
 
 def drawn(seed: int, size: int = 24) -> DeviceProgram:

@@ -1,0 +1,113 @@
+"""Orders in memory on GPUs: what follows from a product lies as it does; products that cannot read it so read a copy."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.memory.device_program import DeviceProgram
+from passes.memory.fusion import Kernel
+from passes.memory.gpu_fusion import COLUMN, COPY, fuse
+from passes.memory.gpu_orders import copied
+from passes.memory.gpu_tasks import copies, tasks_of
+from passes.memory.operations import Operation, Shape
+from tests.passes.memory.device_programs import operation
+
+HEADS, GROUP, TOKENS, FEATURES = 4, 2, 64, 8
+MERGED = ("merged",)
+
+
+def attention(group: int) -> list[Operation]:
+    """Scores [heads, keys, queries x group], which are brought to [heads, group, queries, keys] for a softmax; its
+    weights are multiplied with values, and by a gradient.
+    """
+    wide = group * TOKENS
+    scores: Shape = (HEADS, group, TOKENS, TOKENS)
+    return [
+        operation("input", shape=(HEADS, TOKENS, FEATURES), tag=0),
+        operation("input", shape=(HEADS, FEATURES, wide), tag=1),
+        operation("dot", 0, 1, shape=(HEADS, TOKENS, wide), tag=MERGED),
+        operation("bitcast", 2, shape=(HEADS, TOKENS, TOKENS, group)),
+        operation("transpose", 3, shape=scores, tag=(0, 3, 2, 1)),
+        operation("elementwise", 4, shape=scores, name="exponential"),
+        operation("transpose", 5, shape=(HEADS, TOKENS, group, TOKENS), tag=(0, 3, 1, 2)),
+        operation("bitcast", 6, shape=(HEADS, TOKENS, wide)),
+        operation("dot", 1, 7, shape=(HEADS, FEATURES, wide), tag=MERGED),
+        operation("bitcast", 5, shape=(HEADS, wide, TOKENS)),
+        operation("dot", 1, 9, shape=(HEADS, FEATURES, TOKENS), tag=MERGED),
+    ]
+
+
+def test_each_product_reads_its_own_copy_of_what_it_cannot_read_as_it_lies():
+    changed, place = copied(attention(GROUP))
+    made = [index for index, held in enumerate(changed) if held.name == COPY]
+    assert [changed[index].operands for index in made] == [(place[5],), (place[5],)]
+    assert made[0] == place[6]
+    assert changed[place[9]].operands == (made[1],)
+    written = {kernel.operation for kernel in fuse(changed, (place[8], place[10]))}
+    assert written >= {place[2], *made}
+    assert place[5] not in written
+
+
+def test_nothing_is_copied_where_a_product_reads_rows_or_columns():
+    before = attention(1)
+    changed, place = copied(before)
+    assert not any(held.name == COPY for held in changed)
+    assert place == list(range(len(before)))
+
+
+def test_a_product_joins_others_in_their_order_by_one_copy_which_is_written_once_for_all_readers():
+    every = attention(GROUP)
+    scores = every[5].shape
+    more = [
+        operation("dot", 0, 1, shape=(HEADS, GROUP * TOKENS, TOKENS), tag=MERGED),
+        operation("bitcast", 11, shape=scores),
+        operation("elementwise", 12, shape=scores, name="negate"),
+        operation("elementwise", 13, 5, shape=scores, name="multiply"),
+        operation("elementwise", 13, 4, shape=scores, name="add"),
+    ]
+    changed, place = copied([*every, *more])
+    joined = changed[place[13]].operands[0]
+    assert (changed[joined].name, changed[joined].operands) == (COPY, (place[12],))
+    written = {kernel.operation for kernel in fuse(changed, (place[14], place[15]))}
+    assert place[13] in written  # read element by element in another order, twice
+
+
+def test_a_copy_is_made_by_the_kernel_that_makes_as_much_of_the_same_array():
+    shape = (HEADS, TOKENS)
+    every = [
+        operation("input", shape=shape, tag=0),
+        operation("dot", 0, 0, shape=shape, tag=MERGED),
+        operation("rearrange", 1, shape=shape, name=COPY),
+        operation("dot", 2, 0, shape=shape, tag=MERGED),
+        operation("dot", 0, 0, shape=shape, tag=(*MERGED, 1)),
+        operation("elementwise", 1, 4, shape=shape, name="multiply"),
+    ]
+    kernels = [Kernel(operation=o, reads=held.operands, over=()) for o, held in enumerate(every)]
+    assert copies(every, kernels) == {2: 5}
+    tasks = tasks_of(DeviceProgram(operations=every, inputs=(0,), constants=(), outputs=(3, 5)), kernels)
+    at = {made: task for task, made in enumerate(tasks.operations) if made >= 0}
+    assert at[4] < at[2] < at[5], "the copy is made when all that its kernel reads is there, and the other beside it"
+    assert at[2] < at[3]
+    behind = operation("elementwise", 1, 3, shape=shape, name="multiply")
+    assert not copies([*every[:5], behind], [*kernels[:5], Kernel(operation=5, reads=(1, 3), over=())])
+
+
+@pytest.mark.parametrize(("rows", "axes", "is_written"), [(COLUMN, (0,), True), (2 * COLUMN, (0,), False)])
+def test_what_a_sum_of_columns_adds_up_is_written_unless_it_is_added_in_parts(
+    rows: int, axes: Shape, is_written: bool
+) -> None:
+    shape = (rows, 2)
+    inputs = [Operation("input", (), shape, "bfloat16", -1, tag=tag) for tag in range(2)]
+    wide = [Operation("elementwise", (o,), shape, "float32", -1, tag=("convert bfloat16",)) for o in range(2)]
+    scaled = operation("elementwise", 4, 5, shape=shape, name="multiply")
+    every = [
+        *inputs,
+        *wide,
+        operation("elementwise", 2, 3, shape=shape, name="multiply"),
+        operation("input", shape=shape, tag=2),
+        scaled,
+        operation("reduce", 6, shape=(2,), tag=("reduce-sum", axes)),
+    ]
+    assert (6 in {kernel.operation for kernel in fuse(every, (7,))}) == is_written
+    rowwise = [*every[:7], operation("reduce", 6, shape=(rows,), tag=("reduce-sum", (1,)))]
+    assert 6 not in {kernel.operation for kernel in fuse(rowwise, (7,))}
