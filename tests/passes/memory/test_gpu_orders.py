@@ -1,4 +1,4 @@
-"""Orders in memory on GPUs: what follows from a product lies as it does; products that cannot read it so read a copy."""
+"""Orders in memory on GPUs: what follows from a product lies as it does, and what reads it otherwise reads a copy."""
 
 from __future__ import annotations
 
