@@ -12,7 +12,7 @@ Activation Recomputation in Large Transformer Models" (2205.05198), section 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.errors import PlanningError, explain
@@ -123,9 +123,24 @@ class _Draft:
             if not needed.isdisjoint(node.outputs):
                 copied.append(index)
                 needed.update(v for v in node.inputs if v in gone)
-        copied.reverse()
-        if copied:
-            self._insert(copied)
+        for run in self._runs(copied[::-1]):
+            self._insert(run)
+
+    def _runs(self, copied: Sequence[int]) -> Iterator[list[int]]:
+        """The nodes by the passes that they belong to: a step may go forward and backward several times.
+
+        A pass ends where the backward pass has read what it made, and the next forward pass begins.
+        """
+        run: list[int] = []
+        read = len(self.graph.nodes)
+        for index in copied:
+            if index > read:
+                yield run
+                run, read = [], len(self.graph.nodes)
+            run.append(index)
+            read = min([read, *(r for v in self.graph.nodes[index].outputs for r in self._late_readers(v))])
+        if run:
+            yield run
 
     def _is_made(self, value: int) -> bool:
         """Whether a value is computed from other values, not from scalars alone."""
@@ -146,7 +161,10 @@ class _Draft:
         """Adds copies of these nodes before the first node that reads what they make."""
         graph = self.graph
         copies = {v for i in copied for v in graph.nodes[i].outputs}
-        place = min(r for v in copies for r in self._late_readers(v))
+        readers = [r for v in copies for r in self._late_readers(v)]
+        if not readers:
+            return  # another pass's copies read them, as they are
+        place = min(readers)
         entering = dict.fromkeys(
             v for i in copied for v in graph.nodes[i].inputs if self._is_made(v) and v not in copies
         )
