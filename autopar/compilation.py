@@ -196,7 +196,7 @@ class Compilation:
         """The program of the plan."""
         if self.planned is None:
             present, processes = self.present(), self._processes()
-            made = (self._chosen(), self.signature, present, self.traced.out_tree, processes)
+            made = (self._chosen(), self.signature, present, self.traced, processes)
             self.planned = program_of(self.plan(), *made)
         return self.planned
 

@@ -12,11 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from autopar.distributed import Processes
 from autopar.errors import UnsupportedError, explain
-from autopar.frontend import Signature
-from autopar.jax_compat import Device, PyTreeDef, is_traced
+from autopar.frontend import Signature, Traced, types_of
+from autopar.jax_compat import Device, is_traced
 from autopar.plan import PipelinePlan, Plan
 from autopar.planning import Chosen
 from autopar.runtime import (
+    Accepted,
     Executable,
     Limit,
     Lowered,
@@ -102,16 +103,22 @@ class _PipelineProgram:
     chosen: Chosen
     signature: Signature
     devices: tuple[Device, ...]
-    out_tree: PyTreeDef
+    called: Traced
     processes: Processes | None
 
     def lower(
         self, structs: Structs, statics: tuple[Any, ...], limit: Limit | None, tightened: Tightened | None
     ) -> LoweredPipeline:
-        program = self._instructions()
+        program, called = self._instructions(), self.called
         return LoweredPipeline(
             plan=self.plan,
-            signature=self.signature,
+            accepted=Accepted(
+                signature=self.signature,
+                tree=called.in_tree,
+                names=called.graph.input_names,
+                types=types_of(structs),
+                statics=statics,
+            ),
             program=program,
             load=lambda executables: self._stage_stacked(self._pipeline(program, executables)),
             limit=limit,
@@ -153,7 +160,7 @@ class _PipelineProgram:
             return pipeline
         donation = pieces.donation(pipeline.program.donation)
         _, origins = placements(pieces, self._shardings(pipeline.program))
-        return StageStacked(pipeline, pieces, self.out_tree, donation, origins, arrivals=pipeline.arrivals)
+        return StageStacked(pipeline, pieces, self.called.out_tree, donation, origins, arrivals=pipeline.arrivals)
 
 
 def _rows(sharding: Sharding) -> Sharding:
@@ -187,10 +194,10 @@ def program_of(
     chosen: Chosen,
     signature: Signature,
     devices: tuple[Device, ...],
-    out_tree: PyTreeDef,
+    called: Traced,
     processes: Processes | None,
 ) -> Program:
-    """The program of a plan on these devices, whose results the caller has in `out_tree`."""
+    """The program of a plan on these devices, for the step as it is `called`."""
     raise InternalError(f"a {type(plan).__name__} has no program")
 
 
@@ -200,7 +207,7 @@ def _(
     chosen: Chosen,
     signature: Signature,
     devices: tuple[Device, ...],
-    out_tree: PyTreeDef,
+    called: Traced,
     processes: Processes | None,
 ) -> _OneProgram:
     return _OneProgram(plan=plan, chosen=chosen, prepared=prepare(signature, chosen.traced, plan, devices, processes))
@@ -212,9 +219,9 @@ def _(
     chosen: Chosen,
     signature: Signature,
     devices: tuple[Device, ...],
-    out_tree: PyTreeDef,
+    called: Traced,
     processes: Processes | None,
 ) -> _PipelineProgram:
     return _PipelineProgram(
-        plan=plan, chosen=chosen, signature=signature, devices=devices, out_tree=out_tree, processes=processes
+        plan=plan, chosen=chosen, signature=signature, devices=devices, called=called, processes=processes
     )

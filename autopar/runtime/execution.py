@@ -14,12 +14,12 @@ from jax.sharding import Sharding
 from autopar import jax_compat
 from autopar.checks import Verification, hlo, verify
 from autopar.distributed import Processes, digest_of
-from autopar.errors import ArgumentError, explain
-from autopar.frontend import Signature, Traced, Type, devices_of, types_of
-from autopar.jax_compat import Device, PyTreeDef
+from autopar.frontend import Signature, Traced, devices_of, types_of
+from autopar.jax_compat import Device
 from autopar.lowering import build, shardings
 from autopar.phases import Following, unsaid
 from autopar.plan import Plan, unflattened
+from autopar.runtime.accepted import Accepted
 from autopar.runtime.argument_groups import Groups, grouped
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.donation import reused
@@ -179,8 +179,7 @@ class Lowered:
     """A program in StableHLO for its plan's devices; `compile()` is the next step."""
 
     _prepared: Prepared
-    _types: tuple[Type | None, ...]
-    _statics: tuple[Any, ...]
+    _accepted: Accepted
     _lowered: Any
     _limit: Limit | None = None
     _again: Callable[[int], Lowered] | None = None
@@ -224,7 +223,7 @@ class Lowered:
                     raise self._limit.error(self.plan, needed)
                 return self._again(needed).compile(compiler_options)
         executable = self._prepared.executable(compiled)
-        return Compiled(self._prepared, self._types, self._statics, compiled, executable, self)
+        return Compiled(self._prepared, self._accepted, compiled, executable, self)
 
     def verify(self) -> Verification:
         """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
@@ -249,18 +248,13 @@ class Compiled:
     """
 
     _prepared: Prepared
-    _types: tuple[Type | None, ...]
-    _statics: tuple[Any, ...]
+    _accepted: Accepted
     _compiled: Any
     _executable: Executable
     _lowered: Lowered
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamic, statics = self._prepared.signature.split(args, kwargs)
-        leaves, tree = jax.tree.flatten(dynamic)
-        self._check(tree, types_of(leaves))
-        self._check_statics(statics)
-        return self._executable(leaves)
+        return self._executable(self._accepted.leaves(args, kwargs))
 
     @property
     def plan(self) -> Plan:
@@ -314,28 +308,6 @@ class Compiled:
         """XLA's estimate of flops and bytes on one device; it counts the body of a loop once."""
         return self._compiled.cost_analysis()
 
-    def _check(self, tree: PyTreeDef, types: tuple[Type | None, ...]) -> None:
-        traced, source = self._prepared.traced, self._prepared.signature.source
-        again = "lower and compile again for these arguments, or call the function itself, which does"
-        if tree != traced.in_tree:
-            argument = f"arguments (args, kwargs) with the structure {tree}"
-            raise ArgumentError(explain(argument, f"the program was compiled for {traced.in_tree}", source, again))
-        for name, given, expected in zip(traced.graph.input_names, types, self._types, strict=True):
-            if given != expected:
-                rule = f"the program was compiled for {_words(expected)}"
-                raise ArgumentError(explain(f"argument {name} is {_words(given)}", rule, source, again))
-
-    def _check_statics(self, statics: tuple[Any, ...]) -> None:
-        """Raises ArgumentError for a static value that the program was not compiled for."""
-        compiled_for = {name: (kind, value) for name, kind, value in self._statics}
-        for name, kind, value in statics:
-            if name not in compiled_for or compiled_for[name] != (kind, value):
-                expected = f"{name} = {compiled_for[name][1]!r:.60}" if name in compiled_for else f"no {name}"
-                source = self._prepared.signature.source
-                remedy = "lower and compile again for this value, or call the function itself, which does"
-                rule = f"the program was compiled for {expected}"
-                raise ArgumentError(explain(f"static argument {name} = {value!r:.60}", rule, source, remedy))
-
 
 def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct], statics: tuple[Any, ...] = ()) -> Lowered:
     """The program lowered for flat arguments of these types; `statics` are the (name, type, value)s it is traced of."""
@@ -344,8 +316,15 @@ def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct], statics: 
         jax.ShapeDtypeStruct(graph.types[v].shape, struct.dtype, weak_type=struct.weak_type)
         for v, struct in zip(graph.inputs, structs, strict=True)
     ]
+    accepted = Accepted(
+        signature=prepared.signature,
+        tree=prepared.traced.in_tree,
+        names=graph.input_names,
+        types=types_of(structs),
+        statics=statics,
+    )
     with jax_compat.no_mesh():
-        return Lowered(prepared, types_of(structs), statics, prepared.jitted.lower(*_groups(prepared.traced)(inner)))
+        return Lowered(prepared, accepted, prepared.jitted.lower(*_groups(prepared.traced)(inner)))
 
 
 def memory_table(plan: Plan, analysis: Any) -> Table:
@@ -367,10 +346,3 @@ def memory_table(plan: Plan, analysis: Any) -> Table:
         ),
         note=f"predicted peak at {plan_text.short(plan.memory.where)}" if plan.memory and plan.memory.where else "",
     )
-
-
-def _words(type: Type | None) -> str:
-    if type is None:
-        return "no array"
-    shape, dtype, weak = type
-    return f"{dtype.name}[{','.join(map(str, shape))}]" + (" (weakly typed)" if weak else "")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-import jax
-
 from autopar.checks import Emitted, Verification, hlo, verify
-from autopar.frontend import Signature
 from autopar.phases import Following, unsaid
+from autopar.runtime.accepted import Accepted
 from autopar.runtime.footprint import CPU, Limit, pipeline_peaks
 from autopar.runtime.program import Program, Run
 from passes.plan import PipelinePlan
@@ -27,7 +26,7 @@ class LoweredPipeline:
     """
 
     plan: PipelinePlan
-    signature: Signature
+    accepted: Accepted
     program: Program
     load: Callable[[tuple[Any, ...]], Callable[[list[Any]], Any]]
     limit: Limit | None = None
@@ -83,16 +82,18 @@ class LoweredPipeline:
         return tuple(verifications)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CompiledPipeline:
-    """A pipeline compiled for its plan's devices, callable with arguments of the types that it was lowered for."""
+    """A pipeline compiled for its plan's devices, callable with arguments of the types that it was lowered for.
+
+    Static arguments may be left out, as with `jax.jit`; given, they are those that it was lowered for.
+    """
 
     lowered: LoweredPipeline
     executables: tuple[Any, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamic, _ = self.lowered.signature.split(args, kwargs)
-        return self.executable()(jax.tree.leaves(dynamic))
+        return self._run(self.lowered.accepted.leaves(args, kwargs))
 
     @property
     def plan(self) -> PipelinePlan:
@@ -108,6 +109,11 @@ class CompiledPipeline:
 
     def executable(self) -> Callable[[list[Any]], Any]:
         """The function that runs the pipeline on flat arguments."""
+        return self._run
+
+    @cached_property
+    def _run(self) -> Callable[[list[Any]], Any]:
+        """The pipeline of the executables, made by the first call: devices that are described run nothing."""
         return self.lowered.load(self.executables)
 
     def as_text(self) -> str:

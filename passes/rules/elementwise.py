@@ -15,8 +15,10 @@ _PLAIN = (
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh threefry2x32 xor zeta"
 ).split()
 
-_FLOAT_BITS = {"float8": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
-_FLOAT_BITS |= {"complex64": 32, "complex128": 64}
+_FLOAT_BITS = {
+    **{"float8": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64},
+    **{"complex64": 32, "complex128": 64},
+}
 """The bits of a number, or of each part of a complex one: taking the real part is linear."""
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from passes.solver.factors import Factor, Floats, Group, Indices, classes, groups, scope, total
 from passes.solver.lower_bound import Bound
-from passes.solver.problem import ShardingProblem
+from passes.solver.problem import ShardingProblem, meet
 
 EXACT_ENTRIES = 2e7
 """Entries of all tables together up to which a problem is solved exactly: a second of one processor, 160 MB at most."""
@@ -331,7 +331,7 @@ def enclose(factors: Factors, upper: float, gap: float) -> Found:
         tables = MiniBuckets(factors.factors, factors.order.nodes, limit)
         width = math.ceil(beam_entries / max(1, sum(allowed.size > 1 for allowed in factors.allowed)))
         bound = max(bound, min(tables.bound, upper))
-        if _meet(upper, bound, gap):
+        if meet(upper, bound, gap):
             break
         if factors.is_affordable:
             del tables
@@ -341,11 +341,7 @@ def enclose(factors: Factors, upper: float, gap: float) -> Found:
         if result.choice is not None and (seconds := factors.problem.evaluate(result.choice)) < upper:
             best, upper = result.choice, seconds
         bound = max(bound_before, bound, min(result.bound, upper))
-        if _meet(upper, bound, max(gap, _CLOSE)) or (upper, bound) == (upper_before, bound_before):
+        if meet(upper, bound, max(gap, _CLOSE)) or (upper, bound) == (upper_before, bound_before):
             break
         bound_before = bound
     return Found(choice=best, bound=bound)
-
-
-def _meet(upper: float, bound: float, gap: float) -> bool:
-    return math.isfinite(upper) and upper - bound <= gap * abs(upper)

@@ -176,14 +176,28 @@ class _Highs:
         hush()
         self.highs: Any = highspy.Highs()
         self.highs.cbMipInterrupt.subscribe(self._look)
-        self.looks = 0
+        self.looks, self.is_left = 0, False
         self.worth = worth
         self.columns = self.rows = self.entries = 0
 
     def _look(self, event: Any) -> None:
-        """Ends a search that has looked at its limits often enough."""
+        """Ends a search that has looked at its limits often enough, or that nobody waits for any more."""
         self.looks += 1
-        event.interrupt(self.looks > _LOOKS)
+        event.interrupt(self.is_left or self.looks > _LOOKS)
+
+    def _branch(self) -> None:
+        """Runs HiGHS on a thread of its own; what a signal's handler raises meanwhile ends it, and is raised here.
+
+        Handlers run on the main thread, where HiGHS would call `_look`, and drop what is raised there.
+        """
+        thread = threading.Thread(target=self.highs.run, name="HiGHS", daemon=True)
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            self.is_left = True
+            thread.join()
+            raise
 
     def minimise(
         self, program: LinearProgram, cost: Floats, integral: Indices, gap: float, seconds: float, cutoff: float
@@ -203,8 +217,11 @@ class _Highs:
         else:
             self._state(program, cost, integral)
         self.columns, self.rows, self.entries = program.columns, program.rows, len(program.entries)
-        self.looks = 0
-        highs.run()
+        self.looks, self.is_left = 0, False
+        if integral.size:
+            self._branch()
+        else:
+            highs.run()
         status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
         duals = np.zeros(0) if integral.size else self._duals(program)
         if status == CUTOFF:

@@ -5,6 +5,7 @@ A problem is plain numbers; `evaluate` and `usage` say what an answer costs, who
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,5 +130,5 @@ class ShardingProblem:
 
 
 def meet(objective: float, bound: float, gap: float) -> bool:
-    """Whether an objective is at most a share `gap` of it above a bound, but for rounding."""
-    return objective - bound <= (1 + ROUNDING) * gap * abs(objective)
+    """Whether there is an objective, and it is at most a share `gap` of it above a bound, but for rounding."""
+    return math.isfinite(objective) and objective - bound <= (1 + ROUNDING) * gap * abs(objective)

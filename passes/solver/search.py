@@ -304,17 +304,20 @@ class Search:
         if self.best is None and not self.problem.budgets:
             self.eliminate()
         if self.best is None:
+            if not self.clock.is_late and self.problem.budgets:
+                raise OverBudgetError("no combination of strategies was found that keeps the memory limit")
             if not self.clock.is_late:
                 raise _impossible(self.problem)
             raise PlanningError(
                 f"no legal plan was found within {self.options.time_limit:.0f} s; give the solver a longer time_limit"
             )
         self.clock.stop()
-        is_within_gap = meet(self.objective, self.bound, self.options.gap)
+        bound = min(max(self.bound, 0.0), self.objective)
+        is_within_gap = meet(self.objective, bound, self.options.gap)
         return Answer(
             choice=self.best,
             objective=self.objective,
-            bound=min(max(self.bound, 0.0), self.objective),
+            bound=bound,
             status="optimal" if is_within_gap else "time limit" if self.clock.is_late else "near optimal",
             build_seconds=self.clock.build_seconds,
             solve_seconds=self.clock.solve_seconds,
@@ -334,6 +337,8 @@ def least_memory_choice(problem: ShardingProblem, options: SolverOptions | None 
     program.run(gap=options.gap, seconds=options.time_limit)
     if not program.has_values():
         raise NoLegalPlanError("no legal plan was found on the way to the least memory")
+    if program.objective <= 0:  # nothing is needed
+        return tuple(program.choice()[cls] for cls in merged.classes)
     limits = (replace(b, limit=b.limit * program.objective) for b in merged.problem.budgets)
     best = coordinate_descent(strict := replace(merged.problem, budgets=tuple(limits)), program.choice())
     if _excess(strict, best) > 1 + _LEAST_MEMORY:

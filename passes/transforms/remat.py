@@ -169,7 +169,7 @@ class _Draft:
             v for i in copied for v in graph.nodes[i].inputs if self._is_made(v) and v not in copies
         )
         anchor = self._anchor(place)
-        operands = (*entering, *(() if anchor is None else (anchor,)))
+        operands = tuple(dict.fromkeys((*entering, *(() if anchor is None else (anchor,)))))
         scope = transposed(graph.nodes[copied[0]].scope)
         source = graph.nodes[copied[0]].source
         new = {v: self._fresh(v) for v in operands}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -209,3 +210,42 @@ def test_a_wrong_number_of_layers_is_said():
 def test_an_unknown_word_is_said():
     with pytest.raises(PlanningError, match="everything, matmuls, inputs"):
         autopar.parallelize(train_step, remat="dots").plan(*arguments())
+
+
+def _sharpness_aware(loss: Any, params: Any, batch: Any) -> Any:
+    """Two gradients one after another, the second where the first leads to."""
+    gradients = jax.grad(loss)(params, batch)
+    ahead = jax.tree.map(lambda p, g: p + 0.05 * g, params, gradients)
+    value, gradients = jax.value_and_grad(loss)(ahead, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def _through_a_gradient(loss: Any, params: Any, batch: Any) -> Any:
+    """A gradient through a step of its own."""
+
+    def after_a_step(params: Any) -> jax.Array:
+        gradients = jax.grad(loss)(params, batch)
+        return loss(jax.tree.map(lambda p, g: p - 0.05 * g, params, gradients), batch)
+
+    value, gradients = jax.value_and_grad(after_a_step)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+@pytest.mark.parametrize("step", [_sharpness_aware, _through_a_gradient])
+@pytest.mark.parametrize("kept", ["inputs", "matmuls"])
+@pytest.mark.parametrize("planner", [autopar.Auto(), autopar.DataParallel()])
+def test_steps_of_several_passes_recompute_each_where_it_is_read(step: Any, kept: Any, planner: Any):
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        for weights in params:
+            batch = jnp.tanh(batch @ weights)
+        return jnp.sum(batch**2)
+
+    draw = np.random.default_rng(0).normal
+    params, batch = (
+        [jnp.asarray(0.3 * draw(size=(16, 16)), "float32") for _ in range(4)],
+        jnp.asarray(draw(size=(32, 16))),
+    )
+    train_step = partial(step, loss)
+    got, expected = autopar.parallelize(train_step, remat=kept, planner=planner), jax.jit(train_step)
+    for ours, jits in zip(*(jax.tree.leaves(run(params, batch)) for run in (got, expected)), strict=True):
+        np.testing.assert_allclose(ours, jits, rtol=1e-5, atol=1e-5)

@@ -48,6 +48,22 @@ def test_it_gives_what_jit_gives(compiled: Any):
         np.testing.assert_allclose(ours, jits, rtol=1e-5, atol=1e-6)
 
 
+def test_it_refuses_what_it_was_not_compiled_for(compiled: Any):
+    params, batch = arguments()
+    for rows in (32, 128):
+        with pytest.raises(autopar.ArgumentError, match=rf"float32\[{rows},64\]: the program was compiled for float32"):
+            compiled(params, jnp.resize(batch, (rows, 64)))
+    with pytest.raises(autopar.ArgumentError, match="bfloat16"):
+        compiled(params, batch.astype("bfloat16"))
+    with pytest.raises(autopar.ArgumentError, match="with the structure"):
+        compiled([tuple(layer.values()) for layer in params], batch)
+
+
+def test_it_is_made_ready_to_run_once(compiled: Any):
+    compiled(*arguments())
+    assert compiled.executable() is compiled.executable()
+
+
 def test_every_submesh_has_a_peak_and_every_segment_an_account(compiled: Any):
     assert list(compiled.peaks) == [0, 1, 2, 3]
     assert all(nbytes > 0 for nbytes in compiled.peaks.values())

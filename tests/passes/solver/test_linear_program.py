@@ -1,11 +1,16 @@
-"""HiGHS prints nothing on stdout, and what others print there is kept."""
+"""HiGHS prints nothing on stdout, where what others print is kept, and ends where a signal's handler raises."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
+
+from passes.solver.linear_program import LinearProgram
 
 WRITER = """
 import os, threading
@@ -48,3 +53,35 @@ def test_nothing_is_raised_where_stdout_cannot_be_kept(trouble: str) -> None:
     code = f"import os, tempfile; {trouble}\nfrom passes.solver.linear_program import hush\nhush()"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not ran.stderr
+
+
+class _RangError(Exception):
+    """What a signal's handler raises."""
+
+
+def _hard(size: int) -> tuple[LinearProgram, np.ndarray]:
+    """A program of whole numbers that HiGHS branches on for longer than anybody waits here."""
+    draw, program = np.random.default_rng(0), LinearProgram()
+    columns, rows = program.add_columns(size), program.add_rows(size // 2, -np.inf, 10.0 * size)
+    at = np.repeat(rows, size), np.tile(columns, rows.size)
+    program.enter(*at, draw.integers(5, 60, at[0].size).astype(float))
+    return program, -draw.integers(10, 100, size).astype(float)
+
+
+def test_what_a_signals_handler_raises_ends_a_search() -> None:
+    """HiGHS calls Python while it branches, where it would drop what a handler raises."""
+
+    def ring(number: int, frame: object) -> None:
+        raise _RangError
+
+    program, cost = _hard(200)
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        began = time.perf_counter()
+        with pytest.raises(_RangError):
+            program.minimise(cost, np.arange(cost.size), gap=0.0, seconds=60.0)
+        assert time.perf_counter() - began < 30.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
