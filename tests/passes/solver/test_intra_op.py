@@ -287,6 +287,38 @@ def test_no_answer_within_the_budget_is_said():
         solve(replace(problem, budgets=impossible), SolverOptions(tie_radius=None))
 
 
+@pytest.mark.parametrize("seed", [64, 142, 345])
+def test_a_limit_that_one_answer_just_keeps_is_kept_in_large_problems_too(seed):
+    """Seeds for which nothing was found without branching, which an unlimited bound seemed to make needless."""
+    rng, nodes, alike = np.random.default_rng(seed), 8, np.arange(4)
+    seconds = tuple(rng.integers(1, 100, 4).astype(float) for _ in range(nodes))
+    sizes = [{node: rng.integers(1, 1000, 4).astype(float) for node in range(nodes)} for _ in range(3)]
+    kept = rng.integers(0, 4, nodes).tolist()
+    budgets = tuple(Budget(nbytes=n, copies={}, limit=sum(n[i][kept[i]] for i in range(nodes))) for n in sizes)
+    labels, moves = tuple("abcd"), np.ones((4, 4)) - np.eye(4)
+    edges = tuple(
+        Edge(source=i, target=i + 1, before=alike, after=alike, seconds=moves, labels=labels, origins=labels, group=i)
+        for i in range(nodes - 1)
+    )
+    problem = ShardingProblem(seconds=seconds, edges=edges, budgets=budgets)
+    large, small = (solve(problem, SolverOptions(untied=untied, tie_radius=None)) for untied in (0, 1000))
+    assert problem.fits(large.choice)
+    assert large.objective == small.objective
+
+
+def test_a_budget_of_which_an_answer_needs_nothing():
+    problem = ShardingProblem(
+        seconds=(np.zeros(2), np.zeros(2)),
+        edges=(),
+        budgets=(Budget(nbytes={0: np.array([1.0, 0.0]), 1: np.array([0.0, 1.0])}, copies={}, limit=1.0),),
+    )
+    assert least_memory_choice(problem) == (1, 0)
+
+
+def test_a_problem_without_nodes_is_solved_to_its_optimum():
+    assert solve(ShardingProblem(seconds=(), edges=())).status == "optimal"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_tied_budgets_count_every_node(seed):
     rng = np.random.default_rng(seed)
