@@ -12,12 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from autopar.distributed import Processes
 from autopar.errors import UnsupportedError, explain
-from autopar.frontend import Signature, Traced, types_of
+from autopar.frontend import Signature, Traced
 from autopar.jax_compat import Device, is_traced
 from autopar.plan import PipelinePlan, Plan
 from autopar.planning import Chosen
 from autopar.runtime import (
-    Accepted,
     Executable,
     Limit,
     Lowered,
@@ -109,20 +108,12 @@ class _PipelineProgram:
     def lower(
         self, structs: Structs, statics: tuple[Any, ...], limit: Limit | None, tightened: Tightened | None
     ) -> LoweredPipeline:
-        program, called = self._instructions(), self.called
-        return LoweredPipeline(
-            plan=self.plan,
-            accepted=Accepted(
-                signature=self.signature,
-                tree=called.in_tree,
-                names=called.graph.input_names,
-                types=types_of(structs),
-                statics=statics,
-            ),
-            program=program,
-            load=lambda executables: self._stage_stacked(self._pipeline(program, executables)),
-            limit=limit,
-        )
+        program, step = self._instructions(), (self.signature, self.called, structs, statics)
+
+        def load(executables: tuple[Any, ...]) -> Pipeline | StageStacked:
+            return self._stage_stacked(self._pipeline(program, executables))
+
+        return LoweredPipeline.of(self.plan, step, program, load, limit)
 
     def executable(self) -> Pipeline | StageStacked:
         return self._stage_stacked(self._pipeline(self._instructions()))

@@ -9,15 +9,16 @@ more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from jax.lax import sharding_constraint_p
+from jax.lax import concatenate_p, sharding_constraint_p
 from jax.sharding import Sharding
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
+from autopar.frontend.by_row import GATHER, SCATTERS, Rows, Values, by_row
 from autopar.frontend.placements import Placed, placement_of
 from autopar.frontend.primitives import (
     BODIES,
@@ -29,8 +30,12 @@ from autopar.frontend.primitives import (
     dtype_name,
     node_params,
     placed_by,
+    plain_params,
 )
 from passes.ir import Graph, Node, TensorType
+
+ROWWISE = SCATTERS | {GATHER}
+"""Primitives that may take one element a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,7 @@ def flatten(
     inputs = [build.fresh(var.aval) for var in opened.invars]
     outputs = build.inline(opened, consts, inputs, call or Site())
     outputs = list(build.constrained(outputs, out_shardings, call or Site()))
-    return build.finish(inputs, outputs, input_names, output_names)
+    return _finished(build, inputs, outputs, input_names, output_names)
 
 
 def type_of(aval: Any) -> TensorType:
@@ -100,6 +105,7 @@ class _Builder:
         self._known_types: dict[Any, TensorType] = {}
         self._known_params: dict[tuple[object, ...], dict[str, object]] = {}
         self.nodes: list[Node] = []
+        self.makers: dict[int, Node] = {}
         self.equations: list[Equation] = []
         self.kept: set[int] = set()  # nodes with an effect, which live without a reader
         self.literals: dict[int, float | int | bool | str] = {}
@@ -162,6 +168,8 @@ class _Builder:
             return self.constrained(inputs, shardings, site)
         if (reduction := dimension_reduction(equation)) is not None:
             return self.inline(*jax_compat.open_jaxpr(reduction), inputs, site)
+        if name in ROWWISE and (rows := by_row(name, equation.params, inputs, self._values())):
+            return self._by_row(equation, inputs, rows, site)
         if reason := jax_compat.unkept_effect(equation):
             raise UnsupportedError(_unsupported(name, reason, site.source))
         jaxprs = (jaxpr for key in BODIES.get(name, ()) for jaxpr in _several(equation.params[key]))
@@ -180,6 +188,40 @@ class _Builder:
             ),
             Equation(primitive=equation.primitive, params=equation.params, bodies=bodies),
         )
+
+    def _values(self) -> Values:
+        return Values(types=self.types, makers=self.makers, constants=self.constants, literals=self.literals)
+
+    def _by_row(self, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
+        """The output values of a gather or scatter that takes rows one by one."""
+        (first, *others), indices = rows.columns, self.types[inputs[1]]
+        if others:
+            self.types.append(replace(indices, shape=(*indices.shape[:-1], len(rows.columns))))
+            joined = {"dimension": indices.rank - 1}
+            outputs = (len(self.types) - 1,)
+            self._node(concatenate_p, rows.columns, outputs, joined, site)
+            (first,) = outputs
+        outputs = tuple(self.fresh(var.aval) for var in equation.outvars)
+        return self._node(equation.primitive, (inputs[0], first, *inputs[2:]), outputs, rows.params, site)
+
+    def _node(
+        self,
+        primitive: jax_compat.Primitive,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        params: Mapping[str, Any],
+        site: Site,
+    ) -> tuple[int, ...]:
+        """The output values of a primitive that the program did not have so."""
+        node = Node(
+            primitive=primitive.name,
+            inputs=inputs,
+            outputs=outputs,
+            params=plain_params(dict(params)),
+            source=site.source,
+            scope=site.scope,
+        )
+        return self.append(node, Equation(primitive=primitive, params=params))
 
     def constrained(self, values: Sequence[int], shardings: Placed, site: Site) -> tuple[int, ...]:
         """The values in these shardings, where there are any."""
@@ -216,6 +258,7 @@ class _Builder:
     def append(self, node: Node, equation: Equation) -> tuple[int, ...]:
         self.nodes.append(node)
         self.equations.append(equation)
+        self.makers.update(dict.fromkeys(node.outputs, node))
         return node.outputs
 
     def _barrier(self, equation: Any, inputs: tuple[int, ...], site: Site) -> tuple[int, ...]:
@@ -235,53 +278,54 @@ class _Builder:
         behind = dict(zip(unique, self.append(node, Equation(primitive=primitive)), strict=True))
         return tuple(behind.get(v, v) if hold else v for v, hold in zip(inputs, every, strict=True))
 
-    def finish(
-        self, inputs: list[int], outputs: list[int], input_names: tuple[str, ...], output_names: tuple[str, ...]
-    ) -> Body:
-        """The program written so far, without dead equations, its values numbered in order of appearance."""
-        live = set(outputs)
-        picked: list[int] = []
-        for index in reversed(range(len(self.nodes))):
-            node = self.nodes[index]
-            if index in self.kept or not live.isdisjoint(node.outputs):
-                live.update(node.inputs)
-                picked.append(index)
-        picked.reverse()
-        constants = [v for v in self.constants if v in live]
-        literals = [v for v in self.literals if v in live]
-        order = [*inputs, *constants, *literals, *(v for i in picked for v in self.nodes[i].outputs)]
-        number = {value: index for index, value in enumerate(order)}
 
-        def renumber(values: Sequence[int]) -> tuple[int, ...]:
-            return tuple([number[v] for v in values])
+def _finished(
+    build: _Builder, inputs: list[int], outputs: list[int], input_names: tuple[str, ...], output_names: tuple[str, ...]
+) -> Body:
+    """The program written so far, without dead equations, its values numbered in order of appearance."""
+    live = set(outputs)
+    picked: list[int] = []
+    for index in reversed(range(len(build.nodes))):
+        node = build.nodes[index]
+        if index in build.kept or not live.isdisjoint(node.outputs):
+            live.update(node.inputs)
+            picked.append(index)
+    picked.reverse()
+    constants = [v for v in build.constants if v in live]
+    literals = [v for v in build.literals if v in live]
+    order = [*inputs, *constants, *literals, *(v for i in picked for v in build.nodes[i].outputs)]
+    number = {value: index for index, value in enumerate(order)}
 
-        graph = Graph(
-            types=tuple(self.types[v] for v in order),
-            nodes=tuple(
-                Node(
-                    primitive=node.primitive,
-                    inputs=renumber(node.inputs),
-                    outputs=renumber(node.outputs),
-                    params=node.params,
-                    subgraphs=node.subgraphs,
-                    source=node.source,
-                    scope=node.scope,
-                )
-                for node in (self.nodes[i] for i in picked)
-            ),
-            inputs=renumber(inputs),
-            outputs=renumber(outputs),
-            constants=renumber(constants),
-            literals={number[v]: self.literals[v] for v in literals},
-            input_names=input_names,
-            output_names=output_names,
-        )
-        graph.verify()
-        return Body(
-            graph=graph,
-            equations=tuple(self.equations[i] for i in picked),
-            constants=tuple(self.constants[v] for v in constants),
-        )
+    def renumber(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple([number[v] for v in values])
+
+    graph = Graph(
+        types=tuple(build.types[v] for v in order),
+        nodes=tuple(
+            Node(
+                primitive=node.primitive,
+                inputs=renumber(node.inputs),
+                outputs=renumber(node.outputs),
+                params=node.params,
+                subgraphs=node.subgraphs,
+                source=node.source,
+                scope=node.scope,
+            )
+            for node in (build.nodes[i] for i in picked)
+        ),
+        inputs=renumber(inputs),
+        outputs=renumber(outputs),
+        constants=renumber(constants),
+        literals={number[v]: build.literals[v] for v in literals},
+        input_names=input_names,
+        output_names=output_names,
+    )
+    graph.verify()
+    return Body(
+        graph=graph,
+        equations=tuple(build.equations[i] for i in picked),
+        constants=tuple(build.constants[v] for v in constants),
+    )
 
 
 def _number(value: Any, dtype: str) -> float | int | bool | None:

@@ -1,7 +1,6 @@
 """Planned programs while they run: one program under `jax.jit`, or a pipeline's instructions on its stages."""
 
 from autopar.runtime import runtime
-from autopar.runtime.accepted import Accepted
 from autopar.runtime.executable import Executable
 from autopar.runtime.execution import Compiled, Lowered, Prepared, lower, prepare
 from autopar.runtime.footprint import Limit, limit_of, needed_nbytes, pipeline_nbytes
@@ -12,7 +11,6 @@ from autopar.runtime.runtime import Pipeline, load
 from autopar.runtime.stage_stacked import Pieces, StageStacked, placements
 
 __all__ = [
-    "Accepted",
     "Compiled",
     "CompiledPipeline",
     "Executable",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 from autopar.errors import ArgumentError, explain
-from autopar.frontend import Signature, Type, types_of
+from autopar.frontend import Signature, Traced, Type, types_of
 from autopar.jax_compat import PyTreeDef
 
 _REMEDY = "or call the function itself, which does"
@@ -26,6 +26,19 @@ class Accepted:
     names: tuple[str, ...]
     types: tuple[Type | None, ...]
     statics: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls, signature: Signature, called: Traced, structs: Sequence[jax.ShapeDtypeStruct], statics: tuple[Any, ...]
+    ) -> Self:
+        """The arguments of a step as it is `called`, flat ones of these types."""
+        return cls(
+            signature=signature,
+            tree=called.in_tree,
+            names=called.graph.input_names,
+            types=types_of(structs),
+            statics=statics,
+        )
 
     def leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The flat arguments of a call; static ones may be left out.

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from autopar import jax_compat
 from autopar.checks import Verification, hlo, verify
 from autopar.distributed import Processes, digest_of
-from autopar.frontend import Signature, Traced, devices_of, types_of
+from autopar.frontend import Signature, Traced, devices_of
 from autopar.jax_compat import Device
 from autopar.lowering import build, shardings
 from autopar.phases import Following, unsaid
@@ -316,13 +316,7 @@ def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct], statics: 
         jax.ShapeDtypeStruct(graph.types[v].shape, struct.dtype, weak_type=struct.weak_type)
         for v, struct in zip(graph.inputs, structs, strict=True)
     ]
-    accepted = Accepted(
-        signature=prepared.signature,
-        tree=prepared.traced.in_tree,
-        names=graph.input_names,
-        types=types_of(structs),
-        statics=statics,
-    )
+    accepted = Accepted.of(prepared.signature, prepared.traced, structs, statics)
     with jax_compat.no_mesh():
         return Lowered(prepared, accepted, prepared.jitted.lower(*_groups(prepared.traced)(inner)))
 

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
+
+import jax
 
 from autopar.checks import Emitted, Verification, hlo, verify
+from autopar.frontend import Signature, Traced
 from autopar.phases import Following, unsaid
 from autopar.runtime.accepted import Accepted
 from autopar.runtime.footprint import CPU, Limit, pipeline_peaks
@@ -31,6 +34,18 @@ class LoweredPipeline:
     load: Callable[[tuple[Any, ...]], Callable[[list[Any]], Any]]
     limit: Limit | None = None
     phase: Following = unsaid
+
+    @classmethod
+    def of(
+        cls,
+        plan: PipelinePlan,
+        step: tuple[Signature, Traced, Sequence[jax.ShapeDtypeStruct], tuple[Any, ...]],
+        program: Program,
+        load: Callable[[tuple[Any, ...]], Callable[[list[Any]], Any]],
+        limit: Limit | None,
+    ) -> Self:
+        """The pipeline of a step, which is how calls are read, as it is called, its flat arguments and static ones."""
+        return cls(plan=plan, accepted=Accepted.of(*step), program=program, load=load, limit=limit)
 
     def as_text(self) -> str:
         """The StableHLO of all segments, each under its name."""

@@ -16,8 +16,13 @@ _PLAIN = (
 ).split()
 
 _FLOAT_BITS = {
-    "float8": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64,
-    "complex64": 32, "complex128": 64,
+    "float8": 8,
+    "bfloat16": 16,
+    "float16": 16,
+    "float32": 32,
+    "float64": 64,
+    "complex64": 32,
+    "complex128": 64,
 }
 """The bits of a number, or of each part of a complex one: taking the real part is linear."""
 

@@ -304,13 +304,7 @@ class Search:
         if self.best is None and not self.problem.budgets:
             self.eliminate()
         if self.best is None:
-            if not self.clock.is_late and self.problem.budgets:
-                raise OverBudgetError("no combination of strategies was found that keeps the memory limit")
-            if not self.clock.is_late:
-                raise _impossible(self.problem)
-            raise PlanningError(
-                f"no legal plan was found within {self.options.time_limit:.0f} s; give the solver a longer time_limit"
-            )
+            raise _unfound(self.problem, self.options.time_limit if self.clock.is_late else None)
         self.clock.stop()
         bound = min(max(self.bound, 0.0), self.objective)
         is_within_gap = meet(self.objective, bound, self.options.gap)
@@ -354,6 +348,16 @@ def _excess(problem: ShardingProblem, choice: Sequence[int]) -> float:
     if not np.isfinite(problem.evaluate(choice)):
         return float("inf")
     return max((problem.usage(budget, choice) / budget.limit for budget in problem.budgets), default=0.0)
+
+
+def _unfound(problem: ShardingProblem, time_limit: float | None) -> PlanningError:
+    """The error of a problem to which no answer was found, within a time limit if there is one."""
+    if time_limit is not None:
+        rule = f"no legal plan was found within {time_limit:.0f} s"
+        return PlanningError(f"{rule}; give the solver a longer time_limit")
+    if problem.budgets:
+        return OverBudgetError("no combination of strategies was found that keeps the memory limit")
+    return _impossible(problem)
 
 
 def _impossible(problem: ShardingProblem) -> PlanningError:
