@@ -65,6 +65,8 @@ class Values:
     def _is_from_the_end(self, node: Node) -> bool:
         """Whether a selection is of an index or, where that is below 0, of the one that it stands for."""
         compared = self.makers.get(node.inputs[0])
+        if node.inputs[0] in self.constants:
+            return not np.any(np.asarray(self.constants[node.inputs[0]]))
         if compared is None or compared.primitive != "lt" or compared.inputs[0] != node.inputs[1]:
             return False
         return self.literals.get(compared.inputs[1]) == 0
