@@ -307,6 +307,18 @@ def test_few_drafts_of_a_large_step_are_planned_where_none_fits(nodes: int, monk
     assert len(planned) == max(MOST_UNFIT, MOST_NODES // nodes)
 
 
+def test_a_number_of_microbatches_that_cannot_be_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one in which the step is cut otherwise: writing a step in microbatches takes long."""
+    drafting = searched(*CASES["plain"]).drafting
+    other = next(iter(searched(plain, ([f(1024, 1024)] * 2, f(6, 64, 1024)), "2x1:v100-16g").samples.values()))
+    for count, sample in ((5, None), (7, other)):
+        tried = list[int]()
+        monkeypatch.setattr("passes.pipeline.drafting.sampled", lambda *args, s=sample, t=tried: t.append(args[2]) or s)
+        assert not any(drafting._has(count) for _ in range(3))
+        assert tried == [count]
+    assert not drafting.samples.keys() & {5, 7}
+
+
 def test_a_deep_step_whose_stages_do_not_fit_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     step, args = sgd(plain), ([f(128, 128)] * 12, f(64, 128))
     monkeypatch.setattr(StagedSearch, "run", lambda self: None)
