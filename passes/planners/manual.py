@@ -42,6 +42,9 @@ class DataParallel:
 
     solver: SolverOptions = field(default_factory=SolverOptions)
 
+    def __post_init__(self) -> None:
+        check_solver("DataParallel", self.solver)
+
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         mesh = named(cluster, ("data", cluster.n_devices))
@@ -270,9 +273,8 @@ class Pipeline:
         by_name = [pins.ByName(self._of(submesh, "pins")) for submesh in range(self.stages)]
         for pinned in by_name:
             pinned.check(step.graph)
-        n_stages = self.stages * self.interleave
-        step = step.variant(Variant(microbatches=self.microbatches, stages=n_stages))
-        firsts = stage_cuts(body_of(step.graph), n_stages, self.layers)
+        step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages * self.interleave))
+        firsts = stage_cuts(body_of(step.graph), self.stages * self.interleave, self.layers)
 
         def plan_stage(part: Step, stage: int) -> Plan:
             meshes = self._laid_out(cluster, stage % self.stages, sizes[stage % self.stages])
