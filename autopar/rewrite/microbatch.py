@@ -58,6 +58,13 @@ def microbatched(
     )
 
 
+def function_of(traced: Traced) -> Callable[..., Arrays]:
+    """The function of a rewritten program on whole arrays, whose flat arguments are the program's own."""
+    body, layout, time = body_of(traced), whole_layout(traced.graph), Time(1)
+    schedule, semantics = resharding_plan(traced.graph, layout, time), OnTime(time, jnp.int32(0), "exact")
+    return lambda *inputs: tuple(walk(body, layout, schedule, semantics, inputs))
+
+
 def _stacked(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
     """The type of a batch as microbatches: microbatch i has consecutive rows."""
     rows, *inner_shape = struct.shape

@@ -83,7 +83,8 @@ class _Family:
     coupling: Coupling
     microbatches: int | None
     kept: tuple[Kept, ...]
-    known: dict[object, TracedStep] = field(default_factory=dict[object, TracedStep])
+    known: dict[Variant, TracedStep] = field(default_factory=dict[Variant, TracedStep])
+    in_microbatches: dict[object, Traced] = field(default_factory=dict[object, Traced])
     chunked: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Pieces | None]] = field(default_factory=dict)
     shorter: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Structs, int] | None] = field(default_factory=dict)
 
@@ -96,12 +97,15 @@ class _Family:
         structs = tuple(pieces.structs(self.structs)) if pieces else self.structs
         if variant.sample and (short := self._sample(traced, structs, kept, chosen)) is not None:
             return short
-        key = kept, pieces, variant.stages > 0, count
-        if key not in self.known:
+        chosen = replace(chosen, sample=False)
+        if chosen not in self.known:
             if count > 1 or variant.stages:
-                traced = microbatched(traced, structs, count, self.coupling)
-            self.known[key] = self._step(traced, replace(chosen, sample=False), pieces)
-        return self.known[key]
+                key = kept, pieces, count  # numbers of stages with as many chunks are one program
+                if key not in self.in_microbatches:
+                    self.in_microbatches[key] = microbatched(traced, structs, count, self.coupling)
+                traced = self.in_microbatches[key]
+            self.known[chosen] = self._step(traced, chosen, pieces)
+        return self.known[chosen]
 
     def _count(self, count: int | None) -> int:
         """The number of microbatches. Raises ArgumentError where the user gave another one."""

@@ -154,7 +154,7 @@ def _copied(stage: Stage, value_and_spec: Held, slot: Slot, listing: Listing) ->
         out_shardings=(sharding,),
         in_structs=(struct,),
         out_structs=(struct,),
-        platform=stage.device.platform,
+        platform=stage.platform,
     )
     (copy,) = listing.run(listing.add(segment), (slot,))
     return copy

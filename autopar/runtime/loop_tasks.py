@@ -170,6 +170,7 @@ class Loop:
                 out_shardings=(stage.sharding(spec),),
                 in_structs=(),
                 out_structs=(struct,),
+                platform=stage.platform,
             )
             (self.zeros[key],) = self.listing.run(self.listing.add(segment), ())
         return self.zeros[key]
@@ -206,6 +207,7 @@ class Loop:
             out_shardings=(stage.sharding(joined[1]),),
             in_structs=(struct,) * len(rows),
             out_structs=(struct_of(stage.part.graph.types[joined[0]], joined[1], stage),),
+            platform=stage.platform,
         )
         (slot,) = self.listing.run(self.listing.add(segment), rows)
         return slot

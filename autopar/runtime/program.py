@@ -28,8 +28,8 @@ Held = tuple[int, ShardingSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A piece of a stage's program: flat arrays in, flat arrays out, `donated` inputs reused for outputs; compiled with
-    XLA's options of the user's.
+    """A piece of a stage's program: flat arrays in, flat arrays out, `donated` inputs reused for outputs; compiled for
+    the `platform` of its stage, with XLA's options of the user's.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Segment:
     out_shardings: tuple[Sharding, ...]
     in_structs: tuple[jax.ShapeDtypeStruct, ...]
     out_structs: tuple[jax.ShapeDtypeStruct, ...]
+    platform: str
     donated: tuple[int, ...] = ()
-    platform: str = "cpu"
     user_options: Mapping[str, Any] | None = None
 
     def lower(self) -> Any:

@@ -40,6 +40,11 @@ class Stage:
     loop_equations: tuple[Equation, ...]
 
     @property
+    def platform(self) -> str:
+        """The kind of its devices, as JAX names it: `cpu`, `gpu`."""
+        return self.device.platform
+
+    @property
     def layout(self) -> Layout:
         return self.plan.layout
 
@@ -121,7 +126,7 @@ def segment_of(
         in_structs=tuple(struct_of(types[v], spec, stage) for v, spec in inputs),
         out_structs=tuple(struct_of(types[v], spec, stage) for v, spec in needed),
         donated=tuple(i for i, (v, _) in enumerate(inputs) if v in donated),
-        platform=stage.device.platform,
+        platform=stage.platform,
     )
 
 

@@ -114,7 +114,8 @@ exit status: 0 a plan fits, 1 none does, 2 nothing could be planned,
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status of a command line: 0 done, 1 the plans differ, 2 an error, printed on stderr, 130 interrupted.
 
-    An error that nobody expected is 2 as well, with its traceback: 1 is an answer.
+    An error that nobody expected is 2 as well, with its traceback: 1 is an answer. Where it comes from the user's code,
+    as from the step while it is traced, the traceback begins there.
     """
     arguments = parser().parse_args(argv)
     try:
@@ -126,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(f"autopar {arguments.command}: interrupted before there was anything to show")
         return INTERRUPTED
     except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
+        module = getattr(arguments, "target", None) or ""
+        frames = targets.users_frames(error, module.partition(":")[0]) or error.__traceback__
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
         return TROUBLE
 
 

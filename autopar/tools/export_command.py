@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.export
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from autopar.plan import partition_spec
+from autopar.rewrite import TracedStep, function_of
 from autopar.tools import fit, targets
 from autopar.tools.command import DONE, Command, Output, check_writable, write
 from autopar.tools.explain_command import target_of
 from autopar.tools.targets import UsageError
 from passes.errors import explain
-from passes.plan import Plan, load_plan
+from passes.plan import AnyPlan, Plan, load_plan
 from passes.text import nbytes
 
 _HELP = """\
@@ -24,8 +27,9 @@ Take a plan elsewhere.
 
 --format shardings writes a small Python module with the plan's mesh and the
 PartitionSpec of every argument and result, for jax.jit; it needs JAX alone.
---format jax-export writes the step, cut so, in JAX's own format, for
-jax.export.deserialize on the plan's number of devices."""
+--format jax-export writes the step, cut so, with the plan's microbatches and
+recomputation, in JAX's own format, for jax.export.deserialize on the plan's
+number of devices."""
 
 _MORE = """\
 example:
@@ -122,28 +126,50 @@ def _written(spec: PartitionSpec) -> str:
 def exported(plan: Plan, target: str) -> bytes:
     """The step of a target in JAX's own format, its arguments and results placed as in the plan.
 
-    Raises PlanMismatchError where the plan was made for another step.
+    In as many microbatches, with what its layers keep. Raises PlanMismatchError where the plan was made for another
+    step.
     """
     step, args, kwargs = targets.example(target)
     function = getattr(step, "__wrapped__", step)
     if kwargs:
         rule = "arguments by name are not exported"
         raise UsageError(explain(f"--format jax-export of {target}", rule, "", "return (step, args)"))
-    fit.planned_step(plan, fit.Example.of(step, args, kwargs))
+    planned = fit.traced_step(fit.Example.of(step, args, kwargs)).variant(plan.variant())
+    plan.check(planned.graph, planned.state_pairs)
     axes = tuple(jax.sharding.AxisType.Auto for _ in plan.mesh.axes)
-    on = jax.sharding.AbstractMesh(plan.mesh.sizes, plan.mesh.axes, axis_types=axes)
+    on = AbstractMesh(plan.mesh.sizes, plan.mesh.axes, axis_types=axes)
+    if str(plan.variant()):
+        function = _rewritten(planned, plan, on)
 
-    def placed(tree: object, specs: tuple[PartitionSpec, ...]) -> object:
-        leaves = [jax.sharding.NamedSharding(on, spec) for spec in specs]
+    def placed(tree: object, specs: Sequence[PartitionSpec]) -> object:
+        leaves = [NamedSharding(on, spec) for spec in specs]
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    ins = placed(args, tuple(map(partition_spec, plan.inputs)))
+    stacked = planned.traced.stacked
+    specs = [partition_spec(spec) for spec in plan.inputs]
+    ins = placed(args, [PartitionSpec(*spec[1:]) if i in stacked else spec for i, spec in enumerate(specs)])
     outs = placed(jax.eval_shape(function, *args), tuple(map(partition_spec, plan.outputs)))
     program = jax.export.export(jax.jit(function, in_shardings=ins, out_shardings=outs))(*args)
     try:
         return bytes(program.serialize())
     except ImportError as error:
         raise UsageError(f"--format jax-export: {error}; pip install 'autopar[export]'") from error
+
+
+def _rewritten(planned: TracedStep, plan: Plan, on: AbstractMesh) -> Callable[..., Any]:
+    """The function of a variant of a step, of the user's own arguments: rows of its batch become microbatches."""
+    traced, run = planned.traced, function_of(planned.traced)
+    types = [traced.graph.types[value] for value in traced.graph.inputs]
+
+    def function(*args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
+        for i in traced.stacked:
+            microbatches = leaves[i].reshape(types[i].shape)
+            placement = NamedSharding(on, partition_spec(plan.inputs[i]))
+            leaves[i] = jax.lax.with_sharding_constraint(microbatches, placement)
+        return jax.tree.unflatten(traced.out_tree, run(*leaves))
+
+    return function
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +181,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     plan = load_plan(arguments.plan)
-    _check(plan.variant().stages, plan.microbatches, bool(str(plan.variant())))
+    _check(plan, arguments.format, arguments.plan)
     (program,) = plan.programs
     if arguments.format == "shardings":
         write(arguments.out, module(program), "the module")
@@ -170,11 +196,17 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     return f"{arguments.out}: {nbytes(len(data))}, for jax.export.deserialize", DONE
 
 
-def _check(stages: int, microbatches: int, is_other: bool) -> None:
-    """Raises UsageError for a plan that is more than shardings."""
-    if stages or microbatches > 1 or is_other:
-        rule = "shardings alone do not say stages, microbatches, recomputation or offload, and this plan has some"
-        raise UsageError(explain("PLAN", rule, "", "run it with autopar, or plan for more devices or memory"))
+def _check(plan: AnyPlan, format: str, path: Path) -> None:
+    """Raises UsageError for a plan that is more than a format can say."""
+    variant, stages = plan.variant(), plan.shape if plan.variant().stages else ""
+    with_autopar = f"run it with autopar: parallelize(train_step, planner=Manual({str(path)!r}))"
+    if format == "shardings" and (chosen := ", ".join(filter(None, (stages, str(variant))))):
+        rule = f"shardings alone do not say stages, microbatches, recomputation or offload, and this plan has {chosen}"
+        remedy = with_autopar if stages or variant.offload else f"take --format jax-export, or {with_autopar}"
+        raise UsageError(explain(f"--format shardings of {path}", rule, "", remedy))
+    if more := ", ".join(filter(None, (stages, "state offloaded" if variant.offload else ""))):
+        rule = f"it is one program on one mesh, whose arrays are on devices, and this plan has {more}"
+        raise UsageError(explain(f"--format jax-export of {path}", rule, "", with_autopar))
 
 
 COMMAND = Command(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from autopar.errors import explain
@@ -27,6 +31,15 @@ is called with, arrays or jax.ShapeDtypeStructs: only shapes and dtypes count.
 
 MODULE is imported from the current folder, on the CPU."""
 
+_OTHERS = (
+    *(f"{Path(__file__).parents[2] / name}{os.sep}" for name in ("autopar", "passes")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")),
+    "<frozen ",
+)
+"""How the files of autopar and of Python begin."""
+
+_INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]")
+
 
 class UsageError(Exception):
     """A command that cannot be carried out as written; the message says what to write."""
@@ -44,6 +57,10 @@ def _read(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ..
             return step, tuple(args), {}
         case (step, tuple() | list() as args, dict(kwargs)) if callable(step):
             return step, tuple(args), kwargs
+        case (step, first, *more) if callable(step) and not isinstance(first, tuple | list):
+            given = ", ".join(type(value).__name__ for value in (first, *more))
+            rule = f"it returned a step and {given}, and the step's arguments are a tuple, also where there is but one"
+            raise UsageError(explain(target, rule, "", f"return (step, ({'state, batch' if more else 'batch,'}))"))
         case other:
             raise UsageError(f"{target} returned {type(other).__name__}, not a step and its arguments\n{TARGET}")
 
@@ -64,16 +81,33 @@ def called(target: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             rule = f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed"
             raise UsageError(rule) from error
-        raise UsageError(f"{target} raised an error\n{_users_traceback(error)}") from error
+        raise UsageError(f"{target} raised an error\n{_users_traceback(error, module_name)}") from error
     raise UsageError(f"{module_name} ({module.__file__}) has no function {name!r}")
 
 
-def _users_traceback(error: Exception) -> str:
+def _users_traceback(error: Exception, module: str) -> str:
     """The traceback of an error from the user's own code on."""
-    frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, importlib.__file__, "<frozen importlib")):
-        frames = frames.tb_next
+    frames = users_frames(error, module)
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def users_frames(error: BaseException, module: str = "") -> TracebackType | None:
+    """The traceback of an error from the first frame of the user's own code on; None where it has none.
+
+    That is what is neither autopar's nor a library's, or of the same package as the `module` of the target.
+    """
+    frames = error.__traceback__
+    package = module.partition(".")[0]
+    while frames and not _is_users(frames.tb_frame.f_code.co_filename):
+        if package and frames.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            break
+        frames = frames.tb_next
+    return frames
+
+
+def _is_users(path: str) -> bool:
+    """Whether a file may be the user's: neither autopar's, nor Python's, nor of a package that was installed."""
+    return not path.startswith(_OTHERS) and _INSTALLED.search(path) is None
 
 
 def presets(target: str, named: str | None) -> dict[str, Callable[[], Example]]:

@@ -56,7 +56,8 @@ _ROUNDING = 1e-9
 
 EPSILON = 0.02
 """The share by which neighbouring periods differ in the search by period: what is found is at most that far from the
-best of one schedule. `python -m benchmarks.settings` shows what half and double of it find."""
+least of (1). Simulated, it may be further from the best of one schedule; the `bound` of the result says how far at
+most. `python -m benchmarks.settings` shows what half and double of it find."""
 
 MOST_EXTENDED = 2000
 """Partial partitions that the branch and bound at the end extends: work, about a second of one processor. It proves

@@ -61,6 +61,7 @@ class Drafting:
     _megatron_tables: dict[tuple[int, int], StageCostTable] = field(
         default_factory=dict[tuple[int, int], StageCostTable]
     )
+    _refused_counts: set[int] = field(default_factory=set[int])
 
     @property
     def layers(self) -> int:
@@ -207,7 +208,9 @@ class Drafting:
 
     def _has(self, count: int) -> bool:
         """Whether the step can be had in so many microbatches, and cut as it is in others."""
-        if count not in self.samples and (sample := sampled(self.step, self.stages, count)) is not None:
+        if count in self.samples or count in self._refused_counts:
+            return count in self.samples
+        if (sample := sampled(self.step, self.stages, count)) is not None:
             known = self.table.step.cuts(next(iter(self.samples)))
             self.samples[count] = sample
             try:
@@ -216,6 +219,8 @@ class Drafting:
                 alike = False
             if not alike:
                 del self.samples[count]
+        if count not in self.samples:
+            self._refused_counts.add(count)
         return count in self.samples
 
     @property

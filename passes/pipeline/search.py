@@ -162,7 +162,7 @@ class StagedSearch:
                     continue
                 if draft.key in self._seen:
                     continue
-                is_enough = best is not None or planned == MOST_UNFIT
+                is_enough = best is not None or planned >= MOST_UNFIT
                 if planned and is_enough and (planned + 1) * nodes > MOST_NODES:  # others have about as many
                     break
                 nodes = size(self.plans.written(draft.microbatches).graph)

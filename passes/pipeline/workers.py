@@ -40,7 +40,8 @@ def processors() -> int:
 class WorkerPool:
     """Copies of a `served` object in processes of their own, as many as there are processors, the caller's among them.
 
-    They start when `call` first has enough to share, unless there is one processor; `with` ends them.
+    They start when `call` first has enough to share, unless there is one processor; `with` ends them. Where the system
+    allows fewer processes, there are fewer.
     """
 
     def __init__(self, served: object, count: int | None = None) -> None:
@@ -51,13 +52,20 @@ class WorkerPool:
     def call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
         """`served.method(*task)` of every task, in order. Raises what the first failing one raised."""
         if len(tasks) > 1 and not self.workers:
-            self.workers = [_Worker(self.served) for _ in range(self.count)]
+            self._start()
         job = _Job(method, tasks)
         for worker in self.workers:
             worker.join(job)
         for number in job.take_all():
             job.done(number, _tried(self.served, method, tasks[number]))
         return job.results()
+
+    def _start(self) -> None:
+        """Starts the processes, as many as the system allows: later calls ask for no more, and the caller works too."""
+        with suppress(OSError, RuntimeError):
+            while len(self.workers) < self.count:
+                self.workers.append(_Worker(self.served))
+        self.count = len(self.workers)
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +132,11 @@ class _Worker:
         self.jobs: deque[_Job] = deque()
         self.news = threading.Condition()
         self.ended = False
-        threading.Thread(target=self._talk, daemon=True).start()
+        try:
+            threading.Thread(target=self._talk, daemon=True).start()
+        except RuntimeError:  # there are no more threads to be had
+            self.end()
+            raise
 
     def join(self, job: _Job) -> None:
         """Takes part in a job, as long as there are tasks of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, cast
 
 from passes.errors import PlanningError, close, explain
@@ -42,25 +42,29 @@ def check_layers(planner: str, pattern: object) -> None:
 
 def check_seconds(planner: str, seconds: Any) -> None:
     """Raises PlanningError unless a limit is a number of seconds from 0, or none."""
-    if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and 0 <= seconds < math.inf):
         rule = "a limit is a number of seconds"
         raise PlanningError(explain(f"{planner}(seconds={seconds!r:.40})", rule, "", "leave it out for none"))
 
 
 def checked_schedules(planner: str, names: Any) -> tuple[str, ...]:
-    """The schedules of these names. Raises PlanningError for others, and for a name in the place of several."""
+    """The schedules of these names, those of a set in the order of the table: which is tried first decides ties.
+
+    Raises PlanningError for others, and for a name in the place of several.
+    """
     listed = _listed(names)
-    unknown = [name for name in ((names,) if listed is None else listed) if name not in SCHEDULES]
+    unknown = [name for name in ((names,) if listed is None else listed) if not _is_schedule(name)]
     if listed is not None and not unknown:
-        return listed
+        return tuple(name for name in SCHEDULES if name in listed) if isinstance(names, Set) else listed
     rule = f"schedules are a tuple of names; known are {', '.join(SCHEDULES)}"
-    meant = f"write ({names!r},)" if listed is None and names in SCHEDULES else close(str(unknown[0]), SCHEDULES)
+    meant = f"write ({names!r},)" if not unknown else close(str(unknown[0]), SCHEDULES)
     raise PlanningError(explain(f"{planner}(schedules={names!r:.60})", rule, "", meant or "leave it out for all"))
 
 
 def check_schedule(planner: str, name: Any) -> None:
     """Raises PlanningError for what is not the name of a schedule."""
-    if not isinstance(name, str) or name not in SCHEDULES:
+    if not _is_schedule(name):
         rule, remedy = f"known are {', '.join(SCHEDULES)}", close(str(name), SCHEDULES) or "leave it out"
         raise PlanningError(explain(f"{planner}(schedule={name!r:.60})", rule, "", remedy))
 
@@ -76,6 +80,10 @@ def _listed(values: Any) -> tuple[Any, ...] | None:
     """The values that a user listed; None where they are no list, or text."""
     is_list = isinstance(values, Iterable) and not isinstance(values, str)
     return tuple(cast("Iterable[Any]", values)) if is_list else None
+
+
+def _is_schedule(name: object) -> bool:
+    return isinstance(name, str) and name in SCHEDULES
 
 
 def _is_count(value: object) -> bool:

@@ -62,10 +62,11 @@ class FollowingStages:
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
-        """The plan in these stages. Raises PlanMismatchError where their weights are read in another order."""
+        """The plan in these stages. Raises PlanMismatchError where their weights are read in another order, or the
+        batch cannot be cut as they need it.
+        """
         followed = self.followed
-        counts = [count for count in step.counts if count <= followed.microbatches]
-        step = step.variant(Variant(microbatches=max(counts, default=1), stages=len(followed.stages)))
+        step = step.variant(Variant(microbatches=self._microbatches(step), stages=len(followed.stages)))
         owner = {value: stage for value, (stage, _) in self._weights(step.graph).items()}
         firsts = self._firsts(step.graph, owner)
 
@@ -79,6 +80,24 @@ class FollowingStages:
         schedule = "interleaved" if followed.chunks > 1 else "gpipe"
         name = f"following {followed.planner}"
         return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, followed.chunks), step)
+
+    def _microbatches(self, step: Step) -> int:
+        """The most microbatches, up to those of the followed plan, that the stages can take.
+
+        Stages in turn take them in rounds of as many as there are submeshes. Raises PlanMismatchError where there is
+        no such number of them.
+        """
+        followed = self.followed
+        rounds = followed.groups if followed.chunks > 1 else 1
+        counts = [count for count in step.counts or (1,) if count % rounds == 0]
+        if not counts:
+            rule = f"the plan has {followed.chunks} stages in turn on each of {rounds} submeshes, which take "
+            rule += (
+                f"microbatches in multiples of {rounds}, and there can be {', '.join(map(str, step.counts or (1,)))}"
+            )
+            remedy = f"pass a batch that {rounds} divide, with microbatches= left out, or give it a planner of its own"
+            raise PlanMismatchError(explain("follow=", rule, "", remedy))
+        return max((count for count in counts if count <= followed.microbatches), default=min(counts))
 
     def _weights(self, graph: Graph) -> dict[int, tuple[int, ShardingSpec]]:
         """The stage and the placement of each input that the followed plan has placed."""

@@ -42,6 +42,9 @@ class DataParallel:
 
     solver: SolverOptions = field(default_factory=SolverOptions)
 
+    def __post_init__(self) -> None:
+        check_solver("DataParallel", self.solver)
+
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         mesh = named(cluster, ("data", cluster.n_devices))
@@ -81,7 +84,6 @@ class Zero:
 
 WORTHWHILE = 0.01
 """The share of the state's bytes on a device that a second axis must save, if there is to be one."""
-
 
 LARGE = 0.1
 """The share of the state that may stay whole without a word."""
@@ -271,7 +273,7 @@ class Pipeline:
         by_name = [pins.ByName(self._of(submesh, "pins")) for submesh in range(self.stages)]
         for pinned in by_name:
             pinned.check(step.graph)
-        step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages))
+        step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages * self.interleave))
         firsts = stage_cuts(body_of(step.graph), self.stages * self.interleave, self.layers)
 
         def plan_stage(part: Step, stage: int) -> Plan:
@@ -341,7 +343,7 @@ class GPipe:
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
-        pipeline = Pipeline(
+        return Pipeline(
             stages=self.stages,
             microbatches=self.microbatches,
             schedule="gpipe",
@@ -349,8 +351,7 @@ class GPipe:
             layers=self.layers,
             max_axes=self.max_axes,
             solver=self.solver,
-        )
-        return pipeline.plan(step, cluster, options)
+        ).plan(step, cluster, options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,30 @@ def test_weights_read_in_another_order_have_no_such_stages():
         followed.plan(made()["params"], X)
 
 
+@pytest.mark.parametrize(("rows", "microbatches"), [(16, 4), (6, 2)])
+def test_stages_in_turn_take_as_many_microbatches_as_suit_their_submeshes(rows: int, microbatches: int):
+    step = autopar.parallelize(train, planner=PLANNERS["stages in turn"], cluster="4:h100")
+    step.plan(made(), X)
+    plan = autopar.parallelize(evaluate, follow=step).plan(made()["params"], X[:rows])
+    assert (plan.microbatches, plan.chunks, len(plan.stages)) == (microbatches, 2, 4)
+
+
+def test_a_batch_that_stages_in_turn_cannot_take_is_refused_by_what_would_do():
+    step = autopar.parallelize(train, planner=PLANNERS["stages in turn"], cluster="4:h100")
+    step.plan(made(), X)
+    params = made()["params"]
+    for options, rows in (({}, 5), ({"microbatches": 3}, 6)):
+        with pytest.raises(autopar.PlanningError, match=r"follow=.*multiples of 2(.|\n)*a batch that 2 divide"):
+            autopar.parallelize(evaluate, follow=step, **options).plan(params, X[:rows])
+
+
+def test_more_microbatches_than_the_followed_plan_has_are_as_asked():
+    step = autopar.parallelize(train, planner=PLANNERS["stages"], cluster="4:h100")
+    step.plan(made(), X)
+    followed = autopar.parallelize(evaluate, follow=step, microbatches=8)
+    assert followed.plan(made()["params"], X).microbatches == 8
+
+
 def test_an_array_is_the_one_with_the_longest_end_of_its_path():
     small, large = (TensorType(shape=(n,), dtype="float32") for n in (2, 4))
     known = [

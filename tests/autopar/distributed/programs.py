@@ -47,6 +47,7 @@ def segment(function: Any, sharding: Sharding) -> Segment:
         out_shardings=(sharding,),
         in_structs=(struct,) * 2,
         out_structs=(struct,),
+        platform="cpu",
     )
 
 

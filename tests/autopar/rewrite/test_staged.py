@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,12 +18,12 @@ from passes.errors import OverBudgetError
 from passes.inter_op import SCHEDULES, is_chunked
 from passes.intra_op import layouts
 from passes.pipeline import StagedSearch, layers_of, samples_of
+from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.samples import anchors, near
 from passes.pipeline.shapes import Draft, Shape
 from passes.pipeline.stage_bytes import least_bytes, partly_priced
 from passes.pipeline.stage_plans import StagePlans
-from passes.pipeline.workers import WorkerPool
 from passes.plan import PipelinePlan
 from passes.solver import SolverOptions
 from tests.sample import slow
@@ -199,16 +200,16 @@ def test_stages_that_need_too_much_are_planned_again_within_less(monkeypatch: py
     drafts = list[Draft]()
     plan_of = StagePlans.plan
 
-    def noted(self: StagePlans, draft: Draft, pool: WorkerPool) -> PipelinePlan:
+    def noted(self: StagePlans, draft: Draft) -> PipelinePlan:
         drafts.append(draft)
-        return plan_of(self, draft, pool)
+        return plan_of(self, draft)
 
     monkeypatch.setattr(StagePlans, "plan", noted)
     fastest = search.run()
     assert fastest is not None
     search.plans.limit = 0.95 * fastest.peak_nbytes
     within, over = [
-        plan_of(search.plans, drafts[0], WorkerPool(search.block_costs, 1))
+        plan_of(search.plans, drafts[0])
         for tightened in (2, 0)
         if not monkeypatch.setattr("passes.pipeline.stage_plans.TIGHTENED", tightened)
     ]
@@ -287,6 +288,35 @@ def test_where_nothing_fits_the_leanest_of_all_is_named() -> None:
     leanest: Any = staged.value.least_memory_plan
     other: Any = whole.value.least_memory_plan
     assert leanest.peak_nbytes <= other.peak_nbytes
+
+
+@pytest.mark.parametrize("nodes", [1000, 1200, 1201])
+def test_few_drafts_of_a_large_step_are_planned_where_none_fits(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have 6,000 operators in all, however many that are."""
+    drafts = [SimpleNamespace(key=n, seconds=1.0, microbatches=4) for n in range(40)]
+    search, planned = searched(*CASES["plain"], limit=1.0), list[object]()
+
+    def planned_plan(_: StagePlans, draft: Any) -> Any:
+        planned.append(draft)
+        return SimpleNamespace(peak_nbytes=10**9, step_seconds=1.0)
+
+    monkeypatch.setattr(StagePlans, "written", lambda _, count: SimpleNamespace(graph=None))
+    monkeypatch.setattr(StagePlans, "plan", planned_plan)
+    monkeypatch.setattr("passes.pipeline.search.size", lambda graph: nodes)
+    assert search._best(drafts, math.inf) == (None, 10**9)
+    assert len(planned) == max(MOST_UNFIT, MOST_NODES // nodes)
+
+
+def test_a_number_of_microbatches_that_cannot_be_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one in which the step is cut otherwise: writing a step in microbatches takes long."""
+    drafting = searched(*CASES["plain"]).drafting
+    other = next(iter(searched(plain, ([f(1024, 1024)] * 2, f(6, 64, 1024)), "2x1:v100-16g").samples.values()))
+    for count, sample in ((5, None), (7, other)):
+        tried = list[int]()
+        monkeypatch.setattr("passes.pipeline.drafting.sampled", lambda *args, s=sample, t=tried: t.append(args[2]) or s)
+        assert not any(drafting._has(count) for _ in range(3))
+        assert tried == [count]
+    assert not drafting.samples.keys() & {5, 7}
 
 
 def test_a_deep_step_whose_stages_do_not_fit_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import autopar
 from autopar import GPipe, Megatron, Pipeline
 from autopar.runtime import build
 from autopar.runtime.program import Send
+from autopar.runtime.segments import Stage
 from benchmarks.loaded_pipeline import live_activations
 from benchmarks.trainings import MODELS, QUICK
 from passes.errors import PlanningError
@@ -180,6 +181,22 @@ def written(planner: Pipeline, loss: Callable[..., jax.Array] = squared, layers:
     traced = parallel.trace(*arguments)
     cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
     return plan, cut, build(traced, plan, cut, jax.devices()[:4])
+
+
+def test_every_segment_is_compiled_for_the_devices_of_its_stage(monkeypatch: pytest.MonkeyPatch):
+    """Those that begin sums and join rows, too: options that XLA has for CPUs are none of an accelerator."""
+
+    def step(params: Any, batch: Any) -> Any:
+        gradients = jax.grad(squared)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), predict(params, batch["x"])
+
+    params, batch = mlp()
+    parallel = autopar.parallelize(step, planner=Pipeline(stages=2, microbatches=4), devices=jax.devices()[:2])
+    plan, traced = parallel.plan(params, batch), parallel.trace(params, batch)
+    monkeypatch.setattr(Stage, "platform", "gpu")
+    program = build(traced, plan, stages.cut(traced.graph, plan.firsts, traced.state_pairs), jax.devices()[:2])
+    assert {"zero", "rows"} <= {segment.name.split()[0] for segment in program.segments}
+    assert {segment.platform for segment in program.segments} == {"gpu"}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])

@@ -184,6 +184,7 @@ PLANNERS = [
     Pipeline(stages=2, microbatches=4, schedule="zero-bubble-h1", submeshes=(1, 1)),
     Pipeline(stages=4, microbatches=2, schedule="gpipe"),
     Pipeline(stages=3, microbatches=2, submeshes=(1, 1, 1)),
+    Pipeline(stages=2, microbatches=4, interleave=2),
 ]
 
 
@@ -246,8 +247,11 @@ def scans(graph: Graph) -> list[Node]:
 
 
 @pytest.mark.parametrize("loss", [score, checkpointed])
-def test_every_stage_runs_its_layers(loss: Callable[..., jax.Array]):
-    _, _, cut = cut_of(Pipeline(stages=4, microbatches=2), loss, layers=8)
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_every_stage_runs_its_layers(loss: Callable[..., jax.Array], interleave: int):
+    planner = Pipeline(stages=4 // interleave, microbatches=2, interleave=interleave)
+    _, plan, cut = cut_of(planner, loss, layers=8)
+    assert plan.groups == 4 // interleave
     for k, part in enumerate(cut.parts):
         forward, backward = scans(part.body)
         assert (forward.params["length"], backward.params["length"]) == (2, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.tools import doctor_command
+from autopar.tools import doctor_command, pareto_front
 from autopar.tools.cli import main, parser
 from passes.errors import ClusterError
 from passes.plan import Plan
@@ -44,6 +44,12 @@ def parallel_step(params, batch, rate):
 def parallel_example():
     _, (params, batch) = example()
     return parallel_step, [params, batch], {"rate": 0.5}
+
+def lone_example():
+    return step, example()[1][1]
+
+def flat_example():
+    return step, *example()[1]
 
 def not_an_example():
     return 17
@@ -295,6 +301,8 @@ def test_a_saved_plan_is_a_planner(capsys, train):
         ("train:absent", [], "has no function 'absent'"),
         ("train:constant", [], "has no function 'constant'"),
         ("train:not_an_example", [], "returned int, not a step and its arguments"),
+        ("train:lone_example", [], "it returned a step and ShapeDtypeStruct, and the step's arguments are a tuple"),
+        ("train:flat_example", [], "return (step, (state, batch))"),
         ("train:example", ["--planner", "magic"], "'magic' is not a planner"),
         ("train:example", ["--forbid", "gather"], "'gather' is no kind of collective"),
         ("train:example", ["--planner", "dp", "--forbid", "all_reduce"], "are of --planner auto"),
@@ -339,6 +347,16 @@ def test_errors_of_the_users_module_are_theirs_to_see(capsys, train, command, te
     assert "broken.py" in written
     assert "importlib" not in written
     assert "targets.py" not in written
+    assert "cli.py" not in written
+    assert "tracing.py" not in written
+
+
+def test_an_error_of_autopar_itself_is_shown_whole(capsys, train, monkeypatch):
+    monkeypatch.setattr(pareto_front, "front", None)
+    assert main(["plan", "train:example", "--cluster", "1x4:a100-80g"]) == 2
+    written = capsys.readouterr().err
+    assert "cli.py" in written
+    assert "TypeError: 'NoneType' object is not callable" in written
 
 
 @pytest.mark.parametrize(

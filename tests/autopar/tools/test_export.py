@@ -62,7 +62,10 @@ def test_the_program_is_exported_with_its_shardings(plan):
     assert main(["export", "plan.json", "--format", "jax-export", "-o", "step.bin"]) == 0
     program = jax.export.deserialize(bytearray(Path("step.bin").read_bytes()))
     assert program.nr_devices == 4
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    assert_computes_the_step(program, jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")))
+
+
+def assert_computes_the_step(program, mesh):
     rng = np.random.default_rng(0)
     shapes = [(256, 64), (64, 256), (128, 64)]
     down, up, batch = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
@@ -84,12 +87,33 @@ def test_a_step_that_the_plan_was_not_made_for_is_refused(plan, capsys):
     assert not Path("step.bin").exists()
 
 
-def test_what_is_more_than_shardings_is_refused(train, capsys):  # noqa: F811
+@pytest.mark.parametrize(
+    ("planner", "format", "message"),
+    [
+        (["pipeline:2x2"], "shardings", "and this plan has 2 stages, 2 microbatches"),
+        (["dp", "--microbatches", "2"], "shardings", "and this plan has 2 microbatches\n  take --format jax-export"),
+        (["pipeline:2x2"], "jax-export", "it is one program on one mesh, whose arrays are on devices, and this plan"),
+    ],
+)
+def test_what_a_format_does_not_say_is_refused(train, capsys, planner, format, message):  # noqa: F811
     base = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", "--planner"]
-    for planner in (["pipeline:2x2"], ["dp", "--microbatches", "2"]):
-        assert main([*base, *planner, "--out", "p.json"]) == 0
-        assert main(["export", "p.json", "--format", "shardings", "-o", "s.py"]) == 2
-        assert "shardings alone do not say stages" in capsys.readouterr().err
+    assert main([*base, *planner, "--out", "p.json"]) == 0
+    assert main(["export", "p.json", "--format", format, "-o", "s.py"]) == 2
+    told = capsys.readouterr().err
+    assert f"--format {format} of p.json" in told
+    assert message in told
+    assert "planner=Manual('p.json')" in told
+    assert not Path("s.py").exists()
+
+
+def test_microbatches_are_exported_in_the_format_of_jax(train):  # noqa: F811
+    command = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", "--planner", "zero3"]
+    assert main([*command, "--microbatches", "4", "--out", "plan.json"]) == 0
+    assert main(["export", "plan.json", "--format", "jax-export", "-o", "step.bin"]) == 0
+    program = jax.export.deserialize(bytearray(Path("step.bin").read_bytes()))
+    assert "stablehlo.while" in program.mlir_module()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    assert_computes_the_step(program, mesh)
 
 
 def test_a_module_is_small_and_readable(plan):

@@ -1,5 +1,6 @@
 """Work that is shared with other processes: the same answers, whoever finds them, and nobody left behind."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -70,6 +71,38 @@ def test_a_process_that_dies_loses_nothing():
                 break
         assert pool.workers[0].process.poll() == -9
         assert pool.call("__call__", [()] * 2) == ["here"] * 2
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_there_are_as_many_processes_as_the_system_allows(allowed, monkeypatch):
+    started, start = [], subprocess.Popen
+
+    def limited(*args, **options):
+        if len(started) == allowed:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(start(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", limited)
+    with WorkerPool("tensors", 4) as pool:
+        for _ in range(2):
+            assert pool.call("index", TASKS) == [0, 1, 2, 3, 4, 5]
+        assert [worker.process for worker in pool.workers] == started
+    assert all(process.poll() is not None for process in started)
+
+
+def test_a_process_without_a_thread_that_talks_to_it_is_ended(monkeypatch):
+    def refused(self):
+        raise RuntimeError("can't start new thread")
+
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **options: started.append(start(*args, **options)) or started[-1]
+    )
+    monkeypatch.setattr("threading.Thread.start", refused)
+    with WorkerPool("tensors", 4) as pool:
+        assert pool.call("index", TASKS) == [0, 1, 2, 3, 4, 5]
+    assert [process.poll() is not None for process in started] == [True]
 
 
 def test_a_script_needs_no_guard(tmp_path):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanningError
-from passes.planners import Auto, GPipe, Megatron, Pipeline, Zero
+from passes.inter_op import SCHEDULES
+from passes.planners import Auto, DataParallel, GPipe, Megatron, Pipeline, Zero
 from passes.planners.checks import checked_schedules, checked_submeshes
 from passes.solver import SolverOptions
 
@@ -23,10 +24,14 @@ from passes.solver import SolverOptions
         (Auto, {"seconds": -1}, "Auto(seconds=-1): a limit is a number of seconds"),
         (Auto, {"seconds": math.nan}, "Auto(seconds=nan): a limit is a number of seconds"),
         (Auto, {"seconds": "3"}, "Auto(seconds='3'): a limit is a number of seconds"),
+        (Auto, {"seconds": True}, "Auto(seconds=True): a limit is a number of seconds"),
+        (Auto, {"schedules": (["1f1b"],)}, "Auto(schedules=(['1f1b'],)): schedules are a tuple of names"),
+        (Auto, {"schedules": {"1f1b", "1f2b"}}, "did you mean '1f1b'"),
         (Auto, {"schedules": ("1f2b",)}, "did you mean '1f1b'"),
         (Auto, {"schedules": "1f1b"}, "write ('1f1b',)"),
         (Auto, {"schedules": 3}, "schedules are a tuple of names"),
         (Auto, {"solver": "cbc"}, "write solver=SolverOptions(solver='cbc')"),
+        (DataParallel, {"solver": "cbc"}, "DataParallel(solver='cbc'): these are SolverOptions"),
         (Pipeline, {"stages": 2, "microbatches": 0}, "Pipeline(microbatches=0): should be a whole number from 1"),
         (Pipeline, {"stages": 2, "microbatches": None}, "Pipeline(microbatches=None): should be a whole number"),
         (Pipeline, {"stages": 0, "microbatches": 2}, "Pipeline(stages=0): should be a whole number from 1"),
@@ -65,4 +70,13 @@ def test_an_option_that_cannot_be_is_refused_by_name(
 def test_what_may_be_is_kept() -> None:
     assert checked_submeshes("Pipeline", [2, 1, 1]) == (2, 1, 1)
     assert checked_schedules("Auto", ["gpipe", "1f1b"]) == ("gpipe", "1f1b")
+    assert checked_schedules("Auto", ("1f1b", "gpipe")) == ("1f1b", "gpipe")
+    assert checked_schedules("Auto", iter(["1f1b"])) == ("1f1b",)
     assert Auto(seconds=0, layers=None).schedules == ()
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
+def test_schedules_of_a_set_come_in_the_order_of_the_table(kind: Callable[..., Any]) -> None:
+    """The planner is the same in every process: the order of a set is not."""
+    assert checked_schedules("Auto", kind(SCHEDULES)) == tuple(SCHEDULES)
+    assert Auto(schedules=kind(["gpipe", "1f1b", "eager-1f1b"])) == Auto(schedules=("gpipe", "1f1b", "eager-1f1b"))
