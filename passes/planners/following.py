@@ -89,13 +89,12 @@ class FollowingStages:
         """
         followed = self.followed
         rounds = followed.groups if followed.chunks > 1 else 1
-        counts = [count for count in step.counts or (1,) if count % rounds == 0]
+        possible = step.counts or (1,)
+        counts = [count for count in possible if count % rounds == 0]
         if not counts:
             rule = f"the plan has {followed.chunks} stages in turn on each of {rounds} submeshes, which take "
-            rule += (
-                f"microbatches in multiples of {rounds}, and there can be {', '.join(map(str, step.counts or (1,)))}"
-            )
-            remedy = f"pass a batch that {rounds} divide, with microbatches= left out, or give it a planner of its own"
+            rule += f"microbatches in multiples of {rounds}, and there can be {', '.join(map(str, possible))}"
+            remedy = f"pass a multiple of {rounds} rows with microbatches= left out, or give it a planner of its own"
             raise PlanMismatchError(explain("follow=", rule, "", remedy))
         return max((count for count in counts if count <= followed.microbatches), default=min(counts))
 

@@ -134,7 +134,7 @@ def test_a_batch_that_stages_in_turn_cannot_take_is_refused_by_what_would_do():
     step.plan(made(), X)
     params = made()["params"]
     for options, rows in (({}, 5), ({"microbatches": 3}, 6)):
-        with pytest.raises(autopar.PlanningError, match=r"follow=.*multiples of 2(.|\n)*a batch that 2 divide"):
+        with pytest.raises(autopar.PlanningError, match=r"follow=.*multiples of 2(.|\n)*a multiple of 2 rows"):
             autopar.parallelize(evaluate, follow=step, **options).plan(params, X[:rows])
 
 
