@@ -233,39 +233,40 @@ class Checkpoints:
         return json.loads(processes.broadcast("the checkpoints", listed) if processes else listed())
 
     def _read(self, step: int, like: Any) -> Saved:
-        """A checkpoint. Raises RefusedError, on all processes, with the reason why it cannot be used."""
-        sums: list[int] = []
+        """A checkpoint. Raises RefusedError, on all processes, with the reason why it cannot be used.
+
+        Whatever one of them meets, all come to the same exchanges in the same order.
+        """
         reason, state, manifest = "", None, None
         try:
             manifest = Manifest.read(self._folder.of(step))
             _check_types(manifest, like)
             state = _restored(self._orbax(), self._folder.of(step), like)
-            leaves = jax.tree.leaves(state)
-            is_global = self._survey.of(leaves)
-            plain = [_plain(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
-            sums = [
-                partial_sum(pieces_of(leaf, is_global=everywhere), np.shape(leaf))
-                for leaf, everywhere in zip(plain, is_global, strict=True)
-            ]
         except RefusedError as error:
             reason = str(error)
-        texts = [json.dumps([reason, sums])]
-        if self._processes:
-            texts = self._processes.gather(f"the checkpoint of step {step}", texts[0])
-        rows = [json.loads(text) for text in texts]
-        reason = next((reason for reason, _ in rows if reason), "")
-        if not reason and manifest is not None:
-            reason = _difference(manifest, _flattened(like)[0], [sums for _, sums in rows])
+        reason = next(filter(None, self._of_all(f"reading the checkpoint of step {step}", reason)), "")
         if reason or manifest is None:
+            raise RefusedError(reason)
+        leaves = jax.tree.leaves(state)
+        is_global = self._survey.of(leaves)
+        sums = [_sum(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
+        of_all = self._of_all(f"the checkpoint of step {step}", sums)
+        if reason := _difference(manifest, _flattened(like)[0], of_all):
             raise RefusedError(reason)
         plan = manifest.plan and plan_from_json(manifest.plan)
         position, rng = decoded(manifest.position), key(manifest.rng)
         return Saved(step=step, state=state, position=position, rng=rng, plan=plan)
 
+    def _of_all(self, topic: str, fields: Any) -> list[Any]:
+        """What each process gives, as JSON has it, by rank."""
+        text = json.dumps(fields)
+        return [json.loads(text) for text in (self._processes.gather(topic, text) if self._processes else [text])]
+
 
 def _behind(folder: Path, step: int, later: Sequence[int]) -> str:
     """The warning about a step that is saved behind these later ones."""
-    rule = f"{folder} has checkpoints of later steps ({', '.join(map(str, later))}), of which restore gives the last good one"
+    steps = ", ".join(map(str, later))
+    rule = f"{folder} has checkpoints of later steps ({steps}), of which restore gives the last good one"
     remedy = "to go on from this one, delete the later ones, or choose another folder for this run"
     return explain(f"save(step={step})", rule, "", remedy)
 
@@ -285,9 +286,10 @@ def _flattened(state: Any) -> tuple[list[str], list[Any]]:
     return [keystr(path) for path, _ in pairs], [leaf for _, leaf in pairs]
 
 
-def _plain(leaf: Any, is_global: bool) -> Any:
-    """A leaf as plain numbers, which nobody changes."""
-    return words(leaf) if is_global else np.array(words(leaf))
+def _sum(leaf: Any, is_global: bool) -> int:
+    """The sum, for the digest, over what this process answers for of a leaf."""
+    plain = words(leaf) if is_global else np.array(words(leaf))
+    return partial_sum(pieces_of(plain, is_global=is_global), np.shape(leaf))
 
 
 def _gathered(processes: Processes, name: str, sums: list[int]) -> list[list[int]]:
