@@ -29,6 +29,9 @@ LOST = 75
 
 _BEAT_SECONDS = 1.0
 """The seconds between two signs of life: far fewer than `lost_seconds`, and a small message each."""
+_JOIN_SECONDS = 5.0
+"""So long a process that has failed waits for its sign of life that is under way, which would follow its last word."""
+
 _BEATS = "autopar/beats"
 _DONE, _FAILED = "done", "failed: "
 
@@ -61,10 +64,12 @@ class Watch:
     is_done: bool = False
     """Whether this process has finished, and waits for the others."""
     ended: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    """The one that gives signs of life."""
 
     def start(self) -> None:
         """Begins to give and to look for signs of life."""
-        thread = threading.Thread(target=self._run, name="autopar watch", daemon=True)
+        self.thread = thread = threading.Thread(target=self._run, name="autopar watch", daemon=True)
         thread.start()
         atexit.register(self.finish)
 
@@ -94,6 +99,8 @@ class Watch:
         if isinstance(error, jax.errors.JaxRuntimeError | PeerError):
             time.sleep(self.lost_seconds + 3 * _BEAT_SECONDS)
         self.ended.set()
+        if self.thread:
+            self.thread.join(_JOIN_SECONDS)
         self._put(f"{_FAILED}{type(error).__name__}: {' '.join(str(error).split())[:200]}")
         _leave(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.distributed import Processes
 from autopar.distributed.watch import LOST, Watch, _Seen
 from autopar.tools.launch import Ending, Launch
 from autopar.tools.supervision import Run
@@ -140,6 +142,37 @@ def test_a_training_that_is_disturbed_ends_with_the_same_parameters(monkeypatch:
 def test_seconds_that_cannot_be_are_refused_before_anything_is_joined(name: str, seconds: Any):
     with pytest.raises(autopar.ArgumentError, match=rf"initialize\({name}={seconds}\): should be a number of seconds"):
         autopar.distributed.initialize(**{name: seconds})
+
+
+class SlowService:
+    """A client of a service that takes its time over the first sign of life."""
+
+    def __init__(self) -> None:
+        self.signs: list[str] = []
+        self.is_asked, self.goes_on = threading.Event(), threading.Event()
+
+    def key_value_set(self, key: str, text: str, allow_overwrite: bool) -> None:
+        if not self.is_asked.is_set():
+            self.is_asked.set()
+            self.goes_on.wait()
+        self.signs.append(text)
+
+    def key_value_dir_get(self, key: str) -> list[Any]:
+        return []
+
+
+def test_no_sign_of_life_follows_that_of_a_failure(monkeypatch: pytest.MonkeyPatch):
+    service, statuses = SlowService(), list[int]()
+    monkeypatch.setattr("autopar.distributed.watch._BEAT_SECONDS", 0.0)
+    monkeypatch.setattr("autopar.distributed.watch._leave", statuses.append)
+    watch = Watch(Processes((0,), 0, service), ("a",), lost_seconds=15, stall_seconds=100)
+    watch.thread = threading.Thread(target=watch._run, daemon=True)
+    watch.thread.start()
+    service.is_asked.wait()
+    threading.Timer(0.2, service.goes_on.set).start()
+    watch.fail(ValueError("the loss is no number"))
+    assert service.signs == ["0 0", "failed: ValueError: the loss is no number"]
+    assert statuses == [1]
 
 
 BUSY = """
