@@ -84,6 +84,8 @@ class Checkpoints:
     _arrays: Arrays | None = None
     _writing: Future[None] | None = None
     _survey: Survey = field(default_factory=Survey)
+    _shared: str = ""
+    """The name under which the processes have told each other of the last save."""
 
     def __init__(self, folder: str | Path | None = None, *, keep: int = KEEP) -> None:
         folder = folder or _RESUMED.get()
@@ -96,7 +98,7 @@ class Checkpoints:
         self.keep, self._folder = keep, Folder(Path(folder).absolute())
         self._processes = among(jax.devices()) if jax.distributed.is_initialized() else None
         self._arrays = self._writing = None
-        self._survey = Survey(self._processes)
+        self._survey, self._shared = Survey(self._processes), ""
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, the last one first; some may be damaged or unfinished."""
@@ -224,6 +226,9 @@ class Checkpoints:
             self._folder.prune(self.keep, manifest.step)
         if processes and self._leads:
             processes.share(f"{name}/done", "")
+            if self._shared:  # a process gives its sums once it has read the end of the save before
+                processes.forget(self._shared)
+            self._shared = name
         elif processes:
             processes.shared(f"{name}/done", processes.ranks[0])
 

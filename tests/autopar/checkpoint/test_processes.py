@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,22 @@ def test_what_one_process_cannot_read_none_uses(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(module, "pieces_of", pieces_of)
     saved = together([partial(checkpoints.restore, STATE) for checkpoints in of_rank])
     assert [getattr(each, "step", each) for each in saved] == [1, 1]
+
+
+def test_the_service_holds_the_texts_of_few_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    service = FakeService()
+    of_rank = [checkpoints_of(tmp_path, processes) for processes in processes_of(service, 2)]
+
+    def begun(work: Any, *args: Any) -> Any:
+        return ThreadPoolExecutor(1).submit(work, *args)  # a program has one such thread, which would wait for itself
+
+    monkeypatch.setattr(module, "begun", begun)
+    monkeypatch.setattr(Arrays, "save", lambda *_: None)  # of Orbax's savers a program has one, too
+    counts = list[int]()
+    for number in range(1, 6):
+        ends = together([partial(checkpoints.save, number, STATE) for checkpoints in of_rank])
+        ends += together([checkpoints.wait for checkpoints in of_rank])
+        assert ends == [None] * 4
+        counts.append(len(service.texts))
+    assert of_rank[0].steps() == [5, 4, 3]
+    assert counts[1:] == [counts[1]] * 4
