@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar.checkpoint.arrays import Arrays, Shards, words, written
+from autopar.checkpoint.arrays import Arrays, Shards, check_leaf, words, written
 from autopar.checkpoint.background import awaited, begun
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
 from autopar.checkpoint.folder import Folder, check_folder
@@ -116,17 +116,21 @@ class Checkpoints:
         """Nothing; the state of a step is on its way to the disk, and may be donated to the next step.
 
         It is a checkpoint only when all of it is there. `position` is where the data goes on, as plain data (such as a
-        count of batches), `rng` a key or an array, `plan` the step's plan. Raises CheckpointError where an earlier one
-        could not be written, ArgumentError for a step or a position that cannot be, or where the step's folder is not
-        a checkpoint's; warns where there are checkpoints of later steps, of which `restore` gives the last.
+        count of batches; tuples come back as lists), `rng` a key or an array, `plan` the step's plan.
+
+        Raises CheckpointError where an earlier one could not be written, ArgumentError for a step, a state or a
+        position that cannot be, or where the step's folder is not a checkpoint's; warns where there are checkpoints of
+        later steps, of which `restore` gives the last.
         """
         step = whole_number(step)
         self.wait()
         self._folder.check_free(step)
+        paths, leaves = _flattened(state)
+        for path, leaf in zip(paths, leaves, strict=True):
+            check_leaf(path, leaf)
         if self._leads and (later := self._folder.later(step)):
             warnings.warn(_behind(self._folder.path, step, later), stacklevel=2)
         self._orbax()
-        paths, leaves = _flattened(state)
         is_global = self._survey.of(leaves)
         copies = [written(leaf, everywhere, _MEMORY) for leaf, everywhere in zip(leaves, is_global, strict=True)]
         manifest = Manifest(
