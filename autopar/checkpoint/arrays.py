@@ -19,7 +19,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from autopar import jax_compat
 from autopar.checkpoint.manifest import CheckpointError
 from autopar.distributed import Memory, Processes, nowhere
-from autopar.errors import explain
+from autopar.errors import ArgumentError, explain
 
 SECONDS = 1200
 """So long a process waits for the others to write."""
@@ -159,6 +159,21 @@ def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def check_leaf(path: str, leaf: Any) -> None:
+    """Raises ArgumentError for a leaf of a state, at this path, that is neither an array of numbers, number nor key."""
+    kind = f"a {type(leaf).__name__}"
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex) or hasattr(
+        leaf, "__array__"
+    ):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if is_key(leaf) or jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_):
+            return
+        kind += f" of dtype {dtype}"
+    rule = f"it is {kind}, and a state is of arrays of numbers, numbers, keys and None"
+    remedy = "leave it out of the state; plain data can be passed as position="
+    raise ArgumentError(explain(f"save(state{path})", rule, "", remedy))
+
+
 def words(leaf: Any) -> Any:
     """A leaf as plain numbers: keys as their words."""
     if not is_key(leaf):
@@ -188,13 +203,13 @@ def _target(leaf: Any) -> tuple[tuple[int, ...], Any, Sharding]:
 
 
 def _restored(array: Any, leaf: Any) -> Any:
-    """An array as what its leaf is: an array, a NumPy array, keys or a number."""
+    """An array as what its leaf is: an array, a NumPy array or a scalar of its, keys or a number."""
     if is_key(leaf):
         return jax.random.wrap_key_data(array, impl=jax_compat.key_implementation(leaf.dtype))
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(array.item())
     if isinstance(leaf, np.ndarray | np.generic):
-        return np.asarray(array)
+        return np.asarray(array) if isinstance(leaf, np.ndarray) else np.asarray(array)[()]
     return jax_compat.with_weakness(array, bool(getattr(leaf, "weak_type", False)))
 
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,15 +19,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar.checkpoint.arrays import Arrays, Shards, words, written
+from autopar.checkpoint.arrays import Arrays, Shards, check_leaf, words, written
 from autopar.checkpoint.background import awaited, begun
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
 from autopar.checkpoint.folder import Folder, check_folder
 from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, RefusedError, files_of
 from autopar.checkpoint.plain import decoded, encoded, key, whole_number, words_of_key
+from autopar.checkpoint.survey import Survey
 from autopar.distributed import Memory, Processes, among
 from autopar.errors import ArgumentError, explain
 from autopar.jax_compat import PyTreeDef
@@ -74,15 +74,18 @@ class Saved:
 class Checkpoints:
     """The checkpoints in `folder`, of which the last `keep` good ones stay; by default that of `autopar run --resume`.
 
-    All processes of a program make the same calls in the same order.
+    What was saved last stays as well, be there `keep` later ones. All processes of a program make the same calls in the
+    same order.
     """
 
     keep: int
     _folder: Folder
     _processes: Processes | None = None
     _arrays: Arrays | None = None
-    _known: dict[Hashable, tuple[bool, ...]] = field(default_factory=dict)
     _writing: Future[None] | None = None
+    _survey: Survey = field(default_factory=Survey)
+    _shared: str = ""
+    """The name under which the processes have told each other of the last save."""
 
     def __init__(self, folder: str | Path | None = None, *, keep: int = KEEP) -> None:
         folder = folder or _RESUMED.get()
@@ -95,7 +98,7 @@ class Checkpoints:
         self.keep, self._folder = keep, Folder(Path(folder).absolute())
         self._processes = among(jax.devices()) if jax.distributed.is_initialized() else None
         self._arrays = self._writing = None
-        self._known = {}
+        self._survey, self._shared = Survey(self._processes), ""
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, the last one first; some may be damaged or unfinished."""
@@ -113,14 +116,22 @@ class Checkpoints:
         """Nothing; the state of a step is on its way to the disk, and may be donated to the next step.
 
         It is a checkpoint only when all of it is there. `position` is where the data goes on, as plain data (such as a
-        count of batches), `rng` a key or an array, `plan` the step's plan. Raises CheckpointError where an earlier one
-        could not be written, ArgumentError for a step or a position that cannot be.
+        count of batches; tuples come back as lists), `rng` a key or an array, `plan` the step's plan.
+
+        Raises CheckpointError where an earlier one could not be written, ArgumentError for a step, a state or a
+        position that cannot be, or where the step's folder is not a checkpoint's; warns where there are checkpoints of
+        later steps, of which `restore` gives the last.
         """
         step = whole_number(step)
         self.wait()
-        self._orbax()
+        self._folder.check_free(step)
         paths, leaves = _flattened(state)
-        is_global = self._survey(leaves)
+        for path, leaf in zip(paths, leaves, strict=True):
+            check_leaf(path, leaf)
+        if self._leads and (later := self._folder.later(step)):
+            warnings.warn(_behind(self._folder.path, step, later), stacklevel=2)
+        self._orbax()
+        is_global = self._survey.of(leaves)
         copies = [written(leaf, everywhere, _MEMORY) for leaf, everywhere in zip(leaves, is_global, strict=True)]
         manifest = Manifest(
             step=step,
@@ -196,17 +207,6 @@ class Checkpoints:
         self._arrays = self._arrays or Arrays.of(self._processes)
         return self._arrays
 
-    def _survey(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
-        """Whether each leaf is a global array, rather than something that every process has whole."""
-        if self._processes is None:
-            return tuple(isinstance(leaf, jax.Array) for leaf in leaves)
-        shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
-        if shardings not in self._known:
-            texts = json.dumps([_place(sharding) if sharding else "" for sharding in shardings])
-            columns = zip(*map(json.loads, self._processes.gather("where the state lies", texts)), strict=True)
-            self._known[shardings] = tuple(bool(column[0]) and len(set(column)) == 1 for column in columns)
-        return self._known[shardings]
-
     def _write(
         self, manifest: Manifest, copies: Sequence[Any], tree: PyTreeDef, name: str, read: threading.Event
     ) -> None:
@@ -227,50 +227,57 @@ class Checkpoints:
         if self._leads:
             done = replace(manifest, leaves=_digested(manifest, of_all), files=files_of(folder))
             done.write(folder)
-            self._folder.prune(self.keep)
+            self._folder.prune(self.keep, manifest.step)
         if processes and self._leads:
             processes.share(f"{name}/done", "")
+            if self._shared:  # a process gives its sums once it has read the end of the save before
+                processes.forget(self._shared)
+            self._shared = name
         elif processes:
             processes.shared(f"{name}/done", processes.ranks[0])
 
     def _candidates(self) -> list[tuple[int, str, bool]]:
         """The steps to try, the last one first, with why each is refused, if it is, and whether it is unfinished."""
-
-        def listed() -> str:
-            folder = self._folder
-            return json.dumps([(step, folder.reason(step), folder.is_unfinished(step)) for step in folder.steps()])
-
-        return json.loads(self._processes.broadcast("the checkpoints", listed) if self._processes else listed())
+        processes, listed = self._processes, lambda: json.dumps(self._folder.candidates())
+        return json.loads(processes.broadcast("the checkpoints", listed) if processes else listed())
 
     def _read(self, step: int, like: Any) -> Saved:
-        """A checkpoint. Raises RefusedError, on all processes, with the reason why it cannot be used."""
-        sums: list[int] = []
+        """A checkpoint. Raises RefusedError, on all processes, with the reason why it cannot be used.
+
+        Whatever one of them meets, all come to the same exchanges in the same order.
+        """
         reason, state, manifest = "", None, None
         try:
             manifest = Manifest.read(self._folder.of(step))
             _check_types(manifest, like)
             state = _restored(self._orbax(), self._folder.of(step), like)
-            leaves = jax.tree.leaves(state)
-            is_global = self._survey(leaves)
-            plain = [_plain(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
-            sums = [
-                partial_sum(pieces_of(leaf, is_global=everywhere), np.shape(leaf))
-                for leaf, everywhere in zip(plain, is_global, strict=True)
-            ]
         except RefusedError as error:
             reason = str(error)
-        texts = [json.dumps([reason, sums])]
-        if self._processes:
-            texts = self._processes.gather(f"the checkpoint of step {step}", texts[0])
-        rows = [json.loads(text) for text in texts]
-        reason = next((reason for reason, _ in rows if reason), "")
-        if not reason and manifest is not None:
-            reason = _difference(manifest, _flattened(like)[0], [sums for _, sums in rows])
+        reason = next(filter(None, self._of_all(f"reading the checkpoint of step {step}", reason)), "")
         if reason or manifest is None:
+            raise RefusedError(reason)
+        leaves = jax.tree.leaves(state)
+        is_global = self._survey.of(leaves)
+        sums = [_sum(leaf, everywhere) for leaf, everywhere in zip(leaves, is_global, strict=True)]
+        of_all = self._of_all(f"the checkpoint of step {step}", sums)
+        if reason := _difference(manifest, _flattened(like)[0], of_all):
             raise RefusedError(reason)
         plan = manifest.plan and plan_from_json(manifest.plan)
         position, rng = decoded(manifest.position), key(manifest.rng)
         return Saved(step=step, state=state, position=position, rng=rng, plan=plan)
+
+    def _of_all(self, topic: str, fields: Any) -> list[Any]:
+        """What each process gives, as JSON has it, by rank."""
+        text = json.dumps(fields)
+        return [json.loads(text) for text in (self._processes.gather(topic, text) if self._processes else [text])]
+
+
+def _behind(folder: Path, step: int, later: Sequence[int]) -> str:
+    """The warning about a step that is saved behind these later ones."""
+    steps = ", ".join(map(str, later))
+    rule = f"{folder} has checkpoints of later steps ({steps}), of which restore gives the last good one"
+    remedy = "to go on from this one, delete the later ones, or choose another folder for this run"
+    return explain(f"save(step={step})", rule, "", remedy)
 
 
 def _restored(arrays: Arrays, folder: Path, like: Any) -> Any:
@@ -288,14 +295,10 @@ def _flattened(state: Any) -> tuple[list[str], list[Any]]:
     return [keystr(path) for path, _ in pairs], [leaf for _, leaf in pairs]
 
 
-def _place(sharding: Sharding) -> str:
-    """The devices of an array and how it lies on them, in words."""
-    return f"{sorted(device.id for device in sharding.device_set)} {sharding}"
-
-
-def _plain(leaf: Any, is_global: bool) -> Any:
-    """A leaf as plain numbers, which nobody changes."""
-    return words(leaf) if is_global else np.array(words(leaf))
+def _sum(leaf: Any, is_global: bool) -> int:
+    """The sum, for the digest, over what this process answers for of a leaf."""
+    plain = words(leaf) if is_global else np.array(words(leaf))
+    return partial_sum(pieces_of(plain, is_global=is_global), np.shape(leaf))
 
 
 def _gathered(processes: Processes, name: str, sums: list[int]) -> list[list[int]]:

@@ -49,8 +49,32 @@ class Folder:
         names = {path.name for path in self.of(step).iterdir()}
         return NAME not in names and (DRAFT in names or not names)
 
+    def candidates(self) -> list[tuple[int, str, bool]]:
+        """The steps, the last one first, with why each is no checkpoint, if so, and whether it is unfinished."""
+        return [(step, self.reason(step), self.is_unfinished(step)) for step in self.steps()]
+
+    def is_foreign(self, step: int) -> bool:
+        """Whether what is in the folder of a step was not written as a checkpoint: no page, and no draft of one."""
+        folder = self.of(step)
+        return folder.is_dir() and not self.is_unfinished(step) and not folder.joinpath(NAME).exists()
+
+    def check_free(self, step: int) -> None:
+        """Raises ArgumentError where the folder of a step has other contents than a checkpoint's."""
+        if self.is_foreign(step):
+            rule = f"{self.of(step)} is not empty, and has neither {NAME} nor {DRAFT}, as checkpoints have"
+            remedy = "move it away, or choose another folder for the checkpoints"
+            raise ArgumentError(explain(f"save(step={step})", rule, "", remedy))
+
+    def later(self, step: int) -> list[int]:
+        """The later steps of which there is a checkpoint, the last one first."""
+        return [other for other in self.steps() if other > step and not self.reason(other)]
+
     def begin(self, step: int) -> None:
-        """Empties the folder of a step, which is unfinished from here on: half of a checkpoint is none."""
+        """Empties the folder of a step, which is unfinished from here on: half of a checkpoint is none.
+
+        Raises ArgumentError where it has other contents than a checkpoint's.
+        """
+        self.check_free(step)
         folder = self.of(step)
         folder.mkdir(parents=True, exist_ok=True)
         folder.joinpath(DRAFT).touch()
@@ -66,11 +90,14 @@ class Folder:
         self.begin(step)
         shutil.rmtree(self.of(step))
 
-    def prune(self, keep: int) -> None:
-        """Deletes all but the last `keep` checkpoints, with what a run left that ended while it wrote."""
+    def prune(self, keep: int, saved: int) -> None:
+        """Deletes all but the last `keep` checkpoints and that of step `saved`, with what a run left unfinished.
+
+        What is later than all good ones stays, as do folders that are no checkpoints.
+        """
         good = 0
         for step in self.steps():
             is_good = good < keep and not self.reason(step)
             good += is_good
-            if good and not is_good:
+            if good and not is_good and step != saved and not self.is_foreign(step):
                 self.delete(step)

@@ -45,6 +45,8 @@ class Processes:
     client: Any
     wait_seconds: float = WAIT_SECONDS
     numbers: Iterator[int] = field(default_factory=itertools.count, compare=False)
+    earlier: list[str] = field(default_factory=list[str], compare=False)
+    """The leader's exchanges whose texts the service still holds."""
     steps: list[int] = field(default_factory=lambda: [0], compare=False)
     """The steps of parallel functions that this process has begun, for who watches it."""
     begun: list[float] = field(default_factory=lambda: [0.0], compare=False)
@@ -61,16 +63,17 @@ class Processes:
 
     def broadcast(self, topic: str, make: Callable[[], str]) -> str:
         """The text that the leader makes, on all; the leader waits for nobody."""
-        key = f"autopar/{self.fresh_name()}"
+        name = self.fresh_name()
         if self.leads:
             text = make()
-            self._put(f"{key}/text", text)
+            self.share(f"{name}/text", text)
+            self.earlier.append(name)
             return text
-        return self._get(f"{key}/text", self.ranks[0], topic)
+        return self._get(f"autopar/{name}/text", self.ranks[0], topic)
 
     def gather(self, topic: str, text: str) -> tuple[str, ...]:
         """The texts of all processes, by rank. Raises DisagreementError where one of them is at another topic."""
-        key = f"autopar/{self.fresh_name()}"
+        key = f"autopar/{(name := self.fresh_name())}"
         if not self.leads:
             self._put(f"{key}/{self.rank}", json.dumps([topic, text]))
             topics, texts = json.loads(self._get(f"{key}/all", self.ranks[0], topic))
@@ -78,6 +81,8 @@ class Processes:
             others = [json.loads(self._get(f"{key}/{rank}", rank, topic)) for rank in self.ranks[1:]]
             topics, texts = zip((topic, text), *others, strict=True)
             self._put(f"{key}/all", json.dumps([topics, texts]))
+            self._forget_earlier()
+            self.earlier.append(name)
         for rank, other in zip(self.ranks, topics, strict=True):
             if other != topics[0]:
                 rule = f"it is at {other}, while process {self.ranks[0]} is at {topics[0]}"
@@ -126,6 +131,19 @@ class Processes:
     def shared(self, name: str, rank: int) -> str:
         """The text that process `rank` shares under a name, once it does."""
         return self._get(f"autopar/{name}", rank, name)
+
+    def forget(self, name: str) -> None:
+        """Deletes the texts of all processes under a name, which all of them have read."""
+        self.client.key_value_delete(f"autopar/{name}")
+
+    def _forget_earlier(self) -> None:
+        """Deletes the texts of all exchanges before the one in which the leader has read what every other one gave.
+
+        All have read what they are to read of these: each process ends an exchange before it begins the next.
+        """
+        for name in self.earlier:
+            self.forget(name)
+        self.earlier.clear()
 
     def fresh_name(self) -> str:
         """A name that no exchange has had; the same on all processes, which make the same calls."""

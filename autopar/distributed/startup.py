@@ -46,8 +46,9 @@ def initialize(
     Under Slurm, Open MPI, Kubernetes (JobSet) and on TPUs they may all be left out. Under `autopar launch` the process
     has joined before the script begins, and this returns at once. It comes before all that asks JAX for devices.
 
-    From then on the processes watch each other: when one fails, gives no sign of life for `lost_seconds` or is a step
-    behind for `stall_seconds`, every other one names it, with its host, and ends with status 75.
+    From then on the processes watch each other: when one fails, gives no sign of life for `lost_seconds`, has ended a
+    step before others for as long or is a step behind for `stall_seconds`, every other one names it, with its host, and
+    ends with status 75.
 
     Raises DeviceError where no launcher is detected and the first three are not given, or where JAX has started
     already, and ArgumentError for other numbers than those that the process has joined with, and for seconds that are

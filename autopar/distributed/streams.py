@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import secrets
+import selectors
 import socket
 import struct
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -83,45 +85,55 @@ class Streams:
     memory: Memory = field(default_factory=Memory)
     threads: dict[tuple[int, int], ThreadPoolExecutor] = field(default_factory=dict)
     peers: dict[tuple[int, int], socket.socket] = field(default_factory=dict)
-    sent: dict[int, Future[None]] = field(default_factory=dict)
+    errors: dict[tuple[int, int], BaseException] = field(default_factory=dict)
+    """The first of each connection, with which all that would go over it ends, too."""
 
-    def send(self, receiver: int, arrays: Sequence[jax.Array]) -> None:
-        """Nothing; the arrays follow once they are computed. Raises what earlier ones have met."""
-        if (before := self.sent.get(receiver)) and before.done():
-            before.result()
+    def send(self, receiver: int, arrays: Sequence[jax.Array]) -> Future[None]:
+        """The end of sending arrays, once they are computed and gone. Raises what earlier ones have met first."""
         way = self.processes.rank, receiver
-        self.sent[receiver] = self._thread(way).submit(self._send, way, list(arrays))
+        self._check(way)
+        return self._thread(way).submit(self._over, way, receiver, self._send, list(arrays))
 
     def receive(self, sender: int, structs: Sequence[jax.ShapeDtypeStruct]) -> Future[list[np.ndarray]]:
         """The contents of the arrays that another process sends next, when they are there."""
         way = sender, self.processes.rank
-        return self._thread(way).submit(self._receive, way, list(structs))
+        return self._thread(way).submit(self._over, way, sender, self._receive, list(structs))
 
     def _thread(self, way: tuple[int, int]) -> ThreadPoolExecutor:
         if way not in self.threads:
             self.threads[way] = ThreadPoolExecutor(1, f"autopar arrays {way[0]} to {way[1]}")
         return self.threads[way]
 
-    def _send(self, way: tuple[int, int], arrays: list[jax.Array]) -> None:
+    def _check(self, way: tuple[int, int]) -> None:
+        if error := self.errors.get(way):
+            raise error
+
+    def _over(self, way: tuple[int, int], other: int, work: Callable[..., Any], *args: Any) -> Any:
+        """What work over the connection with another process returns. Raises the connection's first error."""
+        self._check(way)
         try:
-            if way not in self.peers:
-                self.peers[way] = self._accepted(way)
-            for array in arrays:
-                content = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
-                self.peers[way].sendall(_HEAD.pack(content.nbytes))
-                self.peers[way].sendall(content.data)
+            return work(way, *args)
         except BaseException as error:
-            if way in self.peers:  # so that the receiver does not wait for what does not come
+            if way in self.peers:  # so that the other side does not wait for what does not come
                 self.peers[way].close()
-            raise self._lost(way[1], error) if isinstance(error, OSError) else error from error
+            if not isinstance(error, OSError):
+                self.errors[way] = error
+                raise
+            self.errors[way] = self._lost(other, error)
+            raise self.errors[way] from error
+
+    def _send(self, way: tuple[int, int], arrays: list[jax.Array]) -> None:
+        if way not in self.peers:
+            self.peers[way] = self._accepted(way)
+        for array in arrays:
+            content = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+            self.peers[way].sendall(_HEAD.pack(content.nbytes))
+            self.peers[way].sendall(content.data)
 
     def _receive(self, way: tuple[int, int], structs: list[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
-        try:
-            if way not in self.peers:
-                self.peers[way] = self._connected(way)
-            return [self._read(self.peers[way], struct) for struct in structs]
-        except OSError as error:
-            raise self._lost(way[0], error) from error
+        if way not in self.peers:
+            self.peers[way] = self._connected(way)
+        return [self._read(self.peers[way], struct) for struct in structs]
 
     def _read(self, peer: socket.socket, struct: jax.ShapeDtypeStruct) -> np.ndarray:
         (nbytes,) = _HEAD.unpack(_filled(peer, np.empty(_HEAD.size, np.uint8)).tobytes())
@@ -136,11 +148,7 @@ class Streams:
             token = secrets.token_bytes(_TOKEN_NBYTES)
             address, port = server.getsockname()[:2]
             self.processes.share(_name(way), f"{address} {port} {token.hex()}")
-            while True:
-                peer, _ = server.accept()
-                if secrets.compare_digest(_filled(peer, np.empty(_TOKEN_NBYTES, np.uint8)).tobytes(), token):
-                    return _prompt(peer)
-                peer.close()
+            return _prompt(_authenticated(server, token))
 
     def _connected(self, way: tuple[int, int]) -> socket.socket:
         """The connection to what another process sends."""
@@ -162,6 +170,44 @@ def _prompt(peer: socket.socket) -> socket.socket:
     """The connection, on which small pieces wait for no others."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
+
+
+def _authenticated(server: socket.socket, token: bytes) -> socket.socket:
+    """The first connection that gives the token. Others are closed, and none that says nothing holds it up."""
+    server.setblocking(False)
+    strangers: set[socket.socket] = set()
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        try:
+            while True:
+                for event, _ in selector.select():
+                    if event.fileobj is server:
+                        with suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
+                            peer = server.accept()[0]
+                            peer.setblocking(True)
+                            selector.register(peer, selectors.EVENT_READ, bytearray())
+                            strangers.add(peer)
+                        continue
+                    peer, text = cast("socket.socket", event.fileobj), event.data
+                    text += (arrived := _arrived(peer, len(token) - len(text)))
+                    if arrived and len(text) < len(token):
+                        continue
+                    selector.unregister(peer)
+                    if secrets.compare_digest(bytes(text), token):
+                        strangers.remove(peer)
+                        return peer
+                    peer.close()
+        finally:
+            for stranger in strangers:
+                stranger.close()
+
+
+def _arrived(peer: socket.socket, most: int) -> bytes:
+    """At most so many bytes of those that are there; none where the other side has gone."""
+    try:
+        return peer.recv(most)
+    except OSError:
+        return b""
 
 
 def _filled(peer: socket.socket, buffer: Any) -> Any:

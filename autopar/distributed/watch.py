@@ -29,13 +29,16 @@ LOST = 75
 
 _BEAT_SECONDS = 1.0
 """The seconds between two signs of life: far fewer than `lost_seconds`, and a small message each."""
+_JOIN_SECONDS = 5.0
+"""So long a process that has failed waits for its sign of life that is under way, which would follow its last word."""
+
 _BEATS = "autopar/beats"
 _DONE, _FAILED = "done", "failed: "
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The last sign of a process: its text, the steps begun, and since when each of them is the same."""
+    """The last sign of a process: its text, the steps begun, and since when the sign and its progress are the same."""
 
     text: str
     steps: int
@@ -43,15 +46,17 @@ class _Seen:
     step: float
 
     def after(self, text: str, now: float) -> _Seen:
-        steps = int(text.split()[1]) if text[0].isdigit() else self.steps
-        return _Seen(text, steps, self.sign if text == self.text else now, self.step if steps == self.steps else now)
+        steps = self.steps if text.startswith(_FAILED) else int(text.split()[-1])
+        is_same = (steps, text.startswith(_DONE)) == (self.steps, self.text.startswith(_DONE))
+        return _Seen(text, steps, self.sign if text == self.text else now, self.step if is_same else now)
 
 
 @dataclass(slots=True)
 class Watch:
     """The watch of one process over all: lost is who gives no sign for `lost_seconds`.
 
-    With `stall_seconds`, those are lost too that have begun fewer steps than others for so long.
+    With `stall_seconds`, those are lost too that have begun fewer steps than others for so long. Who has finished with
+    fewer never begins the next, in which the others wait: that is told `lost_seconds` later.
     """
 
     processes: Processes
@@ -61,10 +66,12 @@ class Watch:
     is_done: bool = False
     """Whether this process has finished, and waits for the others."""
     ended: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    """The one that gives signs of life."""
 
     def start(self) -> None:
         """Begins to give and to look for signs of life."""
-        thread = threading.Thread(target=self._run, name="autopar watch", daemon=True)
+        self.thread = thread = threading.Thread(target=self._run, name="autopar watch", daemon=True)
         thread.start()
         atexit.register(self.finish)
 
@@ -94,6 +101,8 @@ class Watch:
         if isinstance(error, jax.errors.JaxRuntimeError | PeerError):
             time.sleep(self.lost_seconds + 3 * _BEAT_SECONDS)
         self.ended.set()
+        if self.thread:
+            self.thread.join(_JOIN_SECONDS)
         self._put(f"{_FAILED}{type(error).__name__}: {' '.join(str(error).split())[:200]}")
         _leave(1)
 
@@ -112,7 +121,8 @@ class Watch:
             if self.ended.wait(_BEAT_SECONDS):
                 return
             try:
-                beat = f"{_DONE} {number}" if self.is_done else f"{number} {self.processes.steps[0]}"
+                beat = f"{number} {self.processes.steps[0]}"
+                beat = f"{_DONE} {beat}" if self.is_done else beat
                 client.key_value_set(f"{_BEATS}/{self.processes.rank}", beat, allow_overwrite=True)
                 pairs = client.key_value_dir_get(_BEATS)
             except jax.errors.JaxRuntimeError as error:
@@ -135,13 +145,13 @@ class Watch:
         if now - last.sign > self.lost_seconds:
             where = "at its end" if is_done else f"in step {last.steps} since its start"
             return f"{self.name(rank)} is lost: no sign of life for {self.lost_seconds:.0f} s, {where}"
-        if is_done:
-            return ""
         ahead = max(other.steps for other in seen.values())
-        if last.steps < ahead and now - last.step > self.stall_seconds:
-            spent = f"{now - last.step:.0f} s"
-            return f"{self.name(rank)} hangs: in step {last.steps} since its start for {spent}, others in step {ahead}"
-        return ""
+        if last.steps == ahead or now - last.step <= (self.lost_seconds if is_done else self.stall_seconds):
+            return ""
+        if is_done:
+            return f"{self.name(rank)} has ended: in step {last.steps} since its start, others are in step {ahead}"
+        spent = f"{now - last.step:.0f} s"
+        return f"{self.name(rank)} hangs: in step {last.steps} since its start for {spent}, others in step {ahead}"
 
     def name(self, rank: int) -> str:
         return f"process {rank} on host {self.hosts[rank]}"

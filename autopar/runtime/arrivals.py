@@ -78,7 +78,7 @@ class Arrivals:
         return self.transferred(leaf, sharding) if is_global else placed(leaf, sharding)
 
     def transferred(self, array: jax.Array, sharding: Sharding) -> jax.Array:
-        """A global array in another sharding, with buffers of its own."""
+        """A global array in a sharding: itself where that is its own, else one with buffers of its own."""
         if array.sharding == sharding:
             return array
         key = array.shape, array.dtype, array.sharding, sharding

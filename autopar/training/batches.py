@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
+import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,6 +21,100 @@ from autopar.distributed import placed
 from autopar.errors import ArgumentError, explain
 
 _END = object()
+
+_LEAVE_SECONDS = 5.0
+"""So long the end of a program waits for elements that are being fetched: a source may wait for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """An element with where to go on behind it; instead of one, the end, or the error of the source."""
+
+    batch: Any = _END
+    position: Any = None
+    error: BaseException | None = None
+
+
+class _Reader(threading.Thread):
+    """The thread that fetches elements of a source. It knows nothing of its `Batches`, which may be dropped.
+
+    It is a daemon, for which no program's end waits for ever. But Python's end would tear it out of a call of JAX's,
+    which aborts the process: that is why it is waited for a while.
+    """
+
+    def __init__(self, source: Any, position: Any, prefetch: int, *, has_state: bool, own_rows: bool) -> None:
+        super().__init__(name="autopar batches", daemon=True)
+        self._source, self._position, self._prefetch = source, position, prefetch
+        self._has_state, self.own_rows = has_state, own_rows
+        self.targets: list[Sharding] | None = None
+        self._ahead: deque[_Element] = deque()
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Fetches element after element, `prefetch` of them ahead, to the end, an error or `close`."""
+        is_last = False
+        while not is_last:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or len(self._ahead) < self._prefetch)
+                if self._is_closed:
+                    return
+            element = self._fetched()
+            with self._changed:
+                self._ahead.append(element)
+                self._changed.notify_all()
+            is_last = element.batch is _END
+            del element  # it is the consumer's, while this waits
+
+    def first(self) -> _Element:
+        """The element that is due, once it is there; it stays until `pop`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ahead or self._is_closed)
+            return _Element() if self._is_closed else self._ahead[0]
+
+    def pop(self) -> None:
+        """Makes room for one more element."""
+        with self._changed:
+            self._ahead.popleft()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends this thread, as soon as the source gives what it has been asked for."""
+        with self._changed:
+            self._is_closed = True
+            self._ahead.clear()
+            self._changed.notify_all()
+
+    def _fetched(self) -> _Element:
+        """The next element and where to go on behind it."""
+        try:
+            batch = next(self._source, _END)
+            if batch is _END:
+                return _Element()
+            self._position = self._source.get_state() if self._has_state else self._position + 1
+            leaves, tree = jax.tree.flatten(batch)
+            if self.own_rows:
+                leaves = list(map(_joined, leaves))
+            elif self.targets is not None:
+                leaves = [placed(leaf, target) for leaf, target in zip(leaves, self.targets, strict=True)]
+            return _Element(jax.tree.unflatten(tree, leaves), self._position)
+        except BaseException as error:  # of whatever kind: it is raised where the element is due
+            return _Element(error=error)
+
+
+@functools.cache
+def _end_in_order() -> None:
+    """Nothing; from now on the program's end waits a while for its readers."""
+
+    def end() -> None:
+        readers = [thread for thread in threading.enumerate() if isinstance(thread, _Reader)]
+        for reader in readers:
+            reader.close()
+        until = time.monotonic() + _LEAVE_SECONDS
+        for reader in readers:
+            reader.join(max(0.0, until - time.monotonic()))
+
+    atexit.register(end)
 
 
 class Batches(Iterator[Any]):
@@ -38,41 +137,33 @@ class Batches(Iterator[Any]):
             rule = "should be a whole number from 1"
             raise ArgumentError(explain(f"batches(prefetch={prefetch})", rule, "", "write, say, 2"))
         iterator: Any = iter(source)
-        self._has_state = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
-        if self._has_state and position is not None:
+        has_state = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+        if has_state and position is not None:
             iterator.set_state(position)
         elif position:
             iterator = itertools.islice(iterator, position, None)
-        self.position = iterator.get_state() if self._has_state else position or 0
-        self._source, self._count = iterator, self.position
-        self._shardings, self._own_rows = shardings, own_rows
-        self._targets: list[Sharding] | None = None
-        self._thread = ThreadPoolExecutor(1, "autopar batches")
-        self._ahead: deque[Future[tuple[Any, Any]]] = deque(self._thread.submit(self._fetch) for _ in range(prefetch))
+        self.position = iterator.get_state() if has_state else position or 0
+        self._shardings = shardings
+        self._reader = _Reader(iterator, self.position, prefetch, has_state=has_state, own_rows=own_rows)
+        self._close = weakref.finalize(self, self._reader.close)
+        _end_in_order()
+        self._reader.start()
 
     def __next__(self) -> Any:
-        batch, position = self._ahead[0].result()
-        if batch is _END:
+        reader, element = self._reader, self._reader.first()
+        if element.error is not None:
+            raise element.error
+        if element.batch is _END:
             raise StopIteration
-        self._ahead.popleft()
-        if self._targets is None and not self._own_rows:  # in this thread: processes ask each other where it is read
-            self._targets = self._shardings(batch)
-        self._ahead.append(self._thread.submit(self._fetch))
-        self.position = position
-        return batch
+        if reader.targets is None and not reader.own_rows:  # in this thread: processes ask each other where it is read
+            reader.targets = self._shardings(element.batch)
+        reader.pop()
+        self.position = element.position
+        return element.batch
 
-    def _fetch(self) -> tuple[Any, Any]:
-        """The next element and where to go on behind it."""
-        batch = next(self._source, _END)
-        if batch is _END:
-            return _END, None
-        self._count = self._source.get_state() if self._has_state else self._count + 1
-        leaves, tree = jax.tree.flatten(batch)
-        if self._own_rows:
-            leaves = list(map(_joined, leaves))
-        elif self._targets is not None:
-            leaves = [placed(leaf, target) for leaf, target in zip(leaves, self._targets, strict=True)]
-        return jax.tree.unflatten(tree, leaves), self._count
+    def close(self) -> None:
+        """Nothing; no further element is asked for, and none given."""
+        self._close()
 
 
 def _joined(rows: Any) -> Any:

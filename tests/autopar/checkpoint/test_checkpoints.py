@@ -241,6 +241,35 @@ def test_the_last_good_ones_stay(tmp_path: Path):
         checkpoints.save(5, state, position=object())
 
 
+def test_a_step_that_is_saved_below_later_ones_stays_and_they_are_named(tmp_path: Path):
+    state = {"w": jnp.arange(4.0)}
+    with autopar.Checkpoints(tmp_path, keep=2) as checkpoints:
+        for number in (100, 200, 300):
+            checkpoints.save(number, state)
+    with autopar.Checkpoints(tmp_path, keep=2) as checkpoints:
+        for number in (10, 20):
+            with pytest.warns(UserWarning, match=rf"save\(step={number}\): .* of later steps \(300, 200\)"):
+                checkpoints.save(number, state)
+            checkpoints.wait()
+            assert checkpoints.steps() == [300, 200, number]
+        checkpoints.save(400, state)
+    assert checkpoints.steps() == [400, 300]
+
+
+def test_folders_that_are_no_checkpoints_are_neither_deleted_nor_written_to(tmp_path: Path):
+    state = {"w": jnp.arange(4.0)}
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "results.csv").write_text("of another program")
+    with autopar.Checkpoints(tmp_path, keep=1) as checkpoints:
+        for number in (2, 3):
+            checkpoints.save(number, state)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3, 1]
+        with pytest.raises(autopar.ArgumentError, match=r"step-00000001 is not empty, and has neither autopar\.json"):
+            checkpoints.save(1, state)
+    assert (tmp_path / "step-00000001" / "results.csv").read_text() == "of another program"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int8", "complex64"])
 def test_a_digest_is_of_the_contents_alone(dtype: str):
     values = np.random.default_rng(1).integers(0, 2, (4, 6)).astype(jnp.dtype(dtype))

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
+import socket
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +16,12 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.distributed import Processes
 from autopar.distributed.watch import LOST, Watch, _Seen
 from autopar.tools.launch import Ending, Launch
 from autopar.tools.supervision import Run
 from benchmarks import kills
-from tests.autopar.distributed.launching import launch
+from tests.autopar.distributed.launching import SECONDS, environment, launch
 
 
 def watch_of(**signs: tuple[str, float, float]) -> list[str]:
@@ -37,8 +43,14 @@ def test_who_is_gone_is_named_with_rank_and_host():
     assert watch_of(p0=alive, p1=("failed: ValueError: no data", 1.0, 1.0))[1] == (
         "process 1 on host b has failed: ValueError: no data"
     )
-    assert watch_of(p0=alive, p1=("done 9", 1.0, 500.0)) == ["", ""]  # it waits for the other
-    assert watch_of(p0=("done 7", 1.0, 1.0), p1=("done 9", 16.0, 16.0)) == [
+    assert watch_of(p0=alive, p1=("done 9 3", 1.0, 500.0)) == ["", ""]  # it waits for the other
+    assert watch_of(p0=alive, p1=("done 9 4", 1.0, 50.0)) == ["", ""]  # the other is not done with its step
+    assert watch_of(p0=alive, p1=("done 9 2", 1.0, 15.0)) == ["", ""]
+    assert watch_of(p0=alive, p1=("done 9 2", 1.0, 16.0)) == [
+        "",
+        "process 1 on host b has ended: in step 2 since its start, others are in step 3",
+    ]
+    assert watch_of(p0=("done 7 3", 1.0, 1.0), p1=("done 9 3", 16.0, 16.0)) == [
         "",
         "process 1 on host b is lost: no sign of life for 15 s, at its end",
     ]
@@ -57,7 +69,10 @@ def test_a_sign_is_new_when_it_differs():
     assert first.after("1 0", 9.0) == first
     later = first.after("2 1", 9.0)
     assert (later.steps, later.sign, later.step) == (1, 9.0, 9.0)
-    assert later.after("done 3", 11.0).steps == 1
+    assert later.after("failed: ValueError: 7", 11.0).steps == 1
+    done = later.after("done 3 1", 11.0)
+    assert (done.steps, done.step) == (1, 11.0)  # as if it began what it does not end
+    assert done.after("done 4 1", 12.0).step == 11.0
 
 
 @pytest.mark.parametrize(
@@ -142,6 +157,37 @@ def test_seconds_that_cannot_be_are_refused_before_anything_is_joined(name: str,
         autopar.distributed.initialize(**{name: seconds})
 
 
+class SlowService:
+    """A client of a service that takes its time over the first sign of life."""
+
+    def __init__(self) -> None:
+        self.signs: list[str] = []
+        self.is_asked, self.goes_on = threading.Event(), threading.Event()
+
+    def key_value_set(self, key: str, text: str, allow_overwrite: bool) -> None:
+        if not self.is_asked.is_set():
+            self.is_asked.set()
+            self.goes_on.wait()
+        self.signs.append(text)
+
+    def key_value_dir_get(self, key: str) -> list[Any]:
+        return []
+
+
+def test_no_sign_of_life_follows_that_of_a_failure(monkeypatch: pytest.MonkeyPatch):
+    service, statuses = SlowService(), list[int]()
+    monkeypatch.setattr("autopar.distributed.watch._BEAT_SECONDS", 0.0)
+    monkeypatch.setattr("autopar.distributed.watch._leave", statuses.append)
+    watch = Watch(Processes((0,), 0, service), ("a",), lost_seconds=15, stall_seconds=100)
+    watch.thread = threading.Thread(target=watch._run, daemon=True)
+    watch.thread.start()
+    service.is_asked.wait()
+    threading.Timer(0.2, service.goes_on.set).start()
+    watch.fail(ValueError("the loss is no number"))
+    assert service.signs == ["0 0", "failed: ValueError: the loss is no number"]
+    assert statuses == [1]
+
+
 BUSY = """
 import time
 from autopar.distributed import watch
@@ -149,6 +195,41 @@ from autopar.distributed import watch
 watch._BEAT_SECONDS = 1e-5
 time.sleep(1.5)  # the beat that is under way is a long one
 """
+
+
+LEAVING = """
+import sys
+import jax
+import jax.numpy as jnp
+import autopar
+
+autopar.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), lost_seconds=3)
+@autopar.parallelize(planner=autopar.DataParallel())
+def step(w, x):
+    return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+w = jnp.ones((8, 8))
+for number in range(50):
+    w = step(w, jnp.ones((64, 8)))
+    w.block_until_ready()
+    if number == 2 and sys.argv[2] == "1":
+        sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_who_leaves_a_training_is_named_by_those_that_wait_for_it(tmp_path: Path):
+    """Without `autopar launch`, which ends a process of another status than 0 at once."""
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, str(tmp_path / "leaving.py"), address]
+    text = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment()}
+    both = [subprocess.Popen([*command, str(rank)], **text) for rank in (0, 1)]
+    output = [process.communicate(timeout=SECONDS)[0] for process in both]
+    assert both[0].returncode == LOST, output[0]
+    assert re.search("process 1 on host .* has ended: in step 3 since its start, others are in step 4", output[0])
 
 
 def test_a_watch_that_is_in_a_call_does_not_abort_the_end(tmp_path: Path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 
 import autopar
 from autopar import DataParallel
-from tests.autopar.distributed.launching import HERE, launch, lines
+from autopar.training import Batches
+from tests.autopar.distributed.launching import HERE, SECONDS, environment, launch, lines
 
 BATCHES = [{"x": np.full((8, 2), float(n), np.float32), "weight": np.float32(n)} for n in range(6)]
 
@@ -100,3 +104,80 @@ def test_an_error_of_the_source_is_raised_where_its_element_is_due():
         next(batches)
     with pytest.raises(autopar.ArgumentError, match="prefetch=0"):
         autopar.parallelize(step).batches([], prefetch=0)
+
+
+WAITING = """
+import queue
+import jax.numpy as jnp
+from autopar.training import Batches, batches
+
+batches._LEAVE_SECONDS = 0.1
+elements = queue.Queue()
+for number in range(2):
+    elements.put(number)
+waiting = Batches(iter(elements.get, None), lambda batch: None, 2)
+computing = Batches((jnp.ones((64, 64)) @ jnp.ones((64, 64)) for _ in iter(int, 1)), lambda batch: None, 2)
+print(next(waiting), next(computing).sum())
+"""
+
+
+def test_a_program_ends_whose_source_waits_for_ever(tmp_path: Path):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    command = [sys.executable, str(tmp_path / "waiting.py")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 262144.0\n"
+
+
+class Counted:
+    """A source that counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.asked = threading.Condition()
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> int:
+        with self.asked:
+            self.count += 1
+            self.asked.notify_all()
+        return self.count
+
+    def await_count(self, count: int) -> None:
+        with self.asked:
+            assert self.asked.wait_for(lambda: self.count >= count, 20)
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_no_more_than_asked_for_is_fetched_ahead_and_none_after_closing(is_dropped: bool):
+    source = Counted()
+    batches = Batches(source, lambda batch: None, 3)
+    source.await_count(3)
+    assert [next(batches), next(batches)] == [1, 2]
+    source.await_count(5)
+    reader = batches._reader
+    if is_dropped:
+        del batches
+    else:
+        batches.close()
+        assert next(batches, "the end") == "the end"
+    reader.join(20)
+    assert not reader.is_alive()
+    assert source.count == 5
+
+
+def test_an_error_is_raised_behind_all_that_was_fetched_before_and_again():
+    def source() -> Any:
+        yield from range(4)
+        raise OSError("the disk is gone")
+
+    batches = Batches(source(), lambda batch: None, 6)
+    assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(batches)
+    assert batches.position == 4
+    ended = Batches(range(4), lambda batch: None, 6)
+    assert [list(ended), list(ended)] == [[0, 1, 2, 3], []]

@@ -1,0 +1,52 @@
+"""What a state may hold: it comes back as what it was, and anything else is refused before it is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from tests.autopar.checkpoint.test_checkpoints import assert_same_bits
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        ("text", "a str"),
+        (b"bytes", "a bytes"),
+        (print, "a builtin_function_or_method"),
+        (np.array(["text"]), "a ndarray of dtype <U4"),
+        (np.array([None]), "a ndarray of dtype object"),
+        (10**30, "a int of dtype object"),
+        (jax.ShapeDtypeStruct((2,), np.float32), "a ShapeDtypeStruct"),
+    ],
+)
+def test_a_leaf_that_could_not_be_restored_is_refused_by_its_path(tmp_path: Path, leaf: Any, words: str):
+    with autopar.Checkpoints(tmp_path / "run") as checkpoints:
+        with pytest.raises(autopar.ArgumentError, match=rf"save\(state\['a'\]\[1\]\): it is {words}"):
+            checkpoints.save(1, {"a": [jnp.ones(3), leaf], "n": None})
+        assert checkpoints.steps() == []
+
+
+def test_scalars_of_libraries_come_back_as_such(tmp_path: Path):
+    state = [
+        np.float32(0.5),
+        np.int64(3),
+        np.bool_(True),
+        np.asarray(1.5, jnp.bfloat16)[()],
+        np.complex128(1j),
+        np.ones(()),
+        3,
+        0.5,
+    ]
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, position=(1, (2, 3)))
+        saved = checkpoints.restore(state)
+    assert saved is not None
+    assert_same_bits(saved.state, state)
+    assert {saved.state[1]: saved.position} == {3: [1, [2, 3]]}
