@@ -267,7 +267,7 @@ class Checkpoints:
         return Saved(step=step, state=state, position=position, rng=rng, plan=plan)
 
     def _of_all(self, topic: str, fields: Any) -> list[Any]:
-        """What each process gives, as JSON has it, by rank."""
+        """The fields that each process gives, as JSON has them, by rank."""
         text = json.dumps(fields)
         return [json.loads(text) for text in (self._processes.gather(topic, text) if self._processes else [text])]
 

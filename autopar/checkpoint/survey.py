@@ -1,4 +1,4 @@
-"""Where the leaves of a state lie, which the processes tell each other once."""
+"""The places of a state's leaves, which the processes tell each other once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.distributed import Processes
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What these processes, or this one alone, know of the leaves of states."""
+    """The knowledge that these processes, or this one alone, have of the leaves of states."""
 
     processes: Processes | None = None
     known: dict[Hashable, tuple[bool, ...]] = field(default_factory=dict)

@@ -109,7 +109,7 @@ class Streams:
             raise error
 
     def _over(self, way: tuple[int, int], other: int, work: Callable[..., Any], *args: Any) -> Any:
-        """What work over the connection with another process returns. Raises the connection's first error."""
+        """The result of work over the connection with another process. Raises the connection's first error."""
         self._check(way)
         try:
             return work(way, *args)

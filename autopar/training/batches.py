@@ -32,6 +32,7 @@ class _Element:
 
     batch: Any = _END
     position: Any = None
+    is_placed: bool = False
     error: BaseException | None = None
 
 
@@ -44,22 +45,23 @@ class _Reader(threading.Thread):
 
     def __init__(self, source: Any, position: Any, prefetch: int, *, has_state: bool, own_rows: bool) -> None:
         super().__init__(name="autopar batches", daemon=True)
-        self._source, self._position, self._prefetch = source, position, prefetch
-        self._has_state, self.own_rows = has_state, own_rows
-        self.targets: list[Sharding] | None = None
+        self._source, self._position = source, position
+        self._has_state, self._own_rows = has_state, own_rows
+        self._requests: deque[list[Sharding] | None] = deque([None] * prefetch)
         self._ahead: deque[_Element] = deque()
         self._is_closed = False
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Fetches element after element, `prefetch` of them ahead, to the end, an error or `close`."""
+        """Fetches an element for each that is asked for, to the end, an error or `close`."""
         is_last = False
         while not is_last:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or len(self._ahead) < self._prefetch)
+                self._changed.wait_for(lambda: self._is_closed or self._requests)
                 if self._is_closed:
                     return
-            element = self._fetched()
+                targets = self._requests.popleft()
+            element = self._fetched(targets)
             with self._changed:
                 self._ahead.append(element)
                 self._changed.notify_all()
@@ -67,15 +69,19 @@ class _Reader(threading.Thread):
             del element  # it is the consumer's, while this waits
 
     def first(self) -> _Element:
-        """The element that is due, once it is there; it stays until `pop`."""
+        """The element that is due, once it is there; it stays until `take`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ahead or self._is_closed)
             return _Element() if self._is_closed else self._ahead[0]
 
-    def pop(self) -> None:
-        """Makes room for one more element."""
+    def take(self, targets: list[Sharding] | None) -> None:
+        """Takes the element that is due, and asks for one more, in these shardings.
+
+        So each process has the same elements in them, however fast it fetches.
+        """
         with self._changed:
             self._ahead.popleft()
+            self._requests.append(targets)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -85,19 +91,16 @@ class _Reader(threading.Thread):
             self._ahead.clear()
             self._changed.notify_all()
 
-    def _fetched(self) -> _Element:
+    def _fetched(self, targets: list[Sharding] | None) -> _Element:
         """The next element and where to go on behind it."""
         try:
             batch = next(self._source, _END)
             if batch is _END:
                 return _Element()
             self._position = self._source.get_state() if self._has_state else self._position + 1
-            leaves, tree = jax.tree.flatten(batch)
-            if self.own_rows:
-                leaves = list(map(_joined, leaves))
-            elif self.targets is not None:
-                leaves = [placed(leaf, target) for leaf, target in zip(leaves, self.targets, strict=True)]
-            return _Element(jax.tree.unflatten(tree, leaves), self._position)
+            if self._own_rows:
+                return _Element(jax.tree.map(_joined, batch), self._position, is_placed=True)
+            return _Element(_placed(batch, targets), self._position, is_placed=targets is not None)
         except BaseException as error:  # of whatever kind: it is raised where the element is due
             return _Element(error=error)
 
@@ -144,26 +147,37 @@ class Batches(Iterator[Any]):
             iterator = itertools.islice(iterator, position, None)
         self.position = iterator.get_state() if has_state else position or 0
         self._shardings = shardings
+        self._targets: list[Sharding] | None = None
         self._reader = _Reader(iterator, self.position, prefetch, has_state=has_state, own_rows=own_rows)
         self._close = weakref.finalize(self, self._reader.close)
         _end_in_order()
         self._reader.start()
 
     def __next__(self) -> Any:
-        reader, element = self._reader, self._reader.first()
+        element = self._reader.first()
         if element.error is not None:
             raise element.error
         if element.batch is _END:
             raise StopIteration
-        if reader.targets is None and not reader.own_rows:  # in this thread: processes ask each other where it is read
-            reader.targets = self._shardings(element.batch)
-        reader.pop()
+        batch = element.batch
+        if not element.is_placed:  # in this thread: processes ask each other where it is read
+            self._targets = self._targets or self._shardings(batch)
+            batch = _placed(batch, self._targets)
+        self._reader.take(self._targets)
         self.position = element.position
-        return element.batch
+        return batch
 
     def close(self) -> None:
         """Nothing; no further element is asked for, and none given."""
         self._close()
+
+
+def _placed(batch: Any, targets: list[Sharding] | None) -> Any:
+    """An element with its leaves in these shardings; as it is where they are not known yet."""
+    if targets is None:
+        return batch
+    leaves, tree = jax.tree.flatten(batch)
+    return jax.tree.unflatten(tree, [placed(leaf, target) for leaf, target in zip(leaves, targets, strict=True)])
 
 
 def _joined(rows: Any) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import autopar
 from autopar import DataParallel
@@ -181,3 +182,22 @@ def test_an_error_is_raised_behind_all_that_was_fetched_before_and_again():
     assert batches.position == 4
     ended = Batches(range(4), lambda batch: None, 6)
     assert [list(ended), list(ended)] == [[0, 1, 2, 3], []]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_which_elements_are_placed_does_not_depend_on_how_fast_they_are_fetched(is_slow: bool):
+    """Of several processes each would else hand another kind of array to the step, which is refused."""
+    known, goes_on = list[Any](), threading.Event()
+
+    def source() -> Any:
+        yield BATCHES[0]
+        if is_slow:
+            goes_on.wait()
+        yield from BATCHES[1:]
+
+    batches = Batches(source(), lambda batch: known[0] if known else None, 3)
+    placed = [next(batches)]
+    known.append([SingleDeviceSharding(jax.devices()[1])] * 2)
+    goes_on.set()
+    placed += batches
+    assert [isinstance(batch["x"], jax.Array) for batch in placed] == [False] + [True] * 5
