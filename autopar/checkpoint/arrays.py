@@ -162,9 +162,7 @@ def is_key(leaf: Any) -> bool:
 def check_leaf(path: str, leaf: Any) -> None:
     """Raises ArgumentError for a leaf of a state, at this path, that is neither an array of numbers, number nor key."""
     kind = f"a {type(leaf).__name__}"
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex) or hasattr(
-        leaf, "__array__"
-    ):
+    if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__array__"):
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         if is_key(leaf) or jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_):
             return
