@@ -23,6 +23,7 @@ ALLOWED = {
     "passes/ir/control.py": "control flow as planning sees it",
     "passes/ir/effects.py": "callbacks, which keep program order",
     "passes/memory/lowering_rules.py": "the imitation of XLA's lowering",
+    "autopar/frontend/by_row.py": "what indexes rows, read from JAX",
     "autopar/frontend/constraints.py": "a primitive of our own",
     "autopar/frontend/primitives.py": "calls and bodies, read from JAX",
     "autopar/checks/hlo_kinds.py": "opcodes of HLO, which has loops and calls of its own",

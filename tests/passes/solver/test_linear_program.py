@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -78,10 +77,8 @@ def test_what_a_signals_handler_raises_ends_a_search() -> None:
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
-        began = time.perf_counter()
         with pytest.raises(_RangError):
             program.minimise(cost, np.arange(cost.size), gap=0.0, seconds=60.0)
-        assert time.perf_counter() - began < 30.0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
