@@ -201,7 +201,7 @@ class _Builder:
         control_joins: dict[int, ControlJoin] = {}
         for index, control in grouping.controls.items():
             results = zip(graph.nodes[index].outputs, control.results, strict=True)
-            handed_on = {port_use.port for value, port_use in results if value in graph.outputs}
+            handed_on = {port_use.port for value, port_use in results if value in graph.returned}
             control_joins[index] = self._control_join(control, grouping.bodies[index], weight, handed_on)
             ports = control_joins[index].ports
             for value, port_use in zip(graph.nodes[index].outputs, control.results, strict=True):
@@ -375,7 +375,7 @@ def remade(graph: Graph, grouping: Grouping) -> frozenset[int]:
             (value,), largest = node.outputs, max(graph.types[v].nbytes for v in node.inputs)
             readers = graph.consumers.get(value, ())
             fused = all(grouping.rules[reader].light and not grouping.rules[reader].alias for reader in readers)
-            if fused and value not in graph.outputs and graph.types[value].nbytes > largest:
+            if fused and value not in graph.returned and graph.types[value].nbytes > largest:
                 anew.add(value)
     return frozenset(anew)
 

@@ -96,7 +96,7 @@ class _Live:
             return True
         producer = self.graph.producers.get(value, 0)
         last = max(self.readers.get(value, ()), default=producer)
-        return producer <= self.point <= (len(self.graph.nodes) if value in self.graph.outputs else last)
+        return producer <= self.point <= (len(self.graph.nodes) if value in self.graph.returned else last)
 
     def _is_gradient(self, value: int) -> bool:
         """Whether a value of the backward pass is read by the apply phase alone."""

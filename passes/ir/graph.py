@@ -129,6 +129,11 @@ class Graph:
         return {value: tuple(nodes) for value, nodes in readers.items()}
 
     @cached_property
+    def returned(self) -> frozenset[int]:
+        """The values that are outputs: a deep model has thousands, among which every value of it is looked for."""
+        return frozenset(self.outputs)
+
+    @cached_property
     def memo(self) -> dict[object, object]:
         """The results that follow from the graph alone, by what found them, so that each is found once.
 

@@ -45,13 +45,8 @@ def in_order(
     place = [0] * len(order)
     for new, old in enumerate(order):
         place[old] = new
-    moved = [_reading(changed[old], tuple([place[o] for o in changed[old].operands])) for old in order]
+    moved = [changed[old].reading(tuple([place[o] for o in changed[old].operands])) for old in order]
     return tuple(moved), tuple(place[: len(operations)])
-
-
-def _reading(operation: Operation, operands: tuple[int, ...]) -> Operation:
-    """The operation with other operands."""
-    return operation if operands == operation.operands else Operation(operation.kind, operands, *operation[2:])
 
 
 def groups(operations: Sequence[Operation], key_of: Callable[[Operation], object]) -> list[list[int]]:

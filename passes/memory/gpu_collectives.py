@@ -73,7 +73,7 @@ def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) 
 
 
 def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) -> list[Operation]:
-    """The operations, each with what its kernel reads as operands, those that have none left out.
+    """The operations, each with what its kernel reads as operands; those without a kernel are no operands.
 
     Where a kernel takes in what makes an operand, what that reads is listed last: so long sums end up backwards.
 
@@ -83,7 +83,10 @@ def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int], fuse: F
     written, before = {kernel.operation for kernel in every}, beside(operations, every)
     kernels: list[Operation] = []
     for index, operation in enumerate(operations):
-        listed = dict.fromkeys(operation.operands) if index in written else {}
+        if index not in written:  # no kernel lists it
+            kernels.append(operation)
+            continue
+        listed = dict.fromkeys(operation.operands)
         pending, met = list(listed), set(listed)
         for o in pending:
             if o not in written:
@@ -92,7 +95,7 @@ def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int], fuse: F
                 met.update(appended)
                 pending.extend(appended)
                 listed.update(dict.fromkeys(appended))
-        kernels.append(operation._replace(operands=(*listed, *before.get(index, ()))))
+        kernels.append(operation.reading((*listed, *before.get(index, ()))))
     return kernels
 
 

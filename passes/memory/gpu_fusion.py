@@ -77,8 +77,8 @@ def fuse(
 class _Fusion:
     """The kernels that read each operation, from the last to the first; `written` are those with a place in memory.
 
-    What is read by something `fixed`, a product or a collective or a bitcast that one reads, has to be there, and so do
-    the `places` that updates and scatters begin with.
+    What a product or a collective reads, or a bitcast that is written, `is_fixed`: it has to be there, and so do the
+    `places` that updates and scatters begin with.
     """
 
     def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], costly_nbytes: int) -> None:
@@ -93,10 +93,10 @@ class _Fusion:
                 self.needed[index] = True
                 for o in operation.operands:
                     self.readers[o].append(index)
-                if operation.kind == "update" or operation.name.startswith("scatter"):
+                if operation.kind == "update" or _scatters(operation):
                     self.places.add(operation.operands[0])
         self.written = bytearray(len(operations))
-        self.fixed = bytearray(len(operations))
+        self.is_fixed = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
 
     def decide(self) -> None:
@@ -110,7 +110,9 @@ class _Fusion:
             self.roots[index] = frozenset(roots)
             self.written[index] = not self._is_fused(index, roots)
             kind = self.operations[index].kind
-            self.fixed[index] = kind not in TAKES_IN or (kind == "bitcast" and self.written[index])
+            if kind not in TAKES_IN or (kind == "bitcast" and self.written[index]):
+                for o in self.operations[index].operands:
+                    self.is_fixed[o] = True
 
     def _is_fused(self, index: int, roots: set[int]) -> bool:
         operation = self.operations[index]
@@ -118,7 +120,7 @@ class _Fusion:
             return True
         if operation.kind not in FUSIBLE or index in self.outputs or not roots:
             return False
-        if index in self.places or any(self.fixed[reader] for reader in self.readers[index]):
+        if index in self.places or self.is_fixed[index]:
             return False
         if operation.name == SUM and any(self.operations[root].kind not in FUSIBLE for root in roots):
             return False
@@ -163,6 +165,11 @@ class _Fusion:
         return 0 if self.operations[index].kind in ("literal", "iota") else least
 
 
+def _scatters(operation: Operation) -> bool:
+    """Whether an operation adds to places of the array that it reads first."""
+    return operation.kind in ("reduce", "update") and operation.name.startswith("scatter")
+
+
 def _adds_columns(index: int, operations: Sequence[Operation]) -> bool:
     """Whether an operation adds up along other dimensions than the last, in one go."""
     operation = operations[index]
@@ -180,27 +187,28 @@ def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple
     the array itself.
     """
     kernels: list[Kernel] = []
-    summed: dict[int, frozenset[int]] = {}
+    sums: dict[int, list[int]] = {}
     for index in range(len(operations)):
         if written[index]:
             reads = _reads(operations, written, index)
             ordered = tuple(sorted(reads))
-            into = operations[index].operands[:1] if operations[index].name.startswith("scatter") else ()
-            over = tuple(o for o in ordered if (reads[o] or o in into) and operations[o].kind not in RENAMED)
+            into = operations[index].operands[:1] if _scatters(operations[index]) else ()
+            over = tuple([o for o in ordered if (reads[o] or o in into) and operations[o].kind not in RENAMED])
             if operations[index].kind == "reduce":
-                summed[index] = frozenset(reads)
-            elif sums := [summed[o] for o in ordered if o in summed]:
-                over = tuple(o for o in over if not any(o in below for below in sums))
+                for o in ordered:
+                    sums.setdefault(o, []).append(index)
+            else:
+                over = tuple([o for o in over if o not in sums or reads.keys().isdisjoint(sums[o])])
             kernels.append(Kernel(operation=index, reads=ordered, over=over))
     return tuple(kernels)
 
 
 def _reads(operations: Sequence[Operation], written: Sequence[int], root: int) -> dict[int, bool]:
     """The arrays in memory that a kernel reads, and whether it may write over each."""
-    reads: dict[int, bool] = {}
     operation = operations[root]
     pure = operation.kind in ELEMENTWISE or (operation.kind == "collective" and operation.name == "all_reduce")
-    pending, seen = [(o, pure) for o in operations[root].operands], set[tuple[int, bool]]()
+    reads = {o: pure for o in operation.operands if written[o]}
+    pending, seen = [(o, pure) for o in operation.operands if not written[o]], set[tuple[int, bool]]()
     while pending:
         index, is_pure = pending.pop()
         if (index, is_pure) in seen:

@@ -49,12 +49,12 @@ class _Orders:
         for index, operation in enumerate(self.operations):
             reads_order = index in self.orders and operation.kind in ELEMENTWISE
             operands = [laid.get(o, place[o]) if reads_order else place[o] for o in operation.operands]
-            moved = operation._replace(operands=tuple(operands))
+            moved = operation.reading(tuple(operands))
             (source, *_) = operation.operands or (-1,)
             if source in self.orders and operation.kind == "transpose":
                 moved = self._transposed(index, moved)
             elif source in self.orders and operation.kind in ("bitcast", "dot"):
-                moved = moved._replace(operands=tuple(self._read(index, o, place, changed) for o in operation.operands))
+                moved = moved.reading(tuple([self._read(index, o, place, changed) for o in operation.operands]))
             place.append(len(changed))
             changed.append(moved)
             if index in self.laid:

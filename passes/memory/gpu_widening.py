@@ -50,7 +50,7 @@ def widened(operations: Sequence[Operation]) -> tuple[list[Operation], list[int]
             place.append(add(rounded))
             wide[place[-1]] = made
         else:
-            place.append(add(operation._replace(operands=operands)))
+            place.append(add(operation.reading(operands)))
     return changed, place
 
 

@@ -80,8 +80,19 @@ class Operation(NamedTuple):
     @property
     def name(self) -> str:
         """The opcode, or the kind of a collective: the first item of the tag."""
-        tag = cast("tuple[object, ...]", self.tag) if isinstance(self.tag, tuple) else (self.tag,)
-        return str(tag[0]) if tag else ""
+        tag = self.tag
+        if isinstance(tag, str):
+            return tag
+        if isinstance(tag, tuple):
+            return str(cast("tuple[object, ...]", tag)[0]) if tag else ""
+        return str(tag)
+
+    def reading(self, operands: tuple[int, ...]) -> Operation:
+        """The operation with other operands; itself where these are its own, which many are in every pass."""
+        if operands == self.operands:
+            return self
+        kind, _, shape, dtype, node, value, tag, is_fused = self
+        return Operation(kind, operands, shape, dtype, node, value, tag, is_fused)
 
     @property
     def is_conversion(self) -> bool:

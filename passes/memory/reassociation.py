@@ -38,7 +38,7 @@ def reassociated(operations: Sequence[Operation], outputs: Sequence[int]) -> tup
         return len(changed) - 1
 
     for index, operation in enumerate(operations):
-        moved = operation._replace(operands=tuple([place[o] for o in operation.operands]))
+        moved = operation.reading(tuple([place[o] for o in operation.operands]))
         sides = [sent(o) for o in moved.operands] if operation.name == "add" and len(moved.operands) == 2 else []
         pairs = [side for side in sides if side is not None]
         if len(pairs) == 2 and _alike(*pairs):

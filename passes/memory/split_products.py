@@ -87,7 +87,7 @@ def split(operations: Sequence[Operation], weights: Weights) -> tuple[list[Opera
     changed: list[Operation] = []
     place: list[int] = []
     for operation in operations:
-        moved = operation._replace(operands=tuple([place[o] for o in operation.operands]))
+        moved = operation.reading(tuple([place[o] for o in operation.operands]))
         parts = _parts(operation, operations, weights) if operation.kind == "dot" else 1
         if parts > 1:
             changed.append(moved._replace(shape=(parts, *operation.shape), dtype="float32"))

@@ -5,8 +5,9 @@ in float32 what they cannot in bfloat16, and wait for collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 
 from passes.memory import xla
 from passes.memory.conversions import sliced_first
@@ -20,6 +21,9 @@ from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.reassociation import reassociated
 from passes.memory.split_products import Weights, split
+
+SUMS: Mapping[str, str] = MappingProxyType({"update": "scatter", "opaque": "window"})
+"""Kinds of operations that are fused with what they read, as sums are, and what the names of these begin with."""
 
 
 @cache
@@ -41,7 +45,7 @@ def _combined(
     window is a sum, too: what counts its places is computed in the kernel that compares. What a GPU has no arithmetic
     for is in float32.
     """
-    sums = [(o.kind, o.name[:7]) in (("update", "scatter"), ("opaque", "window")) for o in operations]
+    sums = [o.kind in SUMS and o.name.startswith(SUMS[o.kind]) for o in operations]
     sliced = sliced_first(operations, outputs)
     fused = [o._replace(kind="reduce") if s else o for o, s in zip(sliced, sums, strict=True)]
     wide, first = (fused, range(len(fused))) if weights.from_hopper else widened(fused)

@@ -145,7 +145,7 @@ def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
     What a body of a loop makes in the forward pass as well, as a microbatch does, is added up and reduced once after
     it: nothing of it is, unless it leaves.
     """
-    unawaited: set[int] = set()
+    unawaited, left = set[int](), frozenset(leaving)
     within = not leaving and any(phase(node) == "forward" for node in graph.nodes)
     for index in reversed(range(0 if within else len(graph.nodes))):
         node = graph.nodes[index]
@@ -153,7 +153,7 @@ def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
             continue
         for value in node.outputs:
             readers = set(graph.consumers.get(value, ()))
-            if (value in leaving or value not in graph.outputs) and all(
+            if (value in left or value not in graph.returned) and all(
                 phase(graph.nodes[reader]) == "apply" or _hands_on(graph, value, reader, unawaited)
                 for reader in readers
             ):
@@ -161,10 +161,10 @@ def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
     return frozenset(unawaited)
 
 
-def _hands_on(graph: Graph, value: int, reader: int, unawaited: Collection[int]) -> bool:
+def _hands_on(graph: Graph, value: int, reader: int, unawaited: set[int]) -> bool:
     """Whether a small operator of a value's size makes of it what nobody waits for."""
     node = graph.nodes[reader]
-    if node.subgraphs or not set(node.outputs) <= set(unawaited):
+    if node.subgraphs or not unawaited.issuperset(node.outputs):
         return False
     same = all(graph.types[result].size == graph.types[value].size for result in node.outputs)
     return same and rule_of(node, graph).light

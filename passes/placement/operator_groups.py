@@ -142,8 +142,7 @@ class _Grouper:
         self.roots: dict[int, int] = {}
         self.free: set[int] = set()
         self.followers: dict[tuple[int, Phase, bool], int] = {}
-        self.outputs = frozenset(graph.outputs)
-        once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in self.outputs)
+        once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in graph.returned)
         self.single = {v for v in once if not inside and graph.consumers[v][0] not in controls}
         self.sizes = {id(type): type.size for type in {id(type): type for type in graph.types}.values()}
         self.scalar: dict[int, bool] = {}
@@ -271,7 +270,7 @@ class _Grouper:
         graph = self.graph
         inside = {*source.members, *target.members, index}
         written = [value for member in source.members for value in graph.nodes[member].outputs]
-        if any(v in self.outputs or not inside.issuperset(graph.consumers.get(v, ())) for v in written):
+        if any(v in graph.returned or not inside.issuperset(graph.consumers.get(v, ())) for v in written):
             return
         if target.members and any(source.value_classes.values()) != any(target.value_classes.values()):
             return

@@ -40,7 +40,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Onward:
-    """An edge as seen from one of its ends: `own` and `other` are placements by strategy, `there` and `back` messages.
+    """An edge as seen from one of its ends: `other` are placements by strategy of the other, `there` and `back` messages.
 
     `order` sorts the strategies of this end by placement, each of which has one; those of a placement begin at `first`.
     """
@@ -63,18 +63,26 @@ class Messages:
         self.behind: list[list[_Onward]] = [[] for _ in costs]
         self.sent: list[Floats] = []
         self._sorted: dict[int, tuple[Indices, Indices, Indices]] = {}
+        self._turned: dict[int, tuple[Floats, Floats]] = {}
         for number, way in enumerate(ways):
             low, high, made, read = way.source, way.target, way.made, way.read
-            seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
+            seconds, turned = self._both(way)
             if low > high:
-                low, high, made, read, seconds = high, low, read, made, seconds.T
+                low, high, made, read, seconds, turned = high, low, read, made, turned, seconds
             up, down = 2 * number, 2 * number + 1
             self.sent += [np.zeros(seconds.shape[1]), np.zeros(seconds.shape[0])]
             if low == high:
                 continue
-            self.ahead[low].append(self._onward(made, read, seconds.T, node=high, there=up, back=down))
+            self.ahead[low].append(self._onward(made, read, turned, node=high, there=up, back=down))
             self.behind[high].append(self._onward(read, made, seconds, node=low, there=down, back=up))
         self.shares = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
+
+    def _both(self, way: Way) -> tuple[Floats, Floats]:
+        """The seconds of an edge, finite, and their transpose; edges may share that array."""
+        if id(way.seconds) not in self._turned:
+            seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
+            self._turned[id(way.seconds)] = seconds, np.ascontiguousarray(seconds.T)
+        return self._turned[id(way.seconds)]
 
     def _onward(
         self, placements: Indices, other: Indices, seconds: Floats, *, node: int, there: int, back: int
@@ -84,7 +92,6 @@ class Messages:
             sizes = np.bincount(placements)
             self._sorted[id(placements)] = placements, np.argsort(placements, kind="stable"), np.cumsum(sizes) - sizes
         _, order, first = self._sorted[id(placements)]
-        seconds = np.ascontiguousarray(seconds)
         return _Onward(node=node, order=order, first=first, other=other, seconds=seconds, there=there, back=back)
 
     def run(self, passes: int) -> None:
@@ -120,7 +127,7 @@ class Messages:
         """The prices of the rows and of the columns of every edge."""
         prices: list[tuple[Floats, Floats]] = []
         for number, way in enumerate(self.ways):
-            seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
+            seconds, _ = self._both(way)
             message = self.sent[2 * number]
             if way.source <= way.target:
                 prices.append(((seconds - message).min(axis=1), -message))

@@ -122,8 +122,7 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
             source, target = places[edge.source], places[edge.target]
             rows, written = ends.of(edge.before, allowed[source])
             columns, read = ends.of(edge.after, allowed[target])
-            edge_prices = bound.prices[id(edge)]
-            remaining = (seconds - edge_prices[0][:, None] + edge_prices[1][None, :])[rows[:, None], columns]
+            remaining = groups.remaining(seconds, bound.prices[id(edge)], rows, columns)
             ways.append(Way(source=source, target=target, made=written, read=read, seconds=remaining))
             edges.append((edge, rows, columns))
     messages = Messages(
@@ -199,6 +198,8 @@ class _Groups:
             (price, budget) for price, budget in zip(budget_prices, problem.budgets, strict=True) if price > 0
         ]
         self.known: dict[tuple[object, ...], tuple[object, float]] = {}
+        self.shared: dict[tuple[object, ...], tuple[object, list[Floats]]] = {}
+        self.uncharged: dict[tuple[int, ...], tuple[object, Floats]] = {}
         self.placed: dict[tuple[int, ...], tuple[object, tuple[list[object], list[Indices]]]] = {}
 
     def least(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> float:
@@ -206,7 +207,7 @@ class _Groups:
         reader_prices, copies = [prices[id(edge)] for edge in edges], self._copies(group)
         if len(edges) == 1 and not copies:
             return float(np.minimum(0.0, _left(edges[0], reader_prices[0])).sum(axis=1).min())
-        key = (*(id(edge.seconds) for edge in edges), *map(id, reader_prices), *sorted(copies.items(), key=str))
+        key = _key(edges, reader_prices, copies)
         if key not in self.known:
             cost, charged = self._table(edges, reader_prices, copies)[:2]
             spare = np.minimum(0.0, cost - charged)
@@ -215,16 +216,32 @@ class _Groups:
 
     def shares(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> list[Floats]:
         """The cost of each reader [rows, columns], so that all together pay no more than the group does."""
-        reader_prices = [prices[id(edge)] for edge in edges]
-        if len(edges) == 1 and not self.budgets:
+        reader_prices, copies = [prices[id(edge)] for edge in edges], self._copies(group)
+        key = _key(edges, reader_prices, copies)
+        if key not in self.shared:
+            self.shared[key] = ((edges, reader_prices), self._shares(edges, reader_prices, copies))
+        return self.shared[key][1]
+
+    def _shares(
+        self, edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]
+    ) -> list[Floats]:
+        if len(edges) == 1 and not copies:
             return [edges[0].weight * edges[0].seconds]
-        cost, charged, readers, places = self._table(edges, reader_prices, self._copies(group))
+        cost, charged, readers, places = self._table(edges, prices, copies)
         spare = np.where(np.isfinite(cost), np.maximum(0.0, cost - charged), np.inf) / np.maximum(readers, 1)
         scale = np.divide(cost, charged, out=np.ones_like(cost), where=(charged > cost) & (charged > 0))
         return [
             spare[:, at] + scale[:, at] * np.maximum(0.0, rows[:, None] - columns[None, :])
-            for at, (rows, columns) in zip(places, reader_prices, strict=True)
+            for at, (rows, columns) in zip(places, prices, strict=True)
         ]
+
+    def remaining(self, seconds: Floats, prices: Prices, rows: Indices, columns: Indices) -> Floats:
+        """A reader's share beyond what its prices charge it, [rows, columns]; one array for equal ones."""
+        key = (id(seconds), id(prices), id(rows), id(columns))
+        if key not in self.uncharged:
+            left = (seconds - prices[0][:, None] + prices[1][None, :])[rows[:, None], columns]
+            self.uncharged[key] = ((seconds, prices, rows, columns), left)
+        return self.uncharged[key][1]
 
     def _copies(self, group: int) -> dict[object, float]:
         """Seconds that a copy to each placement costs at the budgets' prices."""
@@ -261,6 +278,16 @@ class _Groups:
             places = [np.array([place[label] for label in edge.labels], dtype=np.intp) for edge in edges]
             self.placed[key] = (edges, (labels, places))
         return self.placed[key][1]
+
+
+def _key(edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]) -> tuple[object, ...]:
+    """What the costs of a group follow from; equal layers mostly share their arrays."""
+    return (
+        *(id(edge.seconds) for edge in edges),
+        *(edge.weight for edge in edges),
+        *map(id, prices),
+        *sorted(copies.items(), key=str),
+    )
 
 
 def _left(edge: Edge, prices: Prices) -> Floats:

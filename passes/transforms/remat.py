@@ -149,7 +149,7 @@ class _Draft:
 
     def _inside(self, value: int, layer: int) -> bool:
         """Whether only this layer and the backward pass read a value."""
-        if value in self.graph.outputs:
+        if value in self.graph.returned:
             return False
         readers = self.graph.consumers.get(value, ())
         return all(r in self.late or self.layer.get(r) == layer for r in readers)

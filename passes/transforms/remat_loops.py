@@ -76,7 +76,7 @@ def _gone(graph: Graph, loop: Loop, kept: Kept) -> dict[int, int]:
         producer = body.producers.get(inner)
         again = inner not in carried if producer is None else not is_kept(body, producer, kept)
         alone = set(graph.consumers.get(outer, ())) == {loop.backward} and outer not in late.inputs[:fixed]
-        if again and alone and outer not in graph.outputs:
+        if again and alone and outer not in graph.returned:
             values[outer] = inner
     return values
 
