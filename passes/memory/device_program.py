@@ -271,7 +271,7 @@ class _Lowering:
         else:
             operands, results = self._operands(node, placement), self._results(node, rule, placement)
             self.operations.value = node.outputs[0] if node.outputs else -1
-            self.operations.is_fused = any([type.fused for type in results])
+            self.operations.is_fused = any(type.fused for type in results)
             if placement.bodies and index in self.context.controls:
                 operations = self._control(index, placement, operands, results)
             else:

@@ -40,7 +40,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Onward:
-    """An edge as seen from one of its ends: `other` are placements by strategy of the other, `there` and `back` messages.
+    """An edge as seen from one of its ends: `other` are the placements at the other one, `there` and `back` messages.
 
     `order` sorts the strategies of this end by placement, each of which has one; those of a placement begin at `first`.
     """

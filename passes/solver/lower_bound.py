@@ -222,9 +222,7 @@ class _Groups:
             self.shared[key] = ((edges, reader_prices), self._shares(edges, reader_prices, copies))
         return self.shared[key][1]
 
-    def _shares(
-        self, edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]
-    ) -> list[Floats]:
+    def _shares(self, edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]) -> list[Floats]:
         if len(edges) == 1 and not copies:
             return [edges[0].weight * edges[0].seconds]
         cost, charged, readers, places = self._table(edges, prices, copies)
