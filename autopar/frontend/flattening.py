@@ -31,6 +31,7 @@ from autopar.frontend.primitives import (
     node_params,
     placed_by,
     plain_params,
+    without_elements,
 )
 from passes.ir import Graph, Node, TensorType
 
@@ -166,8 +167,9 @@ class _Builder:
             return self.constrained(outputs, results, site)
         if name in PUTS and all(shardings := placed_by(equation)[1]):
             return self.constrained(inputs, shardings, site)
-        if (reduction := dimension_reduction(equation)) is not None:
-            return self.inline(*jax_compat.open_jaxpr(reduction), inputs, site)
+        for simpler in (dimension_reduction, without_elements):
+            if (jaxpr := simpler(equation)) is not None:
+                return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         if name in ROWWISE and (rows := by_row(name, equation.params, inputs, self._values())):
             return self._by_row(equation, inputs, rows, site)
         if reason := jax_compat.unkept_effect(equation):

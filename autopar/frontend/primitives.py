@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
@@ -61,6 +62,42 @@ def dimension_reduction(equation: Any) -> Any:
     types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     with jax_compat.no_mesh():
         return jax.make_jaxpr(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs])(*types)
+
+
+def without_elements(equation: Any) -> Any:
+    """The jaxpr of an equation in which values without elements need nothing of the operands: empty results, parts that
+    are empty, a join with what is empty, the padding of nothing; None for all else.
+
+    `jax.lax.associative_scan` ends in such slices and joins. An array without elements is never cut, and so the slice
+    that makes it would bring to every device the whole of what it takes nothing of.
+    """
+    operands, results = ([var.aval for var in side] for side in (equation.invars, equation.outvars))
+    is_number = all(jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool for aval in results)
+    if equation.effects or not is_number or not any(map(_is_empty, (*operands, *results))):
+        return None
+    name, params = equation.primitive.name, equation.params
+    is_made = all(map(_is_empty, results)) and any(not isinstance(var, jax_compat.Literal) for var in equation.invars)
+    if not is_made and name not in ("concatenate", "split") and not (name == "pad" and _is_empty(operands[0])):
+        return None
+
+    def rewritten(*xs: jax.Array) -> list[jax.Array]:
+        match name:
+            case _ if is_made:
+                return [jax.lax.full(aval.shape, 0, aval.dtype) for aval in results]
+            case "concatenate":
+                return [jax.lax.concatenate([x for x in xs if x.size], params["dimension"])]
+            case "split":
+                parts = iter(jax.lax.split(*xs, tuple(filter(None, params["sizes"])), params["axis"]))
+                return [jax.lax.full(aval.shape, 0, aval.dtype) if _is_empty(aval) else next(parts) for aval in results]
+            case _:
+                return [jax.lax.full(results[0].shape, xs[1])]
+
+    with jax_compat.no_mesh():
+        return jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands))
+
+
+def _is_empty(aval: Any) -> bool:
+    return 0 in aval.shape
 
 
 def node_params(equation: Any, source: str) -> dict[str, object]:
