@@ -28,6 +28,7 @@ from autopar.frontend.primitives import (
     PUTS,
     dimension_reduction,
     dtype_name,
+    linear_solver,
     node_params,
     placed_by,
     plain_params,
@@ -167,6 +168,9 @@ class _Builder:
             return self.constrained(outputs, results, site)
         if name in PUTS and all(shardings := placed_by(equation)[1]):
             return self.constrained(inputs, shardings, site)
+        if (solver := linear_solver(equation)) is not None:
+            jaxpr, taken = solver
+            return self.inline(*jax_compat.open_jaxpr(jaxpr), [inputs[i] for i in taken], site)
         for simpler in (dimension_reduction, without_elements):
             if (jaxpr := simpler(equation)) is not None:
                 return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -62,6 +62,19 @@ def dimension_reduction(equation: Any) -> Any:
     types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     with jax_compat.no_mesh():
         return jax.make_jaxpr(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs])(*types)
+
+
+def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
+    """(the jaxpr that a `jax.lax.custom_linear_solve` runs, the positions of the operands that it takes); None for all
+    else.
+
+    The other jaxprs are for derivatives, which have been taken.
+    """
+    if equation.primitive.name != "custom_linear_solve":
+        return None
+    counts, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
+    first, sides = counts.matvec + counts.vecmat, sum(counts)
+    return solve, (*range(first, first + counts.solve), *range(sides, len(equation.invars)))
 
 
 def without_elements(equation: Any) -> Any:
