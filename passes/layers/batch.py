@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from passes.ir import Graph, PortUse, StatePairs, control_of, phase
+from passes.ir import Graph, Node, PortUse, StatePairs, control_of, phase
 from passes.rules import ShardingRule, rules_of
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
@@ -77,6 +77,17 @@ def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     return tuple(i for i in candidates if heads[i] in batch)
 
 
+def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tuple[int, int]]:
+    """(a dimension of a node's operand, that of its result which goes on) where the node splits the first off for a
+    loop to run over: a batch in parts, whose gradients are added up by hand.
+    """
+    for reader in graph.consumers.get(node.outputs[0], ()) if rule.splits else ():
+        control = control_of(graph.nodes[reader], graph)
+        port_uses = zip(graph.nodes[reader].inputs, control.operands, strict=True) if control else ()
+        if any(use.stacked for value, use in port_uses if value == node.outputs[0]):
+            yield from rule.splits
+
+
 def has_rows(graph: Graph, position: int) -> bool:
     """Whether an input may be a part of a batch: it has elements along a leading dimension."""
     type = graph.types[graph.inputs[position]]
@@ -124,6 +135,8 @@ class _Dims:
                     self._hang(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
             else:
                 read = [firsts[v] for v in node.inputs]
+                for before, after in split_for_loop(graph, node, rule):
+                    self._join(firsts[node.inputs[0]] + before, firsts[node.outputs[0]] + after)
                 kept, summed = self._follow(rule, read, [firsts[v] for v in node.outputs])
                 self.nodes.append((times * rule.flops, phase(node) == "forward", kept, summed))
         return firsts

@@ -71,6 +71,17 @@ def with_frozen_weights(w: Any, frozen: dict[str, jax.Array], x: jax.Array, y: j
     return descended(lambda w: losses(adapted(w), x, y).sum(), w)
 
 
+def in_parts(w: Any, rates: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+    """Gradients that a loop over parts of the batch adds up."""
+
+    def add(total: Any, part: Any) -> Any:
+        return jax.tree.map(jnp.add, total, jax.grad(lambda w: losses(w, *part).mean())(w)), None
+
+    parts = x.reshape(2, -1, 8), y.reshape(2, -1)
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), parts)
+    return jax.tree.map(lambda p, g: p - rates.mean() * g, w, total)
+
+
 def tied(w: Any, tokens: jax.Array) -> jax.Array:
     return jnp.tanh(w["a"][tokens] @ w["b"]) @ w["a"].T
 
@@ -98,6 +109,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
         ),
         ("x", "y"),
     ),
+    "gradients that are added up": (in_parts, (W, jnp.ones(16), X, Y), ("x", "y")),
     "a forward pass": (scores, (W, X), ("x",)),
     "a forward pass of as many rows as features": (scores, (W, SQUARE), ("x",)),
     "tied weights": (tied, (W, Y), ("tokens",)),
