@@ -32,6 +32,7 @@ from autopar.frontend.primitives import (
     node_params,
     placed_by,
     plain_params,
+    tested_by_row,
     without_elements,
 )
 from passes.ir import Graph, Node, TensorType
@@ -171,7 +172,7 @@ class _Builder:
         if (solver := linear_solver(equation)) is not None:
             jaxpr, taken = solver
             return self.inline(*jax_compat.open_jaxpr(jaxpr), [inputs[i] for i in taken], site)
-        for simpler in (dimension_reduction, without_elements):
+        for simpler in (dimension_reduction, without_elements, tested_by_row):
             if (jaxpr := simpler(equation)) is not None:
                 return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         if name in ROWWISE and (rows := by_row(name, equation.params, inputs, self._values())):

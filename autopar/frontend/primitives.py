@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
@@ -64,6 +65,36 @@ def dimension_reduction(equation: Any) -> Any:
         return jax.make_jaxpr(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs])(*types)
 
 
+def tested_by_row(equation: Any) -> Any:
+    """The jaxpr of a loop that `vmap` has given a test for each row, which runs while any row goes on; None for all
+    else.
+
+    What is tested is carried from one iteration to the next: rows then lie anywhere, and one bit of them is known
+    everywhere. A loop whose test reads them needs them all.
+    """
+    params = equation.params
+    if equation.primitive.name != "while" or equation.effects or not params["cond_jaxpr"].out_avals[0].shape:
+        return None
+    first, begin = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    test, body = (jaxpr_as_fun(params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+
+    def rewritten(*xs: Any) -> Any:
+        def tested(carry: Sequence[Any]) -> tuple[Any, ...]:
+            (goes_on,) = test(*xs[:first], *carry)
+            return jnp.any(goes_on), goes_on, tuple(carry)
+
+        def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+            _, goes_on, carry = state
+            moved = body(*xs[first:begin], *carry)
+            rows = [goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim)) for x in carry]
+            return tested(list(map(jnp.where, rows, moved, carry)))
+
+        return jax.lax.while_loop(lambda state: state[0], step, tested(xs[begin:]))[2]
+
+    with jax_compat.no_mesh():
+        return jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
+
+
 def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
     """(the jaxpr that a `jax.lax.custom_linear_solve` runs, the positions of the operands that it takes); None for all
     else.
@@ -100,7 +131,7 @@ def without_elements(equation: Any) -> Any:
             case "concatenate":
                 return [jax.lax.concatenate([x for x in xs if x.size], params["dimension"])]
             case "split":
-                parts = iter(jax.lax.split(*xs, tuple(filter(None, params["sizes"])), params["axis"]))
+                parts = iter(jax.lax.split(xs[0], tuple(filter(None, params["sizes"])), params["axis"]))
                 return [jax.lax.full(aval.shape, 0, aval.dtype) if _is_empty(aval) else next(parts) for aval in results]
             case _:
                 return [jax.lax.full(results[0].shape, xs[1])]

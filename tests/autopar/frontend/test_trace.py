@@ -336,3 +336,19 @@ def test_linear_systems_are_solved_where_their_batch_is() -> None:
     parallel = autopar.parallelize(step, planner=autopar.DataParallel(), devices=jax.devices()[:4])
     assert {collective.kind for collective in parallel.plan(bias, x).collectives} == {"all_reduce"}
     np.testing.assert_allclose(parallel(bias, x), jax.jit(step)(bias, x), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_stop_one_by_one_stay_where_they_are() -> None:
+    """A loop with a test for each row brought all rows to every device."""
+
+    def root(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def improved(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return (state[0] + x / state[0]) / 2, state[1] + 1
+
+        return jax.lax.while_loop(lambda s: jnp.abs(s[0] ** 2 - x).max() > 1e-3, improved, (x, jnp.asarray(0)))
+
+    x = 1 + jnp.arange(32.0).reshape(8, 4) ** 2
+    parallel = autopar.parallelize(jax.vmap(root), planner=autopar.DataParallel(), devices=jax.devices()[:4])
+    assert {c.nbytes for c in parallel.plan(x).collectives} <= {1, 8}  # the truth of each row
+    for mine, theirs in zip(parallel(x), jax.jit(jax.vmap(root))(x), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
