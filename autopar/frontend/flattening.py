@@ -28,9 +28,12 @@ from autopar.frontend.primitives import (
     PUTS,
     dimension_reduction,
     dtype_name,
+    linear_solver,
     node_params,
     placed_by,
     plain_params,
+    tested_by_row,
+    without_elements,
 )
 from passes.ir import Graph, Node, TensorType
 
@@ -166,8 +169,12 @@ class _Builder:
             return self.constrained(outputs, results, site)
         if name in PUTS and all(shardings := placed_by(equation)[1]):
             return self.constrained(inputs, shardings, site)
-        if (reduction := dimension_reduction(equation)) is not None:
-            return self.inline(*jax_compat.open_jaxpr(reduction), inputs, site)
+        if (solver := linear_solver(equation)) is not None:
+            jaxpr, taken = solver
+            return self.inline(*jax_compat.open_jaxpr(jaxpr), [inputs[i] for i in taken], site)
+        for simpler in (dimension_reduction, without_elements, tested_by_row):
+            if (jaxpr := simpler(equation)) is not None:
+                return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         if name in ROWWISE and (rows := by_row(name, equation.params, inputs, self._values())):
             return self._by_row(equation, inputs, rows, site)
         if reason := jax_compat.unkept_effect(equation):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
@@ -61,6 +63,85 @@ def dimension_reduction(equation: Any) -> Any:
     types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
     with jax_compat.no_mesh():
         return jax.make_jaxpr(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs])(*types)
+
+
+def tested_by_row(equation: Any) -> Any:
+    """The jaxpr of a loop that `vmap` has given a test for each row, which runs while any row goes on; None for all
+    else.
+
+    What is tested is carried from one iteration to the next: rows then lie anywhere, and one bit of them is known
+    everywhere. A loop whose test reads them needs them all.
+    """
+    params = equation.params
+    if equation.primitive.name != "while" or equation.effects or not params["cond_jaxpr"].out_avals[0].shape:
+        return None
+    first, begin = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    test, body = (jaxpr_as_fun(params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+
+    def rewritten(*xs: Any) -> Any:
+        def tested(carry: Sequence[Any]) -> tuple[Any, ...]:
+            (goes_on,) = test(*xs[:first], *carry)
+            return jnp.any(goes_on), goes_on, tuple(carry)
+
+        def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+            _, goes_on, carry = state
+            moved = body(*xs[first:begin], *carry)
+            rows = [goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim)) for x in carry]
+            return tested(list(map(jnp.where, rows, moved, carry)))
+
+        return jax.lax.while_loop(lambda state: state[0], step, tested(xs[begin:]))[2]
+
+    with jax_compat.no_mesh():
+        return jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
+
+
+def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
+    """(the jaxpr that a `jax.lax.custom_linear_solve` runs, the positions of the operands that it takes); None for all
+    else.
+
+    The other jaxprs are for derivatives, which have been taken.
+    """
+    if equation.primitive.name != "custom_linear_solve":
+        return None
+    counts, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
+    first, sides = counts.matvec + counts.vecmat, sum(counts)
+    return solve, (*range(first, first + counts.solve), *range(sides, len(equation.invars)))
+
+
+def without_elements(equation: Any) -> Any:
+    """The jaxpr of an equation in which values without elements need nothing of the operands: empty results, parts that
+    are empty, a join with what is empty, the padding of nothing; None for all else.
+
+    `jax.lax.associative_scan` ends in such slices and joins. An array without elements is never cut, and so the slice
+    that makes it would bring to every device the whole of what it takes nothing of.
+    """
+    operands, results = ([var.aval for var in side] for side in (equation.invars, equation.outvars))
+    is_number = all(jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool for aval in results)
+    if equation.effects or not is_number or not any(map(_is_empty, (*operands, *results))):
+        return None
+    name, params = equation.primitive.name, equation.params
+    is_made = all(map(_is_empty, results)) and any(not isinstance(var, jax_compat.Literal) for var in equation.invars)
+    if not is_made and name not in ("concatenate", "split") and not (name == "pad" and _is_empty(operands[0])):
+        return None
+
+    def rewritten(*xs: jax.Array) -> list[jax.Array]:
+        match name:
+            case _ if is_made:
+                return [jax.lax.full(aval.shape, 0, aval.dtype) for aval in results]
+            case "concatenate":
+                return [jax.lax.concatenate([x for x in xs if x.size], params["dimension"])]
+            case "split":
+                parts = iter(jax.lax.split(xs[0], tuple(filter(None, params["sizes"])), params["axis"]))
+                return [jax.lax.full(aval.shape, 0, aval.dtype) if _is_empty(aval) else next(parts) for aval in results]
+            case _:
+                return [jax.lax.full(results[0].shape, xs[1])]
+
+    with jax_compat.no_mesh():
+        return jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands))
+
+
+def _is_empty(aval: Any) -> bool:
+    return 0 in aval.shape
 
 
 def node_params(equation: Any, source: str) -> dict[str, object]:

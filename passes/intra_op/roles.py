@@ -10,7 +10,7 @@ from typing import NamedTuple
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.ir import Graph, PortUse, phase
-from passes.layers import OTHERWISE, batch_inputs
+from passes.layers import OTHERWISE, batch_inputs, split_for_loop
 from passes.transforms import loop_of, microbatch_stacks
 
 Value = tuple[int, int]
@@ -194,6 +194,8 @@ def _onward(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
                 grouping.operator_groups[operator_group_number],
                 subproblem.first + operator_group_number,
             )
+            for before, after in split_for_loop(graph, node, rule):
+                yield _Dim(number, node.inputs[0], before), _Dim(number, node.outputs[0], after)
             classes = [_Class(at, operator_group.find(cls)) for cls in operator_group.factor_classes[index]]
             for value, factors in zip(node.inputs, rule.operands, strict=True):
                 yield from ((_Dim(number, value, d), classes[f]) for d, f in enumerate(factors) if f >= 0)

@@ -2,7 +2,7 @@
 
 from passes.layers import layer_names
 from passes.layers.attention import fused_attention
-from passes.layers.batch import OTHERWISE, batch_inputs, taken_for
+from passes.layers.batch import OTHERWISE, batch_inputs, split_for_loop, taken_for
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
 from passes.layers.modules import even_parts, numbered_modules
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
@@ -26,6 +26,7 @@ __all__ = [
     "most_layers",
     "numbered_modules",
     "sample_graph",
+    "split_for_loop",
     "stage_cuts",
     "taken_for",
 ]

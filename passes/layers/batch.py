@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from passes.ir import Graph, PortUse, StatePairs, control_of, phase
+from passes.ir import Graph, Node, PortUse, StatePairs, control_of, phase
 from passes.rules import ShardingRule, rules_of
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
@@ -21,7 +21,11 @@ ALMOST = 0.9
 """Classes of so much of the most work are equally likely to be the batch's, which then is the one that only leads."""
 
 WORTH = 0.01
-"""The share of the batch's work that makes another class, apart from it, a second batch: unlabelled beside labelled."""
+"""The share of the batch's work that makes another class, apart from it, a second batch: unlabelled beside labelled.
+
+A class that is summed up in more work of the batch than it does itself is none: features, such as the rows of weights
+that are adapted or scaled before they are used, and not updated.
+"""
 
 
 def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()) -> tuple[int, ...]:
@@ -55,19 +59,33 @@ def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     heads = {i: dims.root(firsts[graph.inputs[i]]) for i in candidates}
     inner = {dims.root(firsts[v] + d) for v in graph.inputs for d in range(1, graph.types[v].rank)}
     works = dims.works()
-    work = {head: sum(flops for flops, kept in works if head in kept) for head in set(heads.values())}
+    work = {head: sum(flops for flops, kept, _ in works if head in kept) for head in set(heads.values())}
     most = max(work.values())
     if not most:
         return tuple(candidates)
     first = max((i for i in candidates if work[heads[i]] >= ALMOST * most), key=lambda i: (heads[i] not in inner, i))
     batch, extents = {heads[first]}, {graph.types[graph.inputs[first]].shape[0]}
+    of_batch = [(flops, kept, summed) for flops, kept, summed in works if heads[first] in kept]
     for i in sorted(candidates, key=lambda i: work[heads[i]], reverse=True):
         head_work, extent = work[heads[i]], graph.types[graph.inputs[i]].shape[0]
-        shared = sum(flops for flops, kept in works if heads[i] in kept and heads[first] in kept)
-        if (head_work >= WORTH * most or (head_work and extent in extents)) and shared < head_work / 2:
+        shared = sum(flops for flops, kept, _ in of_batch if heads[i] in kept)
+        within = sum(flops for flops, _, summed in of_batch if heads[i] in summed)  # as features are
+        is_apart = shared < head_work / 2 and within <= head_work
+        if (head_work >= WORTH * most or (head_work and extent in extents)) and is_apart:
             batch.add(heads[i])
             extents.add(extent)
     return tuple(i for i in candidates if heads[i] in batch)
+
+
+def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tuple[int, int]]:
+    """(a dimension of a node's operand, that of its result which goes on) where the node splits the first off for a
+    loop to run over: a batch in parts, whose gradients are added up by hand.
+    """
+    for reader in graph.consumers.get(node.outputs[0], ()) if rule.splits else ():
+        control = control_of(graph.nodes[reader], graph)
+        port_uses = zip(graph.nodes[reader].inputs, control.operands, strict=True) if control else ()
+        if any(use.stacked for value, use in port_uses if value == node.outputs[0]):
+            yield from rule.splits
 
 
 def has_rows(graph: Graph, position: int) -> bool:
@@ -117,6 +135,8 @@ class _Dims:
                     self._hang(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
             else:
                 read = [firsts[v] for v in node.inputs]
+                for before, after in split_for_loop(graph, node, rule):
+                    self._join(firsts[node.inputs[0]] + before, firsts[node.outputs[0]] + after)
                 kept, summed = self._follow(rule, read, [firsts[v] for v in node.outputs])
                 self.nodes.append((times * rule.flops, phase(node) == "forward", kept, summed))
         return firsts
@@ -154,13 +174,14 @@ class _Dims:
             dim = self.parents[dim]
         return dim
 
-    def works(self) -> list[tuple[float, set[int]]]:
-        """The flops of each operator, of the forward pass if there is one, and the classes that it keeps, sums up none
-        of.
+    def works(self) -> list[tuple[float, set[int], set[int]]]:
+        """(the flops of each operator, of the forward pass if there is one, the classes that it keeps and sums up none
+        of, those that it sums up).
         """
         return list(self._works(any(is_forward for _, is_forward, _, _ in self.nodes)))
 
-    def _works(self, forward: bool) -> Iterator[tuple[float, set[int]]]:
+    def _works(self, forward: bool) -> Iterator[tuple[float, set[int], set[int]]]:
         for flops, is_forward, kept, summed in self.nodes:
             if is_forward or not forward:
-                yield flops, set(map(self.root, kept)) - set(map(self.root, summed))
+                gone = set(map(self.root, summed))
+                yield flops, set(map(self.root, kept)) - gone, gone

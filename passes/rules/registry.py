@@ -56,6 +56,8 @@ class ShardingRule:
     `convolves`        its operands are images and a kernel, whose order in memory and sizes matter on CPUs
     `in_rows`          on CPUs its arrays lie row after row, whatever order a neighbour would have them in
     `accumulates`      it adds up cotangents of one value, in whatever order
+    `splits`           (a dimension of the operand whose first part is the result's first, that of the result with the
+                       rest of it)
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """
@@ -82,6 +84,7 @@ class ShardingRule:
     convolves: bool = False
     in_rows: bool = False
     accumulates: bool = False
+    splits: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_product(self) -> bool:

@@ -48,11 +48,14 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     operand_labels: list[int | None] = [None] * len(before)
     result_labels: list[int | None] = [None] * len(after)
     sizes: dict[Hashable, int] = {}
+    splits: list[tuple[int, int]] = []
     for group, (i, j) in enumerate(_major_pairs(before, after)):
+        if j == 0 and after[0] < before[i]:
+            splits.append((order[i], next(d for d in range(1, len(after)) if after[d] > 1)))
         operand_labels[order[i]] = result_labels[j] = group
         sizes[group] = min(before[i], after[j])
     base = build([(operands[0], operand_labels)], [(results[0], result_labels)], sizes=sizes, linear=((0,),), flops=0.0)
-    return replace(base, localized=True, shape_parameter="new_sizes")
+    return replace(base, localized=True, shape_parameter="new_sizes", splits=tuple(splits))
 
 
 def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, int]]:

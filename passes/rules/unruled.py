@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _GROUPS = {
-    "tracing puts what it calls in its place": "closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2",
+    "tracing puts what it calls in its place": (
+        "closed_call custom_jvp_call custom_linear_solve custom_vjp_call eval_jaxpr jit remat2"
+    ),
     "JAX itself makes none since jit; it runs whole": "call",
     "its body is planned as a program of its own": "cond scan while",
     "it has a meaning only inside shard_map, whose body is already one device's": (
@@ -18,7 +20,6 @@ _GROUPS = {
     "it lifts a constant into a trace and leaves no equation there": "stage",
     "its one scalar has no dimension to cut": "empty2",
     "it only keeps its operand alive and has no result to place": "dce_sink",
-    "its solver and operator are functions of whole vectors, which may mix every dimension": "custom_linear_solve",
     "its bits depend on the whole shape and, with the default algorithm, on the backend": "rng_bit_generator",
     "its numbers depend on the backend's own state and on the whole shape": "rng_uniform",
 }

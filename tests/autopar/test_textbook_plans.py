@@ -376,3 +376,18 @@ def test_elements_of_a_batch_gather_none_of_it():
         assert batch.nbytes not in rows
         for x, y in zip(jax.tree.leaves(parallel(state, batch)), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loop_over_parts_of_the_batch_has_rows_of_each_on_every_device():
+    """As where gradients are added up by hand: data parallelism computed all rows on all devices."""
+
+    def step(state: Any, batch: Any) -> Any:
+        return jax.lax.scan(dense_step, state, batch.reshape(4, -1, *batch.shape[1:]))
+
+    state, batch = dense_state(16, 8), jax.random.normal(jax.random.key(2), (32, 16))
+    theirs = jax.jit(step, compiler_options=QUICK)(state, batch)
+    parallel = autopar.parallelize(step, compiler_options=QUICK, planner=autopar.DataParallel())
+    (loop,) = (o.placement for o in parallel.plan(state, batch).operators if o.primitive == "scan")
+    assert [str(spec) for spec in loop.operands][-1] == "[-, data, -]"
+    for x, y in zip(jax.tree.leaves(parallel(state, batch)), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)

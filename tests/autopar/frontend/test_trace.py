@@ -320,3 +320,35 @@ def test_a_sum_over_an_axis_of_vmap_is_a_sum_over_a_dimension() -> None:
     types = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((65536, 64), "float32")
     plan = parallel.replan(cluster="8:a100-80g").plan(*types)
     assert max(collective.nbytes for collective in plan.collectives) <= 64 * 64 * 4
+
+
+def test_linear_systems_are_solved_where_their_batch_is() -> None:
+    """`custom_linear_solve` is what it runs: all systems were brought to every device."""
+
+    def step(bias: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(bias: jax.Array) -> jax.Array:
+            spd = jnp.einsum("nij,nkj->nik", x, x) + jnp.eye(4) + bias @ bias.T
+            return jnp.sum(jnp.linalg.solve(spd, bias) ** 2) + jnp.linalg.slogdet(spd)[1].sum()
+
+        return bias - 0.01 * jax.grad(loss)(bias)
+
+    bias, x = (jax.random.normal(jax.random.key(i), size) for i, size in enumerate(((4, 4), (8, 4, 4))))
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel(), devices=jax.devices()[:4])
+    assert {collective.kind for collective in parallel.plan(bias, x).collectives} == {"all_reduce"}
+    np.testing.assert_allclose(parallel(bias, x), jax.jit(step)(bias, x), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_stop_one_by_one_stay_where_they_are() -> None:
+    """A loop with a test for each row brought all rows to every device."""
+
+    def root(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def improved(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return (state[0] + x / state[0]) / 2, state[1] + 1
+
+        return jax.lax.while_loop(lambda s: jnp.abs(s[0] ** 2 - x).max() > 1e-3, improved, (x, jnp.asarray(0)))
+
+    x = 1 + jnp.arange(32.0).reshape(8, 4) ** 2
+    parallel = autopar.parallelize(jax.vmap(root), planner=autopar.DataParallel(), devices=jax.devices()[:4])
+    assert {c.nbytes for c in parallel.plan(x).collectives} <= {1, 8}  # the truth of each row
+    for mine, theirs in zip(parallel(x), jax.jit(jax.vmap(root))(x), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)

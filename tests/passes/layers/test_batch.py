@@ -62,6 +62,26 @@ def with_more(w: Any, x: jax.Array, y: jax.Array, unlabelled: jax.Array) -> Any:
     return descended(loss, w)
 
 
+def with_frozen_weights(w: Any, frozen: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> Any:
+    """Weights that are not updated, adapted as LoRA does or scaled as quantized ones are."""
+
+    def adapted(w: Any) -> Any:
+        return {"a": frozen["a"] + w["a"] @ w["b"], "b": frozen["b"].astype("float32") * frozen["scales"]}
+
+    return descended(lambda w: losses(adapted(w), x, y).sum(), w)
+
+
+def in_parts(w: Any, rates: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+    """Gradients that a loop over parts of the batch adds up."""
+
+    def add(total: Any, part: Any) -> Any:
+        return jax.tree.map(jnp.add, total, jax.grad(lambda w: losses(w, *part).mean())(w)), None
+
+    parts = x.reshape(2, -1, 8), y.reshape(2, -1)
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), parts)
+    return jax.tree.map(lambda p, g: p - rates.mean() * g, w, total)
+
+
 def tied(w: Any, tokens: jax.Array) -> jax.Array:
     return jnp.tanh(w["a"][tokens] @ w["b"]) @ w["a"].T
 
@@ -79,6 +99,17 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
     "state and batch in one": (in_one, ({"w": W, "x": X, "y": Y},), ("data['x']", "data['y']")),
     "as many rows as features": (with_rates, (W, SQUARE, Y[:8], jnp.ones(8)), ("x", "y")),
     "two batches": (with_more, (W, X, Y, jnp.ones((48, 8))), ("x", "y", "unlabelled")),
+    "weights that are adapted or scaled": (
+        with_frozen_weights,
+        (
+            {"a": jnp.ones((8, 2)), "b": jnp.ones((2, 8))},
+            {"a": W["a"], "b": jnp.ones((8, 8), "int8"), "scales": jnp.ones((8, 1))},
+            X,
+            Y,
+        ),
+        ("x", "y"),
+    ),
+    "gradients that are added up": (in_parts, (W, jnp.ones(16), X, Y), ("x", "y")),
     "a forward pass": (scores, (W, X), ("x",)),
     "a forward pass of as many rows as features": (scores, (W, SQUARE), ("x",)),
     "tied weights": (tied, (W, Y), ("tokens",)),
