@@ -152,13 +152,10 @@ class _Builder:
     def connect(self, subproblem: Subproblem, background: Background) -> None:
         """Adds the edges of a subproblem and of all subproblems inside it."""
         self.backgrounds[subproblem.number] = background
-        consumers = subproblem.graph.consumers
         for index, operator_group in enumerate(subproblem.grouping.operator_groups):
             node, late = subproblem.first + index, operator_group.phase == "backward"
             for position, specs in self.inputs[node]:
-                value = self.reads[node][position]
-                at = min((reader for reader in consumers.get(value, ()) if reader in operator_group.members), default=0)
-                self._connect(subproblem, value, node, specs, at, late)
+                self._connect(subproblem, self.reads[node][position], node, specs, None, late)
         for index, control_join in subproblem.control_joins.items():
             operands = zip(subproblem.graph.nodes[index].inputs, control_join.control.operands, strict=True)
             for value, port_use in operands:
@@ -173,11 +170,11 @@ class _Builder:
                     self._connect(inner, value, site.node, site.specs, len(body.graph.nodes))
 
     def _connect(
-        self, subproblem: Subproblem, value: int, target: int, after: Specs, at: int, late: bool = False
+        self, subproblem: Subproblem, value: int, target: int, after: Specs, at: int | None, late: bool = False
     ) -> None:
         """Adds the cost of bringing `value` to where `target` reads it: an edge, or seconds of the target alone.
 
-        The first node that reads it there is the graph's node `at`.
+        The target is an operator group, or reads the value at node `at`.
         """
         graph, grouping = subproblem.graph, subproblem.grouping
         root = grouping.roots.get(value, value)
@@ -193,7 +190,7 @@ class _Builder:
         if site.node == target:
             self.seconds[target] += subproblem.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
-            read = Read(type=type, behind=behind, at=at)
+            read = Read(subproblem, value, at, behind)
             if root in self._passed(subproblem) and any(spec.partial for spec in site.specs):
                 # What is summed up before a barrier is let through as a sum; anything else is brought again behind it.
                 sums, matrix = self.common.halves(type, site.specs, after, behind)

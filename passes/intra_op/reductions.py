@@ -9,24 +9,34 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from passes.intra_op.assembly import Subproblem
 from passes.ir import TensorType
 from passes.sharding import Behind, Resharder, ShardingSpec
 from passes.solver import Edge, Sums
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """What an edge stands for: the array that is read, what its resharding is hidden behind, and the node that reads
-    it first.
+class Read(NamedTuple):
+    """What an edge stands for: the value of a subproblem that is read, at the node `at` or by an operator group, and
+    what its resharding is hidden behind.
     """
 
-    type: TensorType
+    subproblem: Subproblem
+    value: int
+    at: int | None
     behind: Behind | None
-    at: int
+
+    def first(self, target: int) -> int:
+        """The first node that reads the value, where `target` does."""
+        if self.at is not None:
+            return self.at
+        members = self.subproblem.grouping.operator_groups[target - self.subproblem.first].members
+        consumers = self.subproblem.graph.consumers.get(self.value, ())
+        return min((reader for reader in consumers if reader in members), default=0)
 
 
 class _Known:
@@ -45,11 +55,12 @@ def with_sums(edges: Sequence[Edge], reads: Sequence[Read], resharder: Resharder
     for places in numbers.values():
         if len(places) == 1 or not any(_is_sum(origin) for origin in edges[places[0]].origins):
             continue
-        in_order = [edges[number] for number in sorted(places, key=lambda number: reads[number].at)]
-        read = reads[places[0]]
-        key = (read.type, read.behind, *((id(edge.origins), id(edge.labels)) for edge in in_order))
+        read, first = reads[places[0]], {number: reads[number].first(edges[number].target) for number in places}
+        in_order = [edges[number] for number in sorted(places, key=first.__getitem__)]
+        type = read.subproblem.graph.types[read.value]
+        key = (type, read.behind, *((id(edge.origins), id(edge.labels)) for edge in in_order))
         if key not in known.sums:
-            known.sums[key] = in_order, _sums(in_order, read, resharder)
+            known.sums[key] = in_order, _sums(in_order, type, read.behind, resharder)
         for number, edge, sums in zip(places, in_order, known.sums[key][1], strict=True):
             found[number] = replace(edge, sums=sums)
     return tuple(found)
@@ -59,12 +70,12 @@ def _is_sum(name: object) -> bool:
     return isinstance(name, ShardingSpec) and bool(name.partial)
 
 
-def _sums(edges: Sequence[Edge], read: Read, resharder: Resharder) -> tuple[Sums, ...]:
+def _sums(edges: Sequence[Edge], type: TensorType, behind: Behind | None, resharder: Resharder) -> tuple[Sums, ...]:
     labels = [label for edge in edges for label in edge.labels if isinstance(label, ShardingSpec)]
     number = {spec: n for n, spec in enumerate(dict.fromkeys(labels))}
     specs = tuple(number)
     ends = np.array([not spec.partial for spec in specs])
-    onward = resharder.matrix(read.type, specs, specs, read.behind)
+    onward = resharder.matrix(type, specs, specs, behind)
     return tuple(
         Sums(
             rows=np.array([_is_sum(origin) for origin in edge.origins]),

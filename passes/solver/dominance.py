@@ -30,9 +30,8 @@ class Replacements:
         """The most that strategy t pays on an edge beyond strategy s, [s, t], for the source or the node that reads.
 
         `allowed` are the strategies at the other end. In a group of several readers, what s paid for may be wanted by
-        another: nothing is saved, and all that t wants may be new.
+        another: nothing is saved, and all that t wants may be new. How many there are matters to sums alone.
         """
-        readers = readers if edge.sums is not None else min(readers, 2)
         arrays = (edge.before, edge.after, edge.seconds, edge.labels, edge.sums)
         key = (*map(id, arrays), edge.weight, allowed.tobytes(), readers, reads)
         if key not in self._known:
@@ -115,9 +114,10 @@ def without_dominated(problem: ShardingProblem) -> ShardingProblem:
     replacements = problem.memory.kept(Replacements)
     around: list[list[tuple[Edge, int, bool]]] = [[] for _ in problem.seconds]
     for edges in problem.groups.values():
+        readers = len(edges) if edges[0].sums is not None else min(len(edges), 2)
         for edge in edges:
-            around[edge.source].append((edge, len(edges), False))
-            around[edge.target].append((edge, len(edges), True))
+            around[edge.source].append((edge, readers, False))
+            around[edge.target].append((edge, readers, True))
     allowed = [np.isfinite(strategy_seconds) for strategy_seconds in problem.seconds]
     seconds = list(problem.seconds)
     for node, seconds_of_node in enumerate(problem.seconds):

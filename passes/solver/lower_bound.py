@@ -211,8 +211,7 @@ class _Groups:
         Of a group with sums there are none left: the `prices` of its first edge's rows are lowered, and with them what
         the strategies that make the sum cost.
         """
-        first = edges[0]
-        if first.sums is None:
+        if (first := edges[0]).sums is None:
             return self.least(group, edges, prices)
         reader_prices, copies = [prices[id(edge)] for edge in edges], self._copies(group)
         key = (*(id(edge.seconds) for edge in edges), *map(id, reader_prices), *sorted(copies.items(), key=str))

@@ -135,10 +135,20 @@ class ShardingProblem:
             edges_of[edge.group].append(edge)
         return edges_of
 
+    @cached_property
+    def sums(self) -> Sequence[Sequence[Edge]]:
+        """The edges of each group of a value that may be a sum."""
+        return [edges for edges in self.groups.values() if edges[0].sums is not None]
+
     def evaluate(self, choice: Sequence[int]) -> float:
         """Total seconds when node n takes strategy `choice[n]`; independent of the program that found it."""
         total = sum(float(seconds[c]) for seconds, c in zip(self.seconds, choice, strict=True))
-        return total + sum(seconds for edges in self.groups.values() for seconds in paid(edges, choice))
+        once: dict[tuple[int, int, object], float] = {}
+        for edge in self.edges:
+            if edge.sums is None:
+                i, j = edge.before[choice[edge.source]], edge.after[choice[edge.target]]
+                once[(edge.group, int(i), edge.labels[j])] = edge.weight * float(edge.seconds[i, j])
+        return total + sum(once.values()) + sum(seconds for edges in self.sums for seconds in paid(edges, choice))
 
     def usage(self, budget: Budget, choice: Sequence[int]) -> float:
         """Bytes that an answer takes of a budget."""

@@ -131,9 +131,7 @@ def test_prices_of_any_kind_bound_every_answer(seed):
     best = brute_force(problem)
     program = StrategyProgram(problem)
     program.run(gap=0.0)
-    drawn = {
-        id(e): tuple(rng.normal(0, 2e-5, size=size) for size in e.seconds.shape) for e in problem.edges
-    }
+    drawn = {id(e): tuple(rng.normal(0, 2e-5, size=size) for size in e.seconds.shape) for e in problem.edges}
     relaxed = dict(zip(map(id, problem.edges), program.edge_prices(), strict=True))
     for prices in (drawn, relaxed):
         bound = priced(problem, prices, ())
