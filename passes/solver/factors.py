@@ -105,7 +105,8 @@ class Group:
         """
         least: Floats = np.array(np.inf)
         for at in range(-1, reach.shape[1]):
-            total, paid_for = reach[self.edges[0].before[strategies[self.edges[0].source]], at] if at >= 0 else 0.0, []
+            total = reach[self.edges[0].before[strategies[self.edges[0].source]], at] if at >= 0 else np.zeros(())
+            paid_for: list[Indices] = []
             for edge in self.edges:
                 seconds, label, _ = edge.at(strategies, Reduced())
                 seconds = edge.from_either(strategies, at, seconds)

@@ -110,7 +110,7 @@ def test_a_sum_is_reduced_once_and_goes_on_from_there():
     assert answer.bound <= 34
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(50))
 @pytest.mark.parametrize("radius", [None, 2])
 def test_no_bound_is_above_the_cheapest_answer(seed, radius):
     problem = random_problem(np.random.default_rng(seed))
@@ -123,7 +123,7 @@ def test_no_bound_is_above_the_cheapest_answer(seed, radius):
     assert answer.objective == pytest.approx(problem.evaluate(answer.choice))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_prices_of_any_kind_bound_every_answer(seed):
     """Random prices, and those of the relaxation; raised around what is loose, they bound more."""
     rng = np.random.default_rng(seed)
@@ -149,7 +149,7 @@ def test_prices_of_any_kind_bound_every_answer(seed):
             assert seconds >= bound.seconds - 1e-15
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_parts_of_a_group_pay_no_more_than_all_of_it(seed, monkeypatch):
     monkeypatch.setattr(factors, "GROUP_ENTRIES", 6)
     problem = random_problem(np.random.default_rng(seed))
@@ -162,13 +162,33 @@ def test_parts_of_a_group_pay_no_more_than_all_of_it(seed, monkeypatch):
     assert answer.bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(50))
 def test_strategies_that_are_dominated_are_in_no_better_answer(seed):
     problem = random_problem(np.random.default_rng(seed))
     assert brute_force(without_dominated(problem)) == pytest.approx(brute_force(problem), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
+def test_a_sum_that_is_dearer_to_each_reader_may_be_cheaper_to_both():
+    """Two readers pay 30 each for an array, and 50 and 1 for a sum."""
+    seconds = np.full((5, 5), 30.0)
+    seconds[3], seconds[0, 1], seconds[1, 0] = (50, 40, 50, 0, 9), 1, 1
+    np.fill_diagonal(seconds, 0.0)
+    edges = reading(0, {1: np.array([0]), 2: np.array([1])}, np.array([3, 2]), seconds, 0)
+    problem = ShardingProblem(seconds=(np.zeros(2), np.zeros(1), np.zeros(1)), edges=tuple(edges))
+    assert without_dominated(problem).evaluate((0, 0, 0)) == brute_force(problem) == 51
+
+
+def test_what_the_first_reader_saves_may_cost_the_next_more():
+    """Reduced to b, a sum takes 100 to c; reduced to a, for a reader that then takes 11 more, it takes 1."""
+    seconds = np.full((5, 5), 10.0)
+    seconds[1, 2], seconds[0, 2] = 100, 1
+    np.fill_diagonal(seconds, 0.0)
+    edges = reading(0, {1: np.array([0, 1]), 2: np.array([2])}, np.array([3]), seconds, 0)
+    problem = ShardingProblem(seconds=(np.zeros(1), np.array([11.0, 0.0]), np.zeros(1)), edges=tuple(edges))
+    assert without_dominated(problem).evaluate((0, 0, 0)) == brute_force(problem) == 22
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_coordinate_descent_ends_where_no_node_is_better_off(seed):
     problem = random_problem(np.random.default_rng(seed))
     found = coordinate_descent(problem, [0] * len(problem.seconds))
@@ -178,7 +198,7 @@ def test_coordinate_descent_ends_where_no_node_is_better_off(seed):
             assert problem.evaluate((*found[:node], s, *found[node + 1 :])) >= seconds * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("solver", ["cbc", "highs"])
 def test_a_solver_of_pulp_claims_no_more(seed, solver):
     problem = random_problem(np.random.default_rng(seed))
@@ -188,7 +208,7 @@ def test_a_solver_of_pulp_claims_no_more(seed, solver):
     assert answer.objective >= best * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("radius", [None, 2])
 def test_no_bound_within_budgets_is_above_the_cheapest_answer(seed, radius):
     rng = np.random.default_rng(seed)
