@@ -204,19 +204,7 @@ class _Builder:
     def _edge(self, source: int, target: int, matrix: Matrix, group: int, weight: float, read: Read) -> None:
         if not matrix.free:
             self.edge_reads.append(read)
-            self.edges.append(
-                Edge(
-                    source=source,
-                    target=target,
-                    before=matrix.before,
-                    after=matrix.after,
-                    seconds=matrix.seconds,
-                    labels=matrix.labels,
-                    origins=matrix.origins,
-                    group=group,
-                    weight=weight,
-                )
-            )
+            self.edges.append(matrix.edge(source, target, group, weight))
 
     def _passed(self, subproblem: Subproblem) -> frozenset[int]:
         """The values that operators read on both sides of a barrier."""

@@ -1,4 +1,4 @@
-"""What all sharding problems on one mesh share: placements, matrices of resharding seconds, and their sums.
+"""The parts that all sharding problems on one mesh share: placements, and matrices of resharding seconds.
 
 Equal layers have equal operator groups, so each of these is computed once and known again by identity.
 """
@@ -15,7 +15,7 @@ from passes.intra_op.strategies import Table
 from passes.ir import Graph, TensorType
 from passes.placement import OperatorGroup
 from passes.sharding import Behind, Resharder
-from passes.solver import Floats, Indices, Memory
+from passes.solver import Edge, Floats, Indices, Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,20 @@ class Matrix:
     origins: tuple[object, ...]
     labels: Specs
     free: bool
+
+    def edge(self, source: int, target: int, group: int, weight: float) -> Edge:
+        """An edge of these seconds."""
+        return Edge(
+            source=source,
+            target=target,
+            before=self.before,
+            after=self.after,
+            seconds=self.seconds,
+            labels=self.labels,
+            origins=self.origins,
+            group=group,
+            weight=weight,
+        )
 
     def only(self, rows: Sequence[int]) -> Matrix:
         """The seconds from these rows alone; from any other row nothing is paid."""

@@ -21,8 +21,8 @@ from passes.solver import Edge, Sums
 
 
 class Read(NamedTuple):
-    """What an edge stands for: the value of a subproblem that is read, at the node `at` or by an operator group, and
-    what its resharding is hidden behind.
+    """The read that an edge stands for: of a value of a subproblem, at the node `at` or by an operator group, and what
+    its resharding is hidden behind.
     """
 
     subproblem: Subproblem
@@ -51,7 +51,7 @@ def with_sums(edges: Sequence[Edge], reads: Sequence[Read], resharder: Resharder
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, edge in enumerate(edges):
         numbers[edge.group].append(number)
-    found, known = list(edges), resharder.kept(_Known)
+    edges_in_order, known = list(edges), resharder.kept(_Known)
     for places in numbers.values():
         if len(places) == 1 or not any(_is_sum(origin) for origin in edges[places[0]].origins):
             continue
@@ -62,8 +62,8 @@ def with_sums(edges: Sequence[Edge], reads: Sequence[Read], resharder: Resharder
         if key not in known.sums:
             known.sums[key] = in_order, _sums(in_order, type, read.behind, resharder)
         for number, edge, sums in zip(places, in_order, known.sums[key][1], strict=True):
-            found[number] = replace(edge, sums=sums)
-    return tuple(found)
+            edges_in_order[number] = replace(edge, sums=sums)
+    return tuple(edges_in_order)
 
 
 def _is_sum(name: object) -> bool:

@@ -229,8 +229,8 @@ class _Groups:
         by_row, sums = np.minimum(0.0, cost - charged).sum(axis=1), edges[0].sums
         assert sums is not None
         if (rows := np.flatnonzero(sums.rows & (charged > 0).any(axis=1))).size:
-            asked = [making[rows, None] - reading for making, reading in prices]
-            by_row[rows] = np.minimum(0.0, spare(edges, asked, rows, copies).seconds)
+            charges = [making[rows, None] - reading for making, reading in prices]
+            by_row[rows] = np.minimum(0.0, spare(edges, charges, rows, copies).seconds)
         return by_row
 
     def least(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> float:
@@ -250,16 +250,16 @@ class _Groups:
         if len(edges) == 1 and not self.budgets:
             return [edges[0].weight * edges[0].seconds]
         cost, charged, readers, places = self._table(edges, reader_prices, self._copies(group))
-        left = np.where(np.isfinite(cost), np.maximum(0.0, cost - charged), np.inf) / np.maximum(readers, 1)
+        room = np.where(np.isfinite(cost), np.maximum(0.0, cost - charged), np.inf) / np.maximum(readers, 1)
         scale = np.divide(cost, charged, out=np.ones_like(cost), where=(charged > cost) & (charged > 0))
         shared = [
-            left[:, at] + scale[:, at] * np.maximum(0.0, rows[:, None] - columns[None, :])
+            room[:, at] + scale[:, at] * np.maximum(0.0, rows[:, None] - columns[None, :])
             for at, (rows, columns) in zip(places, reader_prices, strict=True)
         ]
         if (sums := edges[0].sums) is not None and (at := np.flatnonzero(sums.rows)).size:
-            asked = [rows[at, None] - columns for rows, columns in reader_prices]
-            more = spare(edges, asked, at, self._copies(group)).by_reader
-            for seconds, charged_here, beyond in zip(shared, asked, more, strict=True):
+            charges = [rows[at, None] - columns for rows, columns in reader_prices]
+            more = spare(edges, charges, at, self._copies(group)).by_reader
+            for seconds, charged_here, beyond in zip(shared, charges, more, strict=True):
                 seconds[at] = charged_here + np.maximum(0.0, beyond) / len(edges)
         return shared
 

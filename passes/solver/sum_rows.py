@@ -33,8 +33,8 @@ def add_sum(
         assert flow.edge.sums is not None
         direct[:, flow.edge.sums.names] = weight * flow.edge.seconds
     rows = np.unique(made[sums.rows[made]])
-    wanted = [_wanted(flow, sums) for flow in readers]
-    names = np.unique(np.concatenate([name for name, _ in wanted]))
+    reader_columns = [_wanted(flow, sums) for flow in readers]
+    names = np.unique(np.concatenate([name for name, _ in reader_columns]))
     if not names.size:
         return []
     h_row, h_name = np.nonzero(np.isfinite(direct[rows]) & sums.ends & np.isin(np.arange(sums.ends.size), names))
@@ -51,7 +51,7 @@ def add_sum(
             _most(program, np.array([column]), making)
     for column, name in zip(v, v_from, strict=True):
         _most(program, np.array([column]), h[h_name == name])
-    for name_of, columns in wanted:
+    for name_of, columns in reader_columns:
         for name in np.unique(name_of).tolist():
             have = np.concatenate([h[h_name == name], v[v_name == name], d[d_name == name]])
             _most(program, columns[name_of == name], have)

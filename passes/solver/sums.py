@@ -1,7 +1,7 @@
 """The reshardings of a sum that several readers want: it is reduced once, for the first of them (`problem.Sums`).
 
 The cost of such a group is no sum of the costs of what its readers ask for. `Reduced` walks its edges, for many answers
-at once; `most_charged` is what its readers may be charged so that they never pay more than the group does.
+at once; `spare` is what the group costs at least beyond what prices charge its readers, which makes a bound of them.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _NEVER = 1e12
 
 
 class Reduced:
-    """Where a sum was reduced to under each of many answers, as the edges of its group are looked at in their order."""
+    """The placement that a sum was reduced to under each of many answers, as its group's edges are looked at in order."""
 
     def __init__(self) -> None:
         self.at: Indices | int = -1
 
-    def seconds(self, sums: Sums | None, before: Indices | int, after: Indices | int, own: Floats) -> Floats:
-        """The seconds of an edge from placements `before` to `after`, its `own` but where the sum was reduced before.
+    def seconds(self, sums: Sums | None, before: Indices | int, after: Indices | int, edge_seconds: Floats) -> Floats:
+        """The seconds of an edge from placements `before` to `after`: its own, but where the sum was reduced before.
 
         All of these broadcast together.
         """
         if sums is None:
-            return own
-        names, counts = sums.names[after], sums.rows[before] & (own > 0)
+            return edge_seconds
+        names, counts = sums.names[after], sums.rows[before] & (edge_seconds > 0)
         first = np.asarray(self.at) < 0
-        seconds = np.where(counts & ~first, sums.onward[self.at, names], own)
+        seconds = np.where(counts & ~first, sums.onward[self.at, names], edge_seconds)
         self.at = np.where(counts & first & sums.ends[names], names, self.at)
         return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spare:
-    """What a group costs beyond what its readers are charged: at least `seconds` [rows], less than 0 if they are
-    charged too much, and at least `by_reader` [rows, placements] of each where that reader wants one of these.
+    """The seconds that a group costs beyond what its readers are charged: at least `seconds` [rows], less than 0 if
+    they are charged too much, and at least `by_reader` [rows, placements] of each where that reader wants one of these.
     """
 
     seconds: Floats
@@ -49,7 +49,7 @@ class Spare:
 
 
 def spare(edges: Sequence[Edge], charged: Sequence[Floats], rows: Indices, copies: Mapping[object, float]) -> Spare:
-    """What some `rows` of a group, all sums, cost beyond what each edge is `charged` [rows, its placements].
+    """The cost of some `rows` of a group, all sums, beyond what each edge is `charged` [rows, its placements].
 
     A sum is reduced to some placement h, and whatever else is wanted is brought from there; or to none, where all want
     sums. Given h, the seconds of bringing it to j, and of a copy there, are shared out to its readers, by what each is
@@ -69,21 +69,21 @@ def spare(edges: Sequence[Edge], charged: Sequence[Floats], rows: Indices, copie
             kept[at] = [copies.get(label, 0.0) for label in edge.labels]
         brought += kept
     brought = np.where(direct[:, None, :] > 0, np.minimum(brought, _NEVER), 0.0)
-    asked = np.full((len(charged), len(direct), 1, count), -_NEVER)
+    charges_at = np.full((len(charged), len(direct), 1, count), -_NEVER)
     for reader, (charges, at) in enumerate(zip(charged, places, strict=True)):
-        asked[reader, :, 0, at] = charges.T
-    alone = (asked - brought).max(axis=3, keepdims=True)
-    beyond = np.maximum(0.0, asked - alone)
+        charges_at[reader, :, 0, at] = charges.T
+    alone = (charges_at - brought).max(axis=3, keepdims=True)
+    beyond = np.maximum(0.0, charges_at - alone)
     together = beyond.sum(axis=0)
     scale = np.divide(brought, together, out=np.ones_like(together), where=together > brought)
     shares = beyond * scale
-    worth = (asked - shares).max(axis=3)  # [readers, rows, h]
-    left = price - worth.sum(axis=0)  # [rows, h]
+    worth = (charges_at - shares).max(axis=3)  # [readers, rows, h]
+    remainder = price - worth.sum(axis=0)  # [rows, h]
     by_reader = tuple(
-        np.min(left[:, :, None] + worth[r][:, :, None] + shares[r] - asked[r], axis=1)[:, at]
+        np.min(remainder[:, :, None] + worth[r][:, :, None] + shares[r] - charges_at[r], axis=1)[:, at]
         for r, at in enumerate(places)
     )
-    return Spare(seconds=left.min(axis=1), by_reader=by_reader)
+    return Spare(seconds=remainder.min(axis=1), by_reader=by_reader)
 
 
 def _seconds(edges: Sequence[Edge], rows: Indices) -> tuple[Floats, Floats, NDArray[np.bool_], list[Indices]]:
