@@ -19,7 +19,7 @@ _NEVER = 1e12
 
 
 class Reduced:
-    """The placement that a sum was reduced to under each of many answers, as its group's edges are looked at in order."""
+    """The placement that a sum was reduced to under each of many answers, as its edges are looked at in order."""
 
     def __init__(self) -> None:
         self.at: Indices | int = -1
