@@ -14,8 +14,9 @@ from passes.errors import NoLegalPlanError
 from passes.intra_op import assemble, layouts
 from passes.placement import group
 from passes.sharding import Resharder
-from passes.solver import ShardingProblem, SolverOptions, solve
+from passes.solver import Floats, ShardingProblem, SolverOptions, solve
 from passes.solver.elimination import Factors
+from passes.solver.sums import Reduced
 
 EXACT = 1e-6
 """The relative gap of a proof."""
@@ -111,12 +112,15 @@ def brute_force(problem: ShardingProblem) -> float:
     chosen = [indices[place] for indices, place in zip(allowed, places, strict=True)]
     total = np.sum([costs[choice] for costs, choice in zip(problem.seconds, chosen, strict=True)], axis=0)
     for edges in problem.groups.values():
+        reduced, costs = Reduced(), list[Floats]()
+        for edge in edges:  # in the order in which a sum is reduced for one of them
+            row, column = edge.before[chosen[edge.source]], edge.after[chosen[edge.target]]
+            costs.append(edge.weight * reduced.seconds(edge.sums, row, column, edge.seconds[row, column]))
         for label in dict.fromkeys(label for edge in edges for label in edge.labels):
             paid = np.zeros(total.size)  # once, whichever readers want it
-            for edge in edges:
-                row, column = edge.before[chosen[edge.source]], edge.after[chosen[edge.target]]
-                wants = np.array([other == label for other in edge.labels])[column]
-                paid = np.where(wants, edge.weight * edge.seconds[row, column], paid)
+            for edge, seconds in zip(reversed(edges), reversed(costs), strict=True):
+                wants = np.array([other == label for other in edge.labels])[edge.after[chosen[edge.target]]]
+                paid = np.where(wants, seconds, paid)
             total += paid
     minimum = float(total.min(initial=np.inf))
     if not math.isfinite(minimum):

@@ -8,7 +8,7 @@ iteration, so what a loop carries and what is brought in before it are decided t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,12 +24,14 @@ from passes.intra_op.assembly import (
     full_placements,
     stacked,
 )
+from passes.intra_op.matrices import Common, Matrix
+from passes.intra_op.reductions import Read, with_sums
 from passes.intra_op.strategies import Table, Tabulator, signature_of
 from passes.ir import Control, Graph, Port, StatePairs, TensorType
-from passes.placement import Background, Grouping, OperatorGroup, weights
+from passes.placement import Background, Grouping, weights
 from passes.rules import made_anywhere
-from passes.sharding import Behind, Resharder, ShardingSpec, replicated
-from passes.solver import Edge, Floats, Indices, Memory, ShardingProblem
+from passes.sharding import Resharder, ShardingSpec, replicated
+from passes.solver import Edge, Floats, ShardingProblem
 
 __all__ = ["Assembly", "Subproblem", "assemble", "visible"]
 
@@ -46,105 +48,6 @@ def port_placements(port: Port, resharder: Resharder) -> list[ShardingSpec]:
     return full + [s for s, costs in zip(every, seconds.T, strict=True) if s.partial and np.isfinite(costs[0])]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Matrix:
-    """The resharding seconds between the placements of two nodes, as an `Edge` holds them; `free` if all are zero."""
-
-    seconds: Floats
-    before: Indices
-    after: Indices
-    origins: tuple[object, ...]
-    labels: Specs
-    free: bool
-
-    def only(self, rows: Sequence[int]) -> _Matrix:
-        """The seconds from these rows alone; from any other row nothing is paid."""
-        number = np.full(len(self.origins), len(rows))
-        number[rows] = np.arange(len(rows))
-        seconds = np.vstack([self.seconds[rows], np.zeros(len(self.labels))])
-        return replace(
-            self,
-            seconds=seconds,
-            before=number[self.before],
-            origins=(*[self.origins[row] for row in rows], None),
-            free=not np.any(seconds > 0),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Interface:
-    """The interface of a table: the values its operator group reads and writes, with their placements by strategy."""
-
-    inputs: tuple[tuple[int, Specs], ...]
-    makes: tuple[tuple[int, Specs], ...]
-    kind: str
-
-
-class _Common:
-    """The parts that all problems on one mesh share, computed once for each resharder.
-
-    Placements under each strategy are interned (`interned`), so that the many equal ones of a model's layers are told
-    apart by identity and never compared.
-    """
-
-    def __init__(self, resharder: Resharder) -> None:
-        self.resharder = resharder
-        self.memory = Memory()
-        self._specs: dict[Specs, Specs] = {}
-        self._full: dict[TensorType, Specs] = {}
-        self._interfaces: dict[int, tuple[Table, _Interface]] = {}
-        self._matrices: dict[tuple[TensorType, int, int, Behind | None], _Matrix] = {}
-        self._halves: dict[tuple[TensorType, int, int, Behind | None], tuple[_Matrix, _Matrix]] = {}
-
-    def interned(self, specs: Specs) -> Specs:
-        """The one object that stands for these placements."""
-        return self._specs.setdefault(specs, specs)
-
-    def full(self, type: TensorType) -> Specs:
-        """Every placement of a value of this type that has no partial axes."""
-        if type not in self._full:
-            self._full[type] = self.interned(tuple(full_placements(type, self.resharder)))
-        return self._full[type]
-
-    def interface(self, table: Table, graph: Graph, operator_group: OperatorGroup) -> _Interface:
-        """The interface of a table, computed once."""
-        if id(table) not in self._interfaces:
-            interface = _Interface(
-                inputs=tuple((position, self.interned(specs)) for position, specs in table.inputs),
-                makes=tuple((position, self.interned(specs)) for position, specs in table.makes.items()),
-                kind=_kind(graph, sorted(operator_group.members)),
-            )
-            self._interfaces[id(table)] = (table, interface)
-        return self._interfaces[id(table)][1]
-
-    def matrix(self, type: TensorType, before: Specs, after: Specs, behind: Behind | None) -> _Matrix:
-        """The resharding seconds between the placements of two nodes, both interned, as `Resharder.cost` has them."""
-        key = (type, id(before), id(after), behind)
-        if key not in self._matrices:
-            sources, targets = dict.fromkeys(before), dict.fromkeys(after)
-            row, column = ({spec: i for i, spec in enumerate(specs)} for specs in (sources, targets))
-            seconds = self.resharder.matrix(type, tuple(sources), tuple(targets), behind)
-            self._matrices[key] = _Matrix(
-                seconds=seconds,
-                before=np.array([row[s] for s in before]),
-                after=np.array([column[s] for s in after]),
-                origins=self.interned(tuple(sources)),
-                labels=self.interned(tuple(targets)),
-                free=not np.any(seconds > 0),
-            )
-        return self._matrices[key]
-
-    def halves(self, type: TensorType, before: Specs, after: Specs, behind: Behind | None) -> tuple[_Matrix, _Matrix]:
-        """The same seconds in two parts: from placements that are partial, and from those that are not."""
-        key = (type, id(before), id(after), behind)
-        if key not in self._halves:
-            matrix = self.matrix(type, before, after, behind)
-            origins = list(enumerate(dict.fromkeys(before)))
-            sums, full = ([row for row, spec in origins if bool(spec.partial) == partial] for partial in (True, False))
-            self._halves[key] = matrix.only(sums), matrix.only(full)
-        return self._halves[key]
-
-
 @dataclass(slots=True, kw_only=True)
 class _Builder:
     """The nodes and edges of one problem, as subproblems are laid out and then connected."""
@@ -156,6 +59,7 @@ class _Builder:
     seconds: list[Floats] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    edge_reads: list[Read] = field(default_factory=list)
     groups: dict[tuple[int, int, bool], int] = field(default_factory=dict)
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     passed: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -165,8 +69,8 @@ class _Builder:
     backgrounds: dict[int, Background] = field(default_factory=dict)
 
     @property
-    def common(self) -> _Common:
-        return self.resharder.kept(_Common)
+    def common(self) -> Common:
+        return self.resharder.kept(Common)
 
     def _weights(self, graph: Graph) -> frozenset[int]:
         """The values that are gathered again for the backward pass."""
@@ -251,21 +155,27 @@ class _Builder:
         for index, operator_group in enumerate(subproblem.grouping.operator_groups):
             node, late = subproblem.first + index, operator_group.phase == "backward"
             for position, specs in self.inputs[node]:
-                self._connect(subproblem, self.reads[node][position], node, specs, late)
+                self._connect(subproblem, self.reads[node][position], node, specs, None, late)
         for index, control_join in subproblem.control_joins.items():
             operands = zip(subproblem.graph.nodes[index].inputs, control_join.control.operands, strict=True)
             for value, port_use in operands:
                 port = control_join.ports[port_use.port]
                 specs = self.common.interned(tuple(stacked(spec, port_use) for spec in port.specs))
-                self._connect(subproblem, value, port.node, specs)
+                self._connect(subproblem, value, port.node, specs, index)
             within = background.inside(index, control_join.control)
             for body, inner, beside in zip(control_join.control.bodies, control_join.bodies, within, strict=True):
                 self.connect(inner, beside)
                 for value, port in zip(body.graph.outputs, body.outputs, strict=True):
-                    self._connect(inner, value, control_join.ports[port].node, control_join.ports[port].specs)
+                    site = control_join.ports[port]
+                    self._connect(inner, value, site.node, site.specs, len(body.graph.nodes))
 
-    def _connect(self, subproblem: Subproblem, value: int, target: int, after: Specs, late: bool = False) -> None:
-        """Adds the cost of bringing `value` to where `target` reads it: an edge, or seconds of the target alone."""
+    def _connect(
+        self, subproblem: Subproblem, value: int, target: int, after: Specs, at: int | None, late: bool = False
+    ) -> None:
+        """Adds the cost of bringing `value` to where `target` reads it: an edge, or seconds of the target alone.
+
+        The target is an operator group, or reads the value at node `at`.
+        """
         graph, grouping = subproblem.graph, subproblem.grouping
         root = grouping.roots.get(value, value)
         type = graph.types[value]
@@ -280,31 +190,21 @@ class _Builder:
         if site.node == target:
             self.seconds[target] += subproblem.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
+            read = Read(subproblem, value, at, behind)
             if root in self._passed(subproblem) and any(spec.partial for spec in site.specs):
                 # What is summed up before a barrier is let through as a sum; anything else is brought again behind it.
                 sums, matrix = self.common.halves(type, site.specs, after, behind)
                 group = self.sums.setdefault((subproblem.number, root), len(self.groups) + len(self.sums))
-                self._edge(site.node, target, sums, group, subproblem.weight)
+                self._edge(site.node, target, sums, group, subproblem.weight, read)
             # With `regather`, weights are gathered again for the backward pass; otherwise readers share the first copy.
             readers = (subproblem.number, value, late and value in self._weights(graph))
             group = self.groups.setdefault(readers, len(self.groups) + len(self.sums))
-            self._edge(site.node, target, matrix, group, subproblem.weight)
+            self._edge(site.node, target, matrix, group, subproblem.weight, read)
 
-    def _edge(self, source: int, target: int, matrix: _Matrix, group: int, weight: float) -> None:
+    def _edge(self, source: int, target: int, matrix: Matrix, group: int, weight: float, read: Read) -> None:
         if not matrix.free:
-            self.edges.append(
-                Edge(
-                    source=source,
-                    target=target,
-                    before=matrix.before,
-                    after=matrix.after,
-                    seconds=matrix.seconds,
-                    labels=matrix.labels,
-                    origins=matrix.origins,
-                    group=group,
-                    weight=weight,
-                )
-            )
+            self.edge_reads.append(read)
+            self.edges.append(matrix.edge(source, target, group, weight))
 
     def _passed(self, subproblem: Subproblem) -> frozenset[int]:
         """The values that operators read on both sides of a barrier."""
@@ -326,7 +226,7 @@ class _Builder:
             site = root.sites[root_value]
             if position in back:
                 state = root.sites[graph.inputs[back[position]]]
-                self._connect(root, value, state.node, state.specs)
+                self._connect(root, value, state.node, state.specs, len(graph.nodes))
                 continue
             type = graph.types[value]
             behind = self.backgrounds[root.number].behind(value)
@@ -336,19 +236,13 @@ class _Builder:
             root=root,
             problem=ShardingProblem(
                 seconds=tuple(self.seconds),
-                edges=tuple(self.edges),
+                edges=with_sums(self.edges, self.edge_reads, self.resharder),
                 kinds=tuple(self.kinds),
                 memory=self.common.memory,
             ),
             state_pairs=state_pairs,
             groups=self.groups,
         )
-
-
-def _kind(graph: Graph, members: Sequence[int]) -> str:
-    """The operators of an operator group with their types, as text: equal for operator groups of one kind."""
-    nodes = (graph.nodes[m] for m in members)
-    return "; ".join(" ".join((n.primitive, *(str(graph.types[v]) for v in (*n.inputs, *n.outputs)))) for n in nodes)
 
 
 def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:

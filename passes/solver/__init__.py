@@ -3,7 +3,7 @@ a bound. It knows neither graphs nor meshes.
 """
 
 from passes.solver.options import SolverOptions
-from passes.solver.problem import Budget, Edge, Floats, Indices, Memory, ShardingProblem
+from passes.solver.problem import Budget, Edge, Floats, Indices, Memory, ShardingProblem, Sums
 from passes.solver.search import Answer, Search, least_memory_choice, solve
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Search",
     "ShardingProblem",
     "SolverOptions",
+    "Sums",
     "least_memory_choice",
     "solve",
 ]

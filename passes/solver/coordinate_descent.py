@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from passes.solver.problem import Edge, Floats, Indices, ShardingProblem
+from passes.solver.sums import Reduced
 
 _ROUNDS = 8
 """Passes over all nodes at most: work, so that an answer does not depend on the machine's load."""
@@ -57,12 +58,14 @@ class _Paid:
             edge = edges[0]
             return edge.weight * edge.seconds[_ends(edge, node, choice)]
         reshardings: dict[tuple[object, object], tuple[Indices | int, Floats]] = {}
+        reduced = Reduced()
         for edge in edges:
             before, after = _ends(edge, node, choice)
             label = self._labels(edge)[after]
             same = (before if edge.source != node else id(before), label if edge.target != node else id(edge.after))
             if same not in reshardings:
-                reshardings[same] = before + len(edge.seconds) * label, edge.weight * edge.seconds[before, after]
+                seconds = reduced.seconds(edge.sums, before, after, edge.seconds[before, after])
+                reshardings[same] = before + len(edge.seconds) * label, edge.weight * seconds
         total, paid_for = 0.0, list[Indices | int]()
         for resharding, seconds in reshardings.values():
             for paid in paid_for:

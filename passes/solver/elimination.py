@@ -76,7 +76,7 @@ class Factors:
         ]
         reduced = problem.seconds if bound is None else bound.reduced
         reduced_seconds = [seconds[allowed] for seconds, allowed in zip(reduced, self.allowed, strict=True)]
-        finite = (edge.weight * edge.seconds[np.isfinite(edge.seconds)].max(initial=0.0) for edge in problem.edges)
+        finite = (edge.weight * edge.most_seconds for edge in problem.edges)
         self.beyond = _BEYOND * (sum(float(np.abs(seconds).max()) for seconds in reduced_seconds) + sum(finite)) or 1.0
         self.groups: list[Group] = groups(problem, self.allowed, self.beyond, {} if bound is None else bound.prices)
         self.factors: list[Factor] = [Factor.of_node(node, seconds) for node, seconds in enumerate(reduced_seconds)]

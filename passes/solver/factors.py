@@ -14,7 +14,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.solver.problem import Edge, ShardingProblem
+from passes.solver.problem import Edge, ShardingProblem, Sums
+from passes.solver.sums import Reduced
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -69,13 +70,15 @@ class Group:
     """The cost of the reshardings of one value for its readers, equal ones paid once: exactly, and as a sum of factors.
 
     The factors add up to the exact seconds where all readers fit into one table, and to less where they do not. A
-    `share` of the seconds is paid.
+    `share` of the seconds is paid; with `reach`, the seconds of sums [placements before, names], of what a part of the
+    readers costs at least beside any others.
     """
 
     nodes: tuple[int, ...]
     edges: tuple[GroupEdge, ...]
     factors: tuple[Factor, ...]
     share: float = 1.0
+    reach: Floats | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -84,14 +87,35 @@ class Group:
 
     def at(self, strategies: Mapping[int, Indices]) -> Floats:
         """The exact seconds of many choices at once."""
-        total, paid_for = np.zeros(()), list[Indices]()
+        if self.reach is not None:
+            return self._beside_others(self.reach, strategies)
+        total, paid_for, reduced = np.zeros(()), list[Indices](), Reduced()
         for edge in self.edges:
-            seconds, label, priced = edge.at(strategies)
+            seconds, label, priced = edge.at(strategies, reduced)
             for paid in paid_for:
                 seconds = np.where(label == paid, 0.0, seconds)
             total = total + self.share * seconds - priced
             paid_for.append(label)
         return total
+
+    def _beside_others(self, reach: Floats, strategies: Mapping[int, Indices]) -> Floats:
+        """The least that these readers cost, wherever the sum is reduced to for readers that are not here.
+
+        That is no more the fewer they are, which is what lets parts of a group pay parts of it.
+        """
+        least: Floats = np.array(np.inf)
+        for at in range(-1, reach.shape[1]):
+            total = reach[self.edges[0].before[strategies[self.edges[0].source]], at] if at >= 0 else np.zeros(())
+            paid_for: list[Indices] = []
+            for edge in self.edges:
+                seconds, label, _ = edge.at(strategies, Reduced())
+                seconds = edge.from_either(strategies, at, seconds)
+                for paid in paid_for:
+                    seconds = np.where(label == paid, 0.0, seconds)
+                total = total + seconds
+                paid_for.append(label)
+            least = np.minimum(least, total)
+        return self.share * least - sum(edge.at(strategies, Reduced())[2] for edge in self.edges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,12 +133,22 @@ class GroupEdge:
     seconds: Floats
     labels: Indices
     prices: Prices | None = None
+    sums: Sums | None = None
 
-    def at(self, strategies: Mapping[int, Indices]) -> tuple[Floats, Indices, Floats]:
+    def at(self, strategies: Mapping[int, Indices], reduced: Reduced) -> tuple[Floats, Indices, Floats]:
         """The seconds, the placement read, and the difference of prices, of many choices at once."""
         before, after = self.before[strategies[self.source]], self.after[strategies[self.target]]
         priced = np.zeros(()) if self.prices is None else self.prices[0][before] - self.prices[1][after]
-        return self.seconds[before, after], self.labels[after], priced
+        seconds = reduced.seconds(self.sums, before, after, self.seconds[before, after])
+        return seconds, self.labels[after], priced
+
+    def from_either(self, strategies: Mapping[int, Indices], at: int, seconds: Floats) -> Floats:
+        """The least of the `seconds` from the source and those from where a sum was reduced to, the name `at`."""
+        before, after = self.before[strategies[self.source]], self.after[strategies[self.target]]
+        if self.sums is None or at < 0:
+            return seconds
+        onward = self.sums.onward[at, self.sums.names[after]]
+        return np.where(self.sums.rows[before], np.minimum(seconds, onward), seconds)
 
 
 def classes(class_arrays: Sequence[Indices]) -> Indices:
@@ -193,6 +227,7 @@ def groups(
                 seconds=edge.weight * np.where(np.isfinite(edge.seconds), edge.seconds, beyond),
                 labels=labels(edge),
                 prices=prices.get(id(edge)),
+                sums=edge.sums and edge.sums.scaled(edge.weight, beyond),
             )
             for edge in edges
         )
@@ -217,15 +252,32 @@ def _group(edges: tuple[GroupEdge, ...]) -> Group:
             entries = float(rows.max() + 1)
         parts[-1].append(node)
         entries *= class_array.max() + 1
-    source = edges[0].source
+    source, reach = edges[0].source, _reach(edges) if len(parts) > 1 else None
     factors = tuple(
-        _table(source, rows, [(reads[node], by_target[node]) for node in part], len(part) / len(reads))
+        _table(source, rows, [(reads[node], by_target[node]) for node in part], len(part) / len(reads), reach)
         for part in parts
     )
     return Group(nodes=(source, *reads), edges=edges, factors=factors)
 
 
-def _table(source: int, rows: Indices, readers: Sequence[tuple[Indices, Sequence[GroupEdge]]], share: float) -> Factor:
+def _reach(edges: Sequence[GroupEdge]) -> Floats | None:
+    """The seconds from each placement of a sum to where readers of its group want it; None of what is no sum."""
+    if edges[0].sums is None:
+        return None
+    reach = np.full((edges[0].seconds.shape[0], edges[0].sums.ends.size), np.inf)
+    for edge in edges:
+        assert edge.sums is not None
+        reach[:, edge.sums.names] = np.minimum(reach[:, edge.sums.names], edge.seconds)
+    return np.where(edges[0].sums.ends, reach, np.inf)
+
+
+def _table(
+    source: int,
+    rows: Indices,
+    readers: Sequence[tuple[Indices, Sequence[GroupEdge]]],
+    share: float,
+    reach: Floats | None,
+) -> Factor:
     """The factor of a share of the cost of some readers of a group."""
     class_arrays = (rows, *(read for read, _ in readers))
     nodes = (source, *(edges[0].target for _, edges in readers))
@@ -235,6 +287,8 @@ def _table(source: int, rows: Indices, readers: Sequence[tuple[Indices, Sequence
         node: representatives.reshape([-1 if axis == at else 1 for axis in range(len(nodes))])
         for at, (node, representatives) in enumerate(zip(nodes, first, strict=True))
     }
-    part = Group(nodes=nodes, edges=tuple(edge for _, edges in readers for edge in edges), factors=(), share=share)
+    part = Group(
+        nodes=nodes, edges=tuple(edge for _, edges in readers for edge in edges), factors=(), share=share, reach=reach
+    )
     table = np.broadcast_to(part.at(strategies), counts)
     return Factor(nodes=nodes, classes=class_arrays, table=np.ascontiguousarray(table))

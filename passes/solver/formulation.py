@@ -26,6 +26,10 @@ That leaves a third of the variables and the same optimum. Readers then share le
 sharing whole reshardings as `evaluate` does, if all go the same ways: only through placements that every reader of the
 group may want. So it is a bound still, exact where readers agree; branching puts the pairs back.
 
+A sum that several readers want is reduced once (`problem.Sums`). The relaxation knows that only as far as legs of ways
+are shared; its optimum is no bound then, but its prices lead to one (passes/solver/lower_bound.py). A program of whole
+strategies has the reductions as columns (`add_sum`), and is a bound.
+
 Reference: Zheng et al., Alpa (OSDI 2022), section 4.2: its equation 1 made linear, here with equality marginals over
 placements.
 """
@@ -44,6 +48,7 @@ from passes.solver.edge_flows import Flow, flows
 from passes.solver.factors import Prices
 from passes.solver.linear_program import Floats, Indices, LinearProgram, Outcome
 from passes.solver.problem import ShardingProblem
+from passes.solver.sum_rows import add_sum
 
 _TOLERANCE = 1e-6
 """Readers that differ by less agree: ten times what HiGHS keeps rows to by default."""
@@ -79,11 +84,14 @@ class _Cells:
     readers: Indices
 
     @classmethod
-    def of(cls, flows: Sequence[Flow]) -> _Cells:
+    def of(cls, flows: Sequence[Flow], whole: bool) -> _Cells:
+        """The cells of a group; of a `whole` program without those of sums, whose reductions are columns."""
         count = max(flow.edge.seconds.shape[0] for flow in flows)
         numbers = [flow.shape.before + count * flow.shape.names[flow.shape.after] for flow in flows]
         seconds = np.concatenate([flow.seconds for flow in flows])
         costly = seconds > 0
+        if whole and (sums := flows[0].edge.sums) is not None:
+            costly &= ~np.concatenate([sums.rows[flow.shape.before] for flow in flows])
         cell_numbers = np.concatenate(numbers)[costly]
         _, cell, readers = np.unique(cell_numbers, return_inverse=True, return_counts=True)
         columns = np.concatenate([flow.columns for flow in flows])
@@ -124,10 +132,11 @@ class StrategyProgram:
         self.allowed = [np.flatnonzero(is_finite) for is_finite in finite]
         self.strategies = self._one_strategy()
         self.groups = flows(problem, finite, self.strategies, self.arrays, whole=whole)
-        self.cells = {group: _Cells.of(flows) for group, flows in self.groups.items() if len(flows) > 1}
+        self.cells = {group: _Cells.of(flows, whole) for group, flows in self.groups.items() if len(flows) > 1}
         self.shared: dict[int, list[tuple[Indices, Floats]]] = {}
         for group in self.cells if whole else ():
             self._share(group)
+            self._reduce(group)
         self.most = self.arrays.add_columns(1, np.inf) if least_memory else None
         self.prices, self.least_seconds = np.zeros(0), 0.0
         self.costs = [
@@ -164,6 +173,13 @@ class StrategyProgram:
                 for columns, sign in ((beyond, 1.0), (mean, 1.0), (variables, -1.0)):
                     self.arrays.enter(rows, columns, sign)
         self.shared[group] = terms
+
+    def _reduce(self, group: int) -> None:
+        """Gives a sum that several readers want its reductions."""
+        readers, edge = self.groups[group], self.groups[group][0].edge
+        if edge.sums is not None:
+            made, columns = edge.before[self.allowed[edge.source]], self.strategies[edge.source]
+            self.shared[group] += add_sum(readers, edge.sums, made, columns, self.arrays)
 
     def share_where_readers_disagree(self) -> bool:
         """Whether some groups paid less than the maximum of their readers; these are then given w."""

@@ -6,7 +6,9 @@ $\pi_i$ of i more, the reader the price of j less. With the prices of every edge
     bound = sum_n min_s (c_{n,s} + sum_{k from n} \pi_{k,before(s)} - sum_{k to n} \pi_{k,after(s)})
           + sum_g min_i sum_j min(0, R_{g,i,j} - sum_{k in g} max(0, \pi_{k,i} - \pi_{k,j}))  -  sum_p \lambda_p
 
-for any prices: readers of a group that want one placement pay R once, and each is charged its difference of prices. A
+for any prices: readers of a group that want one placement pay R once, and each is charged its difference of prices.
+What a group that reads a sum pays less than its readers are charged depends on i (`sums.spare`); for every group with
+sums the price of i is lowered by that, so that the node that makes the sum bears it, in place of the second line. A
 budget p adds $\lambda_p$ times the share of it that a strategy takes to c, and the share that a copy takes to R. The
 prices of a linear program of the merged problem, shared out to the nodes and edges that were merged, make it tight; no
 property of that program is relied upon.
@@ -24,7 +26,8 @@ import numpy as np
 
 from passes.solver.dual_ascent import Messages, Way
 from passes.solver.factors import Prices
-from passes.solver.problem import ROUNDING, Edge, Floats, Indices, ShardingProblem
+from passes.solver.problem import ROUNDING, Edge, Floats, Indices, ShardingProblem, paid
+from passes.solver.sums import spare
 from passes.solver.symmetry import MergedProblem
 
 _NEGLIGIBLE = 1e-3
@@ -89,9 +92,9 @@ def priced(problem: ShardingProblem, prices: Mapping[int, Prices], budget_prices
         rows, columns = prices[id(edge)]
         reduced[edge.source] += rows[edge.before]
         reduced[edge.target] -= columns[edge.after]
-    groups = _Groups(problem, budget_prices)
-    spared = {group: groups.least(group, edges, prices) for group, edges in problem.groups.items()}
-    return _summed(reduced, spared, prices, budget_prices)
+    groups, settled = _Groups(problem, budget_prices), dict(prices)
+    spared = {group: groups.settle(group, edges, settled, reduced) for group, edges in problem.groups.items()}
+    return _summed(reduced, spared, settled, budget_prices)
 
 
 def _summed(
@@ -140,8 +143,11 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
         reduced[edge.target] -= more[1][edge.after]
         edge_prices = prices[id(edge)]
         prices[id(edge)] = edge_prices[0] + more[0], edge_prices[1] + more[1]
+    for edges_of_group in changed.values():
+        reduced[edges_of_group[0].source] = reduced[edges_of_group[0].source].copy()
     groups = _Groups(problem, bound.budget_prices)
-    spared = {**bound.spared, **{group: groups.least(group, readers, prices) for group, readers in changed.items()}}
+    settled = {group: groups.settle(group, readers, prices, reduced) for group, readers in changed.items()}
+    spared = {**bound.spared, **settled}
     candidate = _summed(reduced, spared, prices, bound.budget_prices)
     return candidate if candidate.seconds > bound.seconds else bound
 
@@ -155,13 +161,10 @@ def loose(problem: ShardingProblem, bound: Bound, choice: Sequence[int], hops: i
     missing = [float(reduced[s] - reduced.min()) for reduced, s in zip(bound.reduced, choice, strict=True)]
     lacking = {group: -spared for group, spared in bound.spared.items()}
     for group, edges in problem.groups.items():
-        paid: dict[tuple[int, object], float] = {}
         for edge in edges:
-            i, j = edge.before[choice[edge.source]], edge.after[choice[edge.target]]
-            paid[int(i), edge.labels[j]] = edge.weight * float(edge.seconds[i, j])
             rows, columns = bound.prices[id(edge)]
-            lacking[group] -= float(rows[i] - columns[j])
-        lacking[group] += sum(paid.values())
+            lacking[group] -= float(rows[edge.before[choice[edge.source]]] - columns[edge.after[choice[edge.target]]])
+        lacking[group] += sum(paid(edges, choice))
     negligible = _NEGLIGIBLE * (sum(missing) + sum(lacking.values()))
     nodes = {node for node, seconds in enumerate(missing) if seconds > negligible}
     for group, seconds in lacking.items():
@@ -200,7 +203,36 @@ class _Groups:
         self.known: dict[tuple[object, ...], tuple[object, float]] = {}
         self.shared: dict[tuple[object, ...], tuple[object, list[Floats]]] = {}
         self.uncharged: dict[tuple[int, ...], tuple[object, Floats]] = {}
+        self.lowered: dict[tuple[object, ...], tuple[object, Floats, Prices]] = {}
         self.placed: dict[tuple[int, ...], tuple[object, tuple[list[object], list[Indices]]]] = {}
+
+    def settle(self, group: int, edges: Sequence[Edge], prices: dict[int, Prices], reduced: Sequence[Floats]) -> float:
+        """The seconds, 0 or less, by which prices charge a group's readers too much.
+
+        Of a group with sums there are none left: the `prices` of its first edge's rows are lowered, and with them what
+        the strategies that make the sum cost.
+        """
+        if (first := edges[0]).sums is None:
+            return self.least(group, edges, prices)
+        reader_prices, copies = [prices[id(edge)] for edge in edges], self._copies(group)
+        key = _key(edges, reader_prices, copies)
+        if key not in self.lowered:
+            by_row = self._by_row(edges, reader_prices, copies)
+            rows, columns = reader_prices[0]
+            self.lowered[key] = ((edges, reader_prices), by_row, (rows + by_row, columns))
+        _, by_row, prices[id(first)] = self.lowered[key]
+        reduced[first.source][...] += by_row[first.before]
+        return 0.0
+
+    def _by_row(self, edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]) -> Floats:
+        """The seconds, 0 or less, by which the prices of each row charge the readers of a group with sums too much."""
+        cost, charged = self._table(edges, prices, copies)[:2]
+        by_row, sums = np.minimum(0.0, cost - charged).sum(axis=1), edges[0].sums
+        assert sums is not None
+        if (rows := np.flatnonzero(sums.rows & (charged > 0).any(axis=1))).size:
+            charges = [making[rows, None] - reading for making, reading in prices]
+            by_row[rows] = np.minimum(0.0, spare(edges, charges, rows, copies).seconds)
+        return by_row
 
     def least(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> float:
         """The least cost of a group, less its readers' differences of prices: 0, or less where prices are too high."""
@@ -210,8 +242,7 @@ class _Groups:
         key = _key(edges, reader_prices, copies)
         if key not in self.known:
             cost, charged = self._table(edges, reader_prices, copies)[:2]
-            spare = np.minimum(0.0, cost - charged)
-            self.known[key] = ((edges, reader_prices), float(spare.sum(axis=1).min()))
+            self.known[key] = ((edges, reader_prices), float(np.minimum(0.0, cost - charged).sum(axis=1).min()))
         return self.known[key][1]
 
     def shares(self, group: int, edges: Sequence[Edge], prices: Mapping[int, Prices]) -> list[Floats]:
@@ -226,12 +257,18 @@ class _Groups:
         if len(edges) == 1 and not copies:
             return [edges[0].weight * edges[0].seconds]
         cost, charged, readers, places = self._table(edges, prices, copies)
-        spare = np.where(np.isfinite(cost), np.maximum(0.0, cost - charged), np.inf) / np.maximum(readers, 1)
+        room = np.where(np.isfinite(cost), np.maximum(0.0, cost - charged), np.inf) / np.maximum(readers, 1)
         scale = np.divide(cost, charged, out=np.ones_like(cost), where=(charged > cost) & (charged > 0))
-        return [
-            spare[:, at] + scale[:, at] * np.maximum(0.0, rows[:, None] - columns[None, :])
+        shared = [
+            room[:, at] + scale[:, at] * np.maximum(0.0, rows[:, None] - columns[None, :])
             for at, (rows, columns) in zip(places, prices, strict=True)
         ]
+        if (sums := edges[0].sums) is not None and (at := np.flatnonzero(sums.rows)).size:
+            charges = [rows[at, None] - columns for rows, columns in prices]
+            more = spare(edges, charges, at, copies).by_reader
+            for seconds, charged_here, beyond in zip(shared, charges, more, strict=True):
+                seconds[at] = charged_here + np.maximum(0.0, beyond) / len(edges)
+        return shared
 
     def remaining(self, seconds: Floats, prices: Prices, rows: Indices, columns: Indices) -> Floats:
         """A reader's share beyond what its prices charge it, [rows, columns]; one array for equal ones."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -30,13 +30,39 @@ so well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sums:
+    """The rows of an edge that are sums still to be reduced, and what it takes to go on from where one was reduced to.
+
+    A group reduces a sum once: to the first placement without partial axes, one that `ends` it, that its edges ask for
+    in their order. What they ask for after that is brought from there, in `onward` seconds [names before, names after]
+    in the place of the edge's own. `rows` [placements before] are the sums, `names` [placements after] number the
+    placements of the group, for `ends` and `onward`.
+    """
+
+    rows: NDArray[np.bool_]
+    names: Indices
+    ends: NDArray[np.bool_]
+    onward: Floats
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """Bytes that are equal for equal sums."""
+        return tuple(array.tobytes() for array in (self.rows, self.names, self.ends, self.onward))
+
+    def scaled(self, weight: float, beyond: float) -> Sums:
+        """The same that occurs so often, what is impossible at `beyond` seconds."""
+        return replace(self, onward=weight * np.where(np.isfinite(self.onward), self.onward, beyond))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edge:
     """A value that `source` makes and `target` reads.
 
     `before` [strategies of source] and `after` [strategies of target] index the rows and columns of `seconds`
     [placements before, placements after]; `labels` names the columns, so that edges of one `group` can share a
     resharding; `weight` is how often the group occurs. `origins` names the rows: a row and a column of one name are one
-    placement, and `seconds` must then obey the triangle inequality through it. Without names, rows stand apart.
+    placement, and `seconds` must then obey the triangle inequality through it. Without names, rows stand apart. With
+    `sums`, the order of a group's edges is that of its readers in the program.
     """
 
     source: int
@@ -48,6 +74,13 @@ class Edge:
     group: int
     weight: float = 1.0
     origins: tuple[object, ...] = ()
+    sums: Sums | None = None
+
+    @property
+    def most_seconds(self) -> float:
+        """The most that this edge costs, where that is possible."""
+        tables = (self.seconds,) if self.sums is None else (self.seconds, self.sums.onward)
+        return max(float(table[np.isfinite(table)].max(initial=0.0)) for table in tables)
 
     def copies(self, choice: Sequence[int]) -> object | None:
         """The placement in which an answer makes a second array of the value; None where it stays as it is."""
@@ -102,14 +135,20 @@ class ShardingProblem:
             edges_of[edge.group].append(edge)
         return edges_of
 
+    @cached_property
+    def sums(self) -> Sequence[Sequence[Edge]]:
+        """The edges of each group of a value that may be a sum."""
+        return [edges for edges in self.groups.values() if edges[0].sums is not None]
+
     def evaluate(self, choice: Sequence[int]) -> float:
         """Total seconds when node n takes strategy `choice[n]`; independent of the program that found it."""
         total = sum(float(seconds[c]) for seconds, c in zip(self.seconds, choice, strict=True))
-        paid: dict[tuple[int, int, object], float] = {}
+        once: dict[tuple[int, int, object], float] = {}
         for edge in self.edges:
-            i, j = edge.before[choice[edge.source]], edge.after[choice[edge.target]]
-            paid[(edge.group, int(i), edge.labels[j])] = edge.weight * float(edge.seconds[i, j])
-        return total + sum(paid.values())
+            if edge.sums is None:
+                i, j = edge.before[choice[edge.source]], edge.after[choice[edge.target]]
+                once[(edge.group, int(i), edge.labels[j])] = edge.weight * float(edge.seconds[i, j])
+        return total + sum(once.values()) + sum(seconds for edges in self.sums for seconds in paid(edges, choice))
 
     def usage(self, budget: Budget, choice: Sequence[int]) -> float:
         """Bytes that an answer takes of a budget."""
@@ -127,6 +166,25 @@ class ShardingProblem:
     def fits(self, choice: Sequence[int]) -> bool:
         """Whether an answer keeps every budget, to a part in a million."""
         return all(self.usage(budget, choice) <= budget.limit * (1 + _EXCESS) for budget in self.budgets)
+
+
+def paid(edges: Sequence[Edge], choice: Sequence[int]) -> Iterable[float]:
+    """The seconds of the reshardings of a group under an answer, equal ones once."""
+    seconds_of: dict[tuple[int, object], float] = {}
+    reduced = -1  # the number of the placement that the sum was reduced to
+    for edge in edges:
+        i, j = int(edge.before[choice[edge.source]]), int(edge.after[choice[edge.target]])
+        if (i, edge.labels[j]) in seconds_of:
+            continue
+        seconds, sums = float(edge.seconds[i, j]), edge.sums
+        if sums is not None and sums.rows[i] and seconds > 0:
+            name = int(sums.names[j])
+            if reduced >= 0:
+                seconds = float(sums.onward[reduced, name])
+            elif sums.ends[name]:
+                reduced = name
+        seconds_of[i, edge.labels[j]] = edge.weight * seconds
+    return seconds_of.values()
 
 
 def meet(objective: float, bound: float, gap: float) -> bool:

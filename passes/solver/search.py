@@ -295,7 +295,7 @@ class Search:
         if program.has_values():
             self.offer(program.choice(), improved=True)
         if status == "optimal":
-            self.bound = max(self.bound, self.objective * (1 - self.options.gap))
+            self.bound = max(self.bound, min(self.objective, program.objective) * (1 - self.options.gap))
 
     def answer(self) -> Answer:
         """The best answer. Raises PlanningError if there is none."""

@@ -136,9 +136,10 @@ def _edge_keys(edges: Sequence[Edge]) -> list[int]:
     numbers: dict[tuple[object, ...], int] = {}
     keys: list[int] = []
     for edge in edges:
-        same = (id(edge.before), id(edge.after), id(edge.seconds), id(edge.origins), id(edge.labels), edge.weight)
+        parts = (edge.before, edge.after, edge.seconds, edge.origins, edge.labels, edge.sums)
+        same = (*map(id, parts), edge.weight)
         if same not in content_numbers:
-            arrays = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes())
+            arrays = (edge.before.tobytes(), edge.after.tobytes(), edge.seconds.tobytes(), edge.sums and edge.sums.key)
             content_numbers[same] = numbers.setdefault((*arrays, edge.origins, edge.labels, edge.weight), len(numbers))
         keys.append(content_numbers[same])
     return keys
