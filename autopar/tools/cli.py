@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
@@ -37,17 +35,17 @@ from autopar.tools import (
     targets,
 )
 from autopar.tools.command import Command, check_writable, write
-from autopar.tools.command_options import limit_of, planner_of, real_number, whole_number, with_choices
+from autopar.tools.command_options import limit_of, planner_of, planner_on, real_number, whole_number, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
+from autopar.tools.printing import printed
 from autopar.tools.targets import UsageError
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.plan import AnyPlan, load_plan
 from passes.plan import json as plan_json
 from passes.planners import Auto
-from passes.text import Table
 
 DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses; 130 is what shells give a program that Ctrl-C ends."""
@@ -206,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _carry_out(command: Command, arguments: argparse.Namespace) -> int:
     output, status = command.run(arguments)
-    _print(output)
+    printed(output)
     return status
 
 
@@ -240,7 +238,8 @@ def _add_compile(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    planner = planner_of(arguments.planner)
+    cluster = parse_cluster(arguments.cluster)
+    planner = planner_on(planner_of(arguments.planner), cluster)
     jax.config.update("jax_platforms", "cpu")
     options: dict[str, Any] = {
         "planner": planner,
@@ -249,15 +248,15 @@ def _compile(arguments: argparse.Namespace) -> int:
         "cache": plans_folder(),
         "progress": False,  # there is a status
     }
-    cluster = parse_cluster(arguments.cluster)
     with Console(stderr=True, highlight=False).status("tracing") as status:
         judgement = compiled.judge(*targets.example(arguments.target), cluster, options, status.update)
-    _print(json.dumps(judgement.to_json(), indent=1) if arguments.json else judgement.tables())
+    printed(json.dumps(judgement.to_json(), indent=1) if arguments.json else judgement.tables())
     return DONE if judgement.fits else DIFFERENT
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     planner = with_choices(planner_of(arguments.planner), arguments.pin, arguments.mesh, arguments.forbid)
+    cluster = parse_cluster(arguments.cluster)
     if arguments.plot:
         blank(arguments.plot)
     if arguments.out:
@@ -266,8 +265,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     step, args, kwargs = targets.example(arguments.target)
     with shown(Console(stderr=True, quiet=arguments.json)) as bar:
         options: dict[str, Any] = {
-            "cluster": arguments.cluster,
-            "planner": planner,
+            "cluster": cluster,
+            "planner": planner_on(planner, cluster),
             "microbatches": arguments.microbatches,
             "memory_limit": limit_of(arguments.memory_limit),
             "cache": False if arguments.no_cache else plans_folder(),
@@ -285,14 +284,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         pareto_front.plot(plans, arguments.plot)
     more = (pareto_front.table(plans),) if arguments.alternatives > 1 else ()
-    _print(plan_json.text(plan.to_json()) if arguments.json else (*plan.tables(), *more))
+    printed(plan_json.text(plan.to_json()) if arguments.json else (*plan.tables(), *more))
     return DONE
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
     with Console(stderr=True, highlight=False).status("tracing") as status:
         output, is_partial = simulate_command.run(arguments, plans_folder(), status.update)
-    _print(output)
+    printed(output)
     return INTERRUPTED if is_partial else DONE
 
 
@@ -302,7 +301,7 @@ def _show(arguments: argparse.Namespace) -> int:
         _save_trace(plan, arguments.trace)
     if arguments.plot:
         _plot(plan, arguments.plot)
-    _print(plan_json.text(plan.to_json()) if arguments.json else plan.tables(operators=arguments.operators))
+    printed(plan_json.text(plan.to_json()) if arguments.json else plan.tables(operators=arguments.operators))
     return DONE
 
 
@@ -333,7 +332,7 @@ def _fit(arguments: argparse.Namespace) -> int:
             note = "Ended by Ctrl-C: rows are missing."
     if arguments.plot:
         plot_memory({row.name: row.plan for row in rows if row.plan}, arguments.plot, setting.limit_nbytes)
-    _print(
+    printed(
         fit_text.json_text(setting, rows, largest, note)
         if arguments.json
         else fit_text.tables(setting, rows, largest, note)
@@ -350,31 +349,8 @@ def _save_trace(plan: AnyPlan, path: Path) -> None:
 
 def _diff(arguments: argparse.Namespace) -> int:
     difference = load_plan(arguments.before).diff(load_plan(arguments.after))
-    _print(json.dumps(difference.to_json(), indent=2) if arguments.json else difference.tables() or str(difference))
+    printed(json.dumps(difference.to_json(), indent=2) if arguments.json else difference.tables() or str(difference))
     return DONE if difference.is_empty else DIFFERENT
-
-
-def _print(output: str | Sequence[Table]) -> None:
-    """Prints text as it is and tables as rich tables."""
-    if isinstance(output, str):
-        if output:
-            print(output.rstrip())
-        return
-    console = Console(highlight=False)
-    for table in output:
-        console.print(Text(table.title, style="bold"))
-        if table.rows:
-            console.print(_rich(table.fitted(console.width)))
-        console.print(Text(f"{table.note}\n" if table.note else ""))
-
-
-def _rich(table: Table) -> RichTable:
-    drawn = RichTable(box=box.SIMPLE_HEAD, show_header=table.is_headed, show_edge=False, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        drawn.add_column(Text(column.heading), justify="right" if column.right else "left", no_wrap=True)
-    for row in table.rows:
-        drawn.add_row(*map(Text, row))
-    return drawn
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autopar import extensions
 from autopar.tools.targets import UsageError
-from passes.cluster import known
+from passes.cluster import Cluster, known
 from passes.errors import explain
 from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Planner, Zero
 from passes.text import quantities
@@ -90,23 +90,41 @@ def planner_of(written: str) -> Planner:
     raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}{others}")
 
 
+def planner_on(planner: Planner, cluster: Cluster) -> Planner:
+    """The planner for a cluster that was named: of a saved plan the placements, counted by the rates of that cluster.
+
+    Raises PlanningError where a saved plan cannot be read or has more devices.
+    """
+    return planner.on(cluster) if isinstance(planner, Manual) else planner
+
+
 def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None, forbid: str | None = None) -> Planner:
     """The planner with the pins, the mesh and the forbidden kinds of collectives that a user chose.
 
     Raises UsageError for another planner than `auto`.
     """
-    if not pins and not mesh and not forbid:
+    if not pins and mesh is None and forbid is None:
         return planner
     if not isinstance(planner, Auto):
         raise UsageError("--pin, --mesh and --forbid are of --planner auto; others lay a plan out by hand")
-    if forbid:
-        planner = replace(planner, forbid=forbid.split(","))
-    placed = dict(_divided("--pin", pin, "'params/*/kernel=[-, x]'") for pin in pins)
-    axes = dict(_divided("--mesh", axis, "data=4,model=2") for axis in (mesh or "").split(",") if axis)
+    if forbid is not None:
+        planner = replace(planner, forbid=[kind.strip() for kind in forbid.split(",")])
+    placed = _each("--pin", pins, "'params/*/kernel=[-, x]'")
+    axes = _each("--mesh", [] if mesh is None else mesh.split(","), "data=4,model=2")
     if not all(size.isdecimal() for size in axes.values()):
         raise UsageError(f"--mesh {mesh!r}: sizes are whole numbers; write, say, data=4,model=2")
     sizes = {name: int(size) for name, size in axes.items()}
     return replace(planner, pins=placed, mesh=sizes or None)
+
+
+def _each(option: str, written: Sequence[str], example: str) -> dict[str, str]:
+    """The value of each name. Raises UsageError where a name is given two values: the first would not count."""
+    given: dict[str, str] = {}
+    for each in written:
+        name, value = _divided(option, each, example)
+        if given.setdefault(name, value) != value:
+            raise UsageError(f"{option} {name!r} is both {given[name]!r} and {value!r}: choose one")
+    return given
 
 
 def _divided(option: str, written: str, example: str) -> tuple[str, str]:
@@ -126,10 +144,11 @@ def limit_of(written: str | None) -> int | None:
     return None if nbytes is None else int(nbytes)
 
 
-def numbers_of(option: str, written: str | None, *, whole: bool) -> tuple[float, ...]:
-    """The numbers above 0 that an option lists with commas, none where it is left out. Raises UsageError for others."""
-    if written is None:
+def numbers_of(option: str, lists: Sequence[str], *, whole: bool) -> tuple[float, ...]:
+    """The numbers above 0 that an option lists with commas, once or several times. Raises UsageError for others."""
+    if not lists:
         return ()
+    written = ",".join(lists)
     kind = "whole numbers from 1" if whole else "numbers above 0"
     remedy = f"write, say, {option} {'8,16,64' if whole else '0.5,1,2'}"
     try:

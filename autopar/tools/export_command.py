@@ -123,11 +123,18 @@ def _written(spec: PartitionSpec) -> str:
     return f"P({', '.join(repr(entry) for entry in spec)})"
 
 
-def exported(plan: Plan, target: str) -> bytes:
-    """The step of a target in JAX's own format, its arguments and results placed as in the plan.
+_OF_LEAVES = """
+Its call takes *jax.tree.leaves(args) and returns the leaves of the results: they
+have types that JAX's format cannot hold. To keep them, register these where the
+step is made: jax.export.register_namedtuple_serialization and the like."""
 
-    In as many microbatches, with what its layers keep. Raises PlanMismatchError where the plan was made for another
-    step.
+
+def exported(plan: Plan, target: str) -> tuple[bytes, bool]:
+    """(the step of a target in JAX's own format, whether it takes and returns leaves instead of the step's own trees).
+
+    Arguments and results are placed as in the plan. In as many microbatches, with what its layers keep. Leaves are all
+    that can be written where a tree has a type that JAX's format does not know, as the state of an optax optimizer.
+    Raises PlanMismatchError where the plan was made for another step.
     """
     step, args, kwargs = targets.example(target)
     function = getattr(step, "__wrapped__", step)
@@ -149,11 +156,25 @@ def exported(plan: Plan, target: str) -> bytes:
     specs = [partition_spec(spec) for spec in plan.inputs]
     ins = placed(args, [PartitionSpec(*spec[1:]) if i in stacked else spec for i, spec in enumerate(specs)])
     outs = placed(jax.eval_shape(function, *args), tuple(map(partition_spec, plan.outputs)))
-    program = jax.export.export(jax.jit(function, in_shardings=ins, out_shardings=outs))(*args)
     try:
-        return bytes(program.serialize())
+        try:
+            return _serialized(function, args, ins, outs), False
+        except ValueError:
+            return _serialized(_of_leaves(function, args), *map(jax.tree.leaves, (args, ins, outs))), True
     except ImportError as error:
         raise UsageError(f"--format jax-export: {error}; pip install 'autopar[export]'") from error
+
+
+def _serialized(function: Callable[..., Any], args: Sequence[Any], ins: Any, outs: Any) -> bytes:
+    """The function in JAX's own format. Raises ValueError for a type among arguments or results that it cannot hold."""
+    jitted = jax.jit(function, in_shardings=tuple(ins), out_shardings=outs)
+    return bytes(jax.export.export(jitted)(*args).serialize())
+
+
+def _of_leaves(function: Callable[..., Any], args: Any) -> Callable[..., list[Any]]:
+    """The function of the leaves of its arguments, which returns the leaves of its result."""
+    structure = jax.tree.structure(args)
+    return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
 
 
 def _rewritten(planned: TracedStep, plan: Plan, on: AbstractMesh) -> Callable[..., Any]:
@@ -191,9 +212,10 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     if not target:
         raise UsageError("--format jax-export needs the step: --target MODULE:FUNCTION")
     with Console(stderr=True, highlight=False).status("tracing"):
-        data = exported(program, target)
+        data, is_of_leaves = exported(program, target)
     write(arguments.out, data, "the program")
-    return f"{arguments.out}: {nbytes(len(data))}, for jax.export.deserialize", DONE
+    note = _OF_LEAVES if is_of_leaves else ""
+    return f"{arguments.out}: {nbytes(len(data))}, for jax.export.deserialize{note}", DONE
 
 
 def _check(plan: AnyPlan, format: str, path: Path) -> None:

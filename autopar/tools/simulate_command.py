@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,15 @@ exit status: 0 a row has a plan, 2 none has, or an option cannot be read,
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the options of `simulate`."""
+    varied = partial(command.add_argument, action="append", default=[])
     command.add_argument("target", metavar="TARGET", help="MODULE:FUNCTION, or a saved plan")
-    command.add_argument("--cluster", action="append", default=[], help="hosts x devices of each, and their kind")
-    command.add_argument("--planner", action="append", default=[], help="who plans (default: auto)")
-    command.add_argument("--devices", metavar="N,N", help="so many of the cluster's devices, whole hosts or a part")
-    command.add_argument("--bandwidth", metavar="X,X", help="every link gives X times its bytes per second")
-    command.add_argument("--network", metavar="X,X", help="links between hosts give X times theirs, beside that")
-    command.add_argument("--batch", metavar="N,N", help="rows of the batch")
-    command.add_argument("--microbatches", metavar="N,N", help="compute the batch in N parts")
+    varied("--cluster", help="hosts x devices of each, and their kind")
+    varied("--planner", help="who plans (default: auto)")
+    varied("--devices", metavar="N,N", help="so many of the cluster's devices, whole hosts or a part")
+    varied("--bandwidth", metavar="X,X", help="every link gives X times its bytes per second")
+    varied("--network", metavar="X,X", help="links between hosts give X times theirs, beside that")
+    varied("--batch", metavar="N,N", help="rows of the batch")
+    varied("--microbatches", metavar="N,N", help="compute the batch in N parts")
     command.add_argument(
         "--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)'
     )
@@ -120,7 +122,7 @@ def _saved(arguments: argparse.Namespace) -> Row:
             rule = "a saved plan is of one step on one cluster, and is shown as it is"
             remedy = f"name the step: autopar simulate MODULE:FUNCTION --planner manual:{arguments.target} --{name} ..."
             raise UsageError(explain(f"--{name} with {arguments.target}", rule, "", remedy))
-    return saved(load_plan(arguments.target), arguments.tokens_per_step)
+    return saved(load_plan(arguments.target), arguments.tokens_per_step, limit_of(arguments.memory_limit))
 
 
 def _sweep(arguments: argparse.Namespace) -> Sweep:

@@ -16,11 +16,12 @@ import numpy as np
 
 from autopar.cache import PlanCache
 from autopar.compilation import Compilation
+from autopar.tools.command_options import planner_on
 from autopar.tools.fit import Example, batch_of, quiet, with_rows
 from passes.cluster import Cluster, what_if
 from passes.errors import OverBudgetError, PlanningError
 from passes.plan import AnyPlan, Estimate
-from passes.planners import Auto, Manual, Planner
+from passes.planners import Auto, Planner
 from passes.progress import Progress
 
 Value = TypeVar("Value")
@@ -157,10 +158,9 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
     progress(f"planning {about}")
     try:
         cluster = what_if.with_bandwidth(scenario.cluster, scenario.bandwidth, scenario.network)
-        planner = scenario.planner.on(cluster) if isinstance(scenario.planner, Manual) else scenario.planner
         options = {
             "cluster": cluster,
-            "planner": planner,
+            "planner": planner_on(scenario.planner, cluster),
             "memory_limit": request.memory_limit,
             "cache": request.cache,
             "progress": report,
@@ -181,9 +181,9 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
     )
 
 
-def saved(plan: AnyPlan, tokens_per_step: float | None = None) -> Row:
+def saved(plan: AnyPlan, tokens_per_step: float | None = None, memory_limit: int | str | None = None) -> Row:
     """The row of a saved plan, on the cluster that it was made for."""
-    limit = Auto().limit(plan.cluster)
+    limit = Auto(memory_limit=memory_limit).limit(plan.cluster)
     return Row(estimate=Estimate.of(plan), limit_nbytes=limit, tokens_per_step=tokens_per_step)
 
 

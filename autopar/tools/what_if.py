@@ -80,7 +80,7 @@ def simulate(
             rule = "a saved plan is of one step on one cluster, and has nothing to vary"
             remedy = "pass the step and its arguments, with planner=autopar.Manual(plan)"
             raise ArgumentError(explain(f"simulate({type(step).__name__}, ...)", rule, "", remedy))
-        simulated = (saved(plan, tokens_per_step),)
+        simulated = (saved(plan, tokens_per_step, checked_limit(memory_limit)),)
     else:
         sweep = _sweep(cluster, planner, devices, bandwidth, network, batch, microbatches)
         example = Example.of(step, tuple(args), dict(kwargs or {}))

@@ -69,13 +69,15 @@ class Measured:
     @classmethod
     def load(cls, path: Path) -> Self:
         """The steps in a file that `StepReport.write` wrote. Raises PlanningError for another file."""
+        remedy = "name the file that train_step.report(state, batch).write(path) wrote"
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             rule = f"it cannot be read as JSON: {error}"
-            remedy = "name the file that train_step.report(state, batch).write(path) wrote"
             raise PlanningError(explain(str(path), rule, "", remedy)) from error
         read = plan_json.as_object(data, str(path))
+        if "measured" not in read.data:
+            raise PlanningError(explain(str(path), "it has no measured steps", "", remedy))
         shares = [plan_json.as_object(entry, read.place("measured")) for entry in read.list("measured")]
         return cls(
             program=read.text("program"),

@@ -273,7 +273,7 @@ def test_plan_takes_every_planner(capsys, train, planner):
 
 
 def test_plan_does_without_what_is_forbidden(capsys, train):
-    command = ["plan", "train:example", "--cluster", "1x4:a100-80g", "--forbid", "all_reduce,all_to_all", "--json"]
+    command = ["plan", "train:example", "--cluster", "1x4:a100-80g", "--forbid", "all_reduce, all_to_all", "--json"]
     assert main(command) == 0
     plan = Plan.from_json(json.loads(capsys.readouterr().out))
     assert plan.mesh.forbidden == ("all_reduce", "all_to_all")
@@ -306,6 +306,10 @@ def test_a_saved_plan_is_a_planner(capsys, train):
         ("train:example", ["--planner", "magic"], "'magic' is not a planner"),
         ("train:example", ["--forbid", "gather"], "'gather' is no kind of collective"),
         ("train:example", ["--planner", "dp", "--forbid", "all_reduce"], "are of --planner auto"),
+        ("train:example", ["--forbid", ""], "'' is no kind of collective"),
+        ("train:example", ["--mesh", ""], "--mesh '': write, say, --mesh data=4,model=2"),
+        ("train:example", ["--mesh", "a=2,a=4"], "--mesh 'a' is both '2' and '4': choose one"),
+        ("train:example", ["--pin", "up=[x, -]", "--pin", "up=[-, x]"], "--pin 'up' is both '[x, -]' and '[-, x]'"),
         ("train:example", ["--planner", "megatron:4"], "'megatron:4' is not a planner"),
         ("train:example", ["--planner", "manual:"], "'manual:' is not a planner"),
         ("train:example", ["--planner", "manual:absent.json"], r"absent.json: the plan cannot be read"),

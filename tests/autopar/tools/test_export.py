@@ -65,6 +65,27 @@ def test_the_program_is_exported_with_its_shardings(plan):
     assert_computes_the_step(program, jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")))
 
 
+def test_a_state_of_a_type_that_jax_cannot_write_is_exported_as_its_leaves(plan, capsys):
+    of_pairs = """
+from collections import namedtuple
+import train
+Weights = namedtuple("Weights", ["up", "down"])
+def step(weights, batch):
+    new, loss = train.step({"up": weights.up, "down": weights.down}, batch)
+    return Weights(new["up"], new["down"]), loss
+def example():
+    _, (weights, batch) = train.example()
+    return step, (Weights(weights["up"], weights["down"]), batch)
+"""
+    Path("pairs.py").write_text(of_pairs)
+    assert main(["plan", "pairs:example", "--cluster", "4:h100", "--no-cache", "--out", "pairs.json"]) == 0
+    assert main(["export", "pairs.json", "--format", "jax-export", "-o", "step.bin"]) == 0
+    assert "takes *jax.tree.leaves(args)" in capsys.readouterr().out
+    program = jax.export.deserialize(bytearray(Path("step.bin").read_bytes()))
+    assert jax.tree.structure(((*[0] * 3,), {})) == program.in_tree
+    assert len(program.out_avals) == 3
+
+
 def assert_computes_the_step(program, mesh):
     rng = np.random.default_rng(0)
     shapes = [(256, 64), (64, 256), (128, 64)]

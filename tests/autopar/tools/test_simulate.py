@@ -320,6 +320,15 @@ def test_a_saved_plan_is_a_target(capsys, train: Path):
     assert row["step_seconds"] == Plan.load("plan.json").step_seconds
     assert main(["simulate", "plan.json", "--batch", "64"]) == 2
     assert "manual:plan.json" in capsys.readouterr().err
+    assert main(["simulate", "plan.json", "--memory-limit", "1 KiB", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert not row["fits"]
+
+
+def test_an_option_given_twice_is_swept(capsys, train: Path):
+    command = ["simulate", "train:example", "--cluster", "8:h100", "--planner", "dp", "--json"]
+    assert main([*command, "--devices", "2", "--devices", "4,8"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""The output of commands on stdout: text as it is, tables as wide as the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from autopar.tools.command import Output
+from autopar.tools.targets import UsageError
+from passes.text import Table
+
+
+def printed(output: Output) -> None:
+    """Prints text as it is and tables as rich tables.
+
+    Raises UsageError where nothing more can be written, and SystemExit where nobody reads any more, as rich does.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack what tables are drawn with
+    try:
+        _show(output)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written there at the end
+        raise SystemExit(1) from None
+    except OSError as error:
+        raise UsageError(f"what it says cannot be printed: {error.strerror}") from error
+
+
+def _show(output: Output) -> None:
+    if isinstance(output, str):
+        if output:
+            print(output.rstrip())
+        return
+    console = Console(highlight=False)
+    for table in output:
+        console.print(Text(table.title, style="bold"))
+        if table.rows:
+            console.print(_rich(table.fitted(console.width)))
+        console.print(Text(f"{table.note}\n" if table.note else ""))
+
+
+def _rich(table: Table) -> RichTable:
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_header=table.is_headed, show_edge=False, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        drawn.add_column(Text(column.heading), justify="right" if column.right else "left", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn

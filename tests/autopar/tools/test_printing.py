@@ -1,0 +1,43 @@
+"""The words of commands about files and terminals that are others than they would like."""
+
+import errno
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.tools.cli import main
+from passes.plan import Plan
+from tests.autopar.tools.test_cli import PLAN, train  # noqa: F401 # a fixture
+
+
+def test_a_saved_plan_is_counted_for_the_cluster_that_is_named(train):  # noqa: F811
+    command = ["plan", "train:example", "--planner", "dp", "--cluster"]
+    assert main([*command, "4:a100-80g", "--out", "a100.json"]) == main([*command, "4:h100", "--out", "h100.json"]) == 0
+    assert main([*command[:2], "--planner", "manual:a100.json", "--cluster", "4:h100", "--out", "moved.json"]) == 0
+    moved, expected = Plan.load("moved.json"), Plan.load("h100.json")
+    assert moved.cluster == expected.cluster
+    assert moved.seconds == pytest.approx(expected.seconds)
+
+
+def test_what_cannot_be_printed_is_an_error_in_words(capsys, train, monkeypatch):  # noqa: F811
+    assert main(["plan", "train:example", "--cluster", "4:h100", "--planner", "dp", "--out", "plan.json"]) == 0
+    for encoding in ("ascii", "latin-1"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+            assert main(["show", "plan.json"]) == 0
+
+    def full(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "write", full)
+        assert main(["show", "plan.json"]) == main(["show", "plan.json", "--json"]) == 2
+    assert "autopar show: what it says cannot be printed: No space left on device" in capsys.readouterr().err
+
+
+def test_a_file_without_measured_steps_says_which_to_name(capsys, tmp_path: Path):
+    (tmp_path / "steps.json").write_text("{}")
+    assert main(["report", PLAN, "--measured", str(tmp_path / "steps.json"), "-o", str(tmp_path / "p.html")]) == 2
+    assert "it has no measured steps\n  name the file that train_step.report" in capsys.readouterr().err
