@@ -57,6 +57,14 @@ class Solution:
     phase_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     alternatives: tuple[Alternative, ...] = ()
 
+    def took(self, seconds: float) -> Self:
+        """The same account of a search that took so many seconds in all.
+
+        What none of its phases took went into predicting peaks and into variants of the step that were not chosen.
+        """
+        rest = max(0.0, seconds - sum(self.phase_seconds.values()))
+        return replace(self, phase_seconds={**self.phase_seconds, "peaks and variants": rest})
+
     @property
     def gap(self) -> float:
         """(objective - bound) / objective: 0 is proven optimal."""

@@ -34,6 +34,7 @@ Planners by hand run the same path on one mesh and under restrictions of their o
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,7 +140,7 @@ class Auto:
 
     def choose(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan:
         """The cheapest plan of a step, without stages, in any of its variants. Raises OverBudgetError."""
-        limit = self.limit(cluster)
+        began, limit = time.perf_counter(), self.limit(cluster)
         search = VariantSearch(
             step=step,
             limit=limit,
@@ -147,7 +148,8 @@ class Auto:
             context=context,
         )
         try:
-            return search.run()
+            plan = search.run()
+            return replace(plan, solution=plan.solution.took(time.perf_counter() - began))
         except OverBudgetError as error:
             least = search.least_memory_plan
 

@@ -151,6 +151,14 @@ def test_a_plan_does_not_differ_from_itself(plan):
     assert plan.diff(slower).format() == "no difference"
 
 
+def test_planning_takes_what_the_whole_search_took(plan):
+    """A search over variants of a step takes longer than the phases of the one that was chosen, whose sum was shown."""
+    solution = plan.solution.took(42.0)
+    assert sum(solution.phase_seconds.values()) == pytest.approx(42.0)
+    assert solution.phase_seconds["peaks and variants"] == pytest.approx(42.0 - 1.7)
+    assert sum(plan.solution.took(0.0).phase_seconds.values()) == pytest.approx(1.7)
+
+
 def test_a_difference_counts_what_moved(plan):
     diff = plan.diff(make_other())
     assert not diff.is_empty
