@@ -7,6 +7,9 @@ from dataclasses import replace
 from passes.cluster.cluster import Cluster, DeviceSpec, Link, Measured
 from passes.errors import ClusterError, explain
 
+_LEAST_FACTOR = 1e-9
+"""What a link's bytes per second can be multiplied by at least: a byte a second, of a gigabyte; 1 over it at most."""
+
 
 def resized(cluster: Cluster, devices: int) -> Cluster:
     """The cluster of so many devices on hosts like these: a part of one host, or whole ones.
@@ -69,11 +72,12 @@ def with_bandwidth(cluster: Cluster, factor: float = 1.0, network_factor: float 
     """The cluster whose links give `factor` times the bytes per second, and those between hosts `network_factor` times
     that; latencies are the same.
 
-    Raises ClusterError for factors that are not above 0.
+    Raises ClusterError for factors that are not between 1e-9 and 1e9: no network lies outside, and times stay finite.
     """
-    if not min(factor, network_factor) > 0:
-        rule = "a link's bytes per second can be multiplied by a number above 0"
-        raise ClusterError(explain(f"bandwidth times {min(factor, network_factor):g}", rule, "", "write, say, 0.5"))
+    for times in (factor, network_factor):
+        if not _LEAST_FACTOR <= times <= 1 / _LEAST_FACTOR:
+            rule = f"a link's bytes per second can be multiplied by {_LEAST_FACTOR:g} to {1 / _LEAST_FACTOR:g}"
+            raise ClusterError(explain(f"bandwidth times {times:g}", rule, "", "write, say, 0.5"))
     group = cluster.group()
 
     def faster(link: Link, times: float) -> Link:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import cast, get_args
+from typing import NoReturn, cast, get_args
 
 from passes.cluster import Cluster, Collective, Kind, Mesh
 from passes.errors import PlanningError
@@ -63,11 +63,16 @@ def write(path: str | os.PathLike[str], data: Mapping[str, object]) -> None:
 def read(path: str | os.PathLike[str]) -> object:
     """The JSON in a file. Raises PlanningError where there is none."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refused)
     except OSError as error:
         raise PlanningError(f"the plan cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise PlanningError(f"this is not JSON: {error}") from error
+
+
+def _refused(name: str) -> NoReturn:
+    """Raises ValueError: JSON has no NaN or Infinity, which Python reads, and no number of a plan is one."""
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _field(value: object, indent: str) -> str:

@@ -70,3 +70,10 @@ def test_factors_of_one_change_nothing_and_none_is_below_0() -> None:
         what_if.with_bandwidth(cluster, -1.0)
     with pytest.raises(ClusterError, match="bandwidth times 0"):
         what_if.with_bandwidth(cluster, 1.0, 0.0)
+
+
+def test_a_network_that_there_cannot_be_is_refused_before_its_times_are_no_numbers() -> None:
+    cluster = parse_cluster("2x8:h100")
+    for times in (1e-300, 1e300, float("nan"), float("inf")):
+        with pytest.raises(ClusterError, match="multiplied by 1e-09 to 1e"):
+            what_if.with_bandwidth(cluster, network_factor=times)

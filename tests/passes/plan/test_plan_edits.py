@@ -16,6 +16,8 @@ from tests.passes.plan.made_up import GRAPH, MESH, edited, floats, make_other, m
     [
         ("", "not JSON"),
         ("{", "not JSON"),
+        ('{"format": NaN}', "NaN is no number of JSON"),
+        ('{"format": -Infinity}', "-Infinity is no number of JSON"),
         ("[]", "should be an object"),
         ("{}", "not a plan"),
         ('{"schema": 1}', "not a plan"),
