@@ -35,10 +35,9 @@ _WELL_FORMED = re.compile(rf"\[(?:{_DIM}(?:, {_DIM})*)?\](?: (?:add|max|min|mul|
 
 def version() -> str:
     """The installed autopar's version, `unknown` when it runs from a folder."""
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version("autopar")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return "unknown"
 
 
 def text(data: Mapping[str, object]) -> str:
@@ -71,7 +70,7 @@ def read(path: str | os.PathLike[str]) -> object:
 
 
 def _refused(name: str) -> NoReturn:
-    """Raises ValueError: JSON has no NaN or Infinity, which Python reads, and no number of a plan is one."""
+    """Raises ValueError for NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is no number of JSON")
 
 
@@ -79,8 +78,7 @@ def _field(value: object, indent: str) -> str:
     entries = cast(list[object], value) if isinstance(value, list) else []
     if not entries:
         return _dump(cast(object, value))
-    inner = indent + "  "
-    lines = ",\n".join(inner + _entry(entry, inner) for entry in entries)
+    lines = ",\n".join(f"{indent}  {_entry(entry, indent + '  ')}" for entry in entries)
     return f"[\n{lines}\n{indent}]"
 
 
@@ -328,9 +326,8 @@ def _body_from_json(
 def values_to_json(names: Sequence[str], types: Sequence[TensorType], specs: Sequence[ShardingSpec]) -> list[object]:
     """Inputs or outputs: name, placement, and the type where it is known."""
     shown = [{"type": str(type)} for type in types] or [{}] * len(specs)
-    return [
-        {"name": name, "placement": str(spec), **type} for name, spec, type in zip(names, specs, shown, strict=True)
-    ]
+    entries = zip(names, specs, shown, strict=True)
+    return [{"name": name, "placement": str(spec), **type} for name, spec, type in entries]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,9 +110,11 @@ def reasons(
     positions = _named(plan, pattern)
     graph, mesh = step.graph, plan.mesh
     specs = {plan.inputs[i] for i in positions}
-    types = {plan.input_types[i] for i in positions}
+    types = {graph.types[graph.inputs[i]] for i in positions}
     if len(specs) > 1 or len(types) > 1:
-        several = [f"{pins.path_of(plan.input_names[i])} {plan.input_types[i]} {plan.inputs[i]}" for i in positions]
+        several = [
+            f"{pins.path_of(plan.input_names[i])} {graph.types[graph.inputs[i]]} {plan.inputs[i]}" for i in positions
+        ]
         listed = "\n  ".join(several[:6] + ["..."] * (len(several) > 6))
         rule = "these are of several types or placements"
         raise PlanningError(explain(repr(pattern), rule, listed, "name one of them, or some that are alike"))

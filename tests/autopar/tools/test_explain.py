@@ -40,6 +40,12 @@ def test_explain_says_what_else_there_was(plan, capsys):
         assert words in out
 
 
+def test_types_that_an_edit_took_out_of_a_plan_are_those_of_the_step(plan, capsys):
+    plan.write_text(plan.read_text().replace('"type": "float32[64,256]"', '"note": ""'))
+    assert main(["explain", str(plan), "up"]) == 0
+    assert "params['up'], float32[64,256], lies as" in capsys.readouterr().out
+
+
 def test_a_rival_costs_what_a_plan_that_is_pinned_to_it_costs(plan):
     example = fit.Example.of(*targets.example("train:example"))
     saved = load_plan(plan)
