@@ -145,7 +145,7 @@ def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
     What a body of a loop makes in the forward pass as well, as a microbatch does, is added up and reduced once after
     it: nothing of it is, unless it leaves.
     """
-    unawaited, left = set[int](), frozenset(leaving)
+    unawaited, outgoing = set[int](), frozenset(leaving)
     within = not leaving and any(phase(node) == "forward" for node in graph.nodes)
     for index in reversed(range(0 if within else len(graph.nodes))):
         node = graph.nodes[index]
@@ -153,7 +153,7 @@ def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
             continue
         for value in node.outputs:
             readers = set(graph.consumers.get(value, ()))
-            if (value in left or value not in graph.returned) and all(
+            if (value in outgoing or value not in graph.returned) and all(
                 phase(graph.nodes[reader]) == "apply" or _hands_on(graph, value, reader, unawaited)
                 for reader in readers
             ):

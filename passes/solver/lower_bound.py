@@ -274,8 +274,8 @@ class _Groups:
         """A reader's share beyond what its prices charge it, [rows, columns]; one array for equal ones."""
         key = (id(seconds), id(prices), id(rows), id(columns))
         if key not in self.uncharged:
-            left = (seconds - prices[0][:, None] + prices[1][None, :])[rows[:, None], columns]
-            self.uncharged[key] = ((seconds, prices, rows, columns), left)
+            beyond = (seconds - prices[0][:, None] + prices[1][None, :])[rows[:, None], columns]
+            self.uncharged[key] = ((seconds, prices, rows, columns), beyond)
         return self.uncharged[key][1]
 
     def _copies(self, group: int) -> dict[object, float]:
@@ -316,7 +316,7 @@ class _Groups:
 
 
 def _key(edges: Sequence[Edge], prices: Sequence[Prices], copies: Mapping[object, float]) -> tuple[object, ...]:
-    """What the costs of a group follow from; equal layers mostly share their arrays."""
+    """A key that is equal for groups of equal costs; equal layers mostly share their arrays."""
     return (
         *(id(edge.seconds) for edge in edges),
         *(edge.weight for edge in edges),

@@ -12,7 +12,10 @@ from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.dominance import without_dominated
 from passes.solver.elimination import Factors
 from passes.solver.formulation import StrategyProgram
+from passes.solver.linear_program import LinearProgram
 from passes.solver.lower_bound import loose, priced, raised
+from passes.solver.sum_rows import add_sum
+from passes.solver.sums import spare
 from passes.solver.symmetry import merge_equal_nodes
 
 PLACES = ("a", "b", "c", "x+", "y+")
@@ -244,3 +247,33 @@ def test_copies_of_a_problem_with_sums_are_merged(seed):
     assert merged.problem.evaluate(choice) == pytest.approx(problem.evaluate(whole))
     answer = search.solve(problem, SolverOptions(tie_radius=2))
     assert answer.bound <= 3 * brute_force(one) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_answer_leaves_less_than_is_spare_beyond_what_readers_are_charged(seed):
+    rng = np.random.default_rng(seed)
+    reads = {target: rng.integers(len(PLACES), size=3) for target in (1, 2, 3)}
+    edges = reading(0, reads, np.array([3, 4]), moves(rng), 0)
+    rows = np.flatnonzero(~ENDS)
+    charged = [rng.integers(0, 60, size=(rows.size, len(edge.labels))) * 1e-6 for edge in edges]
+    found = spare(edges, charged, rows, {})
+    problem = ShardingProblem(seconds=(np.zeros(2), *(np.zeros(3),) * 3), edges=tuple(edges))
+    for choice in every(problem):
+        row = choice[0]
+        wanted = [edge.after[choice[edge.target]] for edge in edges]
+        left = problem.evaluate(choice) - sum(c[row, at] for c, at in zip(charged, wanted, strict=True))
+        assert left >= found.seconds[row] - 1e-12
+        assert all(left >= by[row, at] - 1e-12 for by, at in zip(found.by_reader, wanted, strict=True))
+
+
+def test_a_program_of_whole_strategies_has_a_column_for_each_reduction_and_each_move_from_there():
+    seconds = np.array(
+        [[0, 1, 1, 9, 9], [4, 0, 4, 9, 9], [4, 4, 0, 9, 9], [50, 30, 40, 0, 9], [50, 30, 40, 9, 0]], dtype=float
+    )
+    edges = reading(0, {1: np.array([1]), 2: np.array([0]), 3: np.array([0, 1])}, np.array([3]), seconds, 0)
+    problem = ShardingProblem(seconds=(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(2)), edges=tuple(edges))
+    program = StrategyProgram(problem, whole=True)
+    reduced, moved, kept = add_sum(program.groups[0], edges[0].sums, np.array([3]), np.array([0]), LinearProgram())
+    assert sorted(reduced[1].tolist()) == [30, 50]
+    assert sorted(moved[1].tolist()) == [1, 4]
+    assert not kept[0].size
