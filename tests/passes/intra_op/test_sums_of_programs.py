@@ -1,4 +1,4 @@
-"""The sums of a program in its sharding problem: in the order of their readers, with the seconds of going on from one."""
+"""The sums of a program in its sharding problem: in the order of their readers, with the seconds of going on."""
 
 import numpy as np
 
