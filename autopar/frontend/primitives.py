@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,9 +60,7 @@ def dimension_reduction(equation: Any) -> Any:
     reduce, params = _REDUCTIONS.get(equation.primitive.name), equation.params
     if reduce is None or params["axis_index_groups"] or not all(isinstance(axis, int) for axis in params["axes"]):
         return None
-    types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
-    with jax_compat.no_mesh():
-        return jax.make_jaxpr(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs])(*types)
+    return _traced(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs], equation)
 
 
 def tested_by_row(equation: Any) -> Any:
@@ -91,8 +89,7 @@ def tested_by_row(equation: Any) -> Any:
 
         return jax.lax.while_loop(lambda state: state[0], step, tested(xs[begin:]))[2]
 
-    with jax_compat.no_mesh():
-        return jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
+    return _traced(rewritten, equation)
 
 
 def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
@@ -136,8 +133,13 @@ def without_elements(equation: Any) -> Any:
             case _:
                 return [jax.lax.full(results[0].shape, xs[1])]
 
+    return _traced(rewritten, equation)
+
+
+def _traced(fun: Callable[..., Any], equation: Any) -> Any:
+    """The jaxpr of a function that takes the operands of an equation."""
     with jax_compat.no_mesh():
-        return jax.make_jaxpr(rewritten)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands))
+        return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
 
 
 def _is_empty(aval: Any) -> bool:
