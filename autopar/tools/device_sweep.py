@@ -235,6 +235,7 @@ def fitted_device(
         memory_bytes_per_second=nbytes / max(measured[id(copied)] - floor, 1e-9),
         launch_seconds=floor,
         pixel_seconds=0.0,
+        convolution_seconds=0.0,
     )
 
     def priced(device: DeviceSpec, case: Case) -> float:

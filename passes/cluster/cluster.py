@@ -61,7 +61,7 @@ class DeviceSpec:
     dimensions lie behind others, and by a collective that cuts or joins another dimension than the leading one, of
     its larger side. Products side by side of which each is a call, as those whose left operand has its rows last are on
     CPUs, take `product_seconds` each beyond what they compute, and where a convolution is a product of patches that are
-    put together first, each pixel of each patch takes `pixel_seconds`.
+    put together first, each pixel of each patch takes `pixel_seconds`, and each convolution `convolution_seconds`.
     Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
     no accelerator of the table has a slower link. 0 says that there is no way.
     A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle;
@@ -89,6 +89,7 @@ class DeviceSpec:
     strided_bytes_per_second: float = 0.0
     product_seconds: float = 0.0
     pixel_seconds: float = 0.0
+    convolution_seconds: float = 0.0
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
     dispatch_seconds: float = DISPATCH_SECONDS
     send_seconds: float = 0.0
@@ -337,6 +338,7 @@ _LINK = ("alpha_seconds", "bytes_per_second")
 _OPTIONAL = ("adapters", "wiring", "measured")
 _RATES = (
     *("half_extent", "half_inner", "strided_bytes_per_second", "product_seconds", "pixel_seconds"),
+    "convolution_seconds",
     *("host_bytes_per_second", "dispatch_seconds", "send_seconds", "bucket_nbytes"),
 )
 _PARTS = ("send_overlap", "collective_overlap")

@@ -2,7 +2,8 @@
 
 XLA's GPU and TPU compilers lay arrays out as their readers like them. On a CPU an array is copied for that, a few
 elements of each cache line that is fetched; products side by side whose left operand has its rows last are taken one
-by one; and a convolution is a product of patches, which are put together first, pixel after pixel.
+by one; and a convolution is a product of patches, which are put together first, pixel after pixel, in a call of a
+library that starts threads.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def rearranging_seconds(rule: ShardingRule, reads: Sequence[TensorType], assignm
             spent += nbytes / device.strided_bytes_per_second
     if device.product_seconds and is_one_by_one(rule):
         spent += batch_size(rule, parts) * device.product_seconds
+    if rule.convolves:
+        spent += device.convolution_seconds
     if device.pixel_seconds and rule.window > 1:
         rows, _, _ = extents(rule, parts)
         spent += batch_size(rule, parts) * rows * rule.window * device.pixel_seconds
@@ -36,7 +39,7 @@ def is_ordered(rule: ShardingRule, device: DeviceSpec) -> bool:
     """Whether the order of what an operator reads costs a device something."""
     if device.strided_bytes_per_second and rearranged(rule):
         return True
-    if device.pixel_seconds and rule.window > 1:
+    if rule.convolves and (device.convolution_seconds or (device.pixel_seconds and rule.window > 1)):
         return True
     return device.product_seconds > 0 and is_one_by_one(rule)
 

@@ -9,29 +9,43 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import autopar
 from autopar.tools import whole_steps
 from autopar.tools.device_sweep import single_plan
-from autopar.tools.whole_steps import Transformer
+from autopar.tools.whole_steps import ConvolutionalNet, Transformer, WholeStep
 from passes.cluster import Mesh, parse_cluster, what_if
 
 SEVERAL = (Transformer(hidden=16, sequence=8, head=8), Transformer(hidden=32, sequence=16, head=8))
 
 
-def test_what_is_measured_is_a_training():
-    training = Transformer(hidden=16, sequence=8, batch=2, head=8)
+NETS = (ConvolutionalNet(image=4, channels=(8,), batch=2), ConvolutionalNet(image=8, channels=(4, 8), batch=2))
+
+
+def trained(training: WholeStep) -> tuple[dict[str, jax.Array], jax.Array, list[float]]:
+    """Weights after 300 steps on one batch, all of which have changed, the batch, and every loss."""
     rng = np.random.default_rng(0)
-    weights, moments, tokens = training.arguments()
+    weights, moments, batch = training.arguments()
     weights = {name: jnp.asarray(rng.normal(scale=0.2, size=w.shape), w.dtype) for name, w in weights.items()}
     moments = {name: jnp.zeros(m.shape, m.dtype) for name, m in moments.items()}
-    batch = jnp.asarray(rng.integers(0, 256, tokens.shape), tokens.dtype)
+    batch = jnp.asarray(rng.integers(0, 256, batch.shape), batch.dtype)
     step, losses = jax.jit(training.step), list[float]()
     before = weights
     for _ in range(300):
         weights, moments, loss = step(weights, moments, batch)
         losses.append(float(loss))
-    assert losses[-1] < 0.8 * losses[0]
     assert all(float(jnp.abs(weights[name] - before[name]).max()) > 0 for name in weights)
+    return weights, batch, losses
+
+
+def test_what_is_measured_on_images_is_a_training():
+    training = ConvolutionalNet(image=8, channels=(8, 16), batch=4)
+    _, _, losses = trained(training)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_what_is_measured_is_a_training():
+    training = Transformer(hidden=16, sequence=8, batch=2, head=8)
+    weights, batch, losses = trained(training)
+    assert losses[-1] < 0.8 * losses[0]
     later = training.loss(weights, batch.at[:, -1].set(0))
     earlier = training.loss(weights, batch.at[:, -1].set(1))
     assert later != earlier  # what is told is the next token
@@ -51,37 +65,55 @@ ORDER = {"strided_bytes_per_second": 1e9, "product_seconds": 1e-6, "pixel_second
 """What the order of operands costs."""
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.7, 0.5])
-def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPatch, factor: float):
+@pytest.mark.parametrize(("factor", "called"), [(1.0, 0.0), (1.7, 2e-4), (0.5, 1e-3)])
+def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPatch, factor: float, called: float):
     plain = parse_cluster("2:cpu")
     group = plain.group()
     cluster = replace(plain, groups=(replace(group, device=replace(group.device, **ORDER)),))
-    truth = replace(cluster, groups=(replace(group, device=what_if.slower_device(cluster.group().device, factor)),))
+    slower = replace(what_if.slower_device(cluster.group().device, factor), convolution_seconds=called)
+    truth = replace(cluster, groups=(replace(group, device=slower),))
 
-    def seconds(training: Transformer, mesh: Mesh, devices: object) -> float:
-        return single_plan(autopar.parallelize(training.step).step(*training.arguments()), truth).step_seconds
+    def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
+        return single_plan(training.traced(), truth).step_seconds
 
     monkeypatch.setattr(whole_steps, "seconds", seconds)
     monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
+    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS)
     mesh = Mesh(axes=("d",), sizes=(2,), cluster=cluster)
     slowed, samples = whole_steps.slowed(cluster, mesh, jax.devices()[:2])
     device, known = slowed.group().device, truth.group().device
     for name in ("matmul_efficiency", "memory_bytes_per_second", "launch_seconds", *ORDER):
         assert getattr(device, name) == pytest.approx(getattr(known, name), rel=1e-6)
-    assert [sample.size for sample in samples] == [training.size for training in SEVERAL]
+    assert device.convolution_seconds == pytest.approx(called, abs=1e-12)
+    assert [sample.size for sample in samples] == [training.size for training in (*SEVERAL, *NETS)]
     for sample in samples:
         assert sample.predicted == pytest.approx(sample.measured, rel=1e-6)
 
 
+def test_images_that_are_faster_than_predicted_take_no_less_than_nothing(monkeypatch: pytest.MonkeyPatch):
+    cluster = parse_cluster("2:cpu")
+
+    def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
+        return single_plan(training.traced(), cluster).step_seconds * (0.5 if training in NETS else 1.0)
+
+    monkeypatch.setattr(whole_steps, "seconds", seconds)
+    monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
+    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS)
+    slowed, _ = whole_steps.slowed(cluster, Mesh(axes=("d",), sizes=(2,), cluster=cluster), jax.devices()[:2])
+    assert slowed.group().device.convolution_seconds == 0.0
+
+
+@pytest.mark.parametrize("training", [SEVERAL[0], NETS[0]], ids=["transformer", "images"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_every_device_takes_a_step_of_its_own(count: int):
+def test_every_device_takes_a_step_of_its_own(count: int, training: WholeStep):
     devices = jax.devices()[:count]
     cluster = parse_cluster(f"{count}:cpu")
     mesh = Mesh(axes=("d",) if count > 1 else (), sizes=(count,) if count > 1 else (), cluster=cluster)
-    assert 0 < whole_steps.seconds(SEVERAL[0], mesh, devices) < 1
+    assert 0 < whole_steps.seconds(training, mesh, devices) < 1
 
 
 def test_accelerators_take_larger_ones():
+    assert not whole_steps.convolutional_nets("gpu")
     for platform in ("cpu", "gpu", "tpu"):
         for training in whole_steps.transformers(platform):
             assert training.hidden % training.head == 0

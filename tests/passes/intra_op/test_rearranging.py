@@ -129,6 +129,39 @@ def test_each_device_puts_its_patches_together():
         assert rearranging_seconds(rule, reads, (("x", same),), on) == pytest.approx(of_all)
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_convolution_is_a_call_however_it_is_cut(window: int):
+    graph = convolution(8, 4, 16, 32, window)
+    (node,) = graph.nodes
+    rule, reads = rule_of(node, graph), [graph.types[v] for v in node.inputs]
+    device = dataclasses.replace(parse_cluster("8:h100").group().device, convolution_seconds=1e-3)
+    plain = cluster(0.0)
+    slow = dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
+    on = Mesh(axes=("x",), sizes=(8,), cluster=slow)
+    for assignment in ((), (("x", rule.operands[0][0]),)):
+        assert rearranging_seconds(rule, reads, assignment, on) == 1e-3
+        assert rearranging_seconds(rule, reads, assignment, mesh(0.0)) == 0.0
+
+
+def test_a_plan_is_charged_for_each_convolution():
+    plain = parse_cluster("8:h100")
+    device = dataclasses.replace(plain.group().device, convolution_seconds=1e-3)
+    slow = dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
+    layout = ("NHWC", "HWIO", "NHWC")
+
+    def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
+        return x
+
+    shapes = jnp.zeros((8, 4, 4, 16)), jnp.zeros((1, 1, 16, 16))
+    seconds = [
+        autopar.parallelize(twice, cluster=each, planner=autopar.DataParallel()).plan(*shapes).step_seconds
+        for each in (plain, slow)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(2e-3)
+
+
 def test_a_transpose_is_no_kernel_but_what_it_rearranges():
     rows, columns = ShardingSpec(dims=(("x",), ())), ShardingSpec(dims=((), ("x",)))
     layout = Layout(placements=(Placement(operands=(rows,), results=(columns,)),), inputs=(rows,), outputs=(columns,))
