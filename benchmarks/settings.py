@@ -58,7 +58,7 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     (
         "memory.packing.ALIGNMENT", "memory.fusion.LIBRARY_ELEMENTS", "memory.lowering_rules.FUSED_JOINS",
         "memory.lowering_rules.ROW_NBYTES", "memory.lowering_rules.COPIED_NBYTES",
-        "memory.gpu_collectives.COMBINED_NBYTES", "memory.gpu_collectives.COMBINED", "memory.gpu_fusion.LAUNCH_NBYTES",
+        "memory.gpu_collectives.COMBINED_NBYTES", "memory.gpu_collectives.COMBINED", "memory.gpu_tasks.LAUNCH_NBYTES",
         "memory.overlap.HOP", "memory.gpu_costs.KERNEL",
         "memory.gpu_costs.LIBRARY_MICROSECONDS", "memory.gpu_costs.SIDES",
         "memory.gpu_costs.NBYTES_PER_MICROSECOND", "memory.gpu_costs.FLOPS_PER_MICROSECOND",

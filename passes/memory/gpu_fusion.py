@@ -1,10 +1,11 @@
 """The kernels that XLA's GPU compiler fuses operations into, and hence the arrays that are written to memory.
 
 Products, sums, collectives and loops write what they make. What lies between them, elementwise or rearranged, is
-computed again in every kernel that reads it where that moves no more bytes than to write it once and read it in each,
-a launch counted as the bytes that memory moves in that time: so softmax and normalisation leave no copies in a wider
-type behind, and small programs hardly any. A sum of columns has few blocks, which read slowly: what it adds up is
-written first where that is less than what it follows from. Longer columns are added in parts, by many blocks.
+computed again in every kernel that reads it where that takes no longer than to write it once and read it in each: time
+is counted as the bytes that memory moves in it, a launch's and, where it is longer than that of a kernel's own bytes,
+computing's, too. So softmax and normalisation leave no copies in a wider type behind, and small programs hardly any,
+but a large tanh is written. A sum of columns has few blocks, which read slowly: what it adds up is written first where
+that is less than what it follows from. Longer columns are added in parts, by many blocks.
 
 Reference: XLA's PriorityFusion and GpuPerformanceModel, as of jaxlib 0.10.
 """
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.operations import Operation, Shape
 
 FUSIBLE = frozenset(
@@ -34,21 +36,8 @@ COPY = "copy in another order"
 """The name of what brings dimensions into another order in memory: it reads element by element, and so it is written
 where it has more than one reader, or what follows from it alone is."""
 
-LAUNCH_NBYTES = 3 * 2**20
-"""The bytes that memory moves while a kernel starts: about a microsecond on H100."""
-
 RENAMED = frozenset({"bitcast", "part", "result"})
 """Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
-
-COSTLY = frozenset(
-    "acos acosh asin asinh atan atan2 atanh cosh cosine erf erf-inv erfc lgamma digamma nextafter power sine sinh tan "
-    "tanh zeta".split()
-)
-COSTLY_NBYTES = 6
-"""Opcodes that take a multiprocessor as long as memory takes for so many bytes an element: some sixty instructions on
-H100, whose cores start 33e12 a second while memory moves 3.35e12 bytes. It is more than 4 bytes, for a tanh of bfloat16
-is written once for both of its readers (jaxlib 0.10); of exponentials and roots it is units."""
-
 
 ADDED = frozenset({"reduce-sum", "reduce-prod", "reduce-max", "reduce-min", "reduce-and", "reduce-or"})
 """Reductions along whole dimensions."""
@@ -63,13 +52,10 @@ OPERANDS = 96
 
 
 def fuse(
-    operations: Sequence[Operation], outputs: Iterable[int], *, costly_nbytes: int = COSTLY_NBYTES
+    operations: Sequence[Operation], outputs: Iterable[int], *, arithmetic: Arithmetic = H100
 ) -> tuple[Kernel, ...]:
-    """The kernels of a program, in the order of its operations, without those that no output needs.
-
-    A costly operation takes as long as memory takes for `costly_nbytes` an element.
-    """
-    fusion = _Fusion(operations, frozenset(outputs), costly_nbytes)
+    """The kernels of a program, in the order of its operations, without those that no output needs."""
+    fusion = _Fusion(operations, frozenset(outputs), arithmetic)
     fusion.decide()
     return kernels_of(operations, fusion.written)
 
@@ -81,8 +67,8 @@ class _Fusion:
     `places` that updates and scatters begin with.
     """
 
-    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], costly_nbytes: int) -> None:
-        self.operations, self.outputs, self.costly_nbytes = operations, outputs, costly_nbytes
+    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], arithmetic: Arithmetic) -> None:
+        self.operations, self.outputs, self.arithmetic = operations, outputs, arithmetic
         self.sizes = [operation.nbytes for operation in operations]
         self.readers: list[list[int]] = [[] for _ in operations]
         self.needed = bytearray(len(operations))
@@ -134,9 +120,10 @@ class _Fusion:
             return True
         read = sum(self._source_nbytes(o) for o in set(operation.operands))
         work = self._work_nbytes(index)
-        again = len(roots) * (read + work)
-        once = read + work + self.sizes[index] + len(roots) * self.sizes[index]
-        return again <= once + LAUNCH_NBYTES
+        beside = [self.sizes[root] for root in roots]
+        again = sum(max(nbytes + read, work) for nbytes in beside)
+        once = max(read + self.sizes[index], work) + sum(nbytes + self.sizes[index] for nbytes in beside)
+        return again <= once + self.arithmetic.launch_nbytes
 
     def _is_copied(self, index: int) -> bool:
         """Whether an operation follows from a copy in another order alone."""
@@ -146,11 +133,11 @@ class _Fusion:
             (index,) = operation.operands
         return False
 
-    def _work_nbytes(self, index: int) -> int:
+    def _work_nbytes(self, index: int) -> float:
         """Bytes that memory moves while a kernel computes an operation and what it alone follows from."""
-        work, operation = 0, self.operations[index]
+        work, operation = 0.0, self.operations[index]
         while operation.kind in FUSIBLE:
-            work += self.costly_nbytes * operation.size if operation.name in COSTLY else 0
+            work += self.arithmetic.nbytes(operation.name) * operation.size
             if len(operation.operands) != 1 or len(self.readers[index := operation.operands[0]]) > 1:
                 break
             operation = self.operations[index]

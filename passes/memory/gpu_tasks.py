@@ -20,12 +20,15 @@ from itertools import pairwise
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_fusion import COPY, LAUNCH_NBYTES
+from passes.memory.gpu_fusion import COPY
 from passes.memory.operations import Operation
 
 LITTLE = 16
 """The times that an array has the elements of what a kernel makes of it, from which that is little. A ratio: a row of
 classes or scores has more elements than this, a group of heads has fewer."""
+
+LAUNCH_NBYTES = 3 * 2**20
+"""The bytes that memory moves while a kernel starts: about a microsecond on H100."""
 
 LOOPS = frozenset({"elementwise", "expensive", "rearrange", "broadcast", "gather"})
 """Kinds whose kernels compute element after element."""

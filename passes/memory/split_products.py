@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import cast
 
 from passes.ir import item_nbytes
-from passes.memory.gpu_fusion import COSTLY_NBYTES
+from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.operations import Operation, Shape
 
 TILE = 128
@@ -30,22 +30,18 @@ SPLITS = tuple(2**power for power in range(12))
 class Weights:
     """A GPU's multiprocessors, and XLA's weights of memory traffic, of the sum's traffic, and of its launch; that of a
     flop is 100. From Hopper on there is arithmetic on bfloat16, and XLA hides the latency of collectives.
-    A costly operation on an element, as a tanh is, takes as long as memory takes for `costly_nbytes`.
     """
 
     cores: int
     memory: float
     sum_memory: float
     sum_launch: float
+    arithmetic: Arithmetic
     from_hopper: bool = True
-    costly_nbytes: int = COSTLY_NBYTES
 
 
 FLOP = 100.0
 """The weight of a flop beside `Weights`: XLA's `compute_cost_weight`, equal for all generations."""
-
-A100_COSTLY_NBYTES = 12
-"""Sixty instructions on A100, whose cores start 9.75e12 a second while memory moves 2.04e12 bytes."""
 
 _AMPERE = (0.0666955, 467.815, 5.65307e7)
 _HOPPER = (0.194136, 193.1384, 4.36e7)
@@ -53,28 +49,38 @@ _BLACKWELL = (0.0848863, 189.711, 1.21563e8)
 """The weights of memory, of the sum's memory and of its launch in XLA's `GetCostWeights`, by generation."""
 
 
-def _weights(cores: int, numbers: tuple[float, float, float]) -> Weights:
+def _weights(cores: int, numbers: tuple[float, float, float], arithmetic: Arithmetic) -> Weights:
     memory, sum_memory, sum_launch = numbers
     return Weights(
-        cores=cores, memory=memory, sum_memory=sum_memory, sum_launch=sum_launch, from_hopper=numbers != _AMPERE
+        cores=cores,
+        memory=memory,
+        sum_memory=sum_memory,
+        sum_launch=sum_launch,
+        arithmetic=arithmetic,
+        from_hopper=numbers != _AMPERE,
     )
+
+
+def _arithmetic(capability: tuple[int, int], cycles: float, nbytes: float) -> Arithmetic:
+    return Arithmetic(capability=capability, cycles_per_second=cycles, bytes_per_second=nbytes)
 
 
 WEIGHTS: Mapping[str, Weights] = MappingProxyType(
     {
-        "v100": _weights(80, _AMPERE),
-        "a100": replace(_weights(108, _AMPERE), costly_nbytes=A100_COSTLY_NBYTES),
-        "h100": _weights(132, _HOPPER),
-        "h200": _weights(132, _HOPPER),
-        "b200": _weights(148, _BLACKWELL),
-        "gb200": _weights(152, _BLACKWELL),
-        "gb300": _weights(152, _BLACKWELL),
-        "l4": _weights(58, _AMPERE),
-        "a10g": _weights(80, _AMPERE),
-        "4090": _weights(128, _AMPERE),
+        "v100": _weights(80, _AMPERE, _arithmetic((7, 0), 15.7e12, 0.90e12)),
+        "a100": _weights(108, _AMPERE, _arithmetic((8, 0), 19.5e12, 2.04e12)),
+        "h100": _weights(132, _HOPPER, H100),
+        "h200": _weights(132, _HOPPER, replace(H100, bytes_per_second=4.80e12)),
+        "b200": _weights(148, _BLACKWELL, _arithmetic((9, 0), 74.4e12, 7.67e12)),
+        "gb200": _weights(152, _BLACKWELL, _arithmetic((9, 0), 80.2e12, 7.93e12)),
+        "gb300": _weights(152, _BLACKWELL, _arithmetic((9, 0), 80.2e12, 8.00e12)),
+        "l4": _weights(58, _AMPERE, _arithmetic((8, 6), 30.3e12, 0.30e12)),
+        "a10g": _weights(80, _AMPERE, _arithmetic((8, 6), 35.0e12, 0.60e12)),
+        "4090": _weights(128, _AMPERE, _arithmetic((8, 6), 82.6e12, 1.01e12)),
     }
 )
-"""The weights of each GPU, by what its name begins with."""
+"""The weights of each GPU, by what its name begins with. What they compute and move in a second is data sheets';
+Blackwell's cycles have not been looked up, and are Hopper's."""
 
 
 def weights_of(device: str) -> Weights | None:

@@ -30,7 +30,7 @@ SUMS: Mapping[str, str] = MappingProxyType({"update": "scatter", "opaque": "wind
 def model(weights: Weights) -> Callable[..., Temporaries]:
     """The model of the compiler for a GPU of these weights."""
     order = partial(schedule, hides=weights.from_hopper)
-    fusing = partial(fuse, costly_nbytes=weights.costly_nbytes)
+    fusing = partial(fuse, arithmetic=weights.arithmetic)
     combine = partial(_combined, weights=weights, fuse=fusing)
     compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order)
     return partial(xla.temporaries, compiler)

@@ -74,5 +74,8 @@ def test_generations_differ() -> None:
     assert ampere is not None
     assert hopper is not None
     assert (ampere.from_hopper, hopper.from_hopper) == (False, True)
-    assert ampere.costly_nbytes > hopper.costly_nbytes
+    assert ampere.arithmetic.nbytes("tanh") == pytest.approx(504 * 2.04 / 19.5)
+    assert hopper.arithmetic.nbytes("tanh") == pytest.approx(467 * 3.35 / 66.9)
+    assert (ampere.arithmetic.nbytes("exponential"), hopper.arithmetic.nbytes("add")) == (0.0, 0.0)
+    assert ampere.arithmetic.launch_nbytes == pytest.approx(2.04e6)
     assert xla_gpu.model(ampere) is not xla_gpu.model(hopper)

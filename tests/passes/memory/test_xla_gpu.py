@@ -260,7 +260,20 @@ def test_a_tanh_is_written_once_for_two_readers_and_a_root_computed_in_both() ->
 
     assert 1 in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5))}
     assert 1 not in {kernel.operation for kernel in fuse(chain("sqrt"), (4, 5))}
-    assert 1 not in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5), costly_nbytes=1)}
+    l4 = WEIGHTS["l4"].arithmetic  # whose memory is slow beside its cores
+    assert 1 not in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5), arithmetic=l4)}
+
+
+@pytest.mark.parametrize(("rows", "is_written"), [(16, False), (4096, True)])
+def test_a_tanh_is_computed_twice_where_that_is_less_than_a_launch(rows: int, is_written: bool) -> None:
+    shape = (rows, 256)
+    every = [Operation("input", (), shape, "float32", -1, tag=0)]
+    every.append(Operation("expensive", (0,), shape, "float32", -1, tag=("tanh",)))
+    every.extend(Operation("elementwise", (1,), shape, "float32", -1, tag=(name,)) for name in ("add", "negate"))
+    every.extend(Operation("dot", (o, o), shape, "float32", -1, tag=MATRIX) for o in (2, 3))
+    for name in ("a100", "h100"):
+        kernels = fuse(every, (4, 5), arithmetic=WEIGHTS[name].arithmetic)
+        assert (1 in {kernel.operation for kernel in kernels}) == is_written
 
 
 @pytest.mark.parametrize(("tokens", "waits"), [(2048, True), (256, False)])
