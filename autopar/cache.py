@@ -97,7 +97,7 @@ class PlanCache:
         path = self.path(key)
         try:
             text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # a folder that cannot be made is told of by `write`
             return None
         except (OSError, ValueError) as error:
             return _ignored(path, str(error))
@@ -128,12 +128,16 @@ def checked_cache(cache: Any) -> PlanCache | None:
         return None
     if isinstance(cache, PlanCache):
         return cache
-    if isinstance(cache, str | os.PathLike) and os.fspath(cache):
-        return PlanCache(cache)
-    rule = "a cache is a folder, by its path, or an autopar.PlanCache"
-    raise ArgumentError(
-        explain(f"cache={cache!r:.60}", rule, "", "write, say, cache='plans', or leave it out for none")
-    )
+    if (isinstance(cache, str) and cache) or isinstance(cache, os.PathLike):
+        folder = Path(cache)
+        file = next((path for path in (folder, *folder.parents) if os.path.exists(path) and not path.is_dir()), None)
+        if file is None:
+            return PlanCache(cache)
+        rule = f"a cache is a folder, which need not exist, and {str(file)!r} is a file"
+    else:
+        rule = "a cache is a folder, by its path, or an autopar.PlanCache"
+    remedy = "write, say, cache='plans', or leave it out for none"
+    raise ArgumentError(explain(f"cache={cache!r:.60}", rule, "", remedy))
 
 
 def relocated(plan: AnyPlan, traced: Traced) -> AnyPlan | None:
