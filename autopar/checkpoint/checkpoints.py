@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar.checkpoint.arrays import Arrays, Shards, check_leaf, words, written
+from autopar.checkpoint.arrays import Arrays, Shards, check_leaf, check_paths, words, written
 from autopar.checkpoint.background import awaited, begun
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
 from autopar.checkpoint.folder import Folder, check_folder
@@ -125,12 +125,13 @@ class Checkpoints:
         step = whole_number(step)
         self.wait()
         self._folder.check_free(step)
+        self._orbax()
+        check_paths([path for path, _ in tree_flatten_with_path(state)[0]])
         paths, leaves = _flattened(state)
         for path, leaf in zip(paths, leaves, strict=True):
             check_leaf(path, leaf)
         if self._leads and (later := self._folder.later(step)):
             warnings.warn(_behind(self._folder.path, step, later), stacklevel=2)
-        self._orbax()
         is_global = self._survey.of(leaves)
         copies = [written(leaf, everywhere, _MEMORY) for leaf, everywhere in zip(leaves, is_global, strict=True)]
         manifest = Manifest(
@@ -298,7 +299,7 @@ def _flattened(state: Any) -> tuple[list[str], list[Any]]:
 def _sum(leaf: Any, is_global: bool) -> int:
     """The sum, for the digest, over what this process answers for of a leaf."""
     plain = words(leaf) if is_global else np.array(words(leaf))
-    return partial_sum(pieces_of(plain, is_global=is_global), np.shape(leaf))
+    return partial_sum(pieces_of(plain, is_global=is_global), np.shape(plain))
 
 
 def _gathered(processes: Processes, name: str, sums: list[int]) -> list[list[int]]:
