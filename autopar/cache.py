@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import passes
-from autopar.errors import ArgumentError, explain
+from autopar.errors import ArgumentError, check_folder, explain
 from autopar.frontend import Traced
 from passes.cluster import Cluster
 from passes.errors import PlanningError
@@ -129,15 +129,12 @@ def checked_cache(cache: Any) -> PlanCache | None:
     if isinstance(cache, PlanCache):
         return cache
     if (isinstance(cache, str) and cache) or isinstance(cache, os.PathLike):
-        folder = Path(cache)
-        file = next((path for path in (folder, *folder.parents) if os.path.exists(path) and not path.is_dir()), None)
-        if file is None:
-            return PlanCache(cache)
-        rule = f"a cache is a folder, which need not exist, and {str(file)!r} is a file"
-    else:
-        rule = "a cache is a folder, by its path, or an autopar.PlanCache"
-    remedy = "write, say, cache='plans', or leave it out for none"
-    raise ArgumentError(explain(f"cache={cache!r:.60}", rule, "", remedy))
+        check_folder(f"cache={cache!r:.60}", cache, "a cache is a folder")
+        return PlanCache(cache)
+    rule = "a cache is a folder, by its path, or an autopar.PlanCache"
+    raise ArgumentError(
+        explain(f"cache={cache!r:.60}", rule, "", "write, say, cache='plans', or leave it out for none")
+    )
 
 
 def relocated(plan: AnyPlan, traced: Traced) -> AnyPlan | None:

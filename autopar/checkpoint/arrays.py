@@ -163,8 +163,18 @@ def is_key(leaf: Any) -> bool:
 
 
 def check_leaf(path: str, leaf: Any) -> None:
-    """Raises ArgumentError for a leaf of a state, at this path, that is neither an array of numbers, number nor key."""
+    """Raises ArgumentError for a leaf of a state, at this path, that is neither an array of numbers, number nor key,
+    or is not there."""
     kind = f"a {type(leaf).__name__}"
+    if jax_compat.is_traced(leaf):
+        rule, remedy = (
+            "it is a traced value, which has no contents yet",
+            "save outside of jit, grad and other transformations",
+        )
+        raise ArgumentError(explain(f"save(state{path})", rule, "", remedy))
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        rule, remedy = "it was deleted, or donated to a step", "save the state that the step returned"
+        raise ArgumentError(explain(f"save(state{path})", rule, "", remedy))
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__array__"):
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -24,12 +25,12 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from autopar.checkpoint.arrays import Arrays, Shards, check_leaf, check_paths, words, written
 from autopar.checkpoint.background import awaited, begun
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
-from autopar.checkpoint.folder import Folder, check_folder
+from autopar.checkpoint.folder import Folder
 from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, RefusedError, files_of
-from autopar.checkpoint.plain import decoded, encoded, key, whole_number, words_of_key
+from autopar.checkpoint.plain import decoded, encoded, fields_of_plan, key, whole_number, words_of_key
 from autopar.checkpoint.survey import Survey
 from autopar.distributed import Memory, Processes, among
-from autopar.errors import ArgumentError, explain
+from autopar.errors import ArgumentError, check_folder, explain
 from autopar.jax_compat import PyTreeDef
 from passes.plan import AnyPlan, plan_from_json
 
@@ -92,9 +93,9 @@ class Checkpoints:
         if not folder:
             rule = "there is no folder, and none that the script is to resume in"
             raise ArgumentError(explain("Checkpoints()", rule, "", "pass one, or start with `autopar run --resume`"))
-        if keep < 1:
-            raise ArgumentError(explain(f"keep={keep}", "should be a whole number from 1", "", "write, say, 3"))
-        check_folder(f"Checkpoints({str(folder)!r})", Path(folder))
+        if not isinstance(keep, SupportsIndex) or index(keep) < 1:
+            raise ArgumentError(explain(f"keep={keep!r:.60}", "should be a whole number from 1", "", "write, say, 3"))
+        check_folder(f"Checkpoints({folder!r:.60})", folder, "checkpoints are in a folder")
         self.keep, self._folder = keep, Folder(Path(folder).absolute())
         self._processes = among(jax.devices()) if jax.distributed.is_initialized() else None
         self._arrays = self._writing = None
@@ -143,7 +144,7 @@ class Checkpoints:
             files={},
             position=encoded(position),
             rng=words_of_key(rng),
-            plan=plan and plan.to_json(),
+            plan=fields_of_plan(plan),
         )
         name = self._processes.fresh_name() if self._processes else ""
         read = threading.Event()

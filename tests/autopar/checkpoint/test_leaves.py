@@ -73,3 +73,32 @@ def test_leaves_that_would_be_written_in_one_place_are_refused(tmp_path: Path):
         with pytest.raises(autopar.ArgumentError, match=r"state\['a'\]\['b'\]\) and save\(state\['a.b'\]\)"):
             checkpoints.save(1, {"a": {"b": jnp.ones(3)}, "a.b": jnp.zeros(3)})
         assert checkpoints.steps() == []
+
+
+def test_what_is_not_there_is_refused_by_its_path(tmp_path: Path):
+    donated = jnp.ones(3)
+    donated.delete()
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(autopar.ArgumentError, match=r"save\(state\['a'\]\): it was deleted, or donated"):
+            checkpoints.save(1, {"a": donated})
+        with pytest.raises(autopar.ArgumentError, match=r"save\(state\['a'\]\): it is a traced value"):
+            jax.jit(lambda x: checkpoints.save(1, {"a": x}))(1.0)
+        assert checkpoints.steps() == []
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"rng": np.random.default_rng()}, {"rng": [jax.random.key(0)]}, {"rng": "3"}, {"plan": "plan.json"}],
+    ids=repr,
+)
+def test_what_is_saved_beside_a_state_is_refused_by_its_name(tmp_path: Path, beside: Any):
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(autopar.ArgumentError, match=f"{next(iter(beside))}="):
+            checkpoints.save(1, {"a": 1}, **beside)
+        assert checkpoints.steps() == []
+
+
+@pytest.mark.parametrize("path", [5, b"run", ["run"]])
+def test_what_is_no_folder_is_refused(path: Any):
+    with pytest.raises(autopar.ArgumentError, match="Checkpoints\\("):
+        autopar.Checkpoints(path)
