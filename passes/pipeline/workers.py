@@ -146,7 +146,7 @@ class _Worker:
             self.news.notify()
 
     def end(self) -> None:
-        """Ends the process, whatever it is at, then the thread, which finds nobody to talk to, and closes its streams."""
+        """Ends the process, whatever it is at, then the thread that talks to it, and closes their streams."""
         with self.news:
             self.ended = True
             self.news.notify()
