@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import passes
-from autopar.errors import ArgumentError, explain
+from autopar.errors import ArgumentError, check_folder, explain
 from autopar.frontend import Traced
 from passes.cluster import Cluster
 from passes.errors import PlanningError
@@ -97,7 +97,7 @@ class PlanCache:
         path = self.path(key)
         try:
             text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # a folder that cannot be made is told of by `write`
             return None
         except (OSError, ValueError) as error:
             return _ignored(path, str(error))
@@ -128,7 +128,8 @@ def checked_cache(cache: Any) -> PlanCache | None:
         return None
     if isinstance(cache, PlanCache):
         return cache
-    if isinstance(cache, str | os.PathLike) and os.fspath(cache):
+    if (isinstance(cache, str) and cache) or isinstance(cache, os.PathLike):
+        check_folder(f"cache={cache!r:.60}", cache, "a cache is a folder")
         return PlanCache(cache)
     rule = "a cache is a folder, by its path, or an autopar.PlanCache"
     raise ArgumentError(

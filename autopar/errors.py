@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 from passes import errors
 from passes.errors import ClusterError, InternalError, OverBudgetError, PlanMismatchError, PlanningError
 
@@ -17,6 +21,7 @@ __all__ = [
     "PlanningError",
     "UnboundPlanError",
     "UnsupportedError",
+    "check_folder",
     "explain",
 ]
 
@@ -56,3 +61,18 @@ class UnboundPlanError(PlanningError):
 def explain(what: str, rule: str, where: str, remedy: str) -> str:
     """The four parts of an error as text; `where` is the user's `file:line (function)` and may be empty."""
     return errors.explain(what, rule, f"at {where}" if where else "", remedy)
+
+
+def check_folder(argument: str, path: Any, use: str) -> None:
+    """Raises ArgumentError, which names the argument, for what is no folder's path, or where a file is in its place.
+
+    `use` says what is in folders, as in "checkpoints are in a folder".
+    """
+    remedy = "name a folder, which need not exist"
+    if not isinstance(path, str | os.PathLike) or not path or not isinstance(os.fspath(path), str):
+        raise ArgumentError(explain(argument, f"{use}, and this is not its path", "", remedy))
+    folder = Path(path)
+    for each in (folder, *folder.parents):
+        if os.path.exists(each) and not os.path.isdir(each):
+            rule = f"{'it' if each == folder else each} is a file, and {use}"
+            raise ArgumentError(explain(argument, rule, "", remedy))

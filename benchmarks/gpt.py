@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
-from autopar.tools.cli import plans_folder
+from autopar.tools.cli import kept_plans
 from benchmarks import corpus
 from benchmarks.gpt_options import OPTIMIZERS, PLANNERS, arguments
 from models import gpt
@@ -238,7 +238,7 @@ def planned(
         planner=planner,
         microbatches=microbatches,
         donate_argnums=(0,),
-        cache=None if args.no_cache else plans_folder(),
+        cache=None if args.no_cache else kept_plans(),
     )
     start = time.perf_counter()
     try:

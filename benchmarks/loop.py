@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
-from autopar.tools.cli import plans_folder
+from autopar.tools.cli import kept_plans
 from benchmarks.gpt import EDGE_STEPS, LINES, make_optimizer, start_devices
 from benchmarks.gpt_options import MICROBATCHES, PIPELINES, STAGES, make_pipeline, positive
 from benchmarks.trainings import make_state, make_step
@@ -139,7 +139,7 @@ def run(task: Task, args: argparse.Namespace) -> None:
         donate_argnums=(0,),
         microbatches=args.microbatches,
         microbatch_semantics="independent" if task.coupled else "exact",
-        cache=None if args.no_cache else plans_folder(),
+        cache=None if args.no_cache else kept_plans(),
     )
     state = jax.jit(partial(make_state, task.module, task.config, optimizer))(jax.random.key(args.seed))
     batches = task.batches(args.batch, args.seed)

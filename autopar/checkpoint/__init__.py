@@ -1,7 +1,6 @@
 """Training state on disk: saved sharded and in the background, restored under any other plan, bit for bit."""
 
 from autopar.checkpoint.checkpoints import Checkpoints, Saved, resumed_in
-from autopar.checkpoint.folder import check_folder
 from autopar.checkpoint.manifest import CheckpointError
 
-__all__ = ["CheckpointError", "Checkpoints", "Saved", "check_folder", "resumed_in"]
+__all__ = ["CheckpointError", "Checkpoints", "Saved", "resumed_in"]

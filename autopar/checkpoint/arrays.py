@@ -7,6 +7,7 @@ handed over as `Shards`: what a process has of an array, be it nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,8 @@ class Arrays:
 
     def save(self, folder: Path, state: Any) -> None:
         """Begins to write a pytree of what `written` gives; its arrays are read before this returns."""
-        self.checkpointer.save(folder, args=orbax().args.PyTreeSave(state), force=True)
+        if jax.tree.leaves(state):  # Orbax refuses to write nothing
+            self.checkpointer.save(folder, args=orbax().args.PyTreeSave(state), force=True)
 
     def restore(self, folder: Path, like: Any) -> Any:
         """The pytree of arrays in a folder, each in the sharding of the leaf of `like` at its place."""
@@ -146,7 +148,8 @@ class Arrays:
         request = ocp.args.PyTreeRestore(
             item=jax.tree.unflatten(tree, items), restore_args=jax.tree.unflatten(tree, args)
         )
-        restored = tree.flatten_up_to(self.handler.restore(epath.Path(folder), args=request))
+        is_empty = all(0 in shape for shape, _, _ in targets)  # and there is nothing to read
+        restored = leaves if is_empty else tree.flatten_up_to(self.handler.restore(epath.Path(folder), args=request))
         arrays = [
             _restored(array, leaf) if is_read else _empty(leaf, *target)
             for array, leaf, target, is_read in zip(restored, leaves, targets, read, strict=True)
@@ -160,16 +163,51 @@ def is_key(leaf: Any) -> bool:
 
 
 def check_leaf(path: str, leaf: Any) -> None:
-    """Raises ArgumentError for a leaf of a state, at this path, that is neither an array of numbers, number nor key."""
+    """Raises ArgumentError for a leaf of a state, at this path, that is neither an array of numbers, number nor key,
+    or is not there."""
     kind = f"a {type(leaf).__name__}"
+    if jax_compat.is_traced(leaf):
+        rule, remedy = (
+            "it is a traced value, which has no contents yet",
+            "save outside of jit, grad and other transformations",
+        )
+        raise ArgumentError(explain(f"save(state{path})", rule, "", remedy))
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        rule, remedy = "it was deleted, or donated to a step", "save the state that the step returned"
+        raise ArgumentError(explain(f"save(state{path})", rule, "", remedy))
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__array__"):
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
-        if is_key(leaf) or jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_):
+        is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+        if is_key(leaf) or (is_number and _is_stored(dtype)):
             return
         kind += f" of dtype {dtype}"
+        if is_number:
+            rule = f"it is {kind}, which Orbax's files do not know"
+            raise ArgumentError(explain(f"save(state{path})", rule, "", "save it as another dtype"))
     rule = f"it is {kind}, and a state is of arrays of numbers, numbers, keys and None"
     remedy = "leave it out of the state; plain data can be passed as position="
     raise ArgumentError(explain(f"save(state{path})", rule, "", remedy))
+
+
+def check_paths(paths: Sequence[Any]) -> None:
+    """Raises ArgumentError for two leaves that Orbax would write in one place: it has a dot between any two keys."""
+    written = dict[str, str]()
+    for path in paths:
+        name, mine = jax.tree_util.keystr(path, simple=True, separator="."), jax.tree_util.keystr(path)
+        if (other := written.setdefault(name, mine)) != mine:
+            rule = f"Orbax writes both as {name!r}"
+            raise ArgumentError(explain(f"save(state{other}) and save(state{mine})", rule, "", "give one another key"))
+
+
+def _is_stored(dtype: Any) -> bool:
+    """Whether there are files of this dtype; those of the other order of bytes are not."""
+    import tensorstore  # Orbax's own files
+
+    try:
+        tensorstore.dtype(dtype.name)
+    except ValueError:
+        return False
+    return dtype.isnative
 
 
 def words(leaf: Any) -> Any:

@@ -13,23 +13,24 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar.checkpoint.arrays import Arrays, Shards, check_leaf, words, written
+from autopar.checkpoint.arrays import Arrays, Shards, check_leaf, check_paths, words, written
 from autopar.checkpoint.background import awaited, begun
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
-from autopar.checkpoint.folder import Folder, check_folder
+from autopar.checkpoint.folder import Folder
 from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, RefusedError, files_of
-from autopar.checkpoint.plain import decoded, encoded, key, whole_number, words_of_key
+from autopar.checkpoint.plain import decoded, encoded, fields_of_plan, key, whole_number, words_of_key
 from autopar.checkpoint.survey import Survey
 from autopar.distributed import Memory, Processes, among
-from autopar.errors import ArgumentError, explain
+from autopar.errors import ArgumentError, check_folder, explain
 from autopar.jax_compat import PyTreeDef
 from passes.plan import AnyPlan, plan_from_json
 
@@ -92,9 +93,9 @@ class Checkpoints:
         if not folder:
             rule = "there is no folder, and none that the script is to resume in"
             raise ArgumentError(explain("Checkpoints()", rule, "", "pass one, or start with `autopar run --resume`"))
-        if keep < 1:
-            raise ArgumentError(explain(f"keep={keep}", "should be a whole number from 1", "", "write, say, 3"))
-        check_folder(f"Checkpoints({str(folder)!r})", Path(folder))
+        if not isinstance(keep, SupportsIndex) or index(keep) < 1:
+            raise ArgumentError(explain(f"keep={keep!r:.60}", "should be a whole number from 1", "", "write, say, 3"))
+        check_folder(f"Checkpoints({folder!r:.60})", folder, "checkpoints are in a folder")
         self.keep, self._folder = keep, Folder(Path(folder).absolute())
         self._processes = among(jax.devices()) if jax.distributed.is_initialized() else None
         self._arrays = self._writing = None
@@ -125,12 +126,13 @@ class Checkpoints:
         step = whole_number(step)
         self.wait()
         self._folder.check_free(step)
+        self._orbax()
+        check_paths([path for path, _ in tree_flatten_with_path(state)[0]])
         paths, leaves = _flattened(state)
         for path, leaf in zip(paths, leaves, strict=True):
             check_leaf(path, leaf)
         if self._leads and (later := self._folder.later(step)):
             warnings.warn(_behind(self._folder.path, step, later), stacklevel=2)
-        self._orbax()
         is_global = self._survey.of(leaves)
         copies = [written(leaf, everywhere, _MEMORY) for leaf, everywhere in zip(leaves, is_global, strict=True)]
         manifest = Manifest(
@@ -142,7 +144,7 @@ class Checkpoints:
             files={},
             position=encoded(position),
             rng=words_of_key(rng),
-            plan=plan and plan.to_json(),
+            plan=fields_of_plan(plan),
         )
         name = self._processes.fresh_name() if self._processes else ""
         read = threading.Event()
@@ -298,7 +300,7 @@ def _flattened(state: Any) -> tuple[list[str], list[Any]]:
 def _sum(leaf: Any, is_global: bool) -> int:
     """The sum, for the digest, over what this process answers for of a leaf."""
     plain = words(leaf) if is_global else np.array(words(leaf))
-    return partial_sum(pieces_of(plain, is_global=is_global), np.shape(leaf))
+    return partial_sum(pieces_of(plain, is_global=is_global), np.shape(plain))
 
 
 def _gathered(processes: Processes, name: str, sums: list[int]) -> list[list[int]]:

@@ -13,13 +13,6 @@ from autopar.errors import ArgumentError, explain
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-def check_folder(argument: str, path: Path) -> None:
-    """Raises ArgumentError, which names the argument, where a file is in the place of a folder of checkpoints."""
-    if path.exists() and not path.is_dir():
-        rule = "it is a file, and checkpoints are in a folder"
-        raise ArgumentError(explain(argument, rule, "", "name a folder, which need not exist"))
-
-
 @dataclass(frozen=True, slots=True)
 class Folder:
     """A folder with a folder for each step, some of which may be damaged or unfinished."""

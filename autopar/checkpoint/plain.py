@@ -53,12 +53,24 @@ def decoded(position: Any) -> Any:
 
 
 def words_of_key(rng: Any) -> Any:
-    """A key or array of random numbers as plain data."""
+    """A key or array of random numbers as plain data. Raises ArgumentError for anything else."""
     if rng is None:
         return None
-    array = np.asarray(words(rng))
-    name = jax_compat.key_implementation(rng.dtype) if is_key(rng) else None
+    array = np.asarray(words(rng)) if isinstance(rng, jax.Array | np.ndarray | np.generic | int) else None
+    if array is None or array.dtype.kind not in "biuf":
+        rule = "it is neither a key nor an array of numbers"
+        remedy = "pass jax.random.key(...), or what else there is as part of the state"
+        raise ArgumentError(explain(f"rng={rng!r:.60}", rule, "", remedy))
+    name = jax_compat.key_implementation(rng.dtype) if isinstance(rng, jax.Array) and is_key(rng) else None
     return {"key": name, "dtype": array.dtype.name, "words": array.tolist()}
+
+
+def fields_of_plan(plan: Any) -> Any:
+    """A plan as plain data, None for none. Raises ArgumentError for anything else."""
+    if plan is None or hasattr(plan, "to_json"):
+        return plan and plan.to_json()
+    rule, remedy = "it is no plan", "pass train_step.plan(state, batch), or leave it out"
+    raise ArgumentError(explain(f"plan={plan!r:.60}", rule, "", remedy))
 
 
 def key(fields: Any) -> Any:

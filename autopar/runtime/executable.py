@@ -65,7 +65,7 @@ class Executable:
         if not moving:
             return jax.tree.unflatten(self.out_tree, self.run(*self.groups(leaves)))
         self.donation.check(given)
-        self.moves.tell(leaves, moving)
+        self.moves.tell(leaves, self.in_shardings, moving)
         placed = list(leaves)
         moved = jax.device_put([leaves[i] for i in moving], [self.in_shardings[i] for i in moving])
         for i, array in zip(moving, moved, strict=True):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.sharding import Sharding
+
 from autopar.errors import explain
 from autopar.frontend import arriving
 from passes.text import count, nbytes
@@ -25,12 +27,19 @@ class Moves:
     source: str
     is_told: bool = field(default=False, init=False)
 
-    def tell(self, leaves: Sequence[Any], moving: Sequence[int]) -> None:
-        """Warns of what moves although it was put on several devices, unless that was done before."""
+    def tell(self, leaves: Sequence[Any], targets: Sequence[Sharding], moving: Sequence[int]) -> None:
+        """Warns of what moves although it was put on several devices, unless that was done before.
+
+        Among the arguments at `moving` are some that only take another type: they lie where they should.
+        """
         if self.is_told:
             return
         self.is_told = True
-        placed = [i for i in moving if (there := arriving([leaves[i]])[0]) and there.num_devices > 1]
+        placed = [
+            i
+            for i, there in zip(moving, arriving([leaves[i] for i in moving]), strict=True)
+            if there and there.num_devices > 1 and not there.is_equivalent_to(targets[i], leaves[i].ndim)
+        ]
         if placed:
             total = sum(leaves[i].nbytes for i in placed)
             largest = max(placed, key=lambda i: leaves[i].nbytes)

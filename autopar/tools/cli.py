@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autopar.api import ParallelFunction, parallelize
+from autopar.cache import PlanCache
 from autopar.errors import DeviceError
 from autopar.phases import shown
 from autopar.tools import (
@@ -131,10 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return TROUBLE
 
 
-def plans_folder() -> str:
-    """The folder of the plans that commands keep, in the user's cache."""
+def kept_plans() -> PlanCache:
+    """The plans that commands keep, in the user's cache, where there can be one."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(root, "autopar", "plans")
+    return PlanCache(os.path.join(root, "autopar", "plans"))
 
 
 def _tell(message: str) -> None:
@@ -245,7 +246,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         "planner": planner,
         "microbatches": arguments.microbatches,
         "memory_limit": limit_of(arguments.memory_limit),
-        "cache": plans_folder(),
+        "cache": kept_plans(),
         "progress": False,  # there is a status
     }
     with Console(stderr=True, highlight=False).status("tracing") as status:
@@ -269,7 +270,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "planner": planner_on(planner, cluster),
             "microbatches": arguments.microbatches,
             "memory_limit": limit_of(arguments.memory_limit),
-            "cache": False if arguments.no_cache else plans_folder(),
+            "cache": False if arguments.no_cache else kept_plans(),
             "calibration": arguments.calibration,
             "progress": bar.report,
         }
@@ -290,7 +291,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     with Console(stderr=True, highlight=False).status("tracing") as status:
-        output, is_partial = simulate_command.run(arguments, plans_folder(), status.update)
+        output, is_partial = simulate_command.run(arguments, kept_plans(), status.update)
     printed(output)
     return INTERRUPTED if is_partial else DONE
 

@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.checkpoint import check_folder
 from autopar.distributed import LOST_SECONDS
+from autopar.errors import check_folder
 from autopar.tools import launch, supervision
 from autopar.tools.command import Command, Output
 from autopar.tools.command_options import real_number, whole_number
@@ -50,7 +50,7 @@ def _launch(arguments: argparse.Namespace) -> tuple[Output, int]:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
-    check_folder(f"--resume {arguments.resume}", arguments.resume)
+    check_folder(f"--resume {arguments.resume}", arguments.resume, "checkpoints are in a folder")
     launched = replace(
         _launched(arguments),
         resume=arguments.resume.absolute(),

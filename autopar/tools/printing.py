@@ -15,12 +15,23 @@ from autopar.tools.command import Output
 from autopar.tools.targets import UsageError
 from passes.text import Table
 
+UNREAD = 141
+"""The exit status where what is printed is not read to its end: 128 and the number of SIGPIPE."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this where it has caught BrokenPipeError, and would end the program with 1
+
 
 def printed(output: Output) -> None:
     """Prints text as it is and tables as rich tables.
 
-    Raises UsageError where nothing more can be written, and SystemExit where nobody reads any more, as rich does.
+    Where stdout is closed from the start, nothing is. Raises UsageError where nothing more can be written, and
+    SystemExit where nobody reads any more, with the status of a program that SIGPIPE ends: 1 is an answer.
     """
+    if sys.stdout is None:
+        return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack what tables are drawn with
     try:
@@ -28,7 +39,7 @@ def printed(output: Output) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written there at the end
-        raise SystemExit(1) from None
+        raise SystemExit(UNREAD) from None
     except OSError as error:
         raise UsageError(f"what it says cannot be printed: {error.strerror}") from error
 
@@ -38,7 +49,7 @@ def _show(output: Output) -> None:
         if output:
             print(output.rstrip())
         return
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     for table in output:
         console.print(Text(table.title, style="bold"))
         if table.rows:

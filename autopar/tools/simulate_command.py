@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from autopar.cache import PlanCache
 from autopar.tools import targets
 from autopar.tools.command_options import limit_of, numbers_of, planner_of, real_number
 from autopar.tools.fit import Example
@@ -68,7 +69,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(
-    arguments: argparse.Namespace, cache: str, progress: Callable[[str], None]
+    arguments: argparse.Namespace, cache: PlanCache, progress: Callable[[str], None]
 ) -> tuple[str | tuple[Table, ...], bool]:
     """(what to print, whether it was ended early). Raises UsageError or PlanningError for what cannot be simulated."""
     if arguments.plot:

@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 _GOODBYE_SECONDS = 2.0
 """A process that is told to end has so long, of the wall clock, until it is killed: no plan waits for it."""
@@ -128,12 +128,13 @@ class _Worker:
         root = str(Path(__file__).parents[2])
         script = f"import sys; sys.path.insert(0, {root!r}); from passes.pipeline.workers import serve; serve()"
         self.process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.thread = threading.Thread(target=self._talk, daemon=True)
         self.served = served
         self.jobs: deque[_Job] = deque()
         self.news = threading.Condition()
         self.ended = False
         try:
-            threading.Thread(target=self._talk, daemon=True).start()
+            self.thread.start()
         except RuntimeError:  # there are no more threads to be had
             self.end()
             raise
@@ -145,7 +146,7 @@ class _Worker:
             self.news.notify()
 
     def end(self) -> None:
-        """Ends the process, whatever it is at."""
+        """Ends the process, whatever it is at, then the thread that talks to it, and closes their streams."""
         with self.news:
             self.ended = True
             self.news.notify()
@@ -154,6 +155,12 @@ class _Worker:
             self.process.wait(_GOODBYE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
+        if self.thread.ident is not None:  # it was started
+            self.thread.join()
+        for stream in (self.process.stdin, self.process.stdout):
+            with suppress(BrokenPipeError):  # a message that was cut off
+                cast("IO[bytes]", stream).close()
 
     def _talk(self) -> None:
         """Sends one task after the other to the process; what it has goes back if the process is gone."""

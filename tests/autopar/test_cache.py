@@ -304,15 +304,28 @@ def test_an_entry_that_is_of_another_program_is_ignored(tmp_path: Path):
 def test_a_folder_that_cannot_be_written_is_no_hindrance(tmp_path: Path):
     (tmp_path / "plans").write_text("a file")
     with pytest.warns(UserWarning, match="plans"):
-        found, searched = plan(tmp_path / "plans")
+        found, searched = plan(PlanCache(tmp_path / "plans"))
     assert searched
     assert untimed(found) == untimed(plan(None)[0])
 
 
-@pytest.mark.parametrize("cache", [1, "", b"", object()])
-def test_what_is_no_cache_is_refused(cache: Any):
+@pytest.mark.parametrize("cache", [1, "", b"", object(), "file", Path("file"), "file/plans"])
+def test_what_is_no_cache_is_refused(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("of something else")
     with pytest.raises(ArgumentError, match="cache="):
         autopar.parallelize(train_step, cache=cache)
+
+
+def test_commands_need_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", os.devnull)
+    with pytest.warns(UserWarning, match="not kept"):
+        assert main(["plan", "train:example", "--cluster", CLUSTER]) == 0
+    sys.modules.pop("train", None)
 
 
 # Many processes.
@@ -371,11 +384,11 @@ def test_commands_keep_plans_in_the_users_cache(
 
 
 def test_the_cache_of_commands_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch):
-    from autopar.tools.cli import plans_folder
+    from autopar.tools.cli import kept_plans
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert plans_folder() == os.path.join("/home/somebody", ".cache", "autopar", "plans")
+    assert kept_plans().folder == os.path.join("/home/somebody", ".cache", "autopar", "plans")
 
 
 def test_numbers_from_the_cache_are_numbers(tmp_path: Path):

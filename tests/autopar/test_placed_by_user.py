@@ -224,8 +224,10 @@ def test_options_of_the_compiler_reach_it():
 # Arrays that come placed.
 
 
-def test_what_comes_placed_moves_with_a_warning_once_or_is_kept():
-    placed = jax.device_put(X, sharding("b", "a"))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_comes_placed_moves_with_a_warning_once_or_is_kept(kind: AxisType):
+    typed = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind))
+    placed = jax.device_put(X, NamedSharding(typed, P("b", "a")))
     moved = autopar.parallelize(lambda x: (x @ x).sum(0), planner=autopar.Auto(max_axes=1))
     with pytest.warns(UserWarning, match=r"1\.00 KiB were placed and have to move"):
         moved(placed)

@@ -235,8 +235,9 @@ def test_the_last_good_ones_stay(tmp_path: Path):
         for number in (1, 3, 4):
             checkpoints.save(number, state)
     assert checkpoints.steps() == [4, 3]
-    with pytest.raises(autopar.ArgumentError, match="keep=0"):
-        autopar.Checkpoints(tmp_path, keep=0)
+    for keep in (0, 1.5, "3", None):
+        with pytest.raises(autopar.ArgumentError, match=f"keep={keep!r}"):
+            autopar.Checkpoints(tmp_path, keep=keep)
     with pytest.raises(autopar.ArgumentError, match="no plain data"):
         checkpoints.save(5, state, position=object())
 
@@ -343,6 +344,8 @@ def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(autopar.ArgumentError, match="it is a file"):
         autopar.Checkpoints(tmp_path / "file")
+    with pytest.raises(autopar.ArgumentError, match="file is a file, and checkpoints are in a folder"):
+        autopar.Checkpoints(tmp_path / "file" / "run")
     (tmp_path / "step-00000001").touch()
     assert autopar.Checkpoints(tmp_path).steps() == []
     assert autopar.Checkpoints(tmp_path).restore({"w": jnp.ones(3)}) is None

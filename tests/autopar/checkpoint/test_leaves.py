@@ -22,6 +22,9 @@ from tests.autopar.checkpoint.test_checkpoints import assert_same_bits
         (print, "a builtin_function_or_method"),
         (np.array(["text"]), "a ndarray of dtype <U4"),
         (np.array([None]), "a ndarray of dtype object"),
+        (np.ones(3, ">f4"), "a ndarray of dtype >f4"),
+        (np.ones(3, np.longdouble), "a ndarray of dtype float128"),
+        (np.ones(3, jnp.uint4), "a ndarray of dtype uint4"),
         (10**30, "a int of dtype object"),
         (jax.ShapeDtypeStruct((2,), np.float32), "a ShapeDtypeStruct"),
     ],
@@ -50,3 +53,52 @@ def test_scalars_of_libraries_come_back_as_such(tmp_path: Path):
     assert saved is not None
     assert_same_bits(saved.state, state)
     assert {saved.state[1]: saved.position} == {3: [1, [2, 3]]}
+
+
+IMPLEMENTATIONS = ("threefry2x32", "rbg")
+KEYS = [jax.random.key(3), *(jax.random.split(jax.random.key(0, impl=impl), (2, 3)) for impl in IMPLEMENTATIONS)]
+
+
+@pytest.mark.parametrize("state", [{}, None, jnp.ones((0, 3)), {"keys": KEYS}], ids=["{}", "None", "empty", "keys"])
+def test_empty_states_and_arrays_of_keys_come_back(tmp_path: Path, state: Any):
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        saved = checkpoints.restore(state)
+    assert saved is not None
+    assert_same_bits(saved.state, state)
+
+
+def test_leaves_that_would_be_written_in_one_place_are_refused(tmp_path: Path):
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(autopar.ArgumentError, match=r"state\['a'\]\['b'\]\) and save\(state\['a.b'\]\)"):
+            checkpoints.save(1, {"a": {"b": jnp.ones(3)}, "a.b": jnp.zeros(3)})
+        assert checkpoints.steps() == []
+
+
+def test_what_is_not_there_is_refused_by_its_path(tmp_path: Path):
+    donated = jnp.ones(3)
+    donated.delete()
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(autopar.ArgumentError, match=r"save\(state\['a'\]\): it was deleted, or donated"):
+            checkpoints.save(1, {"a": donated})
+        with pytest.raises(autopar.ArgumentError, match=r"save\(state\['a'\]\): it is a traced value"):
+            jax.jit(lambda x: checkpoints.save(1, {"a": x}))(1.0)
+        assert checkpoints.steps() == []
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"rng": np.random.default_rng()}, {"rng": [jax.random.key(0)]}, {"rng": "3"}, {"plan": "plan.json"}],
+    ids=repr,
+)
+def test_what_is_saved_beside_a_state_is_refused_by_its_name(tmp_path: Path, beside: Any):
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(autopar.ArgumentError, match=f"{next(iter(beside))}="):
+            checkpoints.save(1, {"a": 1}, **beside)
+        assert checkpoints.steps() == []
+
+
+@pytest.mark.parametrize("path", [5, b"run", ["run"]])
+def test_what_is_no_folder_is_refused(path: Any):
+    with pytest.raises(autopar.ArgumentError, match="Checkpoints\\("):
+        autopar.Checkpoints(path)

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -35,6 +36,20 @@ def test_what_cannot_be_printed_is_an_error_in_words(capsys, train, monkeypatch)
         patch.setattr(sys.stdout, "write", full)
         assert main(["show", "plan.json"]) == main(["show", "plan.json", "--json"]) == 2
     assert "autopar show: what it says cannot be printed: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_leaves_is_no_answer(form, capsys, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with monkeypatch.context() as patch, os.fdopen(writing, "w") as stdout:
+        patch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as end:
+            main(["diff", PLAN, PLAN.replace("plan.json", "plan_other.json"), *form])
+    assert end.value.code == 141
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["show", PLAN, *form]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_file_without_measured_steps_says_which_to_name(capsys, tmp_path: Path):

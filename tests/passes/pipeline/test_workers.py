@@ -105,6 +105,15 @@ def test_a_process_without_a_thread_that_talks_to_it_is_ended(monkeypatch):
     assert [process.poll() is not None for process in started] == [True]
 
 
+def test_a_pool_leaves_no_stream_open():
+    with WorkerPool(whose(), 2) as pool:
+        shared_by(pool)
+        (worker,) = pool.workers
+    assert worker.process.stdin.closed
+    assert worker.process.stdout.closed
+    assert not worker.thread.is_alive()
+
+
 def test_a_script_needs_no_guard(tmp_path):
     """The other process knows nothing of the script, and what is printed there is no answer."""
     script = tmp_path / "train.py"
