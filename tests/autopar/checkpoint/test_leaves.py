@@ -89,7 +89,7 @@ def test_what_is_not_there_is_refused_by_its_path(tmp_path: Path):
 @pytest.mark.parametrize(
     "beside",
     [{"rng": np.random.default_rng()}, {"rng": [jax.random.key(0)]}, {"rng": "3"}, {"plan": "plan.json"}],
-    ids=repr,
+    ids=["generator", "keys in a list", "text", "path of a plan"],
 )
 def test_what_is_saved_beside_a_state_is_refused_by_its_name(tmp_path: Path, beside: Any):
     with autopar.Checkpoints(tmp_path) as checkpoints:
