@@ -185,10 +185,12 @@ class _Highs:
         self.looks += 1
         event.interrupt(self.is_left or self.looks > _LOOKS)
 
-    def _branch(self) -> None:
+    def _run(self) -> None:
         """Runs HiGHS on a thread of its own; what a signal's handler raises meanwhile ends it, and is raised here.
 
-        Handlers run on the main thread, where HiGHS would call `_look`, and drop what is raised there.
+        Handlers run on the main thread, where HiGHS would call `_look`, and drop what is raised there. And a thread on
+        which HiGHS has run keeps its scheduler, whose number of threads no later model may change: one of the caller's
+        would fail here, or fail after this one (HiGHS 1.16).
         """
         thread = threading.Thread(target=self.highs.run, name="HiGHS", daemon=True)
         thread.start()
@@ -218,10 +220,7 @@ class _Highs:
             self._state(program, cost, integral)
         self.columns, self.rows, self.entries = program.columns, program.rows, len(program.entries)
         self.looks, self.is_left = 0, False
-        if integral.size:
-            self._branch()
-        else:
-            highs.run()
+        self._run()
         status = _HIGHS_STATUS.get(highs.getModelStatus(), "failed")
         duals = np.zeros(0) if integral.size else self._duals(program)
         if status == CUTOFF:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 
+import highspy
 import numpy as np
 import pytest
 
@@ -82,3 +84,38 @@ def test_what_a_signals_handler_raises_ends_a_search() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("integral", [(), (0, 1)])
+def test_a_model_of_the_callers_with_more_threads_solves_and_lets_solve(
+    is_first: bool, integral: tuple[int, ...]
+) -> None:
+    """HiGHS keeps the scheduler of the first model of a thread, and refuses another number of threads."""
+    seen: list[object] = []
+
+    def callers() -> None:
+        model = highspy.Highs()
+        model.setOptionValue("output_flag", False)
+        model.setOptionValue("threads", 2)
+        first, second = (model.addVariable(0, 1, type=highspy.HighsVarType.kInteger) for _ in range(2))
+        model.addConstr(first + second <= 1)
+        model.maximize(first + 2 * second)
+        seen.append(model.getModelStatus())
+
+    def solved() -> None:
+        program = LinearProgram()
+        columns = program.add_columns(2)
+        program.enter(np.repeat(program.add_rows(1, 1.0, 1.0), 2), columns, 1.0)
+        outcome = program.minimise(np.array([2.0, 1.0]), np.array(integral, dtype=np.intp), gap=0.0)
+        seen.append(outcome.objective)
+
+    def both() -> None:
+        for each in (callers, solved, callers) if is_first else (solved, callers, solved):
+            each()
+
+    thread = threading.Thread(target=both)  # which keeps a scheduler, as this one would
+    thread.start()
+    thread.join()
+    optimal = highspy.HighsModelStatus.kOptimal
+    assert seen == ([optimal, 1.0, optimal] if is_first else [1.0, optimal, 1.0])
