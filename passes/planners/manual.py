@@ -185,9 +185,10 @@ class Megatron:
 
     @property
     def name(self) -> str:
-        """The planner in words: `megatron 2x4x2, zero-1`."""
-        sizes = (self.data, self.tensor, *([self.pipeline] if self.pipeline > 1 else []))
-        return f"megatron {'x'.join(map(str, sizes))}" + (f", zero-{self.zero}" if self.zero else "")
+        """The planner in words: `megatron 2x4x2, interleave 2, zero-1`."""
+        sizes = "x".join(map(str, (self.data, self.tensor, self.pipeline)[: 3 if self.pipeline > 1 else 2]))
+        in_turn = f", interleave {self.interleave}" if self.interleave > 1 else ""
+        return f"megatron {sizes}{in_turn}" + (f", zero-{self.zero}" if self.zero else "")
 
     def restriction(self, assembly: Assembly) -> Assembly:
         """The placements that it has of a stage."""
@@ -278,12 +279,11 @@ class Pipeline:
 
         def plan_stage(part: Step, stage: int) -> Plan:
             meshes = self._laid_out(cluster, stage % self.stages, sizes[stage % self.stages])
-            pinned = by_name[stage % self.stages]
-            restrict = pinned if pinned.pins else None
+            restrict = pinned if (pinned := by_name[stage % self.stages]).pins else None
             return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver, restrict)
 
         schedule = _schedule(self.schedule, self.interleave)
-        name = f"pipeline of {self.stages}"
+        name = f"pipeline of {self.stages}" + (f", interleave {self.interleave}" if self.interleave > 1 else "")
         return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
 
 
