@@ -324,7 +324,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         try:
             example = fit.Example.of(*targets.example(arguments.target))
             presets = targets.presets(arguments.target, arguments.presets)
-            step = fit.traced_step(example)
+            step = fit.traced_step(example, cluster=cluster)
             rows.extend(fit.plans(step, setting, status.update))
             if arguments.seconds != 0:
                 largest.extend(find_largest(example, step, setting, rows, presets, status.update))

@@ -15,7 +15,6 @@ from autopar.tools.command import Output
 from autopar.tools.targets import UsageError
 from passes.text import Table
 
-
 WIDEST = 1000
 """Characters of a row that goes to no terminal: more than any table has, so that none of its columns is cut."""
 
