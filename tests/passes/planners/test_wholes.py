@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import autopar
+from passes.planners.wholes import MOST
 
 PARAMS = {"in": jnp.ones((16, 32)), "hidden": jnp.ones((32, 32))}
 
@@ -42,6 +43,7 @@ def test_a_loop_over_what_is_taken_for_the_batch_is_said(planner: Any) -> None:
         str(__file__).split("tests/")[0], ""
     )
     assert "taken for the batch: inputs float32[16,64,16]" in words
+    assert float(words.split(": ")[1].split(" %")[0]) > 100 * MOST
     assert "in the loop at" in words
     assert "put the batch first" in words
 
