@@ -344,6 +344,7 @@ class Compilations:
         place = self._arriving(leaves := jax.tree.leaves(dynamic))
         key = (jax.tree.structure(dynamic), statics, types_of(structs), place, configuration())
         follow = self._followed()
+        settings = follow.settings(self.settings) if follow else self.settings
         if key not in self.known:
             with phase(f"trace {self.signature.function}", self.settings.progress) as current:
                 traced = trace(
@@ -353,12 +354,13 @@ class Compilations:
                     batch_argnums=self.settings.batch_argnums,
                     batch_argnames=self.settings.batch_argnames,
                     placed=follow.placed(self.signature, dynamic, len(args), structs) if follow else self._kept(leaves),
+                    parts=settings.parts,
                     **self.jit,
                 )
                 current.outcome = quantities.count(len(traced.graph.nodes), "operator")
             self.known[key] = Compilation(
                 signature=self.signature,
-                settings=follow.settings(self.settings) if follow else self.settings,
+                settings=settings,
                 structs=structs,
                 types=Recurring(key[2]),
                 statics=statics,
@@ -380,9 +382,7 @@ class Compilations:
 
     def _arriving(self, leaves: Sequence[Any]) -> Hashable:
         """The part of a compilation's key that says where arguments come and are to stay."""
-        if follow := self._followed():
-            return follow.key
-        return self._kept(leaves)
+        return follow.key if (follow := self._followed()) else self._kept(leaves)
 
     def _kept(self, leaves: Sequence[Any]) -> Placed:
         """The sharding of each argument that comes placed and is to stay there."""

@@ -12,6 +12,7 @@ from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, Self, SupportsIndex, TypedDict
 
+import jax
 import numpy as np
 
 from autopar.cache import PlanCache, checked_cache
@@ -86,6 +87,11 @@ class Settings:
         """Settings in which these options are others; those that are None stay."""
         given = {name: value for name, value in options.items() if value is not None}
         return replace(self, **{name: _CHECKS[name](value) for name, value in given.items()})
+
+    def parts(self) -> int:
+        """The parts in which a loop over rows of the batch is computed: a device each, in each microbatch."""
+        devices = self.cluster.n_devices if self.cluster else len(self.devices or jax.devices())
+        return devices * (self.microbatches or 1)
 
 
 @dataclass(frozen=True, slots=True)

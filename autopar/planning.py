@@ -26,7 +26,7 @@ from passes.ir import Graph, StatePairs
 from passes.pipeline import layered
 from passes.plan import AnyPlan, plan_from_json
 from passes.plan import json as plan_json
-from passes.planners import Planned, PlanOptions, infeasible
+from passes.planners import Manual, Planned, Planner, PlanOptions, infeasible
 from passes.progress import silent
 from passes.sharding import ShardingSpec, spec_on
 
@@ -190,7 +190,7 @@ def _restored(step: TracedStep, plan: AnyPlan, how: plan_json.Fields) -> Planned
 
 def _made(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
     """The planner's plan of the step. Raises ArgumentError for anything else that it returns."""
-    planner = settings.planner
+    planner = _planner(settings, cluster)
     options = PlanOptions(memory_limit=settings.memory_limit, report=settings.progress or silent)
     planned = cast("Any", planner.plan(step, cluster, options))
     where = f"{type(planner).__name__}.plan(step, cluster, options)"
@@ -207,6 +207,15 @@ def _made(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -
     if not planned.searched:
         infeasible.check(plan, cluster, settings.memory_limit, f"at {source}" if source else "")
     return replace(planned, plan=layered(plan, variant))
+
+
+def _planner(settings: Settings, cluster: Cluster) -> Planner:
+    """The planner; where the user names a cluster, a saved plan's placements are counted by the rates of that one.
+
+    Raises PlanningError where a saved plan cannot be read or has more devices.
+    """
+    planner = settings.planner
+    return planner.on(cluster) if settings.cluster is not None and isinstance(planner, Manual) else planner
 
 
 def _check_pinned(plan: AnyPlan, graph: Graph, state_pairs: StatePairs, source: str) -> None:

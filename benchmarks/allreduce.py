@@ -40,9 +40,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.console import stdout
 from passes.text import quantities
 
 COSTS = Path(__file__).resolve().parent / "allreduce_costs.csv"
@@ -348,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     jax.config.update("jax_num_cpu_devices", args.devices)
     jax.config.update("jax_platforms", "cpu")
-    console = Console(highlight=False)
+    console = stdout()
     rows: list[Row] = []
     for name in args.algorithm or ALGORITHMS:
         with console.status(f"{name}: compiling, running"):

@@ -32,6 +32,7 @@ from rich.table import Table
 import autopar
 from autopar.frontend import Traced
 from benchmarks.causes import Program, Sent
+from benchmarks.console import stdout
 from benchmarks.experts import Experts, seconds_with_experts
 from benchmarks.searched import best_of, judge_any
 from benchmarks.textbook import judge
@@ -327,14 +328,14 @@ def findings(audited: Audited) -> Iterator[str]:
         count, surplus = sum(line.count for line in same), sum(line.surplus_seconds for line in same)
         yield (
             f"  {count} x {kind}@{axes}, {role}, {phase}: {tensors} at {where}: {quantities.nbytes(nbytes)}, "
-            f"{quantities.seconds(surplus)} too many, {surplus / audited.step_seconds:.1%} of the step; {why}"
+            f"{quantities.seconds(surplus)} too many, {100 * (surplus / audited.step_seconds):.1f} % of the step; {why}"
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what the command line asks for; 1 if anything is unexplained."""
     args = arguments(argv)
-    console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, progress = stdout(), Console(stderr=True, highlight=False)
     grid = list(cases(args))[: args.limit]
     audits: list[Audited] = []
     refused: dict[str, list[Case]] = defaultdict(list)

@@ -59,9 +59,9 @@ def main() -> None:
         ours, plain = medians([transferred, copied], processes)
         if processes.leads:
             rates = f"{2e-9 * nbytes / ours:.2f} GB/s, socket {2e-9 * nbytes / plain:.2f} GB/s"
-            print(f"{nbytes >> 20:4} MiB: {rates}, {plain / ours:.0%}", flush=True)
+            print(f"{nbytes >> 20:4} MiB: {rates}, {100 * (plain / ours):.0f} %", flush=True)
     if processes.leads and plain / ours < BOUND:
-        sys.exit(f"less than {BOUND:.0%}")
+        sys.exit(f"less than {100 * BOUND:.0f} %")
 
 
 def connected(processes: Processes) -> socket.socket:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import jax
 from jax import lax
-from rich.console import Console
 from rich.table import Table
 
 from autopar.tools import chains
+from benchmarks.console import stdout
 from passes.cluster import Mesh, local_cluster
 from passes.text import quantities
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         table.add_column(name, justify="left" if name == "kind" else "right")
     for kind, nbytes, alone, between in rows():
         table.add_row(kind, quantities.nbytes(nbytes), *map(quantities.seconds, (alone, between)))
-    Console().print(table)
+    stdout().print(table)
     return 0
 
 

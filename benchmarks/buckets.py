@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from rich.table import Table
+
+from benchmarks.console import stdout
 
 Reduce = Callable[..., tuple[jax.Array, ...]]
 
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = [row(elements, args, mesh) for elements in args.elements]
     for cells in rows:
         shown.add_row(*cells)
-    Console().print(shown)
+    stdout().print(shown)
     return any(cells[3] == "no" for cells in rows)
 
 

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.gpt import make_optimizer, make_state, make_step
 from models import gpt
 from passes.text import quantities
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps([asdict(r) for r in results], indent=1))
     else:
-        Console(highlight=False).print(table(results))
+        stdout().print(table(results))
     return int(any(r.misses for r in results))
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.one_device import Pairs, Runner, paired
 
 BOUND = 1.2  # ratio of the host's time, asked for a thousand arrays
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
     jax.config.update("jax_platforms", "cpu")
-    console = Console(highlight=False)
+    console = stdout()
     cases = [(n, argument, donated) for n in DEVICES for argument in ("number", "array") for donated in (False, True)]
     calls: list[Call] = []
     for n, argument, donated in cases:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.console import stdout
 from benchmarks.published.machines import AWS_P5_LINK
 from passes.cluster import Kind, local_cluster
 from passes.cluster.cluster import Link
@@ -363,7 +363,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables that the command line asks for."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     if args.local:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", DEVICES)

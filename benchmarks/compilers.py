@@ -28,6 +28,7 @@ import autopar
 from autopar.runtime import needed_nbytes
 from autopar.tools.estimates import CLOCK_HZ, cycles
 from benchmarks import gpt
+from benchmarks.console import stdout
 from benchmarks.large import LARGE
 from benchmarks.trainings import MODELS, make_state, make_step
 from passes.cluster import parse_cluster
@@ -308,7 +309,7 @@ def table(cases: Sequence[Row]) -> Table:
             quantities.nbytes(case.planned_nbytes),
             quantities.nbytes(case.predicted_nbytes),
             quantities.nbytes(kept.peak_nbytes),
-            f"{case.error:+.1%}",
+            f"{100 * case.error:+.1f} %",
             *map(quantities.nbytes, sent),
             quantities.seconds(case.predicted_compute_seconds),
             quantities.seconds(kept.cycle_seconds) if kept.cycle_seconds else "-",
@@ -334,9 +335,9 @@ def summary(cases: Sequence[Row]) -> Table:
                 name,
                 f"{len(members)}",
                 f"{sum(case.misses for case in members)}",
-                f"{sum(map(abs, errors)) / len(errors):.1%}",
-                f"{max(errors):+.1%}",
-                f"{min(errors):+.1%}",
+                f"{100 * (sum(map(abs, errors)) / len(errors)):.1f} %",
+                f"{100 * max(errors):+.1f} %",
+                f"{100 * min(errors):+.1f} %",
                 f"{others}",
             )
     return shown
@@ -363,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the tables; 1 if a prediction is out of bounds, the margin that plans leave too, or other bytes move."""
     args = arguments(argv)
     jax.config.update("jax_platforms", "cpu")
-    console = Console()
+    console = stdout()
     cases = list(rows(args, Console(stderr=True)))
     if args.json:
         print(json.dumps([asdict(case) | {"error": case.error} for case in cases], indent=1))
@@ -371,10 +372,13 @@ def main(argv: list[str] | None = None) -> int:
         console.print(table(cases), summary(cases))
         for target in args.targets:
             console.print(
-                f"{target}: {QUANTILE:.0%} of compiled peaks of 100 MB and more are at most "
-                f"{margin(of_target(cases, target)):.1%} above; plans leave {left_free(target):.1%}"
+                f"{target}: {100 * QUANTILE:.0f} % of compiled peaks of 100 MB and more are at most "
+                f"{100 * (margin(of_target(cases, target))):.1f} % above; plans leave {100 * left_free(target):.1f} %"
             )
-        console.print(f"targets: at most {OVER:.0%} too high (TPU {OVER_TPU:.0%}), never {UNDER:.0%} too low")
+        console.print(
+            f"targets: at most {100 * OVER:.0f} % too high (TPU {100 * OVER_TPU:.0f} %), "
+            f"never {100 * UNDER:.0f} % too low"
+        )
     is_short = any(margin(of_target(cases, target)) > left_free(target) for target in args.targets)
     return is_short or any(case.misses for case in cases)
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.beside_jit import beside_jit
+from benchmarks.console import stdout
 from benchmarks.trainings import Training
 
 BOUND = 1e-5
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = [row(name, parts, args) for name in LAYOUTS for parts in args.parts]
     for cells, _ in results:
         shown.add_row(*cells)
-    Console().print(shown)
+    stdout().print(shown)
     return any(worst > BOUND for _, worst in results)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from rich.console import Console
 from rich.table import Table
 
 import autopar
 from autopar.checks import hlo, verify
+from benchmarks.console import stdout
 from models import gpt
 
 DEVICES = 8
@@ -251,7 +251,7 @@ def table(results: list[Result]) -> Table:
 def main(argv: list[str] | None = None) -> int:
     """Prints the table that the command line asks for; 1 if anything is out of bounds."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     start = time.perf_counter()

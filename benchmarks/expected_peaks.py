@@ -19,10 +19,10 @@ from functools import partial
 import jax
 import numpy as np
 import optax
-from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.trainings import MODELS, Model, make_state, make_step
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import PlanningError
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             print(json.dumps(asdict(row)), flush=True)
     if not args.json:
-        Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table(made))
+        stdout().print(table(made))
     return 0
 
 

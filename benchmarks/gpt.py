@@ -25,6 +25,7 @@ from rich.table import Table
 import autopar
 from autopar.tools.cli import kept_plans
 from benchmarks import corpus
+from benchmarks.console import stdout
 from benchmarks.gpt_options import OPTIMIZERS, PLANNERS, arguments
 from models import gpt
 
@@ -246,7 +247,7 @@ def planned(
     except autopar.PlanningError as error:  # as for stages that do not share the devices
         raise SystemExit(str(error)) from error
     seconds = time.perf_counter() - start
-    console.print(plan.format(width=console.width), markup=False, soft_wrap=True)
+    console.print(plan.format(width=min(console.width, 120)), markup=False, soft_wrap=True)
     plan.save(args.out)
     console.print(f"planned in {seconds:.1f} s, saved to {args.out}", soft_wrap=True)
     return step
@@ -255,7 +256,7 @@ def planned(
 def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says, and prints the plan and the results."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     devices = start_devices(args.devices, args.planner)
     config = replace(gpt.Config.preset(args.preset), dropout=args.dropout)
     optimizer = make_optimizer(args.optimizer, args.learning_rate)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 import autopar
 from autopar.tools.cli import kept_plans
+from benchmarks.console import stdout
 from benchmarks.gpt import EDGE_STEPS, LINES, make_optimizer, start_devices
 from benchmarks.gpt_options import MICROBATCHES, PIPELINES, STAGES, make_pipeline, positive
 from benchmarks.trainings import make_state, make_step
@@ -129,7 +130,7 @@ def planner(text: str) -> Any:
 
 def run(task: Task, args: argparse.Namespace) -> None:
     """Plans, trains and prints as the command line says. Raises SystemExit if that planner has no plan."""
-    console = Console(highlight=False)
+    console = stdout()
     devices = start_devices(args.devices, "auto")
     optimizer = make_optimizer("adamw", args.learning_rate)
     step = autopar.parallelize(
@@ -159,7 +160,7 @@ def run(task: Task, args: argparse.Namespace) -> None:
         plan = step.plan(state, next(task.batches(args.batch, args.seed)))
     except autopar.PlanningError as error:  # as for a Megatron of too many devices
         raise SystemExit(str(error)) from error
-    console.print(plan.format(width=console.width), markup=False, soft_wrap=True)
+    console.print(plan.format(width=min(console.width, 120)), markup=False, soft_wrap=True)
     plan.save(args.out)
     console.print(f"planned in {time.perf_counter() - start:.1f} s, saved to {args.out}", soft_wrap=True)
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.functions import FUNCTIONS, Function
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.zoo import models
@@ -284,7 +285,7 @@ def table(rows: Sequence[Row]) -> Table:
             str(row.case.microbatches),
             quantities.nbytes(sum(row.predicted.values())),
             quantities.nbytes(row.measured_nbytes),
-            f"{row.error:+.1%}",
+            f"{100 * row.error:+.1f} %",
             style="red" if row.misses else None,
         )
     return shown
@@ -306,9 +307,9 @@ def summary(rows: Sequence[Row]) -> Table:
                 name,
                 str(len(errors)),
                 str(sum(row.misses for row in members)),
-                f"{statistics.median(map(abs, errors)):.1%}",
-                f"{max(errors, key=abs):+.1%}",
-                f"{min(0.0, *errors):+.1%}",
+                f"{100 * (statistics.median(map(abs, errors))):.1f} %",
+                f"{100 * max(errors, key=abs):+.1f} %",
+                f"{100 * min(0.0, *errors):+.1f} %",
             )
     return shown
 
@@ -342,7 +343,7 @@ def _zero(console: Console, as_json: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Prints what the command line asks for; 1 if a prediction is out of bounds or a printed value missed, else 0."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     if args.zero:
@@ -361,7 +362,8 @@ def main(argv: list[str] | None = None) -> int:
         return bool(missed)
     console.print(table(rows), summary(rows))
     console.print(
-        f"{missed} of {len(rows)} out of bounds: more than {UNDER_TARGET:.0%} too low or {WORST_TARGET:.0%} too high; "
+        f"{missed} of {len(rows)} out of bounds: more than {100 * UNDER_TARGET:.0f} % too low or "
+        f"{100 * WORST_TARGET:.0f} % too high; "
         "XLA: arguments + outputs - aliased + temporaries of one device"
     )
     for reason in without:

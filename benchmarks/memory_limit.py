@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.one_device import make_step
 from models import gpt
 from passes.errors import OverBudgetError
@@ -166,7 +167,7 @@ def planned(config: gpt.Config, cluster: str, rows: int) -> Any:
 
 def main() -> int:
     args = arguments()
-    console = Console()
+    console = stdout()
     if args.large:
         return large(console)
     jax.config.update("jax_num_cpu_devices", DEVICES)

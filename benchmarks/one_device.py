@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from models import gpt
 
 BOUND = 1.01  # ratio of step times
@@ -198,7 +198,7 @@ def missed(steps: Pairs, ours: Memory, plain: Memory) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Prints the comparison; 1 if a bound is missed."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_platforms", "cpu")
     config = gpt.Config.preset("tiny")
@@ -248,7 +248,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     extra = statistics.median(a - b for a, b in zip(calls.ours, calls.plain, strict=True))
     console.print(
-        f"call alone: {extra * 1e6:+.0f} us against jax.jit, {extra / statistics.median(steps.plain):+.2%} of a step"
+        f"call alone: {extra * 1e6:+.0f} us against jax.jit, "
+        f"{100 * (extra / statistics.median(steps.plain)):+.2f} % of a step"
     )
     for miss in misses:
         console.print(f"MISSED {miss}", style="red", soft_wrap=True)

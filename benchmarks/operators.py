@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 from rich.table import Table
 
 import autopar
 from autopar.tools import chains, device_sweep
 from autopar.tools.device_sweep import Case
+from benchmarks.console import stdout
 from passes.cluster import Cluster, Mesh
 from passes.text import quantities
 
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps([asdict(row) for row in rows]))
     else:
-        Console(width=120).print(table(rows))
+        stdout().print(table(rows))
 
 
 if __name__ == "__main__":

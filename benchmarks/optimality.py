@@ -21,6 +21,7 @@ from rich.table import Table
 
 import autopar
 from benchmarks.child import Child, CrashError
+from benchmarks.console import stdout
 from benchmarks.networks import Design, drawn
 from benchmarks.proof import EXACT, Proof, problems, proven, size
 from passes.cluster import parse_cluster
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints what the command line asks for; 1 if anything crashed or a printed bound is wrong."""
     args = arguments(argv)
     progress = Console(stderr=True, highlight=False)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = stdout()
     numbers = range(args.first, args.first + args.count)
     cases = [Case(seed=args.seed, number=number, cluster=cluster) for number in numbers for cluster in args.clusters]
     with progress.status("") as status:

@@ -20,6 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.dispatch import BOUNDS, YARDSTICK_NBYTES, dispatch, dispatch_table, yardstick
 from benchmarks.loaded_pipeline import Loaded, live_activations, load, mlp
 from benchmarks.overlap import SHARE, Overlap, overlap, overlap_table
@@ -93,8 +94,8 @@ def grid_table(rows: Sequence[Row], model: str) -> Table:
             row.schedule,
             str(row.n_stages),
             str(row.microbatches),
-            f"{row.predicted_bubble:.0%}",
-            f"{row.measured_bubble:.0%}",
+            f"{100 * row.predicted_bubble:.0f} %",
+            f"{100 * row.measured_bubble:.0f} %",
             quantities.seconds(row.predicted_seconds),
             quantities.seconds(row.measured_seconds),
             quantities.nbytes(row.peak_nbytes),
@@ -149,7 +150,7 @@ def training_of(model: str, microbatches: int) -> Training:
 def main(argv: list[str] | None = None) -> int:
     """Prints the tables that the command line asks for; 1 if a target is missed and that is asked for too."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     misses = show_overlap(args, console) if args.overlap else show_grid(args, console)
@@ -173,7 +174,7 @@ def show_grid(args: argparse.Namespace, console: Console) -> list[str]:
     ]
     console.print(grid_table(rows, args.model))
     cores = len(os.sched_getaffinity(0))
-    floors = ", ".join(f"{max(0.0, 1 - cores / p):.0%} for {p} stages" for p in args.stages)
+    floors = ", ".join(f"{100 * max(0.0, 1 - cores / p):.0f} % for {p} stages" for p in args.stages)
     console.print(
         "p stages, m microbatches; idle: the bubble, the share of all stages' time in which they wait, measured "
         f"against their work one by one; {cores} cores cannot do better than {floors}, which the prediction does not "
@@ -203,12 +204,14 @@ def show_overlap(args: argparse.Namespace, console: Console) -> list[str]:
     console.print(overlap_table(rows))
     console.print(
         "serial: the same stages' work one by one; ideal: serial x (m + p - 1) / (m p); share: of the speed-up that "
-        f"the closed form allows, target {SHARE:.0%}, with its bootstrap interval; best: by the fastest of each; "
+        f"the closed form allows, target {100 * SHARE:.0f} %, with its bootstrap interval; best: by the fastest "
+        "of each; "
         "control: what two programs that have nothing to do with each other gain at once, 2.00 where two cores "
         "are free, without which no target is in reach; threads: busy while the stages run one by one",
     )
     return [
-        f"{row.microbatches} microbatches: {row.share:.1%} of the speed-up that is allowed, target {SHARE:.0%}"
+        f"{row.microbatches} microbatches: {100 * row.share:.1f} % of the speed-up that is allowed, "
+        f"target {100 * SHARE:.0f} %"
         for row in rows
         if row.share < SHARE
     ]

@@ -20,12 +20,12 @@ import jax
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.console import Console
 from rich.table import Table
 
 from autopar.checks.hlo import UNCOMBINED, collectives
 from autopar.lowering import OnPieces, device_mesh
 from autopar.plan import partition_spec
+from benchmarks.console import stdout
 from benchmarks.partitioner import OnWholes
 from passes.cluster import Mesh, parse_cluster
 from passes.ir import TensorType
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
         "one constraint": by_one_constraint,
     }
     rows = [measure(name, lowering, changes(mesh), mesh) for name, lowering in lowerings.items()]
-    Console(highlight=False).print(table(rows, mesh))
+    stdout().print(table(rows, mesh))
 
 
 if __name__ == "__main__":

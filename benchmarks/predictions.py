@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 import optax
-from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.one_device import make_step
 from models import gpt
 from passes.text import quantities
@@ -145,7 +145,7 @@ def ordered_pairs(rows: list[Prediction], key: Callable[[Prediction], tuple[floa
 def main(argv: list[str] | None = None) -> int:
     """Prints the table that the command line asks for; always 0."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     config = replace(gpt.Config.preset("tiny"), layers=args.layers)

@@ -89,12 +89,16 @@ def _verdict(nbytes: int, turns: list[list[float]], calls: list[float], behind: 
     added = [sum(turn) + wait - TURN * plain for turn, wait, plain in zip(turns[::2], behind, usual, strict=True)]
     step, call, waiting, cost = map(statistics.median, (usual, calls, behind, added))
     first, later = statistics.median(saved), statistics.median(during)
-    print(f"state {nbytes >> 20} MiB, step {step:.3f} s, save() returns after {call:.3f} s ({call / step:.1%})")
     print(
-        f"a step with its save takes {first:+.1%}, the {TURN - 1} behind it {later:+.1%}; then {waiting:.3f} s to wait"
+        f"state {nbytes >> 20} MiB, step {step:.3f} s, save() returns after {call:.3f} s ({100 * (call / step):.1f} %)"
     )
     print(
-        f"a save costs {cost:.3f} s in all, {cost / step / INTERVAL:.2%} where every {INTERVAL}th step is saved",
+        f"a step with its save takes {100 * first:+.1f} %, "
+        f"the {TURN - 1} behind it {100 * later:+.1f} %; then {waiting:.3f} s to wait"
+    )
+    print(
+        f"a save costs {cost:.3f} s in all, {100 * (cost / step / INTERVAL):.2f} % "
+        f"where every {INTERVAL}th step is saved",
         flush=True,
     )
     return 0 if first < BOUND else 1

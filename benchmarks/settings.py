@@ -27,11 +27,11 @@ from typing import Any
 
 import jax
 import optax
-from rich.console import Console
 from rich.table import Table
 
 import autopar
 from autopar.rewrite import TracedStep, step_of
+from benchmarks.console import stdout
 from benchmarks.networks import drawn
 from benchmarks.trainings import make_state, make_step
 from models import gpt
@@ -380,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [setting for setting in settings() if str(setting) not in FIXED]
     if args.only:
         chosen = [setting for setting in chosen if any(str(setting).startswith(name) for name in args.only)]
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = stdout()
     if args.list:
         for setting in chosen:
             console.print(f"{setting} = {setting.value}")

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.beside_jit import beside_jit
+from benchmarks.console import stdout
 from benchmarks.trainings import Training
 
 BOUND = 1e-6
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = [row(rows, args) for rows in args.rows]
     for cells, _ in results:
         shown.add_row(*cells)
-    Console().print(shown)
+    stdout().print(shown)
     return any(worst > BOUND for _, worst in results)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.console import stdout
 from benchmarks.iopddl.graph_problem import GraphProblem, Pair, Usage
 from benchmarks.iopddl.large import Options, solve
 from passes.errors import PlanningError
@@ -263,7 +263,7 @@ def table(results: list[Solved]) -> Table:
 def main(argv: list[str] | None = None) -> int:
     """Prints what the command line asks for; 1 if a bound is missed."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     results: list[Solved] = []
     for name, path in instances(args.data, args.instances):
         with console.status(f"solving {name}"):

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from rich.table import Table
 
 from autopar.runtime.transfer import compile_transfer
 from autopar.runtime.transfer_plan import plan_transfer
+from benchmarks.console import stdout
 from passes.text import quantities
 
 DEVICES = 8
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
             bound = BOUNDS.get(pair)
             if bound is not None and size == next(iter(SIZES)) and ours.host > bound:
                 missed.append(f"{pair}: {quantities.seconds(ours.host)} > {quantities.seconds(bound)}")
-    console = Console(highlight=False)
+    console = stdout()
     console.print(table)
     if missed:
         console.print("missed: " + "; ".join(missed))

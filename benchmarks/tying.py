@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.networks import drawn
 from benchmarks.optimality import CLUSTERS
 from benchmarks.proof import problems
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pair in every_pair:
         seconds = (f"{cpu:.2f} s" for cpu in (pair.tied_cpu, pair.apart_cpu))
         table.add_row(pair.name, str(pair.edges), *seconds, *(f"{100 * x:.2g} %" for x in (pair.dearer, pair.lower)))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = stdout()
     console.print(table)
     for name in ("tied_cpu", "apart_cpu", "dearer", "lower"):
         values = [getattr(pair, name) for pair in every_pair]

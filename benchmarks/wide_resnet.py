@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         params, stats, _ = state
         logits = jax.jit(partial(wide_resnet.logits, config))(params, stats, held_out.images)
         right = float(np.mean(np.argmax(logits, axis=-1) == held_out.labels))
-        return "held-out digits", f"{right:.1%} of {len(held_out.labels)} read right"
+        return "held-out digits", f"{100 * right:.1f} % of {len(held_out.labels)} read right"
 
     run(
         Task(

@@ -24,6 +24,7 @@ from rich.table import Table
 import autopar
 from autopar.checks import hlo, verify
 from benchmarks.baselines import baselines, sharded
+from benchmarks.console import stdout
 from benchmarks.equality import difference, mesh_text
 from benchmarks.one_device import Runner
 from benchmarks.timing import WARM_UP, interleaved, ratio
@@ -359,7 +360,7 @@ def missed(results: list[Found] | list[Execution]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Prints the tables that the command line asks for; 1 if anything is out of bounds."""
     args = arguments(argv)
-    console, progress_console = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, progress_console = stdout(), Console(stderr=True, highlight=False)
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     results: list[Any] = []
@@ -389,10 +390,9 @@ def main(argv: list[str] | None = None) -> int:
             f"differs: largest relative difference from jax.jit in {STEPS} steps in float64, bound {BOUND:.0e}; unpl., "
             "sent, compiled: of that float64 program"
         )
-    for miss in slow:
-        console.print(f"MISSED {miss}", style="yellow", soft_wrap=True)
-    for miss in faults:
-        console.print(f"MISSED {miss}", style="red", soft_wrap=True)
+    for misses, style in ((slow, "yellow"), (faults, "red")):
+        for miss in misses:
+            console.print(f"MISSED {miss}", style=style, soft_wrap=True)
     return bool(faults)
 
 

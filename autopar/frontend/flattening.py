@@ -35,6 +35,7 @@ from autopar.frontend.primitives import (
     tested_by_row,
     without_elements,
 )
+from autopar.frontend.row_loops import side_by_side
 from passes.ir import Graph, Node, TensorType
 
 ROWWISE = SCATTERS | {GATHER}
@@ -69,13 +70,15 @@ def flatten(
     output_names: tuple[str, ...] = (),
     out_shardings: Placed = (),
     call: Site | None = None,
+    row_loops: RowLoops | None = None,
 ) -> Body:
-    """The body of a closed jaxpr, called at `call`, whose outputs lie in these shardings where there are any.
+    """The body of a closed jaxpr, called at `call`, whose outputs lie in these shardings where there are any, with
+    `row_loops` side by side.
 
     Raises UnsupportedError for a side effect or reference that no plan can keep.
     """
     opened, consts = jax_compat.open_jaxpr(jaxpr)
-    build = _Builder()
+    build = _Builder(row_loops or RowLoops())
     inputs = [build.fresh(var.aval) for var in opened.invars]
     outputs = build.inline(opened, consts, inputs, call or Site())
     outputs = list(build.constrained(outputs, out_shardings, call or Site()))
@@ -86,6 +89,21 @@ def type_of(aval: Any) -> TensorType:
     """The planner's name for a JAX type."""
     name = dtype_name(aval.dtype)
     return TensorType(shape=tuple(int(d) for d in aval.shape), dtype="float0" if name == "void" else name)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoops:
+    """The equations that are loops over rows of the batch, by their parameters, with which of their carries stay
+    unchanged; and how many are to run at once.
+    """
+
+    loops: tuple[tuple[Mapping[str, Any], tuple[bool, ...]], ...] = ()
+    parts: int = 1
+
+    def of(self, equation: Any) -> Any:
+        """The jaxpr of such a loop with its rows side by side; None for any other equation."""
+        unchanged = next((flags for params, flags in self.loops if params is equation.params), None)
+        return None if unchanged is None else side_by_side(equation, self.parts, unchanged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +121,8 @@ class Site:
 class _Builder:
     """A graph being written: values are numbered as they appear and renumbered at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_loops: RowLoops) -> None:
+        self.row_loops = row_loops
         self.types: list[TensorType] = []
         self._known_types: dict[Any, TensorType] = {}
         self._known_params: dict[tuple[object, ...], dict[str, object]] = {}
@@ -172,7 +191,7 @@ class _Builder:
         if (solver := linear_solver(equation)) is not None:
             jaxpr, taken = solver
             return self.inline(*jax_compat.open_jaxpr(jaxpr), [inputs[i] for i in taken], site)
-        for simpler in (dimension_reduction, without_elements, tested_by_row):
+        for simpler in (dimension_reduction, without_elements, tested_by_row, self.row_loops.of):
             if (jaxpr := simpler(equation)) is not None:
                 return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         if name in ROWWISE and (rows := by_row(name, equation.params, inputs, self._values())):

@@ -38,6 +38,9 @@ BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("b
 PLACED = frozenset({"sharding_constraint", "shard_map"})
 """Primitives whose parameters read differently for other operands."""
 
+ALONE = frozenset({"cond", "pure_callback", "io_callback", "debug_callback", "ffi_call"}) | PLACED
+"""Primitives that are another thing for several rows at once: both branches, fewer calls, other dimensions."""
+
 HINTS = frozenset({"reshard", "mesh_cast"})
 """Primitives that only say where a value is to live, which the plan does."""
 
@@ -60,7 +63,7 @@ def dimension_reduction(equation: Any) -> Any:
     reduce, params = _REDUCTIONS.get(equation.primitive.name), equation.params
     if reduce is None or params["axis_index_groups"] or not all(isinstance(axis, int) for axis in params["axes"]):
         return None
-    return _traced(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs], equation)
+    return traced_for(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs], equation)
 
 
 def tested_by_row(equation: Any) -> Any:
@@ -89,7 +92,7 @@ def tested_by_row(equation: Any) -> Any:
 
         return jax.lax.while_loop(lambda state: state[0], step, tested(xs[begin:]))[2]
 
-    return _traced(rewritten, equation)
+    return traced_for(rewritten, equation)
 
 
 def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
@@ -133,10 +136,10 @@ def without_elements(equation: Any) -> Any:
             case _:
                 return [jax.lax.full(results[0].shape, xs[1])]
 
-    return _traced(rewritten, equation)
+    return traced_for(rewritten, equation)
 
 
-def _traced(fun: Callable[..., Any], equation: Any) -> Any:
+def traced_for(fun: Callable[..., Any], equation: Any) -> Any:
     """The jaxpr of a function that takes the operands of an equation."""
     with jax_compat.no_mesh():
         return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -15,11 +16,12 @@ from autopar import jax_compat
 from autopar.errors import explain
 from autopar.frontend.arguments import Names, Positions, Signature, signature_of, traceable
 from autopar.frontend.devices import named_devices
-from autopar.frontend.flattening import Equation, flatten
+from autopar.frontend.flattening import Equation, RowLoops, flatten
 from autopar.frontend.placements import Devices, Placed, placement_of, specified
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import without_gc
 from passes.ir import Graph, Phase, StatePairs, TensorType, phase
+from passes.layers import loops_over_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +74,12 @@ def trace(
     batch_argnums: Positions = None,
     batch_argnames: Names = None,
     placed: Placed = (),
+    parts: Callable[[], int] = lambda: 1,
     **jit: Any,
 ) -> Traced:
     """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are `parallelize`'s,
-    `jit` are `jax.jit`'s. Flat arguments come `placed` in these shardings where nothing else is said of them.
+    `jit` are `jax.jit`'s. Flat arguments come `placed` in these shardings where nothing else is said of them. A loop
+    over the rows of the batch, each by itself, runs over so many `parts` of them at once.
 
     Raises ArgumentError for an argument that is no array or an unhashable static one, UnsupportedError for an operation
     that no plan can keep, and whatever `fun` or `jax.jit` raise.
@@ -91,13 +95,15 @@ def trace(
     )
     inputs, outputs = map(specified, jax_compat.traced_shardings(traced, in_tree.num_leaves))
     inputs = tuple(given or there for given, there in zip_longest(inputs, placed))
-    body = flatten(
-        traced.jaxpr,
-        input_names=signature.names(dynamic, len(args)),
-        output_names=_output_names(traced.out_tree),
-        out_shardings=outputs,
-    )
+    names = signature.names(dynamic, len(args))
+    named = signature.named(dynamic, names, batch_argnums, batch_argnames)
+    labels = {"input_names": names, "output_names": _output_names(out_tree)}
+    flattened = partial(flatten, traced.jaxpr, **labels, out_shardings=outputs)
+    body = flattened()
     pairs = _state_pairs(body.graph, in_tree, out_tree, donated)
+    if row_loops := loops_over_batch(body.graph, pairs, named):
+        loops = tuple((body.equations[i].params, unchanged) for i, unchanged in row_loops.items())
+        body = flattened(row_loops=RowLoops(loops, parts()))
     graph, state_pairs = _pinned(body.graph, pairs, inputs, outputs, signature.source)
     _warn_of_nothing(graph, signature)
     around = [
@@ -113,7 +119,7 @@ def trace(
         donated=donated,
         weak=tuple(bool(aval.weak_type) for aval in traced.jaxpr.out_avals),
         state_pairs=state_pairs,
-        named=signature.named(dynamic, graph.input_names, batch_argnums, batch_argnames),
+        named=named,
         jaxpr=traced.jaxpr,
         shardings=(inputs, outputs),
         devices=named_devices(traced.jaxpr, around, mesh, signature.source),

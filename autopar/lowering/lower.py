@@ -258,7 +258,7 @@ class _State:
                 self.moved[move.value, move.after, move.phase] = self.semantics.move(array, move)
 
     def run(self, index: int, placement: Placement, inside: tuple[ReshardingPlan, ...]) -> None:
-        """Binds a node and keeps its results; a loop or branch walks its bodies, on the schedules `inside`."""
+        """Binds a node and keeps its results; a loop or branch walks its bodies, with the moves `inside`."""
         node = self.graph.nodes[index]
         when = phase(node)
         operands = [self.read(v, spec, when) for v, spec in zip(node.inputs, placement.operands, strict=True)]

@@ -36,7 +36,7 @@ from autopar.tools import (
     targets,
 )
 from autopar.tools.command import Command, check_writable, write
-from autopar.tools.command_options import limit_of, planner_of, planner_on, real_number, whole_number, with_choices
+from autopar.tools.command_options import limit_of, planner_of, real_number, whole_number, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
@@ -240,7 +240,7 @@ def _add_compile(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _compile(arguments: argparse.Namespace) -> int:
     cluster = parse_cluster(arguments.cluster)
-    planner = planner_on(planner_of(arguments.planner), cluster)
+    planner = planner_of(arguments.planner)
     jax.config.update("jax_platforms", "cpu")
     options: dict[str, Any] = {
         "planner": planner,
@@ -267,7 +267,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     with shown(Console(stderr=True, quiet=arguments.json)) as bar:
         options: dict[str, Any] = {
             "cluster": cluster,
-            "planner": planner_on(planner, cluster),
+            "planner": planner,
             "microbatches": arguments.microbatches,
             "memory_limit": limit_of(arguments.memory_limit),
             "cache": False if arguments.no_cache else kept_plans(),
@@ -325,7 +325,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         try:
             example = fit.Example.of(*targets.example(arguments.target))
             presets = targets.presets(arguments.target, arguments.presets)
-            step = fit.traced_step(example)
+            step = fit.traced_step(example, cluster=cluster)
             rows.extend(fit.plans(step, setting, status.update))
             if arguments.seconds != 0:
                 largest.extend(find_largest(example, step, setting, rows, presets, status.update))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autopar import extensions
 from autopar.tools.targets import UsageError
-from passes.cluster import Cluster, known
+from passes.cluster import known
 from passes.errors import explain
 from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Planner, Zero
 from passes.text import quantities
@@ -88,14 +88,6 @@ def planner_of(written: str) -> Planner:
         return other
     others = "".join(f"\n  {each:<22}of another package" for each in extensions.planners())
     raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}{others}")
-
-
-def planner_on(planner: Planner, cluster: Cluster) -> Planner:
-    """The planner for a cluster that was named: of a saved plan the placements, counted by the rates of that cluster.
-
-    Raises PlanningError where a saved plan cannot be read or has more devices.
-    """
-    return planner.on(cluster) if isinstance(planner, Manual) else planner
 
 
 def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None, forbid: str | None = None) -> Planner:

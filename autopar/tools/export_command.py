@@ -141,7 +141,8 @@ def exported(plan: Plan, target: str) -> tuple[bytes, bool]:
     if kwargs:
         rule = "arguments by name are not exported"
         raise UsageError(explain(f"--format jax-export of {target}", rule, "", "return (step, args)"))
-    planned = fit.traced_step(fit.Example.of(step, args, kwargs)).variant(plan.variant())
+    traced = fit.traced_step(fit.Example.of(step, args, kwargs), cluster=plan.cluster)
+    planned = traced.variant(plan.variant())
     plan.check(planned.graph, planned.state_pairs)
     axes = tuple(jax.sharding.AxisType.Auto for _ in plan.mesh.axes)
     on = AbstractMesh(plan.mesh.sizes, plan.mesh.axes, axis_types=axes)

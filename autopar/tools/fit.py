@@ -106,15 +106,20 @@ class Row:
 
 def planned_step(plan: AnyPlan, example: Example) -> Step:
     """The step that a plan was made for. Raises PlanMismatchError where the example is of another one."""
-    step = plan.step_of(traced_step(example))
+    step = plan.step_of(traced_step(example, cluster=plan.cluster))
     plan.check(step.graph, step.state_pairs)
     return step
 
 
-def traced_step(example: Example, rows: Mapping[int, int] | None = None) -> TracedStep:
-    """An example as planners take it, with the leading dimensions of the flat arguments at `rows` as they say."""
+def traced_step(
+    example: Example, rows: Mapping[int, int] | None = None, *, cluster: Cluster | None = None
+) -> TracedStep:
+    """An example as planners for a cluster take it, with the leading dimensions of the flat arguments at `rows` as they
+    say.
+    """
     example = with_rows(example, rows or {})
-    return example.function.replan().step(*example.args, **example.kwargs)  # of a function that is gone with the step
+    function = example.function.replan(cluster=cluster)  # which is gone with the step
+    return function.step(*example.args, **example.kwargs)
 
 
 def with_rows(example: Example, rows: Mapping[int, int]) -> Example:

@@ -112,7 +112,7 @@ def _largest_batch(
             return known
         announce(f"planning {name} for a batch of {multiple * unit:,}")
         rows = dict.fromkeys(batch, multiple * unit)
-        return _stretched(name, lambda: traced_step(example, rows), room, end, announce)
+        return _stretched(name, lambda: traced_step(example, rows, cluster=room.cluster), room, end, announce)
 
     reached = reach(planned, max(1, given // unit), end)
     return Largest(
@@ -133,7 +133,9 @@ def _largest_preset(
 
     def planned(number: int) -> Row:
         announce(f"planning {name} for preset {names[number - 1]}")
-        return _stretched(name, lambda: traced_step(presets[names[number - 1]]()), room, end, announce)
+        return _stretched(
+            name, lambda: traced_step(presets[names[number - 1]](), cluster=room.cluster), room, end, announce
+        )
 
     reached = reach(planned, 1, end, len(names))
     return Largest(

@@ -1,4 +1,4 @@
-"""The output of commands on stdout: text as it is, tables as wide as the terminal."""
+"""The output of commands on stdout: text as it is, tables as wide as the terminal, or as they need where it is none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from rich.text import Text
 from autopar.tools.command import Output
 from autopar.tools.targets import UsageError
 from passes.text import Table
+
+WIDEST = 1000
+"""Characters of a row that goes to no terminal: more than any table has, so that none of its columns is cut."""
 
 UNREAD = 141
 """The exit status where what is printed is not read to its end: 128 and the number of SIGPIPE."""
@@ -50,10 +53,11 @@ def _show(output: Output) -> None:
             print(output.rstrip())
         return
     console = _Console(highlight=False)
+    uncut = console if console.is_terminal else _Console(highlight=False, width=WIDEST)
     for table in output:
         console.print(Text(table.title, style="bold"))
         if table.rows:
-            console.print(_rich(table.fitted(console.width)))
+            uncut.print(_rich(table.fitted(console.width)))
         console.print(Text(f"{table.note}\n" if table.note else ""))
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from autopar.cache import PlanCache
 from autopar.compilation import Compilation
-from autopar.tools.command_options import planner_on
 from autopar.tools.fit import Example, batch_of, quiet, with_rows
 from passes.cluster import Cluster, what_if
 from passes.errors import OverBudgetError, PlanningError
@@ -160,7 +159,7 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
         cluster = what_if.with_bandwidth(scenario.cluster, scenario.bandwidth, scenario.network)
         options = {
             "cluster": cluster,
-            "planner": planner_on(scenario.planner, cluster),
+            "planner": scenario.planner,
             "memory_limit": request.memory_limit,
             "cache": request.cache,
             "progress": report,

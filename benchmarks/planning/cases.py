@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.console import stdout
 from passes.text import quantities
 
 
@@ -151,7 +151,7 @@ def table(rows: Sequence[Row]) -> Table:
 def main(argv: Sequence[str]) -> int:
     """Prints what the command line asks for; 1 if it is strict and a target is missed."""
     args = arguments(argv)
-    console, rows = Console(highlight=False), list[Row]()
+    console, rows = stdout(), list[Row]()
     for name in args.case or CASES:
         case = CASES[name]
         with console.status(f"planning {case.model} on {case.cluster}"):

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from autopar.frontend import Traced, trace
 from autopar.tools.plot import blank
+from benchmarks.console import stdout
 from benchmarks.planning import one_mesh
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
@@ -178,7 +178,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main(argv: Sequence[str]) -> int:
     """Prints what the command line asks for; 1 if it is strict and a target is missed, 2 if nothing can be drawn."""
     args = arguments(argv)
-    console = Console()
+    console = stdout()
     jax.config.update("jax_platforms", "cpu")
     if args.plot:
         try:

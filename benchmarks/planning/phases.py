@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 import autopar
+from benchmarks.console import stdout
 from benchmarks.planning import full_search, one_mesh
 from models import gpt
 from passes.cluster import Cluster, parse_cluster
@@ -257,7 +257,7 @@ def compare_ties(tied: Planned, apart: Planned, gap: float) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Prints what the command line asks for; 1 if a bound is missed."""
     args = arguments(argv)
-    console = Console(highlight=False)
+    console = stdout()
     jax.config.update("jax_platforms", "cpu")
     tied_options = SolverOptions(time_limit=args.time_limit)
     results: list[Planned] = []

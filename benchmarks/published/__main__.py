@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.tools.plot import blank
+from benchmarks.console import stdout
 from benchmarks.published import report
 from benchmarks.published.planned import Configuration
 from benchmarks.published.rows import Result, Row
@@ -107,7 +108,7 @@ def show(results: Sequence[Result], args: argparse.Namespace, console: Console) 
 def main(argv: list[str] | None = None) -> int:
     """Prints what the command line asks for; 2 where the data or the plot cannot be had, else 0."""
     args = arguments(argv)
-    console = Console(highlight=False, stderr=args.json)
+    console = Console(highlight=False, stderr=True) if args.json else stdout()
     jax.config.update("jax_platforms", "cpu")
     try:
         rows, unread = read(args.data or (DATA,))

@@ -76,11 +76,11 @@ MEMORY: Mapping[str, Callable[[Score], str]] = {
 
 
 def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+    return "" if value is None else f"{100 * value:.1f} %"
 
 
 def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.1%}"
+    return "" if value is None else f"{100 * value:+.1f} %"
 
 
 def rows_table(source: str, results: Sequence[Result]) -> Table:

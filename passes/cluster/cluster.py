@@ -156,12 +156,23 @@ class HostGroup:
         return self.hosts * self.devices_per_host
 
 
+MOST_DEVICES = 2**20
+"""Of a cluster: planning lists its devices one by one, in 0.7 s so many."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Host groups in order; devices are numbered host by host."""
 
     name: str
     groups: tuple[HostGroup, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ClusterError for more devices than planning lists one by one."""
+        if self.n_devices > MOST_DEVICES:
+            each = " + ".join(f"{group.hosts:,} hosts x {group.devices_per_host:,}" for group in self.groups)
+            rule = f"a cluster has at most {MOST_DEVICES:,} devices, and this has {self.n_devices:,}"
+            raise ClusterError(explain(f"cluster {self.name[:60]!r}", rule, each, "count hosts and devices anew"))
 
     def __hash__(self) -> int:
         """A hash of the name, which tells most clusters apart: they are keys of many tables."""

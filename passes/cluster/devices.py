@@ -57,7 +57,7 @@ def parse_cluster(text_or_path: str | os.PathLike[str]) -> Cluster:
     `intra` and `inter` to the table's. Raises ClusterError for what it cannot read.
     """
     text = os.fspath(text_or_path).strip()
-    if text.lower().endswith(".json") or Path(text).is_file():
+    if text.lower().endswith(".json") or os.path.isfile(text):  # which is False for what is no path
         return _read_file(Path(text))
     shown = f"cluster {text!r}"
     match = _SPEC_TEXT.fullmatch(text)

@@ -184,11 +184,6 @@ def play(
     return tuple(spans)
 
 
-def order(schedule: Schedule, seconds: Callable[[Task], float] = lambda task: 1.0) -> tuple[Task, ...]:
-    """All tasks in one order that keeps every group's and every dependency, by simulated start, ties by stage."""
-    return tuple(span.task for span in play(schedule, seconds))
-
-
 def in_flight(schedule: Schedule, each: Sequence[int] = ()) -> tuple[int, ...]:
     """The largest number of (stage, microbatch) pairs in flight on each group: forwards whose gradient is still to
     come.

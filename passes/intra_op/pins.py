@@ -82,7 +82,8 @@ def checked_kinds(allow: Iterable[str] | None, forbid: Iterable[str]) -> tuple[s
         unknown = [kind for kind in kinds if kind not in KINDS] if is_list else [kinds]
         if unknown:
             rule = f"{unknown[0]!r} is no kind of collective; these are {', '.join(KINDS)}"
-            raise PlanningError(explain(f"{name}={kinds!r:.60}", rule, "", f'write, say, {name}={{"all_to_all"}}'))
+            shown = repr(list(kinds)) if is_list else f"{kinds!r:.60}"
+            raise PlanningError(explain(f"{name}={shown}", rule, "", f'write, say, {name}={{"all_to_all"}}'))
     forbidden = set(forbid)
     if allow is not None and forbidden:
         rule = "kinds of collectives are allowed or forbidden, not both"

@@ -1,10 +1,9 @@
 """The forward pass of a step: its batch, where to cut it, which blocks repeat, and the step with fewer of them."""
 
-from passes.layers import layer_names
+from passes.layers import layer_names, modules
 from passes.layers.attention import fused_attention
-from passes.layers.batch import OTHERWISE, batch_inputs, split_for_loop, taken_for
+from passes.layers.batch import OTHERWISE, batch_inputs, loops_over_batch, split_for_loop, taken_for
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
-from passes.layers.modules import even_parts, numbered_modules
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
 from passes.layers.sample import KEPT, sample_graph
 
@@ -16,15 +15,15 @@ __all__ = [
     "after_backward",
     "batch_inputs",
     "blocks",
-    "even_parts",
     "everywhere",
     "forward_nodes",
     "forward_scope",
     "fused_attention",
     "in_blocks",
     "layer_names",
+    "loops_over_batch",
+    "modules",
     "most_layers",
-    "numbered_modules",
     "sample_graph",
     "split_for_loop",
     "stage_cuts",

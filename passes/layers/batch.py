@@ -7,11 +7,11 @@ vector of learning rates has one that leads nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from passes.ir import Graph, Node, PortUse, StatePairs, control_of, phase
+from passes.ir import Control, Graph, Node, PortUse, StatePairs, control_of, phase, scan_of
 from passes.rules import ShardingRule, rules_of
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
@@ -77,6 +77,63 @@ def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     return tuple(i for i in candidates if heads[i] in batch)
 
 
+def loops_over_batch(
+    graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()
+) -> dict[int, tuple[bool, ...]]:
+    """The nodes that are loops over rows of the batch, each row by itself: those of `jax.lax.map`, and of its gradient;
+    with each, whether its carries go on as they came.
+
+    A loop with a whole step in it runs over microbatches, which are to stay one after the other.
+    """
+    if not any(stands_alone(node) for node in graph.nodes):
+        return {}
+    dims = _Dims()
+    firsts = dims.enter(graph)
+    batch = {dims.root(firsts[graph.inputs[i]]) for i in batch_inputs(graph, state_pairs, named)}
+    ours = (i for i, trip in dims.trips.items() if dims.root(trip) in batch and not _is_a_step(graph.nodes[i]))
+    return {i: _unchanged(graph.nodes[i]) for i in ours}
+
+
+def stands_alone(node: Node) -> bool:
+    """Whether a node is a loop over slices whose iterations need nothing of each other: all that they carry are sums of
+    what each of them adds, and what none of them changes.
+    """
+    if (scan := scan_of(node)) is None or len(node.inputs) == scan.fixed:
+        return False
+    (body,) = node.subgraphs
+    ends = body.outputs[: scan.carries]
+    carries = zip(body.inputs[scan.constants :], ends, strict=False)
+    return all(begin == end or _is_summed(body, begin, end) for begin, end in carries)
+
+
+def _unchanged(node: Node) -> tuple[bool, ...]:
+    """Whether each carry of a loop over slices goes on as it came."""
+    scan, (body,) = scan_of(node), node.subgraphs
+    begins = body.inputs[scan.constants : scan.fixed] if scan else ()
+    return tuple(begin == end for begin, end in zip(begins, body.outputs, strict=False))
+
+
+def _is_summed(body: Graph, value: int, end: int) -> bool:
+    """Whether nothing is done with a value that a body takes but to add to it what is returned at the `end`."""
+    rules = rules_of(body)
+    while value != end:
+        readers = body.consumers.get(value, ())
+        if len(readers) != 1 or value in body.outputs:
+            return False
+        node, rule = body.nodes[readers[0]], rules[readers[0]]
+        is_same = rule.casts and body.types[value] == body.types[node.outputs[0]]
+        is_first = rule.accumulates or node.inputs[0] == value  # the second operand of a difference is not added
+        if not is_same and not (rule.adds and is_first and node.inputs.count(value) == 1):
+            return False
+        (value,) = node.outputs
+    return not body.consumers.get(end) and body.outputs.count(end) == 1
+
+
+def _is_a_step(node: Node) -> bool:
+    """Whether a loop's body has a forward and a backward pass."""
+    return len({phase(inner) for body in node.subgraphs for inner in body.nodes} & {"forward", "backward"}) > 1
+
+
 def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tuple[int, int]]:
     """(a dimension of a node's operand, that of its result which goes on) where the node splits the first off for a
     loop to run over: a batch in parts, whose gradients are added up by hand.
@@ -108,11 +165,16 @@ class _Dims:
     parents: list[int] = field(default_factory=list[int])
     nodes: list[tuple[float, bool, list[int], list[int]]] = field(default_factory=list)
     """Of each operator: its flops, whether it is of the forward pass, its dimensions kept and those summed up."""
+    trips: dict[int, int] = field(default_factory=dict[int, int])
+    """The dimension that a loop of the program runs over, by its node, where its iterations stand alone."""
 
-    def enter(self, graph: Graph, times: float = 1.0) -> list[int]:
-        """The number of the first dimension of each value of a graph that runs so many times, all of it followed."""
+    def enter(self, graph: Graph, times: float = 1.0, around: tuple[int, ...] | None = None) -> list[int]:
+        """The number of the first dimension of each value of a graph that runs so many times, all of it followed.
+
+        It runs for every element along the dimensions of the loops `around` it; the program itself has None.
+        """
         firsts = self._numbered([type.rank for type in graph.types])
-        for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
+        for index, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
             control = control_of(node, graph)
             if control is not None:
                 ports = self._numbered([port.type.rank for port in control.ports])
@@ -122,8 +184,11 @@ class _Dims:
                 )
                 for value, port_use in port_uses:
                     self._hang(firsts[value], graph.types[value].rank, ports, port_use)
+                trips = self._trips(node, control, firsts)
+                if trips and around is None:
+                    self.trips[index] = trips[0]
                 for body in control.bodies:
-                    inside = self.enter(body.graph, times * body.trips * body.share)
+                    inside = self.enter(body.graph, times * body.trips * body.share, (*(around or ()), *trips))
                     with_ports = (
                         *zip(body.graph.inputs, body.inputs, strict=True),
                         *zip(body.graph.outputs, body.outputs, strict=True),
@@ -135,11 +200,26 @@ class _Dims:
                     self._hang(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
             else:
                 read = [firsts[v] for v in node.inputs]
-                for before, after in split_for_loop(graph, node, rule):
+                apart = list(split_for_loop(graph, node, rule))
+                for before, after in apart:
                     self._join(firsts[node.inputs[0]] + before, firsts[node.outputs[0]] + after)
-                kept, summed = self._follow(rule, read, [firsts[v] for v in node.outputs])
-                self.nodes.append((times * rule.flops, phase(node) == "forward", kept, summed))
+                parts = {rule.operands[0][before] for before, _ in apart}
+                kept, summed = self._follow(rule, read, [firsts[v] for v in node.outputs], parts)
+                self.nodes.append((times * rule.flops, phase(node) == "forward", [*kept, *(around or ())], summed))
         return firsts
+
+    def _trips(self, node: Node, control: Control, firsts: Sequence[int]) -> tuple[int, ...]:
+        """The dimension that a loop runs over, where its iterations stand alone: that of all its slices."""
+        if not stands_alone(node):
+            return ()
+        sides = (
+            *zip(node.inputs, control.operands, strict=True),
+            *zip(node.outputs, control.results, strict=True),
+        )
+        first, *others = (firsts[value] for value, port_use in sides if port_use.stacked)
+        for other in others:
+            self._join(first, other)
+        return (first,)
 
     def _numbered(self, ranks: Sequence[int]) -> list[int]:
         firsts: list[int] = []
@@ -153,16 +233,21 @@ class _Dims:
         for dim in range(int(port_use.stacked), rank):
             self._join(first + dim, ports[port_use.port] + dim - port_use.stacked)
 
-    def _follow(self, rule: ShardingRule, read: Sequence[int], made: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(the dimensions that an operator keeps, those that it sums up), one of each factor, joined with the rest."""
+    def _follow(
+        self, rule: ShardingRule, read: Sequence[int], made: Sequence[int], apart: Collection[int]
+    ) -> tuple[list[int], list[int]]:
+        """(the dimensions that an operator keeps, those that it sums up), one of each factor, joined with the rest.
+
+        Factors `apart` are split, and go on as another one.
+        """
         by_factor: dict[int, int] = {}
         for firsts, sides in ((made, rule.results), (read, rule.operands)):
             for first, factors in zip(firsts, sides, strict=True):
                 for dim, factor in enumerate(factors):
-                    if factor >= 0:
+                    if factor >= 0 and factor not in apart:
                         self._join(first + dim, by_factor.setdefault(factor, first + dim))
         kept = {factor for factors in rule.results for factor in factors} - {-1}
-        return [by_factor[f] for f in kept], [by_factor[f] for f in by_factor if f not in kept]
+        return [by_factor[f] for f in kept if f in by_factor], [by_factor[f] for f in by_factor if f not in kept]
 
     def _join(self, a: int, b: int) -> None:
         self.parents[self.root(a)] = self.root(b)

@@ -83,9 +83,9 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
         names |= layers
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
-    schedule = resharding_plan(graph, layout, Resharder(mesh), regather=plan.regather)
-    memory = peak(graph, group(graph), mesh, layout, schedule, state_pairs, donated)
-    return replace(named, collectives=collectives(graph, schedule, mesh), memory=MemoryReport.of(memory))
+    reshardings = resharding_plan(graph, layout, Resharder(mesh), regather=plan.regather)
+    memory = peak(graph, group(graph), mesh, layout, reshardings, state_pairs, donated)
+    return replace(named, collectives=collectives(graph, reshardings, mesh), memory=MemoryReport.of(memory))
 
 
 def sources(graph: Graph) -> list[object]:

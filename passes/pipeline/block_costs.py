@@ -303,8 +303,8 @@ class BlockCosts:
         graph = block.part.graph
         plan = best("block", graph, [mesh], block.all_pairs, (), self.options, self.restrict)
         resharder = Resharder(plan.mesh)
-        schedule = resharding_plan(graph, plan.layout, resharder, regather=plan.regather)
-        return _price(block, plan.layout, resharder, schedule, plan.phases), plan.solution.bound
+        reshardings = resharding_plan(graph, plan.layout, resharder, regather=plan.regather)
+        return _price(block, plan.layout, resharder, reshardings, plan.phases), plan.solution.bound
 
     def _cost(self, first: _First, mesh: Mesh, cutoff: float) -> tuple[StageCost | None, float]:
         block, part, graph = first.block, first.block.part, first.block.part.graph
@@ -320,24 +320,24 @@ class BlockCosts:
         if answer.bound >= most:
             return None, answer.bound
         layout = assembly.layout(answer.choice)
-        schedule = resharding_plan(graph, layout, resharder, regather=False)
-        _, moved = extract.move_seconds(graph, schedule, resharder)
+        reshardings = resharding_plan(graph, layout, resharder, regather=False)
+        _, moved = extract.move_seconds(graph, reshardings, resharder)
         compute = assembly.root.compute_seconds(answer.choice)
         seconds: dict[str, float] = {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES}
-        return _price(block, layout, resharder, schedule, seconds), answer.bound
+        return _price(block, layout, resharder, reshardings, seconds), answer.bound
 
 
 def _price(
-    block: Block, layout: Layout, resharder: Resharder, schedule: ReshardingPlan, seconds: Mapping[str, float]
+    block: Block, layout: Layout, resharder: Resharder, reshardings: ReshardingPlan, seconds: Mapping[str, float]
 ) -> StageCost:
     """The cost of a layout, with the copies that the loop reads in place of weights that lie elsewhere."""
-    cost = layout_cost(block.part, layout, resharder.mesh, _with_onward_moves(block, schedule, resharder, seconds))
+    cost = layout_cost(block.part, layout, resharder.mesh, _with_onward_moves(block, reshardings, resharder, seconds))
     copies = entering(block.part, layout, resharder.mesh)
     return replace(cost, persistent_nbytes=cost.persistent_nbytes + copies)
 
 
 def _with_onward_moves(
-    block: Block, schedule: ReshardingPlan, resharder: Resharder, seconds: Mapping[str, float]
+    block: Block, reshardings: ReshardingPlan, resharder: Resharder, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Seconds by phase, with the reshardings of a block's results for the next block in the phase that they belong to.
 
@@ -346,7 +346,7 @@ def _with_onward_moves(
     part, by_phase = block.part, dict(seconds)
     chained = {part.graph.outputs[output] for output, _ in block.chain}
     made = {value for index in part.forward for value in part.body.nodes[index].outputs}
-    for move in schedule.before[-1]:
+    for move in reshardings.before[-1]:
         if move.value in chained:
             spent = resharder.cost(part.graph.types[move.value], move.before, move.after)
             phase = "forward" if part.boundary_values[move.value] in made else "backward"

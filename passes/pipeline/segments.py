@@ -170,7 +170,7 @@ def _temporary(subgraph: Subgraph, mesh: Mesh, resharder: Resharder, state_pairs
     graph = subgraph.graph
     if not graph.nodes:
         return 0
-    schedule = resharding_plan(graph, subgraph.layout, resharder)
+    reshardings = resharding_plan(graph, subgraph.layout, resharder)
     donated = (True,) * len(graph.inputs)
-    memory = peak(graph, group(graph), mesh, subgraph.layout, schedule, state_pairs, donated)
+    memory = peak(graph, group(graph), mesh, subgraph.layout, reshardings, state_pairs, donated)
     return sum(nbytes for cause, nbytes in memory.nbytes.items() if cause not in (*PERSISTENT, "outputs"))

@@ -132,7 +132,7 @@ class PipelinePlan(AnyPlan):
             "schedule": self.schedule_name,
             "chunks": f"{self.chunks}",
             "cut before": ", ".join(f"node {first}" for first in self.firsts[1:]),
-            "bubble": f"{self.bubble:.1%}",
+            "bubble": quantities.share(self.bubble, 1),
         }
 
     @property
@@ -273,7 +273,7 @@ def _header(plan: PipelinePlan) -> Table:
         "schedule": plan.schedule_name,
         "microbatches": f"{plan.microbatches:,}",
         "step": quantities.seconds(plan.step_seconds),
-        "bubble": f"{plan.bubble:.1%}",
+        "bubble": quantities.share(plan.bubble, 1),
     }
     columns = (Column(heading=""), Column(heading="", flexible=True))
     stale = any(stage.is_stale for stage in plan.stages)

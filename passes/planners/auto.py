@@ -310,10 +310,11 @@ def _unfit(stages: int) -> OverBudgetError:
 
 def _without(forbidden: tuple[str, ...], error: NoLegalPlanError) -> NoLegalPlanError:
     """The error of a step that no plan computes without these kinds of collectives."""
-    kinds = ", ".join(forbidden)
     rule = "no placement of the step's operators does without these kinds of collectives"
-    remedy = f"allow one of {kinds}, or fewer devices: on one, nothing is moved"
-    return NoLegalPlanError(explain(f"Auto(forbid={set(forbidden)})", rule, str(error), remedy))
+    if set(forbidden) == set(pins.KINDS):
+        rule = "these are all kinds of collectives there are: nothing can be moved, and the step cannot do without"
+    remedy = f"allow one of {', '.join(forbidden)}, or fewer devices: on one, nothing is moved"
+    return NoLegalPlanError(explain(f"Auto(forbid={list(forbidden)})", rule, str(error), remedy))
 
 
 def _has_stages(graph: Graph) -> bool:

@@ -6,7 +6,6 @@ is solved for.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +29,9 @@ from passes.planners.checks import (
     checked_submeshes,
 )
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
+from passes.planners.wholes import warn_of_whole_state, warn_of_whole_work
 from passes.solver import SolverOptions
 from passes.step import Step, Variant
-from passes.text import nbytes
 from passes.transforms import microbatch_stacks
 
 
@@ -48,9 +47,10 @@ class DataParallel:
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         mesh = named(cluster, ("data", cluster.n_devices))
-        return Planned.of(
-            _best("data parallel", step, mesh, self.solver, partial(restrictions.data_parallel, batch=step.batch)), step
-        )
+        restrict = partial(restrictions.data_parallel, batch=step.batch)
+        plan = _best("data parallel", step, mesh, self.solver, restrict)
+        warn_of_whole_work(plan, step)
+        return Planned.of(plan, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,13 @@ class Zero:
         sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
         plan = _best(f"zero-{self.stage}", step, mesh, self.solver, restrict, regather=self.stage == 3)
-        _warn_of_wholes(plan, step.graph, state)
+        warn_of_whole_state(plan, step.graph, state)
+        warn_of_whole_work(plan, step)
         return Planned.of(plan, step)
 
 
 WORTHWHILE = 0.01
 """The share of the state's bytes on a device that a second axis must save, if there is to be one."""
-
-LARGE = 0.1
-"""The share of the state that may stay whole without a word."""
 
 
 def _sharded(graph: Graph, state_pairs: StatePairs, stage: int) -> list[int]:
@@ -127,26 +125,6 @@ def most_parts(shape: Sequence[int], sizes: Sequence[int]) -> int:
     return best
 
 
-def _warn_of_wholes(plan: Plan, graph: Graph, state: Sequence[int]) -> None:
-    """Warns where a good part of what ZeRO should cut is whole on every device, as no axis divides it."""
-    at = dict(zip(graph.inputs, plan.inputs, strict=True))
-    whole = [v for v in state if at[v].is_replicated and plan.mesh.axes]
-    whole_nbytes, total = (sum(graph.types[v].nbytes for v in values) for values in (whole, state))
-    if whole_nbytes > LARGE * total:
-        largest = max(whole, key=lambda v: graph.types[v].nbytes)
-        name = dict(zip(graph.inputs, graph.input_names, strict=False)).get(largest, f"input {largest}")
-        warnings.warn(
-            explain(
-                f"{plan.solution.planner} on {plan.mesh.size} devices",
-                f"{nbytes(whole_nbytes)} of {nbytes(total)} of state stay whole on every device: no axis of the mesh "
-                f"{plan.mesh} divides a dimension of {name} {graph.types[largest]}",
-                "",
-                "use a number of devices that divides it, pad it, or planner=Auto()",
-            ),
-            stacklevel=2,
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron:
     """The batch over `data` devices, every weight matrix over `tensor` devices; which dimension is cut is solved for.
@@ -185,9 +163,10 @@ class Megatron:
 
     @property
     def name(self) -> str:
-        """The planner in words: `megatron 2x4x2, zero-1`."""
-        sizes = (self.data, self.tensor, *([self.pipeline] if self.pipeline > 1 else []))
-        return f"megatron {'x'.join(map(str, sizes))}" + (f", zero-{self.zero}" if self.zero else "")
+        """The planner in words: `megatron 2x4x2, interleave 2, zero-1`."""
+        sizes = "x".join(map(str, (self.data, self.tensor, self.pipeline)[: 3 if self.pipeline > 1 else 2]))
+        in_turn = f", interleave {self.interleave}" if self.interleave > 1 else ""
+        return f"megatron {sizes}{in_turn}" + (f", zero-{self.zero}" if self.zero else "")
 
     def restriction(self, assembly: Assembly) -> Assembly:
         """The placements that it has of a stage."""
@@ -278,12 +257,11 @@ class Pipeline:
 
         def plan_stage(part: Step, stage: int) -> Plan:
             meshes = self._laid_out(cluster, stage % self.stages, sizes[stage % self.stages])
-            pinned = by_name[stage % self.stages]
-            restrict = pinned if pinned.pins else None
+            restrict = pinned if (pinned := by_name[stage % self.stages]).pins else None
             return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver, restrict)
 
         schedule = _schedule(self.schedule, self.interleave)
-        name = f"pipeline of {self.stages}"
+        name = f"pipeline of {self.stages}" + (f", interleave {self.interleave}" if self.interleave > 1 else "")
         return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
 
 

@@ -17,6 +17,13 @@ AXIS = "microbatch"
 Coupling = Literal["exact", "independent"]
 
 
+PICKED = "rows are picked by an index that may be of any row of the batch, as of a permutation of it"
+"""The reason why what reads them has no place in a microbatch."""
+
+_NOWHERE = replicated(0)
+"""Of literals and free values."""
+
+
 @dataclass(frozen=True, slots=True)
 class Time:
     """The one axis in time, as a mesh: what a value's `local_shape` on it is, is its shape in one microbatch."""
@@ -104,7 +111,9 @@ class Walk:
         self.home: dict[int, ShardingSpec] = {}
         self.varying: set[int] = set()
         self.beside: set[int] = set()  # made beside what varies, by a barrier or loop, and what comes of that alone
-        self.tainted: set[int] = set()  # values that come from more than the batch
+        self.mixed: set[int] = set()  # values that come from more than the batch
+        self.heavy: set[int] = set()  # of these, what products or loops make: not to be computed twice
+        self.joined: set[int] = set()  # late values that are made of pieces of the batch
         self.free: set[int] = set()
         self.later: set[int] = set()
         self.late_values: set[int] = set()
@@ -119,7 +128,7 @@ class Walk:
         self.home = dict(zip(self.graph.inputs, inputs, strict=True))
         self.home |= {v: replicated(self.graph.types[v].rank) for v in self.graph.constants}
         self.varying = set(varying)
-        self.tainted = {v for v in self.graph.inputs if v not in varying}
+        self.mixed = {v for v in self.graph.inputs if v not in varying}
 
     def run(self) -> None:
         for index in range(len(self.graph.nodes)):
@@ -130,8 +139,10 @@ class Walk:
         if is_free(graph, index):
             self.free.update(node.outputs)
             return
-        if any(v in self.tainted for v in node.inputs):
-            self.tainted.update(node.outputs)
+        if not self.mixed.isdisjoint(node.inputs):
+            self.mixed.update(node.outputs)
+            if node.subgraphs or not self.rules[index].light or not self.heavy.isdisjoint(node.inputs):
+                self.heavy.update(node.outputs)
         if any(v in self.late_values for v in node.inputs):
             self._postpone(index, None)
             return
@@ -167,10 +178,12 @@ class Walk:
         return node.outputs
 
     def _ask_up_front(self, node: Node) -> bool:
-        """Whether the operands that stand in the way come from the batch alone, and can be computed before the loop."""
+        """Whether the operands that stand in the way can be computed before the loop: they come from the batch alone,
+        or without products, as a count of rows that is added to the state's.
+        """
         sums = [v for v in node.inputs if v in self.varying and self.home[v].partial]
         needed = sums or [v for v in node.inputs if v in self.varying]
-        makers = {self.graph.producers[v] for v in needed if v in self.graph.producers and v not in self.tainted}
+        makers = {self.graph.producers[v] for v in needed if v in self.graph.producers and v not in self.heavy}
         if self.waits or len(makers) < len(set(needed)) or makers <= self.up_front:
             return False
         self.wanted_up_front |= makers
@@ -178,6 +191,8 @@ class Walk:
 
     def _postpone(self, index: int, refusal: Refusal | None) -> None:
         node = self.graph.nodes[index]
+        if any(v in self.joined or any(self.home.get(v, _NOWHERE).dims) for v in node.inputs):
+            self.joined.update(node.outputs)
         self.later.add(index)
         self.late_values.update(node.outputs)
         self.varying.update(node.outputs)
@@ -192,7 +207,7 @@ class Walk:
         if rule.once:
             return Refusal(node=node, words=rule.reason)
         if not self.inside and phase(node) == "apply" and any(self._is_sum(v) for v in node.inputs):
-            return Refusal(node=node, words="a sum over the batch is used before all of it is there")
+            return Refusal(node=node, words=self._why_not(node, rule))
         control = control_of(node, self.graph)
         if control:
             settled = _settle(self, node, control)
@@ -224,9 +239,20 @@ class Walk:
     def _why_not(self, node: Node, rule: ShardingRule) -> str:
         if rule.reason:
             return rule.reason
-        if any(self._is_sum(v) for v in node.inputs):
+        sums = [v for v in node.inputs if self._is_sum(v)]
+        if any(self._is_picked(v) for v in sums):
+            return PICKED
+        if sums:
             return "a sum over the batch is used before all of it is there"
         return "the batch dimension is reduced, indexed or reordered"
+
+    def _is_picked(self, value: int) -> bool:
+        """Whether a sum is of rows that are picked by an index: a microbatch adds those that it has."""
+        maker = self.graph.producers.get(value)
+        if maker is None:
+            return False
+        sums = [v for v in self.graph.nodes[maker].inputs if self._is_sum(v)]
+        return bool(self.rules[maker].sparse) or any(map(self._is_picked, sums))
 
     def _is_sum(self, value: int) -> bool:
         return value in self.varying and bool(self.home[value].partial)

@@ -22,7 +22,7 @@ from passes.layers import OTHERWISE, batch_inputs, taken_for
 from passes.placement import Placement, is_free
 from passes.rules import rules_of
 from passes.sharding import ShardingSpec, replicated
-from passes.transforms.batch_axis import AXIS, Coupling, Refusal, Time, Walk, only_reports
+from passes.transforms.batch_axis import AXIS, PICKED, Coupling, Refusal, Time, Walk
 from passes.transforms.batch_demand import sink
 
 
@@ -138,8 +138,9 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
     Raises PlanningError if an operator couples microbatches, or nothing is cut.
     """
     graph, count = walk.graph, walk.time.count
-    late = [i for i in walk.later if phase(graph.nodes[i]) == "backward" and not only_reports(graph.nodes[i])]
-    if late:
+    late = (graph.nodes[i] for i in walk.later if phase(graph.nodes[i]) == "backward")
+    # What is made of sums alone can wait for them, as the gradients of two factors do for that of their product.
+    if any(not walk.joined.isdisjoint(node.outputs) for node in late):
         raise PlanningError(_coupled(walk, batch))
     effects = [i for i, node in enumerate(graph.nodes) if has_effect(node)]
     _check_repeated(walk, effects, count)
@@ -264,12 +265,19 @@ def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], coun
 
 def _coupled(walk: Walk, batch: Sequence[int]) -> str:
     refusal = (walk.refusals or walk.delayed)[0]
+    remedy = "leave out microbatches="
+    if refusal.words == PICKED:
+        remedy += ", or pick the rows before the step and pass them beside the others"
+    elif walk.coupling == "exact":
+        remedy += (
+            ', or accept other numbers with microbatch_semantics="independent": each microbatch then takes its own '
+            "statistics"
+        )
     return explain(
         f"microbatches={walk.time.count} of a batch that {refusal} needs as a whole",
         f"microbatches add up to the full step only where each is computed by itself; here {refusal.words}",
         taken_for(walk.graph, batch),
-        'leave out microbatches=, or accept other numbers with microbatch_semantics="independent": each microbatch '
-        f"then takes its own statistics; if that is not the batch, {OTHERWISE}",
+        f"{remedy}; if that is not the batch, {OTHERWISE}",
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node, TensorType, phase
-from passes.layers import even_parts, forward_nodes, numbered_modules
+from passes.layers import forward_nodes, modules
 from passes.placement import is_free
 from passes.rules import barrier
 from passes.transforms.remat_loops import BodyOrigins, Loop, loops, recompute_loop
@@ -55,7 +55,7 @@ def layers(graph: Graph) -> tuple[int, ...]:
     """
     if not any(phase(graph.nodes[i]) == "forward" for i in forward_nodes(graph)):
         return ()
-    return numbered_modules(graph) or tuple(loop.forward for loop in loops(graph)) or even_parts(graph)
+    return modules.numbered_modules(graph) or tuple(loop.forward for loop in loops(graph)) or modules.even_parts(graph)
 
 
 def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:

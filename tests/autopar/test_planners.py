@@ -232,3 +232,40 @@ def test_a_device_of_ones_own_is_planned_for():
     assert isinstance(plan.cluster.groups[0], autopar.HostGroup)
     assert isinstance(plan.cluster.groups[0].device, autopar.DeviceSpec)
     assert plan.cluster.groups[0].intra == slow
+
+
+def test_a_saved_plan_counts_for_the_cluster_that_is_named():
+    step = autopar.parallelize(train_step, cluster="8:a100-80g", planner=autopar.DataParallel())
+    plan = step.plan(*given())
+    again = step.replan(cluster="8:h100", planner=autopar.Manual(plan)).plan(*given())
+    expected = step.replan(cluster="8:h100").plan(*given())
+    assert (again.cluster.name, again.step_seconds) == ("8:h100", expected.step_seconds)
+    assert again.step_seconds < plan.step_seconds
+    here = autopar.parallelize(train_step, planner=autopar.Manual(plan)).plan(*given())
+    assert here.cluster == plan.cluster  # none is named: it stays what it was made for
+
+
+@pytest.mark.parametrize(
+    ("planner", "name"),
+    [
+        (autopar.Pipeline(stages=2, microbatches=2), "pipeline of 2"),
+        (autopar.Pipeline(stages=2, microbatches=2, interleave=2), "pipeline of 2, interleave 2"),
+        (autopar.Megatron(data=2, tensor=2, pipeline=2, interleave=2, microbatches=2), "megatron 2x2x2, interleave 2"),
+    ],
+)
+def test_pipelines_are_named_with_their_interleave(planner: Any, name: str):
+    params = {f"w{i}": jnp.ones((16, 16)) for i in range(8)}
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = batch
+            for i in range(8):
+                x = jnp.tanh(x @ params[f"w{i}"])
+            return jnp.mean(x**2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    plan = autopar.parallelize(step, cluster="8:a100-80g", planner=planner).plan(params, jnp.ones((16, 16)))
+    assert plan.planner == name
+    assert f"bubble        {100 * plan.bubble:.1f} %" in str(plan)

@@ -39,7 +39,7 @@ def test_a_peak_is_predicted_within_bounds(target: str, model: str, planner: str
     (row,) = rows(args, Console(quiet=True))
     if row.compiled is None:
         pytest.skip("the plan is another than was compiled: python -m benchmarks.compilers --compile")
-    assert not row.misses, f"{row.error:+.1%}"
+    assert not row.misses, f"{100 * row.error:+.1f} %"
     assert row.predicted_nbytes >= row.compiled.arguments_nbytes
 
 

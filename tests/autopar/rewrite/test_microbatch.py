@@ -342,3 +342,54 @@ def test_complex_weights_of_two_real_arrays_add_up():
     for planner in (autopar.Auto(), autopar.DataParallel()):
         got = autopar.parallelize(step, planner=planner, microbatches=2)(*arguments)
         assert_close(got, jax.jit(step)(*arguments), 1e-5)
+
+
+def merged(factors: Any, w: jax.Array, x: jax.Array, mask: jax.Array) -> Any:
+    """LoRA with its two factors merged into the weight: their gradients are made of that of the whole weight."""
+
+    def loss(factors: Any) -> jax.Array:
+        return (jnp.tanh(x @ (w + factors["a"] @ factors["b"])).sum(-1) * mask).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, factors, jax.grad(loss)(factors))
+
+
+def over_a_count_and_state(state: Any, x: jax.Array, mask: jax.Array) -> Any:
+    def loss(w: jax.Array) -> jax.Array:
+        return ((jnp.tanh(x @ w) ** 2).sum(-1) * mask).sum() / (state["count"] + mask.sum() + 1e-6)
+
+    return {"w": state["w"] - 0.1 * jax.grad(loss)(state["w"]), "count": state["count"] + mask.sum()}
+
+
+def by_running_statistics(state: Any, x: jax.Array, mask: jax.Array) -> Any:
+    count = state["count"] + mask.sum()
+    mean = state["mean"] + ((x - state["mean"]) * mask[:, None]).sum(0) / count
+    grad = jax.grad(lambda w: (jnp.tanh((x - mean) @ w) ** 2).mean())(state["w"])
+    return {"w": state["w"] - 0.1 * grad, "count": count, "mean": mean}
+
+
+def test_what_is_made_of_sums_waits_for_them_or_is_made_first() -> None:
+    draws = np.random.default_rng(0)
+    w, x, mask = draws.normal(size=(8, 8)), draws.normal(size=(16, 8)), draws.integers(0, 2, 16).astype(float)
+    factors = {"a": draws.normal(size=(8, 2)), "b": draws.normal(size=(2, 8))}
+    counted = {"w": w, "count": np.float64(3)}
+    cases = (
+        (merged, (factors, w, x, mask)),
+        (over_a_count_and_state, (counted, x, mask)),
+        (by_running_statistics, ({**counted, "mean": x.mean(0)}, x, mask)),
+    )
+    with jax.enable_x64(True):
+        for step, arguments in cases:
+            assert_close(autopar.parallelize(step, microbatches=4)(*arguments), jax.jit(step)(*arguments))
+
+
+@pytest.mark.parametrize("coupling", ["exact", "independent"])
+def test_rows_that_are_picked_from_all_of_the_batch_are_refused_with_a_way_out(coupling: Any) -> None:
+    def mixed(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
+        both = 0.7 * x + 0.3 * x[jax.random.permutation(key, len(x))]
+        return w - 0.1 * jax.grad(lambda w: jnp.tanh(both @ w).mean())(w)
+
+    step = autopar.parallelize(mixed, microbatches=4, microbatch_semantics=coupling)
+    with pytest.raises(PlanningError, match="rows are picked by an index that may be of any row") as caught:
+        step.plan(jnp.ones((8, 8)), jnp.ones((16, 8)), jax.random.key(0))
+    assert "pick the rows before the step and pass them beside the others" in str(caught.value)
+    assert "independent" not in str(caught.value)

@@ -5,6 +5,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autopar
@@ -153,3 +155,12 @@ def test_three_commands_lead_to_an_explained_plan(train, capsys):  # noqa: F811
     assert "lies as" in capsys.readouterr().out
     assert main(["report", "plan.json"]) == 0
     assert "What was rejected" in Path("plan.html").read_text()
+
+
+def test_a_loop_over_the_batch_is_explained_as_it_was_planned() -> None:
+    def step(w, x):
+        return jnp.tanh(jax.lax.map(lambda row: row @ w, x)).mean()
+
+    args = (jnp.ones((8, 8)), jnp.ones((16, 4, 8)))
+    plan = autopar.parallelize(step, cluster="8:a100-80g", planner=autopar.DataParallel()).plan(*args)
+    assert fit.planned_step(plan, fit.Example.of(step, args, {})).graph.fingerprint == plan.fingerprint

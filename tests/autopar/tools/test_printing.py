@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from autopar.tools.cli import main
+from autopar.tools.printing import printed
 from passes.plan import Plan
+from passes.text import Column, Table
 from tests.autopar.tools.test_cli import PLAN, train  # noqa: F401 # a fixture
 
 
@@ -56,3 +58,11 @@ def test_a_file_without_measured_steps_says_which_to_name(capsys, tmp_path: Path
     (tmp_path / "steps.json").write_text("{}")
     assert main(["report", PLAN, "--measured", str(tmp_path / "steps.json"), "-o", str(tmp_path / "p.html")]) == 2
     assert "it has no measured steps\n  name the file that train_step.report" in capsys.readouterr().err
+
+
+def test_no_column_is_cut_where_nobody_looks_on_a_terminal(capsys):
+    columns = tuple(Column(heading=f"heading {i}") for i in range(20))
+    printed((Table(title="wide", columns=columns, rows=(tuple(f"cell {i}" for i in range(20)),)),))
+    shown = capsys.readouterr().out
+    assert all(f"heading {i}" in shown and f"cell {i}" in shown for i in range(20))
+    assert "…" not in shown

@@ -106,7 +106,7 @@ device_specs = st.builds(
     send_seconds=st.floats(min_value=0, max_value=1),
     send_overlap=st.floats(min_value=0, max_value=1),
 )
-counts = st.integers(min_value=1, max_value=4096)
+counts = st.integers(min_value=1, max_value=512)
 host_groups = st.builds(
     HostGroup,
     hosts=counts,
@@ -290,3 +290,16 @@ def test_a_measured_kind_that_is_none_is_named() -> None:
     data["groups"][0]["measured"] = [{"kind": "allreduce", **rate}]  # pyright: ignore
     with pytest.raises(ClusterError, match="did you mean 'all_reduce'"):
         Cluster.from_json(data)
+
+
+@pytest.mark.parametrize("hosts", [10**10, 10**30, 10**400])
+def test_more_devices_than_can_be_listed_are_refused(hosts: int) -> None:
+    rule = "has at most 1,048,576 devices, and this has"
+    assert rule in refusal(f"{hosts}x8:h100")
+    data = host_spec("h100").cluster(2).to_json()
+    with pytest.raises(ClusterError, match=rule):
+        Cluster.from_json({"name": "mine", "groups": [{**data["groups"][0], "hosts": hosts}]})  # type: ignore[index]
+
+
+def test_a_text_too_long_for_a_file_is_no_cluster() -> None:
+    assert "should be hosts x devices : device" in refusal("h100" * 2000)

@@ -131,13 +131,21 @@ def test_a_plan_does_without_what_is_forbidden_and_costs_no_less(kind, tmp_path)
 
 
 def test_what_is_forbidden_is_said_where_nothing_does_without():
-    with pytest.raises(PlanningError, match="without these kinds") as caught:
+    with pytest.raises(PlanningError, match="step cannot do without") as caught:
         planned(
             mesh={"x": 8},
             pins={"batch": P("x"), "*/kernel": P()},
             forbid={"all_reduce", "reduce_scatter", "all_gather", "all_to_all"},
         )
     assert "allow one of" in str(caught.value)
+    assert "these are all kinds of collectives there are: nothing can be moved" in str(caught.value)
+
+
+def test_a_kind_that_is_none_is_said_with_all_that_was_written():
+    written = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "permute"]
+    with pytest.raises(PlanningError, match="'permute' is no kind") as caught:
+        autopar.Auto(forbid=written)
+    assert f"forbid={written}:" in str(caught.value)
 
 
 def deep(params, batch):

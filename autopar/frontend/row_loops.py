@@ -1,0 +1,66 @@
+"""Loops over the rows of the batch, as `jax.lax.map` is, with rows side by side: each device then runs its own.
+
+A scan whose iterations stand alone is one of so many scans at once, each over its part of the rows. What they sum up
+(gradients of what they share) each sums up for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from autopar import jax_compat
+from autopar.frontend.primitives import ALONE, traced_for
+
+
+def side_by_side(equation: Any, parts: int, unchanged: Sequence[bool]) -> Any:
+    """The jaxpr of a scan over rows as so many scans at once, or as many as divide its length; None where that is
+    another thing, or one.
+
+    Of its carries some are `unchanged`, the others sums.
+    """
+    params = equation.params
+    length, counts = params["length"], jax_compat.scan_counts(params)
+    parts = gcd(length, parts)
+    if parts < 2 or equation.effects or not ALONE.isdisjoint(_primitives(params["jaxpr"])):
+        return None
+    first, begin = counts["num_consts"], counts["num_consts"] + counts["num_carry"]
+    body = jaxpr_as_fun(params["jaxpr"])
+
+    def rewritten(*xs: Any) -> list[Any]:
+        carries = xs[first:begin]
+        begins = tuple(jnp.zeros(x.shape, x.dtype) for x, stays in zip(carries, unchanged, strict=True) if not stays)
+
+        def step(sums: Any, row: Any) -> tuple[Any, Any]:
+            summed = iter(sums)
+            carried = [x if stays else next(summed) for x, stays in zip(carries, unchanged, strict=True)]
+            results = body(*xs[:first], *carried, *row)
+            sums = tuple(x for x, stays in zip(results, unchanged, strict=False) if not stays)
+            return sums, tuple(results[len(carries) :])
+
+        def scanned(rows: Any) -> tuple[Any, Any]:
+            return jax.lax.scan(step, begins, rows, length // parts, params["reverse"], params["unroll"])
+
+        sums, made = jax.vmap(scanned)(tuple(x.reshape(parts, length // parts, *x.shape[1:]) for x in xs[begin:]))
+        summed = iter(sums)
+        totals = [
+            x if stays else x + next(summed).sum(0, dtype=x.dtype) for x, stays in zip(carries, unchanged, strict=True)
+        ]
+        return [*totals, *(x.reshape(length, *x.shape[2:]) for x in made)]
+
+    return traced_for(rewritten, equation)
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    """The primitives of a jaxpr, those inside others included."""
+    for equation in jax_compat.open_jaxpr(jaxpr)[0].eqns:
+        yield equation.primitive.name
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if jax_compat.is_jaxpr(inner):
+                    yield from _primitives(inner)

@@ -1,0 +1,161 @@
+"""Loops over the rows of the batch: each device runs its own, and the step is `jax.jit`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import autopar
+from passes.layers import loops_over_batch
+from tests.autopar.rewrite.test_microbatch import assert_close
+
+ROWS = 16
+DRAWS = np.random.default_rng(0)
+PARAMS = {"a": DRAWS.normal(size=(4, 8)), "b": DRAWS.normal(size=(8, 4))}
+BATCH = DRAWS.normal(size=(ROWS, 6, 4))
+
+Params = dict[str, jax.Array]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def of_row(params: Params, row: jax.Array) -> jax.Array:
+    return jnp.tanh(row @ params["a"]) @ params["b"]
+
+
+def mapped(params: Params, batch: jax.Array) -> jax.Array:
+    return (lax.map(lambda row: of_row(params, row).mean(), batch) ** 2).mean()
+
+
+def recomputed(params: Params, batch: jax.Array) -> jax.Array:
+    return lax.map(jax.checkpoint(lambda row: of_row(params, row).mean()), batch).mean()
+
+
+def through_layers(params: Params, batch: jax.Array) -> jax.Array:
+    hidden = lax.map(lambda row: of_row(params, row), jnp.sin(batch))
+    return (lax.map(lambda row: of_row(params, row), hidden + batch) ** 2).mean()
+
+
+def added_up(params: Params, batch: jax.Array) -> jax.Array:
+    total, _ = lax.scan(lambda total, row: (total + of_row(params, row).sum(), None), 1.0, batch, reverse=True)
+    return total / batch.size
+
+
+def over_time(params: Params, batch: jax.Array) -> jax.Array:
+    def of_sequence(row: jax.Array) -> jax.Array:
+        def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.tanh(x @ params["a"] + state @ params["b"] @ params["a"]), state.sum()
+
+        return lax.scan(step, jnp.zeros(8), row)[1]
+
+    return lax.map(of_sequence, batch).mean()
+
+
+def with_noise(params: Params, batch: jax.Array) -> jax.Array:
+    keys = jax.random.split(jax.random.key(0), ROWS)
+    noisy = lax.map(lambda each: of_row(params, each[1]) * jax.random.normal(each[0], (6, 4)), (keys, batch))
+    return (noisy**2).mean()
+
+
+def until_small(params: Params, batch: jax.Array) -> jax.Array:
+    def halved(row: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda x: jnp.abs(x).max() > 0.5, lambda x: x / 2, row)
+
+    return lax.map(lambda row: of_row(params, lax.stop_gradient(halved(row))).mean(), batch).mean()
+
+
+LOSSES = (mapped, recomputed, through_layers, added_up, over_time, with_noise, until_small)
+
+
+def stepped(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def step(params: Params, batch: jax.Array) -> Any:
+        value, (grads, of_batch) = jax.value_and_grad(loss, argnums=(0, 1))(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, of_batch
+
+    return step
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_device_runs_its_own_rows_and_the_step_is_jits(loss: Callable[..., jax.Array]) -> None:
+    step = stepped(loss)
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel())
+    plan = parallel.plan(PARAMS, BATCH)
+    # Gradients, the loss and whether a loop goes on are sent: nobody reads others' rows.
+    assert max(collective.nbytes for collective in plan.collectives) <= PARAMS["a"].nbytes
+    assert_close(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH))
+
+
+@pytest.mark.parametrize("planner", [autopar.Auto(), autopar.Zero(3), autopar.Megatron(data=4, tensor=2)])
+def test_any_plan_of_such_a_loop_is_the_step(planner: Any) -> None:
+    step = stepped(through_layers)
+    assert_close(autopar.parallelize(step, planner=planner)(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH))
+
+
+@pytest.mark.parametrize("rows", [12, 8])
+def test_rows_are_shared_as_far_as_devices_divide_them(rows: int) -> None:
+    step, batch = stepped(mapped), BATCH[:rows]
+    assert_close(autopar.parallelize(step)(PARAMS, batch), jax.jit(step)(PARAMS, batch))
+
+
+def test_microbatches_have_rows_for_every_device() -> None:
+    def step(params: Params, batch: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(mapped)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel(), microbatches=2)
+    assert {collective.kind for collective in parallel.plan(PARAMS, BATCH).collectives} == {"all_reduce"}
+    assert_close(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH))
+
+
+def branching(params: Params, batch: jax.Array) -> jax.Array:
+    """A branch of each row's own: side by side, both are computed."""
+    return lax.map(lambda row: lax.cond(row[0, 0] > 0, lambda: of_row(params, row).sum(), lambda: 0.0), batch).mean()
+
+
+def running(params: Params, batch: jax.Array) -> jax.Array:
+    return lax.scan(lambda total, row: (total + of_row(params, row).sum(),) * 2, 0.0, batch)[1].mean()
+
+
+def in_parts(params: Params, batch: jax.Array) -> jax.Array:
+    """Rows in parts: those of one part are together already."""
+    return lax.map(lambda row: of_row(params, row).mean(), batch, batch_size=8).mean()
+
+
+def over_layers(params: Params, batch: jax.Array) -> jax.Array:
+    stacked = jnp.stack([params["a"] @ params["b"]] * 3)
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, stacked)[0].mean()
+
+
+def alternating(params: Params, batch: jax.Array) -> jax.Array:
+    return lax.scan(lambda total, row: (of_row(params, row).sum() - total, None), 0.0, batch)[0]
+
+
+@pytest.mark.parametrize("loss", [branching, running, in_parts, over_layers, alternating])
+def test_other_loops_stay_as_they_are(loss: Callable[..., jax.Array]) -> None:
+    step = stepped(loss)
+    there, one = (autopar.parallelize(step, cluster=f"{n}:a100-80g").trace(PARAMS, BATCH) for n in (8, 1))
+    assert there.graph.fingerprint == one.graph.fingerprint
+    assert_close(autopar.parallelize(step)(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH))
+
+
+def test_microbatches_by_hand_stay_one_after_the_other() -> None:
+    def step(params: Params, batches: jax.Array) -> Any:
+        def add(grads: Params, batch: jax.Array) -> tuple[Params, None]:
+            more = jax.grad(lambda p: (of_row(p, batch) ** 2).mean())(params)
+            return jax.tree.map(jnp.add, grads, more), None
+
+        grads, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    traced = autopar.parallelize(step).trace(PARAMS, BATCH)
+    assert not loops_over_batch(traced.graph, traced.state_pairs)

@@ -1,0 +1,55 @@
+"""Data parallelism that computes most of a step whole on every device says so, and where."""
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import autopar
+from passes.planners.wholes import MOST
+
+PARAMS = {"in": jnp.ones((16, 32)), "hidden": jnp.ones((32, 32))}
+
+
+def over_time(params: Any, inputs: jax.Array) -> jax.Array:
+    def cell(state: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ params["in"] + state @ params["hidden"]), None
+
+    return (lax.scan(cell, jnp.zeros((inputs.shape[1], 32)), inputs)[0] ** 2).mean()
+
+
+def dense(params: Any, inputs: jax.Array) -> jax.Array:
+    return (jnp.tanh(inputs @ params["in"]) @ params["hidden"]).mean()
+
+
+def planned(loss: Any, planner: Any, rows: int = 16) -> None:
+    def step(params: Any, inputs: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, inputs)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    autopar.parallelize(step, cluster="8:a100-80g", planner=planner).plan(PARAMS, jnp.ones((rows, 64, 16)))
+
+
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(3)])
+def test_a_loop_over_what_is_taken_for_the_batch_is_said(planner: Any) -> None:
+    with pytest.warns(UserWarning, match="of the work of products is computed whole on every device") as caught:
+        planned(over_time, planner)
+    (warning,) = caught
+    words = str(warning.message)
+    line = over_time.__code__.co_firstlineno + 2  # in the cell
+    assert re.search(rf"most of it at \S*test_wholes.py:{line} ", words)
+    assert "taken for the batch: inputs float32[16,64,16]" in words
+    assert float(words.split(": ")[1].split(" %")[0]) > 100 * MOST
+    assert "in the loop at" in words
+    assert "put the batch first" in words
+
+
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(3)])
+def test_what_is_cut_is_no_warning(planner: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(dense, planner)
