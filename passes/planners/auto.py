@@ -313,7 +313,7 @@ def _without(forbidden: tuple[str, ...], error: NoLegalPlanError) -> NoLegalPlan
     kinds = ", ".join(forbidden)
     rule = "no placement of the step's operators does without these kinds of collectives"
     remedy = f"allow one of {kinds}, or fewer devices: on one, nothing is moved"
-    return NoLegalPlanError(explain(f"Auto(forbid={set(forbidden)})", rule, str(error), remedy))
+    return NoLegalPlanError(explain(f"Auto(forbid={{{', '.join(map(repr, forbidden))}}})", rule, str(error), remedy))
 
 
 def _has_stages(graph: Graph) -> bool:
