@@ -5,7 +5,7 @@ It knows neither graphs nor meshes.
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Submesh, submeshes
 from passes.inter_op.makespan import NamedSchedule, named_schedule
 from passes.inter_op.partitions import even, partition
-from passes.inter_op.schedule_registry import SCHEDULES, build, is_chunked, register
+from passes.inter_op.schedule_registry import SCHEDULES, build, is_chunked, register, splits_backward
 from passes.inter_op.schedules import Schedule, Task
 from passes.inter_op.simulator import StageCost, Timeline, Transfer, peaks, simulate
 
@@ -29,5 +29,6 @@ __all__ = [
     "peaks",
     "register",
     "simulate",
+    "splits_backward",
     "submeshes",
 ]

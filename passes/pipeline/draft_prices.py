@@ -12,11 +12,10 @@ for a group begins when the first microbatch has come to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 
 from passes.cluster import HostGroup, boundary_seconds
-from passes.inter_op import LowerBound, StageCost, Transfer, build, named_schedule
+from passes.inter_op import LowerBound, StageCost, Transfer, named_schedule, splits_backward
 from passes.pipeline import prefetch
 from passes.pipeline.lower_bounds import SLACK
 from passes.pipeline.shapes import Draft, Shape
@@ -39,12 +38,6 @@ def least_seconds(
             before += hop.forward_seconds
             before += 0.0 if split else hop.backward_seconds + bounds[group].seconds
     return least
-
-
-@cache
-def splits_backward(schedule: str) -> bool:
-    """Whether a schedule has halves of the backward."""
-    return any(task.kind == "weight_gradient" for task in build(schedule, 1, 1).groups[0])
 
 
 def runs_of(shape: Shape, table: StageCostTable, microbatches: int) -> list[tuple[int, int, int]]:

@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from passes.inter_op import StageCost, is_chunked, named_schedule
+from passes.inter_op import StageCost, is_chunked, named_schedule, splits_backward
 from passes.pipeline.draft_prices import (
     least_seconds,
     price_deciding,
     priced_drafts,
     runs_of,
-    splits_backward,
     transfers_of,
 )
 from passes.pipeline.shapes import Draft, Shape, by_hand

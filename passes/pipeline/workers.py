@@ -145,7 +145,7 @@ class _Worker:
             self.news.notify()
 
     def end(self) -> None:
-        """Ends the process, whatever it is at."""
+        """Ends the process, whatever it is at, and closes the pipes to it."""
         with self.news:
             self.ended = True
             self.news.notify()
@@ -154,6 +154,11 @@ class _Worker:
             self.process.wait(_GOODBYE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):  # what was not sent yet cannot be any more
+                if pipe is not None:
+                    pipe.close()
 
     def _talk(self) -> None:
         """Sends one task after the other to the process; what it has goes back if the process is gone."""
