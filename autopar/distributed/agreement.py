@@ -101,14 +101,14 @@ class Processes:
                 item = ours if ours == theirs else f"{theirs} in place of {ours}"
                 raise self._disagreement(topic, rank, self.ranks[0], f"{item} is {b}, and {a}", where, remedy)
 
-    def agree_where_shared(self, topic: str, items: Mapping[str, str], where: str = "", remedy: str = "") -> None:
+    def agree_where_shared(self, topic: str, items: Mapping[str, str]) -> None:
         """Raises DisagreementError, with the first rank and item that differ, unless items of one name are the same."""
         known: dict[str, tuple[int, str]] = {}
         for rank, text in zip(self.ranks, self.gather(topic, json.dumps(items)), strict=True):
             for name, mine in json.loads(text).items():
                 other, theirs = known.setdefault(name, (rank, mine))
                 if mine != theirs:
-                    raise self._disagreement(topic, rank, other, f"{name} is {mine}, and {theirs}", where, remedy)
+                    raise self._disagreement(topic, rank, other, f"{name} is {mine}, and {theirs}", "", "")
 
     def _disagreement(
         self, topic: str, rank: int, other: int, difference: str, where: str, remedy: str

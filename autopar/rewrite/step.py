@@ -169,7 +169,8 @@ class _Family:
         except PlanningError:
             return ()
         rows = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
-        return tuple(count for count in range(1, rows + 1) if rows % count == 0)
+        small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
+        return tuple(sorted({*small, *(rows // count for count in small)}))
 
 
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, int] | None:

@@ -3,9 +3,9 @@ It knows neither graphs nor meshes.
 """
 
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Submesh, submeshes
-from passes.inter_op.makespan import NamedSchedule, named_schedule
+from passes.inter_op.makespan import NamedSchedule
 from passes.inter_op.partitions import even, partition
-from passes.inter_op.schedule_registry import SCHEDULES, build, is_chunked, register
+from passes.inter_op.schedule_registry import SCHEDULES, build, is_chunked, register, splits_backward
 from passes.inter_op.schedules import Schedule, Task
 from passes.inter_op.simulator import StageCost, Timeline, Transfer, peaks, simulate
 
@@ -24,10 +24,10 @@ __all__ = [
     "build",
     "even",
     "is_chunked",
-    "named_schedule",
     "partition",
     "peaks",
     "register",
     "simulate",
+    "splits_backward",
     "submeshes",
 ]

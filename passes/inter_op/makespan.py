@@ -107,14 +107,14 @@ class TaskNumbers:
         return max(done[group] + sum(cost.finish_seconds for cost in costs[group :: len(groups)]) for group in groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NamedSchedule:
     """The schedule of that name, which is built as late as it can be: most are ruled out by what is in flight."""
 
     name: str
     n_stages: int
     microbatches: int
-    chunks: int
+    chunks: int = 1
 
     def in_flight(self, each: Sequence[int]) -> list[int]:
         """The most that is in flight on each group, as `schedules.in_flight` has it for `each` [stages]."""
@@ -143,11 +143,6 @@ class NamedSchedule:
 
     def _numbers(self, microbatches: int) -> TaskNumbers:
         return _built(SCHEDULES[self.name], self.name, self.n_stages, microbatches, self.chunks)
-
-
-def named_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> NamedSchedule:
-    """The schedule of that name for so many stages and microbatches."""
-    return NamedSchedule(name=name, n_stages=stages, microbatches=microbatches, chunks=chunks)
 
 
 @lru_cache(_KEPT)

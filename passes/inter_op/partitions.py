@@ -39,7 +39,7 @@ from passes.errors import OverBudgetError, PlanningError, explain
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Places, StageTable, Submesh, place, submeshes
 from passes.inter_op.costs import CostArrays, Entry, Floats, Problem, boundaries, entries, tabulate, with_bounds
 from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
-from passes.inter_op.schedule_registry import build, is_chunked
+from passes.inter_op.schedule_registry import is_chunked, splits_backward
 from passes.inter_op.search import CLOSE, Incumbent, branch_and_bound, search_by_period, search_single_stages
 from passes.progress import SearchContext
 from passes.text import count, quantities
@@ -121,7 +121,7 @@ def partition(
     context = context or SearchContext()
     places = place(whole, choices, idle)
     numbers = tuple(p for p in _check(n_layers, n_stages, microbatches, schedules) if p <= places.n_slots)
-    splits = {name: any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0]) for name in schedules}
+    splits = {name: splits_backward(name) for name in schedules}
     incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, overlap=overlap, seconds=context.cutoff)
     hops = {m: boundaries(n_layers, places, table, m) for m in dict.fromkeys(microbatches)}
     requests = _Requests(

@@ -38,6 +38,11 @@ def is_chunked(name: str) -> bool:
     return "chunks" in inspect.signature(_builder(name)).parameters
 
 
+def splits_backward(name: str) -> bool:
+    """Whether a schedule runs a backward in two halves, so that the weights' can wait. Raises as `is_chunked` does."""
+    return any(task.kind == "weight_gradient" for task in build(name, 1, 1).groups[0])
+
+
 def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule of that name. Raises PlanningError for an unknown name, or chunks where it has no use for them."""
     builder = _builder(name)

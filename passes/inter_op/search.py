@@ -20,7 +20,7 @@ from passes.errors import InternalError
 from passes.inter_op.choices import Candidate, Partition, Places, StageChoice, Statistics
 from passes.inter_op.costs import Entry, Problem
 from passes.inter_op.dynamic_program import Stages, levels, prune, trace
-from passes.inter_op.makespan import named_schedule
+from passes.inter_op.makespan import NamedSchedule
 from passes.inter_op.schedule_registry import build
 from passes.inter_op.simulator import Timeline, Transfer, simulate
 
@@ -60,7 +60,7 @@ class Incumbent:
         if key in self.seen or not fits or _least(problem, self.places, stages) >= self.seconds * CLOSE:
             return
         self.seen.add(key)
-        tasks = named_schedule(schedule, len(stages), problem.microbatches)
+        tasks = NamedSchedule(schedule, len(stages), problem.microbatches)
         seconds = tasks.seconds(*self._costs(problem, stages), self.dispatch_seconds, self.overlap)
         if seconds < self.seconds:
             self.seconds, self.best = seconds, (problem, schedule, stages)

@@ -18,12 +18,10 @@ from passes.rules import Assignment, ShardingRule
 from passes.sharding import ShardingSpec
 
 
-def compute_seconds(
-    graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, *, weight: float = 1.0, inside: bool = False
-) -> dict[Phase, float]:
-    """Seconds of all operators by phase, reshardings apart; `inside` a loop or branch, `weight` times a step."""
+def compute_seconds(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout) -> dict[Phase, float]:
+    """Seconds of all operators by phase, those in loops and branches included, reshardings apart."""
     totals: dict[Phase, float] = {}
-    for when, _, spent in operator_seconds(graph, grouping, mesh, layout, weight=weight, inside=inside):
+    for when, _, spent in operator_seconds(graph, grouping, mesh, layout):
         totals[when] = totals.get(when, 0.0) + spent
     return totals
 
@@ -31,8 +29,9 @@ def compute_seconds(
 def operator_seconds(
     graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, *, weight: float = 1.0, inside: bool = False
 ) -> Iterator[tuple[Phase, Node, float]]:
-    """(phase, heaviest member, seconds) of each operator group, in loops and branches too, as `compute_seconds` adds
-    them up.
+    """(phase, heaviest member, seconds) of each operator group, in loops and branches too.
+
+    Those `inside` a loop or branch run `weight` times a step.
     """
     for when, operator_group, spent in _spent(graph, grouping, mesh, layout, inside):
         members = sorted(operator_group.members)

@@ -12,11 +12,10 @@ for a group begins when the first microbatch has come to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 
 from passes.cluster import HostGroup, boundary_seconds
-from passes.inter_op import LowerBound, StageCost, Transfer, build, named_schedule
+from passes.inter_op import LowerBound, NamedSchedule, StageCost, Transfer, splits_backward
 from passes.pipeline import prefetch
 from passes.pipeline.lower_bounds import SLACK
 from passes.pipeline.shapes import Draft, Shape
@@ -41,12 +40,6 @@ def least_seconds(
     return least
 
 
-@cache
-def splits_backward(schedule: str) -> bool:
-    """Whether a schedule has halves of the backward."""
-    return any(task.kind == "weight_gradient" for task in build(schedule, 1, 1).groups[0])
-
-
 def runs_of(shape: Shape, table: StageCostTable, microbatches: int) -> list[tuple[int, int, int]]:
     """The first block of each stage, the one after its last, and its devices."""
     ends = (*shape.begins[1:], len(table.step.cuts(microbatches).blocks))
@@ -62,7 +55,7 @@ def priced_drafts(
     None once it is seen that it needs more than `most_nbytes` of a device under each of them.
     """
     runs, transfers = runs_of(shape, table, count), transfers_of(shape, table, count, count)
-    scheduled = {name: named_schedule(name, len(shape.begins), count, shape.chunks) for name in schedules}
+    scheduled = {name: NamedSchedule(name, len(shape.begins), count, shape.chunks) for name in schedules}
     least = [least_bytes(table, *run, count) for run in runs]
 
     def fits(costs: Mapping[int, StageCost]) -> bool:

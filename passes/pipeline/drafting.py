@@ -11,7 +11,7 @@ from functools import partial
 from passes import inter_op
 from passes.cluster import Cluster, Mesh
 from passes.errors import OverBudgetError, PlanningError
-from passes.inter_op import Candidate, Partition, Submesh, build, is_chunked
+from passes.inter_op import Candidate, Partition, Submesh, is_chunked, splits_backward
 from passes.intra_op import pins, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
@@ -148,7 +148,7 @@ class Drafting:
             counts |= {n for n in anchors(self.step.counts) if n in self.samples}
         single = [name for name in self.schedules if not is_chunked(name)]
         device = self.cluster.group().device
-        unsplit = [name for name in single if all(t.kind != "weight_gradient" for t in build(name, 1, 1).groups[0])]
+        unsplit = [name for name in single if not splits_backward(name)]
         try:
             return inter_op.partition(
                 self.layers,

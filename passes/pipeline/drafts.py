@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from passes.inter_op import StageCost, is_chunked, named_schedule
+from passes.inter_op import NamedSchedule, StageCost, is_chunked, splits_backward
 from passes.pipeline.draft_prices import (
     least_seconds,
     price_deciding,
     priced_drafts,
     runs_of,
-    splits_backward,
     transfers_of,
 )
 from passes.pipeline.shapes import Draft, Shape, by_hand
@@ -120,7 +119,7 @@ class DraftSearch:
     ) -> tuple[str, ...]:
         """The schedules under which a shape may fit, by what its blocks need in other numbers of microbatches."""
         stages = _rescaled(shape, table, count)
-        tasks = {name: named_schedule(name, len(shape.begins), count, shape.chunks) for name in names}
+        tasks = {name: NamedSchedule(name, len(shape.begins), count, shape.chunks) for name in names}
         return tuple(name for name in names if not stages or tasks[name].peak_nbytes(stages) <= self.most_nbytes)
 
     def is_tight(self, n_devices: int) -> bool:
@@ -136,7 +135,7 @@ class DraftSearch:
         runs, groups = runs_of(shape, self.table, known), len(shape.devices)
         state_nbytes = [self.table.bounds.of_blocks(*run, known).nbytes for run in runs]
         each = [self.table.kept_nbytes(*run, known) * known // count for run in runs]
-        flying = named_schedule(schedule, len(runs), count, shape.chunks).in_flight(each)
+        flying = NamedSchedule(schedule, len(runs), count, shape.chunks).in_flight(each)
         return max(nbytes + sum(state_nbytes[group::groups]) for group, nbytes in enumerate(flying))
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:

@@ -20,9 +20,7 @@ _Run = tuple[Sequence[Counted], int, int, float]
 """Blocks on so many devices in so many microbatches, and the period in seconds that they must stay below."""
 
 
-def price_layers(
-    table: StageCostTable, layers: Sequence[tuple[int, int, Submesh, int]], seconds: float = math.inf
-) -> None:
+def price_layers(table: StageCostTable, layers: Sequence[tuple[int, int, Submesh, int]], seconds: float) -> None:
     """Finds what `table.candidate` asks for, given each of these, for steps of less than so many seconds."""
     runs: list[_Run] = [
         (table.step.in_layers(first, last, count), submesh.n_devices, count, seconds / count)

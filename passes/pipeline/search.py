@@ -145,8 +145,15 @@ class StagedSearch:
     def _of_drafts_so_far(self, search: DraftSearch) -> PipelinePlan | None:
         """The fastest plan of few drafts so far that keeps the limit; those that do by their price come first."""
         drafts = sorted(search.drafts, key=lambda draft: (draft.peak_nbytes > self.limit, draft.seconds))
-        plans = (self.plans.plan(draft) for draft in first_of_each(drafts)[:MOST_UNFIT])
-        return next((plan for plan in plans if plan.peak_nbytes <= self.limit), None)
+        plans = map(self._planned, first_of_each(drafts)[:MOST_UNFIT])
+        return next((plan for plan in plans if plan is not None and plan.peak_nbytes <= self.limit), None)
+
+    def _planned(self, draft: Draft) -> PipelinePlan | None:
+        """The plan of a draft; None where it has none: blocks can be where a whole stage cannot."""
+        try:
+            return self.plans.plan(draft)
+        except PlanningError:
+            return None
 
     def _best(self, drafted: Sequence[Draft], cutoff: float) -> tuple[PipelinePlan | None, int | None]:
         """The best plan of these drafts that fits and takes less than the cutoff, as far as they are planned.
@@ -168,10 +175,8 @@ class StagedSearch:
                 nodes = size(self.plans.written(draft.microbatches).graph)
                 planned += 1
                 self._seen.add(draft.key)
-                try:
-                    plan = self.plans.plan(draft)
-                except PlanningError:
-                    continue  # blocks can be where a whole stage cannot
+                if (plan := self._planned(draft)) is None:
+                    continue
                 if self.least_memory_plan is None or plan.peak_nbytes < self.least_memory_plan.peak_nbytes:
                     self.least_memory_plan = plan
                 if plan.peak_nbytes > self.limit:

@@ -51,10 +51,10 @@ class Draft:
         return self.shape, self.microbatches, id(self.table)
 
 
-def evenly(n_devices: int, chunks: Sequence[int] = CHUNKS) -> list[tuple[int, int]]:
+def evenly(n_devices: int) -> list[tuple[int, int]]:
     """Every (groups, chunks) in which so many devices have equal submeshes."""
     groups = [n for n in range(2, n_devices + 1) if n_devices % n == 0]
-    return [(n, each) for n in groups for each in chunks]
+    return [(n, chunks) for n in groups for chunks in CHUNKS]
 
 
 def by_hand(table: StageCostTable, n_devices: int, microbatches: int) -> Iterator[Shape]:

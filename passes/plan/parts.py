@@ -163,8 +163,8 @@ class MemoryReport:
         return replace(self, over_time=tuple(size - nbytes for size in self.over_time))
 
 
-def busiest_of(values: Sequence[int], points: int = POINTS) -> tuple[int, ...]:
-    """The largest value of each of at most `points` equal parts of `values`."""
-    points = min(points, len(values))
+def busiest_of(values: Sequence[int]) -> tuple[int, ...]:
+    """The largest value of each of at most `POINTS` equal parts of `values`."""
+    points = min(POINTS, len(values))
     ends = [len(values) * part // points for part in range(points + 1)] if points else []
     return tuple(max(values[first:end]) for first, end in itertools.pairwise(ends))

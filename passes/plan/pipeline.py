@@ -18,7 +18,6 @@ from passes.inter_op import (
     Task,
     Timeline,
     Transfer,
-    named_schedule,
     peaks,
     simulate,
 )
@@ -244,7 +243,7 @@ class PipelinePlan(AnyPlan):
 
 def _without_timeline(plan: PipelinePlan) -> NamedSchedule:
     """The schedule of a plan, which says seconds and bytes sooner than its timeline does."""
-    return named_schedule(plan.schedule_name, len(plan.stages), plan.microbatches, plan.chunks)
+    return NamedSchedule(plan.schedule_name, len(plan.stages), plan.microbatches, plan.chunks)
 
 
 def _step_seconds(plan: PipelinePlan) -> float:

@@ -133,7 +133,7 @@ def memory_tables(memory: MemoryReport) -> tuple[Table, ...]:
 
 def sparkline(values: Sequence[float], full: float = 0.0) -> str:
     """Values as bars, one character each; a full one is the largest, or `full` and more. Only 0 is blank."""
-    full = full or max(values)
+    full = full or max(values) or 1.0
     return "".join(_BARS[min(len(_BARS) - 1, math.ceil((len(_BARS) - 1) * value / full))] for value in values)
 
 

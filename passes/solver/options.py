@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from passes.errors import PlanningError, explain
 from passes.solver.problem import ShardingProblem
@@ -37,6 +38,9 @@ class SolverOptions:
     untied: int = 1_000
 
     def __post_init__(self) -> None:
+        if not isinstance(cast("object", self.solver), str | None):
+            rule = "should be the name of a solver that PuLP finds, or None"
+            raise PlanningError(explain(f"SolverOptions(solver={self.solver!r:.40})", rule, "", 'write, say, "highs"'))
         number = int | float
         for name, kinds in (
             ("gap", number),

@@ -21,7 +21,6 @@ from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.memory import Holder, margin_of
 from passes.plan import MemoryReport, Plan
-from passes.plan import text as plan_text
 from passes.plan.parts import busiest_of
 from passes.planners import Auto
 from passes.progress import Deadline
@@ -254,11 +253,6 @@ def test_peaks_survive_resampling(size: int):
     kept = busiest_of(values)
     assert len(kept) == min(60, size)
     assert not size or max(kept) == max(values)
-
-
-def test_a_sparkline_is_blank_for_nothing_alone():
-    assert plan_text.sparkline([0, 1, 50, 100]) == " ▁▄█"
-    assert plan_text.sparkline([1, 300], 100) == "▁█"
 
 
 def test_a_compiled_step_is_held_against_xla():

@@ -137,6 +137,7 @@ def test_what_is_forbidden_is_said_where_nothing_does_without():
             pins={"batch": P("x"), "*/kernel": P()},
             forbid={"all_reduce", "reduce_scatter", "all_gather", "all_to_all"},
         )
+    assert "Auto(forbid=['all_gather', 'all_reduce', 'all_to_all', 'reduce_scatter'])" in str(caught.value)
     assert "allow one of" in str(caught.value)
     assert "these are all kinds of collectives there are: nothing can be moved" in str(caught.value)
 

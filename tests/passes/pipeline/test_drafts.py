@@ -2,12 +2,25 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from passes.inter_op import SCHEDULES, LowerBound, StageCost, Transfer, build, is_chunked, named_schedule, simulate
+from passes.errors import PlanningError
+from passes.inter_op import (
+    SCHEDULES,
+    LowerBound,
+    NamedSchedule,
+    StageCost,
+    Transfer,
+    build,
+    is_chunked,
+    simulate,
+    splits_backward,
+)
 from passes.inter_op.schedules import in_flight
 from passes.pipeline.draft_prices import least_seconds
+from passes.pipeline.search import StagedSearch
 from passes.pipeline.shapes import Shape
 from tests.sample import some
 
@@ -37,7 +50,7 @@ def drawn(seed: int, name: str) -> tuple[Shape, int, list[StageCost], list[Trans
 def bound(shape: Shape, count: int, costs: list[StageCost], hops: list[Transfer], name: str) -> float:
     busy = [cost.forward_seconds + cost.backward_seconds for cost in costs]
     floors = [LowerBound(own, own + cost.finish_seconds / count, 0.0) for own, cost in zip(busy, costs, strict=True)]
-    return least_seconds(floors, hops, shape, count, name.startswith("zero-bubble"))
+    return least_seconds(floors, hops, shape, count, splits_backward(name))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -63,7 +76,7 @@ def test_seconds_and_bytes_without_a_timeline_are_those_of_the_timeline(seed: in
     costs = [replace(one, in_flight_nbytes=7 * at + 3, persistent_nbytes=at % 3) for at, one in enumerate(costs)]
     schedule, tasks = (
         build(name, len(costs), count, shape.chunks),
-        named_schedule(name, len(costs), count, shape.chunks),
+        NamedSchedule(name, len(costs), count, shape.chunks),
     )
     for overlap in (0.0, 0.5, 1.0):
         timeline = simulate(schedule, costs, hops, dispatch_seconds=0.125, overlap=overlap)
@@ -77,5 +90,23 @@ def test_as_much_is_in_flight_in_few_rounds_as_in_many(groups: int, chunks: int)
     each = [random.Random(stage).randint(1, 100) for stage in range(groups * chunks)]
     for rounds in range(1, 9):
         schedule = build("interleaved", groups * chunks, rounds * groups, chunks)
-        tasks = named_schedule("interleaved", groups * chunks, rounds * groups, chunks)
+        tasks = NamedSchedule("interleaved", groups * chunks, rounds * groups, chunks)
         assert tasks.in_flight(each) == list(in_flight(schedule, each))
+
+
+class Plans:
+    """Plans of drafts by their seconds: what takes less than 2 s cannot be planned, though its blocks can."""
+
+    def plan(self, draft: SimpleNamespace) -> SimpleNamespace:
+        if draft.seconds < 2:
+            raise PlanningError("this stage cannot be there")
+        return SimpleNamespace(seconds=draft.seconds, peak_nbytes=draft.peak_nbytes)
+
+
+def test_an_interrupted_search_takes_the_first_draft_that_can_be_planned() -> None:
+    drafts = [SimpleNamespace(key=n, seconds=float(n), peak_nbytes=9 if n == 2 else 1) for n in (3, 1, 2)]
+    search = object.__new__(StagedSearch)
+    search.limit, search.plans = 5.0, Plans()
+    plan = search._of_drafts_so_far(SimpleNamespace(drafts=drafts))
+    assert plan is not None
+    assert plan.seconds == 3

@@ -40,6 +40,8 @@ def test_two_processes_share_and_one_is_left():
         assert str(os.getpid()) in shared_by(pool)
         (worker,) = pool.workers
     assert worker.process.poll() is not None
+    assert worker.process.stdin.closed
+    assert worker.process.stdout.closed
     assert not pool.workers
 
 

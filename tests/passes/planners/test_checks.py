@@ -55,6 +55,7 @@ from passes.solver import SolverOptions
         (SolverOptions, {"gap": "1%"}, "SolverOptions(gap='1%'): should be a number from 0"),
         (SolverOptions, {"tie_radius": 1.5}, "SolverOptions(tie_radius=1.5): should be a whole number from 0"),
         (SolverOptions, {"untied": None}, "SolverOptions(untied=None): should be a whole number from 0"),
+        (SolverOptions, {"solver": 3}, "SolverOptions(solver=3): should be the name of a solver that PuLP finds"),
         (SolverOptions, {"gap": -1}, "SolverOptions(gap=-1): should be a number from 0"),
         (SolverOptions, {"time_limit": math.nan}, "SolverOptions(time_limit=nan): should be a number from 0"),
     ],
