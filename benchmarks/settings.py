@@ -82,7 +82,7 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "pipeline.workers._GOODBYE_SECONDS": "no plan waits for it",
     "pipeline.workers._MOST": "what is found does not depend on it; one process works here",
     "planners.infeasible._MOST": "only what a message proposes",
-    "planners.manual.LARGE": "only where a warning begins",
+    "planners.wholes.LARGE": "only where a warning begins",
     "planners.manual.WORTHWHILE": "only of plans by hand",
     "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",
     "solver.options.GAP": "varied as `SolverOptions.gap`",

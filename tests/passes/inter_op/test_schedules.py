@@ -9,7 +9,7 @@ from hypothesis import given
 from passes.errors import PlanningError
 from passes.inter_op import SCHEDULES, Schedule, Task, build, is_chunked, register, schedule_registry
 from passes.inter_op.schedule_registry import eager_one_f_one_b, gpipe, interleaved, one_f_one_b, zero_bubble_h1
-from passes.inter_op.schedules import Kind, in_flight, order, play
+from passes.inter_op.schedules import Kind, in_flight, play
 
 GROUPS = range(1, 9)
 MICROBATCHES = range(1, 17)
@@ -80,7 +80,7 @@ def test_every_schedule_verifies_and_has_an_order(name: str, groups: int, chunks
         schedule.verify()
         assert (schedule.n_stages, schedule.microbatches) == (groups * chunks, m)
         assert (len(schedule.groups), schedule.chunks) == (groups, chunks)
-        assert_in_order(order(schedule), schedule)
+        assert_in_order(tuple(span.task for span in play(schedule)), schedule)
 
 
 @pytest.mark.parametrize(("name", "p", "v"), CASES)
@@ -170,8 +170,8 @@ def test_warm_ups_as_drawn_in_the_papers() -> None:
     ]
 
 
-def test_order_is_by_start_and_then_by_stage() -> None:
-    assert [str(task) for task in order(gpipe(2, 2))] == [
+def test_tasks_are_played_by_start_and_then_by_stage() -> None:
+    assert [str(span.task) for span in play(gpipe(2, 2))] == [
         "forward of microbatch 0 on stage 0",
         "forward of microbatch 1 on stage 0",
         "forward of microbatch 0 on stage 1",
