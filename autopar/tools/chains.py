@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,8 +17,12 @@ from autopar.jax_compat import Device
 from autopar.lowering import device_mesh
 from passes.cluster import Mesh
 
-REPEATS = 5
-"""Runs of a chain, of which the fastest counts: what disturbs one can only lengthen it."""
+REPEATS, FEWER = 5, 3
+"""Runs of a chain, of which the fastest counts: what disturbs one can only lengthen it. Fewer of a long one."""
+
+LONG_SECONDS = 0.1
+"""A run so long is many times the slice of an operating system's scheduler: runs of one chain were within 10 % of each
+other, those of shorter ones within 30 % (8 devices on 2 cores beside other programs)."""
 
 LONGER = 3
 """A chain is run so many times as long, too, and the difference is that of the operations: a call by itself takes as
@@ -53,14 +58,11 @@ def seconds(
     """Seconds of one operation of a chain, run by every device on its own array; what a call takes is no part of it."""
     clock, cores = clock_of(devices)
 
-    def least(count: int) -> float:
-        def chain(x: jax.Array) -> jax.Array:
-            weights = others(x)
-            return lax.fori_loop(0, count, lambda _, y: operation(y, *weights).astype(y.dtype), x)
+    def chain(x: jax.Array, count: jax.Array) -> jax.Array:
+        weights = others(x)
+        return lax.fori_loop(0, count, lambda _, y: operation(y, *weights).astype(y.dtype), x)
 
-        return min(_spent(chain, shape, mesh, devices, dtype, clock))
-
-    short, long = least(times), least(LONGER * times)
+    short, long = _least(chain, shape, mesh, devices, dtype, clock, (times, LONGER * times))
     if long <= short:  # noise hides the difference
         return long / cores / (LONGER * times)
     return (long - short) / cores / ((LONGER - 1) * times)
@@ -73,14 +75,14 @@ def apart_seconds(operation: Operation, shape: tuple[int, ...], mesh: Mesh, devi
     the wall clock, and by the least of the runs, as other programs can only add to it.
     """
 
-    def chain(arrays: jax.Array) -> jax.Array:
+    def chain(arrays: jax.Array, count: jax.Array) -> jax.Array:
         def replaced(i: jax.Array, arrays: jax.Array) -> jax.Array:
             x = lax.dynamic_index_in_dim(arrays, i, keepdims=False)
             return lax.dynamic_update_index_in_dim(arrays, operation(x), i, 0)
 
-        return lax.fori_loop(0, ARRAYS, replaced, arrays)
+        return lax.fori_loop(0, count, replaced, arrays)
 
-    return min(_spent(chain, (ARRAYS, *shape), mesh, devices, "float32", time.perf_counter)) / ARRAYS
+    return _least(chain, (ARRAYS, *shape), mesh, devices, "float32", time.perf_counter, (ARRAYS,))[0] / ARRAYS
 
 
 def between_products_seconds(operation: Operation, n: int, mesh: Mesh, devices: Sequence[Device]) -> float:
@@ -91,7 +93,7 @@ def between_products_seconds(operation: Operation, n: int, mesh: Mesh, devices: 
     and 0.24 ms between products (`python -m benchmarks.between_products`).
     """
 
-    def chain(arrays: jax.Array) -> jax.Array:
+    def chain(arrays: jax.Array, count: jax.Array) -> jax.Array:
         def replaced(i: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             arrays, matrix = carried
             product = jnp.tanh(matrix @ matrix)
@@ -100,35 +102,44 @@ def between_products_seconds(operation: Operation, n: int, mesh: Mesh, devices: 
             return arrays, product + arrays[i, 0] * TINY
 
         matrix = jnp.full((WORK, WORK), arrays[0, 0])
-        return lax.fori_loop(0, ARRAYS, replaced, (arrays, matrix))[0]
+        return lax.fori_loop(0, count, replaced, (arrays, matrix))[0]
 
-    return min(_spent(chain, (ARRAYS, n), mesh, devices, "float32", time.perf_counter)) / ARRAYS
+    return _least(chain, (ARRAYS, n), mesh, devices, "float32", time.perf_counter, (ARRAYS,))[0] / ARRAYS
 
 
-def _spent(
-    chain: Operation,
+def _least(
+    chain: Callable[[jax.Array, jax.Array], jax.Array],
     shape: tuple[int, ...],
     mesh: Mesh,
     devices: Sequence[Device],
     dtype: Any,
     clock: Callable[[], float],
+    counts: Sequence[int],
 ) -> list[float]:
-    """Seconds by the clock of each run of a chain that every device of a mesh runs on its own array."""
+    """Least seconds by the clock of a chain of each number of operations, which every device runs on its own array.
+
+    The number is an argument, so that one program is compiled for all.
+    """
     if mesh.axes:
         real, spec = device_mesh(mesh, devices), PartitionSpec(mesh.axes)
-        chain = jax.shard_map(chain, mesh=real, in_specs=spec, out_specs=spec, check_vma=False)
-        full_shape = (shape[0] * mesh.size, *shape[1:])
-        x = jax.device_put(jnp.full(full_shape, 0.5, dtype), NamedSharding(real, spec))
+        chain = jax.shard_map(chain, mesh=real, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
+        shape, placed = (shape[0] * mesh.size, *shape[1:]), NamedSharding(real, spec)
+        everywhere: Any = NamedSharding(real, PartitionSpec())
     else:
-        x = jax.device_put(jnp.full(shape, 0.5, dtype), devices[0])
+        placed = everywhere = devices[0]
+    x = jax.device_put(jnp.full(shape, 0.5, dtype), placed)
     run = jax.jit(chain, donate_argnums=0)
-    x = run(x).block_until_ready()
-    spent: list[float] = []
-    for _ in range(REPEATS):
-        start = clock()
-        x = run(x).block_until_ready()
-        spent.append(clock() - start)
-    return spent
+    least: list[float] = []
+    for number in counts:
+        count = jax.device_put(np.int32(number), everywhere)
+        x = run(x, count).block_until_ready()
+        spent: list[float] = []
+        while len(spent) < (REPEATS if max(spent, default=0.0) < LONG_SECONDS else FEWER):
+            start = clock()
+            x = run(x, count).block_until_ready()
+            spent.append(clock() - start)
+        least.append(min(spent))
+    return least
 
 
 def clock_of(devices: Sequence[Device]) -> tuple[Callable[[], float], int]:

@@ -167,8 +167,8 @@ def _overlap(mesh: Mesh, devices: Sequence[Device]) -> float:
         return jnp.concatenate([(square @ square).ravel() * (1 / extent), summed])
 
     shape = (product + OVERLAPPED,)
-    neither = seconds(lambda x: jnp.concatenate([x[:product] * 0.9, x[product:] * 0.9]), shape, mesh, devices, times=4)
-    spent = [seconds(step, shape, mesh, devices, times=4) for step in (reduced, multiplied, both)]
+    neither = seconds(lambda x: jnp.concatenate([x[:product] * 0.9, x[product:] * 0.9]), shape, mesh, devices, times=2)
+    spent = [seconds(step, shape, mesh, devices, times=2) for step in (reduced, multiplied, both)]
     return hidden(*(max(each - neither, 0.0) for each in spent))
 
 

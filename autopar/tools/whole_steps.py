@@ -22,7 +22,7 @@ from autopar.api import parallelize
 from autopar.jax_compat import Device
 from autopar.lowering import device_mesh
 from autopar.rewrite import TracedStep
-from autopar.tools.chains import clock_of
+from autopar.tools.chains import LONG_SECONDS, clock_of
 from autopar.tools.device_sweep import Sample, single_plan
 from passes.cluster import Cluster, DeviceSpec, Mesh, what_if
 
@@ -35,7 +35,7 @@ RATE = 1e-3
 """The learning rate: small, so that numbers stay as large as they are."""
 
 WARM, RUNS, CALLS = 2, 5, 4
-"""Calls before any is timed; the runs of which the median counts; and calls of each: steps of milliseconds are too
+"""Runs before any is timed; those of which the median counts; and calls of each at most: steps of milliseconds are too
 short for a clock of the process's time."""
 
 
@@ -242,11 +242,11 @@ def seconds(training: WholeStep, mesh: Mesh, devices: Sequence[Device]) -> float
     )
     weights, moments, batch = jax.tree.map(drawn, training.arguments())
     runs: list[float] = []
-    for number in range(WARM + RUNS):
-        start = clock()
-        for _ in range(CALLS):
+    for _ in range(WARM + RUNS):
+        start, calls, spent = clock(), 0, 0.0
+        while calls < CALLS and spent < LONG_SECONDS * cores:
             weights, moments, loss = run(weights, moments, batch)
             loss.block_until_ready()
-        if number >= WARM:
-            runs.append((clock() - start) / cores / CALLS)
-    return statistics.median(runs)
+            calls, spent = calls + 1, clock() - start
+        runs.append(spent / cores / calls)
+    return statistics.median(runs[WARM:])
