@@ -261,7 +261,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         blank(arguments.plot)
     if arguments.out:
-        check_writable(arguments.out, "the plan")
+        check_writable(arguments.out, "the plan", arguments.cluster, arguments.calibration)
     jax.config.update("jax_platforms", "cpu")
     step, args, kwargs = targets.example(arguments.target)
     with shown(Console(stderr=True, quiet=arguments.json)) as bar:
@@ -299,6 +299,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     plan = load_plan(arguments.plan)
     if arguments.trace:
+        check_writable(arguments.trace, "the trace", arguments.plan)
         _save_trace(plan, arguments.trace)
     if arguments.plot:
         _plot(plan, arguments.plot)
