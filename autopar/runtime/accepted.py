@@ -9,7 +9,7 @@ from typing import Any, Self
 import jax
 
 from autopar.errors import ArgumentError, explain
-from autopar.frontend import Signature, Traced, Type, types_of
+from autopar.frontend import Signature, Traced, Type, structs_of, types_of
 from autopar.jax_compat import PyTreeDef
 
 _REMEDY = "or call the function itself, which does"
@@ -47,7 +47,9 @@ class Accepted:
         """
         dynamic, statics = self.signature.split(tuple(args), kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        self._check(tree, types_of(leaves))
+        if None in (types := types_of(leaves)):
+            structs_of(dynamic, self.signature, len(args))  # raises, with what is no array
+        self._check(tree, types)
         self._check_statics(statics)
         return leaves
 
