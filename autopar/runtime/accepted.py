@@ -76,7 +76,6 @@ class Accepted:
 
 
 def _words(type: Type | None) -> str:
-    if type is None:
-        return "no array"
+    assert type is not None, "what is no array has been refused"
     shape, dtype, weak = type
     return f"{dtype.name}[{','.join(map(str, shape))}]" + (" (weakly typed)" if weak else "")
