@@ -36,7 +36,7 @@ from autopar.tools import (
     targets,
 )
 from autopar.tools.command import Command, check_writable, write
-from autopar.tools.command_options import limit_of, planner_of, real_number, whole_number, with_choices
+from autopar.tools.command_options import Once, limit_of, planner_of, real_number, whole_number, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
@@ -159,6 +159,7 @@ def parser() -> argparse.ArgumentParser:
         raw = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=help, description=description, epilog=epilog, formatter_class=raw)
         command.set_defaults(run=run, parser=parser)
+        command.register("action", None, Once)  # of an option without an action of its own
         return command
 
     plan = add("plan", _plan, "make a plan", _PLAN_HELP, _PLAN_MORE)
