@@ -157,6 +157,12 @@ def test_seconds_that_cannot_be_are_refused_before_anything_is_joined(name: str,
         autopar.distributed.initialize(**{name: seconds})
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", ":1234", "127.0.0.1:99999", "127.0.0.1:0", "", 5])
+def test_an_address_that_is_none_is_refused_before_anything_waits_there(address: Any):
+    with pytest.raises(autopar.ArgumentError, match=r"initialize\(coordinator_address=.*a port from 1 to 65535"):
+        autopar.distributed.initialize(address, 2, 0)
+
+
 class SlowService:
     """A client of a service that takes its time over the first sign of life."""
 
